@@ -1,0 +1,44 @@
+# Each target works alone on a fresh Debian or Ubuntu with Python 3.11 or newer.
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One thread a process: pytest already runs two, and more threads than cores only slow small tensors down.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format clean
+
+help:
+	@echo "make setup      create $(VENV) and install everything the targets below need"
+	@echo "make demo       warm start, then PAPO on real images, with a report at the end"
+	@echo "make test       lint, then the test suite"
+	@echo "make test-slow  the experiments that take minutes"
+	@echo "make lint       ruff, formatting, types"
+	@echo "make format     let ruff fix and format"
+	@echo "make clean      remove $(VENV), caches and build output; runs/ and data/ stay"
+
+setup:
+	@VENV="$(VENV)" bash scripts/setup.sh
+
+demo: setup
+	@$(BIN)/mmrl demo
+
+test: lint
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+
+test-slow: setup
+	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf -- *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,165 @@
+"""Configuration files: YAML over dataclass defaults, dotted overrides, and errors that name the key and what exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mmrl.recipes import RecipeEntry
+
+__all__ = ["load", "load_run", "save", "to_container"]
+
+ConfigT = TypeVar("ConfigT")
+
+
+def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEntry, Any]:
+    """Read a run's configuration with the schema of the recipe that it names.
+
+    Args:
+        path: YAML file with a `recipe:` key; an `extends:` key names a file (relative to this one) to start from.
+        overrides: dotted assignments such as `trainer.steps=10`, applied last.
+
+    Returns:
+        The recipe's table entry and the filled dataclass instance.
+
+    Raises:
+        UserError: missing file, unknown recipe, unknown key, wrong type, missing mandatory value.
+    """
+    from mmrl.recipes import find_recipe
+
+    merged = _merge_sources(Path(path), overrides)
+    name = merged.get("recipe")
+    if name is None:
+        raise UserError(f"{path}: no `recipe:` key; `mmrl list recipes` shows the names")
+    entry = find_recipe(str(name), where=str(path))
+    return entry, _fill(entry.load_config_class(), merged, where=str(path))
+
+
+def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
+    """Read a YAML file into an instance of a dataclass.
+
+    Args:
+        path: YAML file; an `extends:` key names a file (relative to this one) to start from.
+        schema: dataclass that holds the allowed keys, their types and defaults.
+        overrides: dotted assignments such as `a.b=c`, applied last.
+
+    Returns:
+        The filled instance.
+
+    Raises:
+        UserError: missing file, bad YAML, unknown key (with a suggestion), wrong type, missing mandatory value.
+    """
+    return _fill(schema, _merge_sources(Path(path), overrides), where=str(path))
+
+
+def save(config: Any, path: Path) -> None:
+    """Write a resolved configuration as YAML.
+
+    Args:
+        config: dataclass instance as returned by `load`.
+        path: file to write.
+    """
+    from omegaconf import OmegaConf
+
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(config))), encoding="utf-8")
+
+
+def to_container(config: Any) -> dict[str, Any]:
+    """Plain nested dict of a configuration, as saved beside the run."""
+    return dataclasses.asdict(config)
+
+
+def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
+    from omegaconf import OmegaConf
+
+    merged = _read_yaml(path, ())
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"override '{text}' is not of the form a.b=c")
+    try:
+        return OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+    except Exception as error:
+        raise UserError(f"overrides {list(overrides)} cannot be read: {_first_line(error)}") from error
+
+
+def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
+    from omegaconf import DictConfig, OmegaConf
+
+    if not path.is_file():
+        raise UserError(f"configuration file not found: {path}")
+    if path.resolve() in parents:
+        raise UserError(f"{path}: `extends:` leads back to itself")
+    try:
+        content = OmegaConf.load(path)
+    except Exception as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, DictConfig):
+        raise UserError(f"{path} holds a {type(content).__name__}; expected keys and values")
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    return OmegaConf.merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
+
+
+def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+    structured = OmegaConf.structured(schema)
+    try:
+        merged = OmegaConf.merge(structured, values)
+        filled = OmegaConf.to_object(merged)
+    except ConfigKeyError as error:
+        raise UserError(f"{where}: {_unknown_key(structured, str(error.full_key))}") from error
+    except MissingMandatoryValue as error:
+        raise UserError(f"{where}: '{error.full_key}' must be given") from error
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise UserError(f"{where}: '{key}': {_first_line(error)}{_expected(structured, key)}") from error
+    return _validated(filled, where)  # type: ignore[no-any-return]
+
+
+def _validated(config: Any, where: str) -> Any:
+    validate = getattr(config, "validate", None)
+    if validate is not None:
+        try:
+            validate()
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+    return config
+
+
+def _unknown_key(structured: Any, full_key: str) -> str:
+    from omegaconf import DictConfig, OmegaConf
+
+    parent, _, key = full_key.rpartition(".")
+    node = OmegaConf.select(structured, parent) if parent else structured
+    known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    place = f" under '{parent}'" if parent else ""
+    return f"unknown key '{full_key}'; {hint}known keys{place}: {', '.join(known)}"
+
+
+def _expected(structured: Any, key: str | None) -> str:
+    from omegaconf import OmegaConf
+
+    if not key:
+        return ""
+    try:
+        default = OmegaConf.select(structured, key)
+    except Exception:
+        return ""
+    return "" if default is None else f" (default: {default!r})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

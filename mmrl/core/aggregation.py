@@ -1,0 +1,117 @@
+"""Masked means of per-decision terms, with denominators counted once over the whole optimiser step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.checks import look_up
+
+__all__ = ["AGGREGATIONS", "Denominators", "aggregate", "count", "masked_sum"]
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the sums of one optimiser step are divided by, over all micro-batches and all ranks."""
+
+    tokens: float
+    """Trained decisions."""
+    rows: float
+    """Rows with at least one trained decision; empty and unscored rows do not count."""
+    length: float = 0.0
+    """Constant divisor a row of "fixed_length"; 0 where that mode is not used."""
+    turns: float = 0.0
+    """Turns with at least one trained decision; only the value loss of a turn-level critic needs it."""
+
+    @staticmethod
+    def total(parts: Iterable[Denominators]) -> Denominators:
+        """Add the counts of several batches or ranks; the constant length stays."""
+        listed = list(parts)
+        return Denominators(
+            tokens=sum(part.tokens for part in listed),
+            rows=sum(part.rows for part in listed),
+            length=max((part.length for part in listed), default=0.0),
+            turns=sum(part.turns for part in listed),
+        )
+
+
+def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominators:
+    """Count the denominators of a batch.
+
+    Args:
+        mask: (B, T) {0, 1}, the loss mask of everything that goes into one optimiser step on this rank.
+        length: Constant L of "fixed_length".
+        turns: Number of turns, where the value loss needs it.
+
+    Returns:
+        The counts; add those of other ranks with `Denominators.total`.
+    """
+    lengths = mask.sum(1)
+    return Denominators(float(lengths.sum()), float((lengths > 0).sum()), float(length), float(turns))
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum where the mask is 1; whatever stands elsewhere, even NaN, counts nothing.
+
+    Args:
+        x: (B, T).
+        mask: (B, T) {0, 1}.
+
+    Returns:
+        (B,) row sums.
+    """
+    return torch.where(mask > 0, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum(1)
+
+
+def aggregate(x: Tensor, mask: Tensor, mode: str, denominators: Denominators) -> Tensor:
+    """Reduce per-decision terms to this batch's share of the mean over the optimiser step.
+
+    The shares of micro-batches and of ranks add up to the mean over all of them, in value and in gradient.
+
+    Args:
+        x: (B, T) terms.
+        mask: (B, T) {0, 1}, what counts.
+        mode: "token_mean", "sequence_mean" (mean of row means), "sequence_sum" (mean of row sums) or
+            "fixed_length" (sum over rows * length).
+        denominators: Counts over the whole step.
+
+    Returns:
+        Scalar; 0 where the mask is empty.
+
+    Raises:
+        ValueError: Unknown mode, or "fixed_length" without a length.
+    """
+    return look_up(AGGREGATIONS, mode, "aggregation")(x, mask, denominators)
+
+
+def _token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
+
+
+def _sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    row_means = masked_sum(x, mask) / mask.sum(1).clamp(min=1)
+    return row_means.sum() / max(denominators.rows, 1.0)
+
+
+def _sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    return masked_sum(x, mask).sum() / max(denominators.rows, 1.0)
+
+
+def _fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    if denominators.length <= 0:
+        raise ValueError(
+            "The aggregation 'fixed_length' divides every row by a constant; got length "
+            f"{denominators.length:g}. Set fixed_length to the longest response the sampler allows."
+        )
+    return masked_sum(x, mask).sum() / (max(denominators.rows, 1.0) * denominators.length)
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
+    "token_mean": _token_mean,
+    "sequence_mean": _sequence_mean,
+    "sequence_sum": _sequence_sum,
+    "fixed_length": _fixed_length,
+}

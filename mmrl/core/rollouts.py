@@ -1,0 +1,278 @@
+"""The trajectories of one rollout step, with every prompt stored once per group.
+
+Shape letters used in the whole suite:
+
+* B rows: one sampled response, trajectory or denoising run each
+* N groups: tasks (prompts, initial states, scenes), each with its samples
+* G samples of one group; groups may differ in size
+* T decisions of a row, right-padded: a token, a denoising step, a frame pick or an action chunk
+* V vocabulary entries, H hidden units, M flattened decisions, K turns of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from mmrl.core.checks import check_choice_of_fields, check_decisions, check_groups, check_mask, check_rows
+
+__all__ = ["Payload", "Rollouts"]
+
+_DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn")
+_ROW_FIELDS = ("group", "reward")
+_PADDING = {"turn": -1}
+
+
+class Payload(Protocol):
+    """Domain data that travels with the rows and that only the domain's own policy opens."""
+
+    def select(self, rows: Tensor, groups: Tensor) -> Self:
+        """Keep rows (b,) and groups (n,), both int64 indices, in the order given."""
+        ...
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Join payloads: the rows and the groups of each part follow those of the part before."""
+        ...
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the tensors to a device."""
+        ...
+
+
+@dataclass
+class Rollouts:
+    """Rows of decisions in groups that share a prompt; what flows from the sampler to the loss."""
+
+    group: Tensor
+    """(B,) int64, the group of each row, 0..N-1; every number occurs."""
+    mask: Tensor
+    """(B, T) float, 1 where the policy took the decision and it is trained, 0 on tools, hints and padding."""
+    logp_old: Tensor
+    """(B, T) float, log-probability in nats under the policy the update starts from; constant."""
+    reward: Tensor
+    """(B,) float, total reward of the row; NaN marks a row that could not be scored."""
+    payload: Any = None
+    """A `Payload`: prompts, images and responses of the domain, or None."""
+    reward_terms: dict[str, Tensor] = field(default_factory=dict)
+    """(B,) each, the named terms the reward was made of, before their weights."""
+    advantage: Tensor | None = None
+    """(B, T) float, set by `Objective.compute_advantages`; 0 where nothing is trained."""
+    logp_ref: Tensor | None = None
+    """(B, T) float, log-probability under the frozen reference policy."""
+    values: Tensor | None = None
+    """(B, T) float, value of the state before each decision, as predicted when the rows were sampled."""
+    returns: Tensor | None = None
+    """(B, T) float, regression target of the value head."""
+    entropy: Tensor | None = None
+    """(B, T) float, entropy in nats of the action distribution at sampling time."""
+    turn: Tensor | None = None
+    """(B, T) int64, environment step of each decision, not falling along a row, -1 on padding."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Further data per row (B,) or per decision (B, T), such as "kl_weight" or "decision_reward"."""
+
+    def __post_init__(self) -> None:
+        rows = check_rows(self.group, self.reward)
+        shape = check_mask(self.mask, rows)
+        check_groups(self.group)
+        for name in _DECISION_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                check_decisions(name, value, shape, integer=name == "turn")
+        for name, value in (*self.reward_terms.items(), *self.extras.items()):
+            if tuple(value.shape) not in ((rows,), shape):
+                raise ValueError(
+                    f"'{name}' has shape {tuple(value.shape)}; data that travels with {rows} rows of {shape[1]} "
+                    f"decisions has shape ({rows},) or {shape}."
+                )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows B."""
+        return self.group.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups N."""
+        return int(self.group.max()) + 1 if self.num_rows else 0
+
+    @property
+    def num_decisions(self) -> int:
+        """Width T of the padded decision axis."""
+        return self.mask.shape[1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64, trained decisions of each row."""
+        return self.mask.sum(1).long()
+
+    @property
+    def scored(self) -> Tensor:
+        """(B,) bool, rows whose reward is finite."""
+        return torch.isfinite(self.reward)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """(B, T) float, the mask without the rows that could not be scored."""
+        return self.mask * self.scored[:, None].to(self.mask.dtype)
+
+    def replace(self, **changes: Any) -> Rollouts:
+        """Return a copy with some fields exchanged, checked like a new one."""
+        return dataclasses.replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> Rollouts:
+        """Return a copy whose tensors and payload lie on a device."""
+        payload = None if self.payload is None else self.payload.to(device)
+        return self._map(lambda _, tensor: tensor.to(device), payload)
+
+    def select(self, rows: Tensor) -> Rollouts:
+        """Keep some rows, number their groups anew and drop the prompts nobody uses any more.
+
+        Args:
+            rows: (b,) int64 row indices or (B,) bool; the order is kept.
+
+        Returns:
+            The rows; groups keep their relative order.
+        """
+        rows = _as_indices(rows, self.num_rows, "rows", self.group.device)
+        groups, renumbered = torch.unique(self.group[rows], return_inverse=True)
+        return self._take(rows, groups, renumbered)
+
+    def select_groups(self, groups: Tensor) -> Rollouts:
+        """Keep whole groups, in the order given.
+
+        Args:
+            groups: (n,) int64 group indices without repetition or (N,) bool.
+
+        Returns:
+            The rows of these groups; group j of the result is `groups[j]`.
+        """
+        groups = _as_indices(groups, self.num_groups, "groups", self.group.device)
+        place = torch.full((self.num_groups,), -1, dtype=torch.int64, device=self.group.device)
+        place[groups] = torch.arange(len(groups), device=self.group.device)
+        if int((place >= 0).sum()) != len(groups):
+            raise ValueError(f"select_groups needs every group at most once; got {groups.tolist()}.")
+        position = place[self.group]
+        order = torch.argsort(position, stable=True)
+        rows = order[position[order] >= 0]
+        return self._take(rows, groups, position[rows])
+
+    def minibatches(self, count: int, generator: torch.Generator | None = None) -> list[Rollouts]:
+        """Cut into optimiser steps of whole groups, as even as possible.
+
+        Args:
+            count: Wanted number of minibatches; fewer come back when there are fewer groups.
+            generator: CPU generator that shuffles the groups; None keeps their order.
+
+        Returns:
+            The minibatches; every group is in exactly one.
+        """
+        if count < 1:
+            raise ValueError(f"minibatches needs a count of at least 1; got {count}.")
+        if self.num_rows == 0:
+            return []
+        total = self.num_groups
+        order = torch.arange(total) if generator is None else torch.randperm(total, generator=generator)
+        return [self.select_groups(part) for part in torch.tensor_split(order, min(count, total))]
+
+    def micro_batches(self, rows: int) -> Iterator[Rollouts]:
+        """Cut into chunks that fit into memory; the sum of their losses is the loss of the whole.
+
+        A chunk may split a group and its T is trimmed to its own longest row, so it is only fit for
+        the loss: advantages and denominators have to be there before.
+
+        Args:
+            rows: Largest number of rows of a chunk.
+
+        Returns:
+            An iterator over consecutive rows.
+        """
+        if rows < 1:
+            raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
+        for start in range(0, self.num_rows, rows):
+            stop = min(start + rows, self.num_rows)
+            yield self.select(torch.arange(start, stop))._trim()
+
+    @staticmethod
+    def concat(parts: Sequence[Rollouts]) -> Rollouts:
+        """Join rollouts: T is padded to the longest, groups follow one another.
+
+        Args:
+            parts: At least one; all with the same optional fields, terms and extras.
+
+        Returns:
+            All rows in order.
+        """
+        if not parts:
+            raise ValueError("concat needs at least one Rollouts; got an empty sequence.")
+        check_choice_of_fields([_present(part) for part in parts])
+        width = max(part.num_decisions for part in parts)
+        padded = [part._pad(width) for part in parts]
+        offsets = [sum(part.num_groups for part in parts[:index]) for index in range(len(parts))]
+        first = padded[0]
+        changes: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in padded])
+            for name in (*_ROW_FIELDS, *_DECISION_FIELDS)
+            if getattr(first, name) is not None
+        }
+        changes["group"] = torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)])
+        for name in ("reward_terms", "extras"):
+            keys = getattr(first, name)
+            changes[name] = {key: torch.cat([getattr(part, name)[key] for part in padded]) for key in keys}
+        if first.payload is not None:
+            changes["payload"] = type(first.payload).concat([part.payload for part in parts])
+        return first.replace(**changes)
+
+    def _take(self, rows: Tensor, groups: Tensor, renumbered: Tensor) -> Rollouts:
+        payload = None if self.payload is None else self.payload.select(rows, groups)
+        return self._map(lambda name, tensor: renumbered if name == "group" else tensor[rows], payload)
+
+    def _trim(self) -> Rollouts:
+        used = torch.nonzero(self.mask.sum(0))
+        width = int(used.max()) + 1 if len(used) else min(1, self.num_decisions)
+        return self._map(lambda _, tensor: tensor if tensor.dim() == 1 else tensor[:, :width], self.payload)
+
+    def _pad(self, width: int) -> Rollouts:
+        missing = width - self.num_decisions
+
+        def pad(name: str, tensor: Tensor) -> Tensor:
+            if tensor.dim() == 1 or not missing:
+                return tensor
+            return torch.nn.functional.pad(tensor, (0, missing), value=_PADDING.get(name, 0))
+
+        return self._map(pad, self.payload)
+
+    def _map(self, function: Any, payload: Any) -> Rollouts:
+        changes: dict[str, Any] = {"payload": payload}
+        for name in (*_ROW_FIELDS, *_DECISION_FIELDS):
+            value = getattr(self, name)
+            changes[name] = None if value is None else function(name, value)
+        for name in ("reward_terms", "extras"):
+            changes[name] = {key: function(key, value) for key, value in getattr(self, name).items()}
+        return self.replace(**changes)
+
+
+def _as_indices(selection: Tensor, size: int, what: str, device: torch.device) -> Tensor:
+    selection = selection.to(device)
+    if selection.dtype == torch.bool:
+        if tuple(selection.shape) != (size,):
+            raise ValueError(f"A bool selection of {what} has shape ({size},); got {tuple(selection.shape)}.")
+        return torch.nonzero(selection).flatten()
+    if selection.dtype != torch.int64 or selection.dim() != 1:
+        raise ValueError(
+            f"{what} must be a 1-d int64 or bool tensor; got {selection.dtype} of shape {tuple(selection.shape)}."
+        )
+    if len(selection) and not (0 <= int(selection.min()) and int(selection.max()) < size):
+        raise ValueError(f"{what} must lie in 0..{size - 1}; got {selection.tolist()}.")
+    return selection
+
+
+def _present(rollouts: Rollouts) -> set[str]:
+    names = {name for name in (*_DECISION_FIELDS, "payload") if getattr(rollouts, name) is not None}
+    names |= {f"reward_terms[{key}]" for key in rollouts.reward_terms}
+    return names | {f"extras[{key}]" for key in rollouts.extras}

@@ -1,0 +1,104 @@
+"""The recipes by name, as strings, so that listing them loads no room."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+
+__all__ = ["RECIPES", "RecipeEntry", "find_recipe"]
+
+
+@dataclass(frozen=True)
+class RecipeEntry:
+    """Where a recipe lives and what it is."""
+
+    name: str
+    """Name used in `recipe:`."""
+    module: str
+    """Module that holds the two classes below."""
+    recipe: str
+    """Class of the recipe."""
+    config: str
+    """Dataclass of its configuration."""
+    summary: str
+    """One line for `mmrl list`."""
+    citation: str
+    """Paper or source."""
+    supervised: bool = False
+    """Whether it learns from given answers (`mmrl sft`) rather than from rewards."""
+
+    def load_config_class(self) -> type[Any]:
+        """Import the room and return the configuration dataclass."""
+        return getattr(importlib.import_module(self.module), self.config)  # type: ignore[no-any-return]
+
+    def load_recipe_class(self) -> type[Any]:
+        """Import the room and return the recipe class."""
+        return getattr(importlib.import_module(self.module), self.recipe)  # type: ignore[no-any-return]
+
+
+def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
+    """Look a recipe up by its name or by `module:RecipeClass:ConfigClass`.
+
+    Args:
+        name: key of `RECIPES`, or a user's own classes.
+        where: what to name in the error.
+
+    Returns:
+        The entry.
+
+    Raises:
+        UserError: the name is unknown; the message lists what exists.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    if name.count(":") == 2:
+        module, recipe, config = name.split(":")
+        return RecipeEntry(name, module, recipe, config, "user recipe", "-")
+    close = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    raise UserError(f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config")
+
+
+def _entries(*entries: RecipeEntry) -> dict[str, RecipeEntry]:
+    return {entry.name: entry for entry in entries}
+
+
+RECIPES: dict[str, RecipeEntry] = _entries(
+    RecipeEntry(
+        "vlm",
+        "mmrl.vlm.recipe",
+        "VlmRecipe",
+        "VlmConfig",
+        "any objective of the catalogue on a vision-language model",
+        "objective: see `mmrl list objectives`",
+    ),
+    RecipeEntry(
+        "papo",
+        "mmrl.vlm.papo",
+        "PapoRecipe",
+        "PapoConfig",
+        "implicit perception KL against a masked image, double entropy (PAPO_G, PAPO_D)",
+        "Wang et al., Perception-Aware Policy Optimization, arXiv 2507.06448",
+    ),
+    RecipeEntry(
+        "apo",
+        "mmrl.vlm.apo",
+        "ApoRecipe",
+        "ApoConfig",
+        "difficulty-weighted KL for positives (DADS), length penalty for negatives (STCR)",
+        "View-R1 / Asymmetric Policy Optimization, arXiv 2506.21655",
+    ),
+    RecipeEntry(
+        "sft",
+        "mmrl.vlm.sft",
+        "SftRecipe",
+        "SftConfig",
+        "supervised warm start on given completions, same loop and checkpoints",
+        "maximum likelihood",
+        supervised=True,
+    ),
+)

@@ -1,0 +1,99 @@
+"""What the loop needs of several processes: shards, global counts, and statistics over every rank's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from mmrl.core.aggregation import Denominators
+from mmrl.core.rollouts import Rollouts
+
+__all__ = ["all_ranks", "global_advantages", "global_denominators", "make_accelerator", "merge_lists", "shard"]
+
+ItemT = TypeVar("ItemT")
+
+
+def make_accelerator(mixed_precision: str = "no") -> Accelerator:
+    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for.
+
+    Args:
+        mixed_precision: "no" or "bf16".
+
+    Returns:
+        The accelerator; on a machine without a GPU it runs on the CPU.
+    """
+    return Accelerator(mixed_precision=mixed_precision)
+
+
+def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
+    """This process's share of `items`: every world-size-th one, starting at its rank."""
+    return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
+    """Whether `flag` holds on every process."""
+    if accelerator.num_processes == 1:
+        return flag
+    votes = accelerator.gather(torch.tensor([int(flag)], device=accelerator.device))
+    return bool(votes.all())
+
+
+def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
+    """Concatenate picklable lists of all processes, in rank order, on every process."""
+    if accelerator.num_processes == 1:
+        return items
+    return list(gather_object(items))
+
+
+def global_denominators(local: Denominators, accelerator: Accelerator) -> Denominators:
+    """Sum this optimiser step's counts over all processes; the row length is common to them.
+
+    Args:
+        local: counts of this process's rows.
+        accelerator: the process group.
+
+    Returns:
+        Counts over the whole optimiser step.
+    """
+    if accelerator.num_processes == 1:
+        return local
+    counts = torch.tensor([local.tokens, local.rows], dtype=torch.float64, device=accelerator.device)
+    tokens, rows = accelerator.reduce(counts, reduction="sum").tolist()
+    return dataclasses.replace(local, tokens=tokens, rows=rows)
+
+
+def global_advantages(
+    estimate: Callable[[Rollouts], Rollouts], rollouts: Rollouts, accelerator: Accelerator
+) -> Rollouts:
+    """Run an advantage estimator over the rows of all processes and keep this process's part.
+
+    Only rewards, masks and per-decision numbers travel; prompts and images stay where they are.
+
+    Args:
+        estimate: function from rollouts to rollouts with `advantage` (and `returns`) set.
+        rollouts: this process's rows; groups are not split over processes.
+        accelerator: the process group.
+
+    Returns:
+        `rollouts` with the estimator's outputs.
+    """
+    if accelerator.num_processes == 1:
+        return estimate(rollouts)
+    parts = merge_lists([rollouts.replace(payload=None).to("cpu")], accelerator)
+    joined = estimate(Rollouts.concat(parts))
+    start = sum(part.num_rows for part in parts[: accelerator.process_index])
+    rows = torch.arange(start, start + rollouts.num_rows)
+    mine = joined.select(rows)
+    length = rollouts.mask.shape[1]
+    return rollouts.replace(
+        advantage=_cut(mine.advantage, length, accelerator), returns=_cut(mine.returns, length, accelerator)
+    )
+
+
+def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:
+    return None if values is None else values[:, :length].to(accelerator.device)

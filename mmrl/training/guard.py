@@ -1,0 +1,69 @@
+"""Names the cause of a NaN or infinite number and keeps the evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.rollouts import Rollouts
+
+__all__ = ["describe_nonfinite", "save_failure"]
+
+BATCH_FIELDS = ("reward", "advantage", "logp_old", "logp_ref", "values", "returns")
+
+
+def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
+    """Say which number stopped being finite, the earliest cause first.
+
+    Args:
+        minibatch: rows of the optimiser step.
+        loss: its loss, or None when only gradients are checked.
+        policy: module whose weights and gradients are looked at.
+
+    Returns:
+        One sentence naming the tensor, how many entries are affected and where; None when all is finite.
+    """
+    checks: list[tuple[str, Tensor]] = []
+    scored = minibatch.scored
+    for name in BATCH_FIELDS:
+        value = getattr(minibatch, name)
+        if value is not None and name != "reward":
+            checks.append((f"rollouts.{name}", _visible(value, minibatch.mask)[scored]))
+    checks += [(f"weight {name}", parameter.detach()) for name, parameter in policy.named_parameters()]
+    if loss is not None:
+        checks.append(("loss", loss.detach().reshape(1)))
+    checks += [(f"gradient of {n}", p.grad) for n, p in policy.named_parameters() if p.grad is not None]
+    for name, value in checks:
+        bad = ~torch.isfinite(value)
+        if bool(bad.any()):
+            first = bad.nonzero()[0].tolist()
+            return f"{name} has {int(bad.sum())} of {value.numel()} entries NaN or infinite, the first at {first}"
+    return None
+
+
+def save_failure(folder: Path, step: int, minibatch: Rollouts, cause: str, extra: dict[str, Any]) -> Path:
+    """Write the rows of a failed optimiser step so that it can be looked at.
+
+    Args:
+        folder: the run's `failures` folder.
+        step: rollout step.
+        minibatch: rows of the optimiser step; the payload is kept as objects.
+        cause: sentence from `describe_nonfinite`.
+        extra: numbers to keep beside it.
+
+    Returns:
+        The file, readable with `torch.load(file, weights_only=False)`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}.pt"
+    torch.save({"cause": cause, "step": step, "rollouts": minibatch.to("cpu"), **extra}, path)
+    return path
+
+
+def _visible(value: Tensor, mask: Tensor) -> Tensor:
+    if value.ndim == 1:
+        return value
+    return torch.where(mask.bool(), value, torch.zeros_like(value))

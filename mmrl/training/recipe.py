@@ -1,0 +1,177 @@
+"""What a recipe supplies to the loop: six stages, each with a default that a paper may override."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from mmrl.core.aggregation import Denominators
+from mmrl.core.objective import LossOutput, Objective, TokenScores
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.distributed import global_advantages
+from mmrl.training.reference import Reference
+from mmrl.training.samples import SampleRecord
+from mmrl.training.settings import RunConfig
+
+__all__ = ["Evaluation", "Recipe"]
+
+
+@dataclass
+class Evaluation:
+    """Result of one evaluation of one split."""
+
+    metrics: dict[str, float]
+    """Names such as accuracy/greedy with /low and /high interval ends, and `n`."""
+    records: list[SampleRecord] = field(default_factory=list)
+    """A few rollouts for the report, the same tasks at every evaluation."""
+
+
+class Recipe(ABC):
+    """Stages of one method on one domain.
+
+    The loop calls, in this order: `rollout`, `score`, `annotate`, `advantages`, then `loss` for every micro-batch.
+    A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` when it is built.
+    """
+
+    config: RunConfig
+    policy: nn.Module
+    """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
+    objective: Objective
+    train_tasks: Sequence[Any]
+    eval_tasks: Mapping[str, Sequence[Any]]
+    """Held-out splits by name; the first one is the headline."""
+    uses_rewards: ClassVar[bool] = True
+    """False for supervised recipes: no reward statistics, no group filter."""
+
+    @abstractmethod
+    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+        """Sample G decisions sequences for each task with the current policy.
+
+        Args:
+            policy: the unwrapped policy.
+            tasks: this process's tasks of the step.
+            generator: CPU generator, the only source of randomness.
+
+        Returns:
+            Rollouts with `logp_old` as sampled and `reward` not yet set (NaN).
+        """
+
+    @abstractmethod
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Fill `reward` and `reward_terms`; NaN where a sample could not be scored."""
+
+    @abstractmethod
+    def scores(self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original") -> TokenScores:
+        """Log-probs (and entropy, values when wanted) of the rollouts' decisions under `policy`."""
+
+    @abstractmethod
+    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+        """Measure the policy on one of `eval_tasks`."""
+
+    @abstractmethod
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Up to `limit` rollouts as text and images for the report, whole groups first."""
+
+    @property
+    def wanted_scores(self) -> frozenset[str]:
+        """What the loss needs of a forward pass with gradient."""
+        wanted = {"logp"}
+        if self.objective.needs_entropy:
+            wanted.add("entropy")
+        if self.objective.needs_values:
+            wanted.add("values")
+        return frozenset(wanted)
+
+    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Add the constants of the update: old log-probs, reference log-probs, values.
+
+        Args:
+            policy: the policy before the update.
+            reference: the reference policy; used when the objective has a KL term.
+            rollouts: scored rollouts.
+
+        Returns:
+            The rollouts with `logp_old`, `logp_ref` and `values` filled as the objective needs.
+
+        Gradient: none flows; everything here is a constant of the update.
+        """
+        changes: dict[str, Any] = {}
+        old_pass = self.config.trainer.old_logp == "recompute" and not self.config.trainer.single_update
+        if old_pass or self.objective.needs_values or self.objective.kl_in_reward:
+            wanted = frozenset({"logp", "values"} if self.objective.needs_values else {"logp"})
+            scores = self.scores_in_chunks(policy, rollouts, wanted)
+            changes["values"] = scores.values
+            if self.config.trainer.old_logp == "recompute":
+                changes["logp_old"] = scores.logp
+        if self.objective.needs_reference:
+            changes["logp_ref"] = reference.score(
+                lambda module: self.scores_in_chunks(module, rollouts, frozenset({"logp"}))
+            ).logp
+        return rollouts.replace(**changes)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Turn rewards into per-decision advantages with the objective's estimator, over all processes."""
+        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Loss of one micro-batch, already divided by the counts of the whole optimiser step.
+
+        Args:
+            policy: the wrapped policy, called with gradient.
+            minibatch: rows with advantages.
+            denominators: counts over the whole optimiser step and all processes.
+
+        Returns:
+            A scalar whose sum over micro-batches is the loss of the step, and its metrics.
+        """
+        scores = self.scores(policy, minibatch, self.wanted_scores)
+        return self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
+
+    def with_old_logp(self, minibatch: Rollouts, scores: TokenScores) -> Rollouts:
+        """Old log-probs of an update that is its rollouts' only one are the new ones, so the ratio is exactly 1."""
+        trainer = self.config.trainer
+        if trainer.old_logp == "recompute" and trainer.single_update:
+            return minibatch.replace(logp_old=scores.logp.detach())
+        return minibatch
+
+    def scores_in_chunks(
+        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+    ) -> TokenScores:
+        """`scores` without gradient in micro-batches of `trainer.micro_batch` rows, padded back to (B, T)."""
+        size = self.config.trainer.micro_batch or rollouts.num_rows
+        length = rollouts.mask.shape[1]
+        with torch.no_grad():
+            parts = [self.scores(policy, chunk, want, view) for chunk in rollouts.micro_batches(size)]
+        return TokenScores(
+            logp=_stack([part.logp for part in parts], length),
+            entropy=_stack([part.entropy for part in parts], length) if "entropy" in want else None,
+            values=_stack([part.values for part in parts], length) if "values" in want else None,
+        )
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Metrics of this recipe beside those of the loop."""
+        return {}
+
+    def advance(self, step: int) -> None:
+        """Called after each step with the number of steps done; schedules and adaptive coefficients move here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers that a resumed run needs (adaptive coefficients, trackers)."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+
+    def close(self) -> None:
+        """Free worker processes."""
+
+
+def _stack(parts: list[Any], length: int) -> Any:
+    padded = [nn.functional.pad(part, (0, length - part.shape[1])) for part in parts]
+    return torch.cat(padded)

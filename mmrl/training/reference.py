@@ -1,0 +1,103 @@
+"""The reference policy of a KL term: a frozen copy, the model with its adapter off, or a moving average."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmrl.core.objective import TokenScores
+from mmrl.errors import UserError
+from mmrl.training.settings import ReferenceConfig
+
+__all__ = ["Reference", "make_reference"]
+
+Scorer = Callable[[nn.Module], TokenScores]
+
+
+class Reference:
+    """Scores rollouts with the policy that the KL term pulls towards.
+
+    Args:
+        kind: none, frozen, adapter or ema.
+        policy: the trained policy, unwrapped; copied unless kind is none or adapter.
+        decay: share of the old average that an ema update keeps.
+    """
+
+    def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
+        self.kind = kind
+        self.decay = decay
+        self._policy = policy
+        self._copy = copy.deepcopy(policy).eval().requires_grad_(False) if kind in ("frozen", "ema") else None
+
+    def score(self, scorer: Scorer) -> TokenScores:
+        """Evaluate `scorer` on the reference, without gradient.
+
+        Args:
+            scorer: function that scores fixed rollouts with the module it is given.
+
+        Returns:
+            The scores.
+
+        Raises:
+            RuntimeError: there is no reference.
+        """
+        with torch.no_grad():
+            if self._copy is not None:
+                return scorer(self._copy)
+            if self.kind == "adapter":
+                with self._policy.disable_adapter():  # type: ignore[operator]
+                    return scorer(self._policy)
+        raise RuntimeError("this run has no reference policy; set reference.kind")
+
+    def update(self) -> None:
+        """Move an ema reference towards the policy; call once per optimiser step."""
+        if self.kind != "ema" or self._copy is None:
+            return
+        with torch.no_grad():
+            for mean, value in zip(self._copy.parameters(), self._policy.parameters(), strict=True):
+                mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
+
+    @property
+    def needs_saving(self) -> bool:
+        """Whether a checkpoint has to hold weights of its own for the reference."""
+        return self._copy is not None
+
+    def save(self, folder: Path) -> None:
+        """Write the reference's weights into `folder`."""
+        if self._copy is not None:
+            self._copy.save_pretrained(folder)  # type: ignore[operator]
+
+    def load(self, folder: Path) -> None:
+        """Read weights written by `save`."""
+        if self._copy is not None:
+            self._copy.load_weights(folder)  # type: ignore[operator]
+
+
+def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool) -> Reference:
+    """Build the reference that the configuration and the objective ask for.
+
+    Args:
+        config: kind and decay.
+        policy: the trained policy, unwrapped.
+        needed: whether the objective has a term on the reference.
+
+    Returns:
+        The reference; of kind none where nothing needs one.
+
+    Raises:
+        UserError: the kind does not fit the policy or the objective.
+    """
+    has_adapter = bool(getattr(policy, "has_adapter", False))
+    kind = config.kind
+    if kind == "auto":
+        kind = ("adapter" if has_adapter else "frozen") if needed else "none"
+    if needed and kind == "none":
+        raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
+    if kind == "adapter" and not has_adapter:
+        raise UserError("reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true")
+    return Reference(kind if needed else "none", policy, config.ema_decay)

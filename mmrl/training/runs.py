@@ -1,0 +1,155 @@
+"""A run from its configuration to its report: folders, seeds, processes, and clear ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmrl.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from mmrl.training.recipe import Recipe
+
+__all__ = ["evaluate", "train"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
+    """Train a recipe and write its run folder.
+
+    Args:
+        entry: the recipe's row of `mmrl.recipes.RECIPES`.
+        config: its filled configuration.
+        resume: continue the run in `config.output_dir`.
+
+    Returns:
+        The run folder, holding checkpoints, metrics.jsonl, result.json and report.html.
+
+    Raises:
+        UserError: the folder is taken, there is nothing to resume, or an input is wrong.
+        RunError: the run could not be finished; what it produced so far is kept.
+    """
+    from mmrl.training.report import write_report
+    from mmrl.training.tracking import make_tracker
+    from mmrl.training.trainer import Trainer
+
+    run_dir = Path(config.output_dir)
+    _check_folder(run_dir, resume)
+    accelerator, recipe = _build(entry, config)
+    main = accelerator.is_main_process
+    if main:
+        _prepare_folder(run_dir, config)
+    accelerator.wait_for_everyone()
+    tracker = make_tracker(run_dir, config.tracking, config, total_steps=config.trainer.steps) if main else None
+    try:
+        trainer = Trainer(recipe, config, run_dir, accelerator, tracker)
+        if resume:
+            trainer.resume()
+        trainer.run()
+    except OSError as error:
+        raise RunError(f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint") from error
+    finally:
+        recipe.close()
+        if tracker is not None:
+            tracker.close()
+    if main:
+        write_report(run_dir)
+    return run_dir
+
+
+def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
+    """Measure a model on the configuration's held-out splits.
+
+    Args:
+        entry: the recipe's row of `mmrl.recipes.RECIPES`.
+        config: its filled configuration.
+        run_dir: a finished run whose best (else newest) checkpoint is measured; None = the model of the configuration.
+
+    Returns:
+        Metrics as "split/name"; also appended to evaluations.jsonl of the run folder, or of `config.output_dir`.
+
+    Raises:
+        UserError: there is no such checkpoint, or no evaluation data.
+    """
+    from mmrl.training.checkpoint import Checkpoints
+
+    accelerator, recipe = _build(entry, config)
+    step = 0
+    try:
+        if not recipe.eval_tasks:
+            raise UserError("this configuration has no evaluation data; set eval_data")
+        if run_dir is not None:
+            checkpoints = Checkpoints(run_dir / "checkpoints")
+            best = checkpoints.best()
+            folder = checkpoints.path(best["step"]) if best else checkpoints.latest()
+            checkpoints.check(folder)
+            recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
+            step = int(folder.name.removeprefix("step-"))
+        policy = recipe.policy.to(accelerator.device).eval()
+        results: dict[str, float] = {}
+        for split in recipe.eval_tasks:
+            metrics = recipe.evaluate(policy, split, accelerator).metrics
+            results |= {f"{split}/{name}": value for name, value in metrics.items()}
+            if accelerator.is_main_process:
+                _append_evaluation(run_dir or Path(config.output_dir), step, split, metrics)
+        return results
+    finally:
+        recipe.close()
+
+
+def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
+    from mmrl.training.distributed import make_accelerator
+    from mmrl.training.seeds import seed_everything
+
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    seed_everything(config.seed)
+    accelerator = make_accelerator(config.trainer.mixed_precision)
+    if config.trainer.tasks_per_step % accelerator.num_processes:
+        raise UserError(
+            f"trainer.tasks_per_step is {config.trainer.tasks_per_step}; with {accelerator.num_processes} processes "
+            "it must be a multiple of that"
+        )
+    if accelerator.is_main_process:
+        recipe = entry.load_recipe_class()(config)
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:  # after the first process has built data and models on disk
+        recipe = entry.load_recipe_class()(config)
+    recipe.policy.to(accelerator.device)
+    return accelerator, recipe
+
+
+def _check_folder(run_dir: Path, resume: bool) -> None:
+    taken = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
+    if taken and not resume:
+        raise UserError(
+            f"{run_dir} already holds a run; add --resume to continue it, or choose another output_dir=..., "
+            "or delete the folder"
+        )
+    if resume and not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"nothing to resume: {run_dir} has no checkpoints")
+
+
+def _prepare_folder(run_dir: Path, config: Any) -> None:
+    from mmrl.config import save
+
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save(config, run_dir / "config.yaml")
+    except OSError as error:
+        raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error
+
+
+def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"step": step, "time": time.time(), "tag": "evaluate", "split": split, **metrics}
+    with (folder / "evaluations.jsonl").open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(row) + "\n")

@@ -1,0 +1,267 @@
+"""What a run measures and where it is written; METRICS at the foot defines every metric in one sentence."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mmrl.training.jsonlines import read_jsonl
+from mmrl.training.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    ServiceSink,
+    Sink,
+    TensorBoardSink,
+    tensorboard_installed,
+)
+
+__all__ = [
+    "METRICS",
+    "Tracker",
+    "TrackingConfig",
+    "build_tracker",
+    "describe_metric",
+    "read_evaluations",
+    "read_metrics",
+]
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go besides `metrics.jsonl` and `evaluations.jsonl`."""
+
+    quiet: bool = False
+    """Show nothing on the console."""
+    console_every: int = 1
+    """Show one console line in this many steps; evaluations are always shown."""
+    tensorboard: bool | None = None
+    """Write TensorBoard events; null means where tensorboard is installed."""
+    wandb: str | None = None
+    """Weights & Biases project to log to; null for none."""
+    trackio: str | None = None
+    """Trackio project to log to; null for none."""
+    run_name: str | None = None
+    """Name of the run in wandb and trackio; null takes the name of the run folder."""
+    strict: bool = False
+    """Refuse metrics that the METRICS table does not define; the tests switch it on."""
+
+
+class Tracker:
+    """Hands every metric to the JSON Lines files and to each further sink.
+
+    Args:
+        run_dir: The run folder.
+        sinks: Receivers besides the JSON Lines files.
+        strict: Refuse metrics without a definition.
+        definitions: Definitions beside METRICS, for a domain's own metrics.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[Sink] = (),
+        *,
+        strict: bool = False,
+        definitions: Mapping[str, str] | None = None,
+    ) -> None:
+        self._sinks: list[Sink] = [JsonlSink(Path(run_dir)), *sinks]
+        self._strict = strict
+        self._definitions = {**METRICS, **(definitions or {})}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one finished step.
+
+        Args:
+            step: The step, counted from 1.
+            metrics: Value by name; a value that is not finite is written as null.
+
+        Raises:
+            ValueError: In strict mode, a metric without a definition.
+        """
+        self._check(metrics)
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Record one evaluation.
+
+        Args:
+            step: Steps trained so far; 0 is the untrained policy.
+            tag: What the evaluation is, e.g. "start", "periodic" or "final".
+            split: Name of the task set.
+            metrics: Value by name.
+
+        Raises:
+            ValueError: In strict mode, a metric without a definition.
+        """
+        self._check(metrics)
+        for sink in self._sinks:
+            sink.evaluation(step, tag, split, metrics)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the records of later steps; called once when a run resumes from the checkpoint of `step`."""
+        for sink in self._sinks:
+            sink.truncate_after(step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _check(self, metrics: Mapping[str, float]) -> None:
+        if not self._strict:
+            return
+        for name in metrics:
+            if describe_metric(name, self._definitions) is None:
+                near = get_close_matches(name, self._definitions, n=3)
+                hint = f"; did you mean {', '.join(near)}?" if near else ""
+                raise ValueError(f"metric {name!r} has no sentence in METRICS (mmrl/training/tracking.py){hint}")
+
+
+def build_tracker(
+    config: TrackingConfig,
+    run_dir: Path,
+    *,
+    total_steps: int,
+    run_config: Mapping[str, Any] | None = None,
+    definitions: Mapping[str, str] | None = None,
+) -> Tracker:
+    """Make the tracker that a configuration asks for.
+
+    Args:
+        config: Which sinks to use.
+        run_dir: The run folder.
+        total_steps: Steps of the whole run.
+        run_config: The run's resolved configuration, sent to wandb and trackio.
+        definitions: Definitions beside METRICS, for a domain's own metrics.
+
+    Returns:
+        The tracker; close it at the end.
+
+    Raises:
+        UserError: A named service is not installed.
+    """
+    run_dir = Path(run_dir)
+    sinks: list[Sink] = []
+    for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
+        if project is not None:
+            name = config.run_name or run_dir.resolve().name
+            sinks.append(ServiceSink(package, project, name, run_config or {}))
+    wanted = tensorboard_installed() if config.tensorboard is None else config.tensorboard
+    if wanted:
+        sinks.append(TensorBoardSink(run_dir))
+    sinks.append(ConsoleSink(total_steps, every=config.console_every, quiet=config.quiet))
+    return Tracker(run_dir, sinks, strict=config.strict, definitions=definitions)
+
+
+def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:
+    """Sentence that defines a metric.
+
+    Args:
+        name: Metric name; `reward/format` is found under `reward/<term>`.
+        definitions: Table to look in; METRICS by default.
+
+    Returns:
+        The sentence, or None where the table has no entry.
+    """
+    table = METRICS if definitions is None else definitions
+    if name in table:
+        return table[name]
+    for pattern, sentence in table.items():
+        if "<" in pattern:
+            expression = re.sub(r"<\w+>", "[^/]+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern))
+            if re.fullmatch(expression, name):
+                return sentence
+    return None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Read `metrics.jsonl` of a run folder.
+
+    Args:
+        run_dir: The run folder.
+
+    Returns:
+        One record a step in rising order, the last one where a step was written twice; null is NaN.
+    """
+    records = {record["step"]: record for record in read_jsonl(Path(run_dir) / "metrics.jsonl") if "step" in record}
+    return [_none_to_nan(records[step]) for step in sorted(records)]
+
+
+def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
+    """Read `evaluations.jsonl` of a run folder.
+
+    Args:
+        run_dir: The run folder.
+        split: Keep this split only.
+        tag: Keep this tag only.
+
+    Returns:
+        Records in rising order of steps, the last one where an evaluation was written twice; null is NaN.
+    """
+    records = {}
+    for record in read_jsonl(Path(run_dir) / "evaluations.jsonl"):
+        if "step" in record and split in (None, record.get("split")) and tag in (None, record.get("tag")):
+            records[record["step"], record.get("tag"), record.get("split")] = record
+    return [_none_to_nan(record) for record in sorted(records.values(), key=lambda record: record["step"])]
+
+
+def _none_to_nan(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
+METRICS: dict[str, str] = {
+    "time/rollout": "Seconds spent sampling.",
+    "time/score": "Seconds spent in reward functions.",
+    "time/advantages": "Seconds from rewards to advantages, the reference policy's log-probabilities included.",
+    "time/update": "Seconds in forward, backward and optimiser steps.",
+    "time/evaluate": "Seconds spent on evaluation after the step.",
+    "time/checkpoint": "Seconds spent writing a checkpoint.",
+    "time/step": "Seconds of the whole step, evaluation and checkpoint included.",
+    "tokens/per_second": "Tokens of the step (prompts and responses) over the seconds of the step.",
+    "tokens/total": "Tokens processed since the run began.",
+    "samples/total": "Samples drawn, or supervised rows seen, since the run began.",
+    "reward/mean": "Mean total reward of the samples that could be scored.",
+    "reward/std": "Standard deviation of the total reward over the samples of the step.",
+    "reward/errors": "Samples of the step that a reward function failed on; they are left out of the update.",
+    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward and so teach nothing.",
+    "reward/<term>": "Mean of one reward term before its weight.",
+    "response/length_mean": "Mean number of sampled decisions (tokens, steps) in a response.",
+    "response/length_max": "Longest response of the step in decisions.",
+    "response/finished_fraction": "Share of responses that ended by themselves instead of at the length limit.",
+    "loss/total": "The scalar that is differentiated, summed over its terms.",
+    "loss/policy": "The surrogate's part of the loss.",
+    "loss/kl": "The reference-KL part of the loss, coefficient included.",
+    "loss/entropy": "The entropy part of the loss, coefficient included; negative where entropy is rewarded.",
+    "loss/value": "The value function's part of the loss, coefficient included.",
+    "loss/perception": "PAPO's implicit-perception part of the loss, coefficient included; negative where it is maximised.",
+    "loss/nll": "Mean negative log-likelihood of the target tokens, in nats.",
+    "policy/ratio_mean": "Mean importance ratio of new over sampling policy.",
+    "policy/ratio_max": "Largest importance ratio of the step.",
+    "policy/clip_fraction_low": "Share of decisions whose gradient the lower clip bound removed.",
+    "policy/clip_fraction_high": "Share of decisions whose gradient the upper clip bound removed.",
+    "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
+    "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
+    "policy/entropy": "Mean entropy of the policy at the sampled positions, in nats.",
+    "papo/kl_masked": "k3 between the policy on the image and on the masked image; larger means it looks more.",
+    "papo/gamma": "Weight of the implicit-perception term after annealing.",
+    "papo/masked_fraction": "Share of image patches that were masked.",
+    "apo/kl_weight_mean": "Mean KL multiplier that difficulty-adaptive divergence gives a sample.",
+    "apo/length_multiplier_mean": "Mean reward multiplier from suboptimal-trajectory length regularisation.",
+    "apo/difficulty_mean": "Mean difficulty of the step's tasks, 1 minus the share of correct samples.",
+    "optim/lr": "Learning rate of the last optimiser step.",
+    "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
+    "optim/skipped": "Optimiser steps of this step that the NaN guard skipped.",
+    "data/skipped": "Rows skipped since the run began (bad row, unreadable image, prompt too long), each logged.",
+    "data/epoch": "Passes over the task set so far.",
+    "n": "Tasks of the evaluation.",
+    "accuracy/<protocol>": "Share of correct answers; greedy is one greedy answer a task, sampled several at temperature 1.",
+    "accuracy/<protocol>/low": "Lower end of the accuracy's 95 % interval.",
+    "accuracy/<protocol>/high": "Upper end of the accuracy's 95 % interval.",
+    "accuracy/<protocol>/<part>": "Accuracy on one named part of the tasks.",
+}

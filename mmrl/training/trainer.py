@@ -1,0 +1,318 @@
+"""The loop: tasks, rollout, score, advantages, update, evaluate; the same for every domain."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from mmrl.core.filters import informative_groups
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError
+from mmrl.training.checkpoint import Checkpoints, link_or_copy
+from mmrl.training.distributed import all_ranks, merge_lists
+from mmrl.training.metrics import batch_metrics
+from mmrl.training.recipe import Recipe
+from mmrl.training.reference import make_reference
+from mmrl.training.samples import write_samples
+from mmrl.training.seeds import capture_global_rng, make_generator, restore_global_rng
+from mmrl.training.settings import RunConfig
+from mmrl.training.tasks import TaskStream
+from mmrl.training.tracking import Tracker
+from mmrl.training.update import Updater
+
+__all__ = ["Trainer"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+class Trainer:
+    """Runs a recipe for `trainer.steps` steps, with evaluation, checkpoints and exact resume.
+
+    Args:
+        recipe: the method and its domain.
+        config: the run's options.
+        run_dir: folder of the run.
+        accelerator: device, precision and processes.
+        tracker: where metrics go; None on processes other than the first.
+    """
+
+    def __init__(
+        self, recipe: Recipe, config: RunConfig, run_dir: Path, accelerator: Accelerator, tracker: Tracker | None
+    ) -> None:
+        self.recipe = recipe
+        self.config = config
+        self.run_dir = run_dir
+        self.accelerator = accelerator
+        self.tracker = tracker
+        self.tasks = TaskStream(recipe.train_tasks, config.seed)
+        self.reference = make_reference(
+            config.reference, recipe.policy, needed=recipe.objective.needs_reference
+        )
+        self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        self.step = 0
+        self.totals = {"samples": 0, "tokens": 0, "seconds": 0.0}
+        self.evaluations: list[dict[str, Any]] = []
+        self._times: dict[str, float] = {}
+
+    @property
+    def policy(self) -> Any:
+        """The policy without its data-parallel wrapper, for sampling."""
+        return self.recipe.policy
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end.
+
+        Returns:
+            The content of result.json.
+
+        Raises:
+            RunError: the run cannot go on.
+        """
+        if self.step == 0 and self.config.evaluation.at_start:
+            self.evaluate("before")
+        while self.step < self.config.trainer.steps:
+            self.train_step()
+            self._periodic_work()
+        return self._finish()
+
+    def train_step(self) -> None:
+        """One round of the algorithm."""
+        started = time.perf_counter()
+        self._times = {}
+        rollouts, metrics = self.collect()
+        with self.timed("score"):
+            rollouts = self.recipe.annotate(self.policy, self.reference, rollouts)
+        with self.timed("advantages"):
+            rollouts = self.recipe.advantages(rollouts, self.accelerator)
+        with self.timed("update"), self.accelerator.autocast():
+            metrics |= self.updater.update(rollouts, self.step)
+        self.step += 1
+        self.recipe.advance(self.step)
+        self._record(rollouts, metrics, time.perf_counter() - started)
+
+    def collect(self) -> tuple[Rollouts, dict[str, float]]:
+        """Sample and score the groups of a step, dropping or redrawing those that cannot teach.
+
+        Returns:
+            The rollouts of this process and metrics of everything that was sampled.
+        """
+        kind = self._filter_kind()
+        wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
+        kept: list[Rollouts] = []
+        sampled: list[Rollouts] = []
+        for attempt in range(self.config.filter.max_tries if kind == "resample" else 1):
+            batch = self._sample(attempt)
+            sampled.append(batch)
+            keep = self._informative(batch) if kind != "none" else torch.ones(batch.num_groups, dtype=torch.bool)
+            if bool(keep.any()):
+                kept.append(batch.select_groups(keep.nonzero().flatten()))
+            if all_ranks(sum(part.num_groups for part in kept) >= wanted, self.accelerator):
+                break
+        metrics = batch_metrics(sampled, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
+        self.totals["samples"] += int(self._sum_ranks(sum(part.num_rows for part in sampled)))
+        self.totals["tokens"] += int(self._sum_ranks(sum(float(part.mask.sum()) for part in sampled)))
+        # with nothing to learn from, the zero-advantage batch keeps the KL and entropy terms and the log going
+        rollouts = Rollouts.concat(kept) if kept else sampled[-1]
+        if rollouts.num_groups > wanted:
+            rollouts = rollouts.select_groups(torch.arange(wanted))
+        return rollouts, metrics
+
+    def evaluate(self, tag: str) -> None:
+        """Measure every held-out split and remember the best checkpoint's score.
+
+        Args:
+            tag: "before", "during" or "after".
+        """
+        if not self.recipe.eval_tasks:
+            return
+        self.policy.eval()
+        with self.timed("evaluate"), self.accelerator.autocast():
+            for index, split in enumerate(self.recipe.eval_tasks):
+                result = self.recipe.evaluate(self.policy, split, self.accelerator)
+                self.evaluations.append({"step": self.step, "tag": tag, "split": split, **result.metrics})
+                if self.tracker is not None:
+                    self.tracker.evaluation(self.step, tag, split, result.metrics)
+                    if index == 0:
+                        write_samples(self.run_dir, self.step, "eval", result.records)
+
+    def save(self) -> None:
+        """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
+        self.accelerator.wait_for_everyone()
+        rng = merge_lists([capture_global_rng()], self.accelerator)
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "step": self.step,
+            "updater": self.updater.state_dict(),
+            "tasks": self.tasks.state_dict(),
+            "recipe": self.recipe.state_dict(),
+            "totals": self.totals,
+            "evaluations": self.evaluations,
+            "rng": rng,
+        }
+        with self.timed("checkpoint"):
+            try:
+                self.checkpoints.save(self.step, state, self._write_parts)
+            except OSError as error:
+                self._checkpoint_failed(error)
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, bit for bit as if the run had never stopped.
+
+        Raises:
+            UserError: there is no checkpoint, or it is damaged, or the data differs.
+        """
+        self.checkpoints.remove_partial()
+        folder = self.checkpoints.latest()
+        state = Checkpoints.load_state(folder)
+        self.policy.load_weights(folder / "model")
+        if self.reference.needs_saving:
+            self.reference.load(folder / "reference")
+        self.step = int(state["step"])
+        self.updater.load_state_dict(state["updater"])
+        self.tasks.load_state_dict(state["tasks"])
+        self.recipe.load_state_dict(state["recipe"])
+        self.totals = state["totals"]
+        self.evaluations = state["evaluations"]
+        restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
+        if self.tracker is not None:
+            self.tracker.truncate_after(self.step)
+        LOGGER.info("resumed at step %d from %s", self.step, folder)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the seconds spent inside to `time/<stage>` of the current step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._times[stage] = self._times.get(stage, 0.0) + time.perf_counter() - started
+
+    def _sample(self, attempt: int) -> Rollouts:
+        count = self.config.trainer.tasks_per_step
+        tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
+        generator = make_generator(self.config.seed, "rollout", self.step, attempt, self.accelerator.process_index)
+        self.policy.eval()
+        with self.timed("rollout"), torch.no_grad(), self.accelerator.autocast():
+            rollouts = self.recipe.rollout(self.policy, tasks, generator)
+        with self.timed("score"):
+            return self.recipe.score(rollouts)
+
+    def _filter_kind(self) -> str:
+        if not self.recipe.uses_rewards:
+            return "none"
+        return self.config.filter.kind or self.recipe.objective.filter
+
+    def _informative(self, rollouts: Rollouts) -> torch.Tensor:
+        chosen, objective = self.config.filter, self.recipe.objective
+        low = objective.filter_low if chosen.low is None else chosen.low
+        high = objective.filter_high if chosen.high is None else chosen.high
+        return informative_groups(rollouts, key=chosen.key, low=low, high=high)
+
+    def _record(self, rollouts: Rollouts, metrics: dict[str, float], seconds: float) -> None:
+        self.totals["seconds"] += seconds
+        metrics |= self.recipe.step_metrics(rollouts)
+        tokens = self._sum_ranks(float(rollouts.mask.sum()))
+        metrics |= {f"time/{stage}": value for stage, value in self._times.items()} | {
+            "time/step": seconds,
+            "tokens/per_second": tokens / seconds,
+            "tokens/total": float(self.totals["tokens"]),
+            "samples/total": float(self.totals["samples"]),
+        }
+        if self.tracker is not None:
+            self.tracker.log(self.step, metrics)
+            if self.tracker.wants_samples(self.step, self.config.trainer.steps):
+                limit = self.config.evaluation.records
+                write_samples(self.run_dir, self.step, "train", self.recipe.records(rollouts, limit))
+
+    def _periodic_work(self) -> None:
+        self._times = {}
+        last = self.step >= self.config.trainer.steps
+        every = self.config.evaluation.every
+        if (every and self.step % every == 0 and not last) or (last and self.config.evaluation.at_end):
+            self.evaluate("after" if last else "during")
+        saving = self.config.checkpoint.every
+        if (saving and self.step % saving == 0) or last:
+            self.save()
+            self._note_best()
+
+    def _note_best(self) -> None:
+        if not self.evaluations or self.evaluations[-1]["step"] != self.step or not self.accelerator.is_main_process:
+            return
+        split = next(iter(self.recipe.eval_tasks))
+        latest = next(e for e in reversed(self.evaluations) if e["split"] == split)
+        metric = self.config.checkpoint.best_metric or _first_accuracy(latest)
+        if metric not in latest:
+            raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
+        best = self.checkpoints.best()
+        if self.checkpoints.path(self.step).is_dir() and (best is None or latest[metric] > best["value"]):
+            self.checkpoints.mark_best(self.step, metric, latest[metric])
+
+    def _write_parts(self, folder: Path) -> None:
+        self.policy.save_pretrained(folder / "model")
+        if not self.reference.needs_saving:
+            return
+        if self.reference.kind == "ema":
+            self.reference.save(folder / "reference")
+            return
+        shared = self.run_dir / "reference"
+        if not (shared / ".whole").is_file():
+            self.reference.save(shared)
+            (shared / ".whole").touch()
+        link_or_copy(shared, folder / "reference")
+
+    def _checkpoint_failed(self, error: OSError) -> None:
+        kept = self.checkpoints.steps()
+        message = (
+            f"checkpoint at step {self.step} could not be written to {self.checkpoints.folder}: {error}; "
+            f"nothing half-written was left, kept steps: {kept or 'none'}"
+        )
+        if self.step >= self.config.trainer.steps:
+            raise RunError(message) from error
+        LOGGER.error("%s; training goes on, free some space", message)
+        if self.tracker is not None:
+            self.tracker.count("checkpoint/failed")
+
+    def _finish(self) -> dict[str, Any]:
+        result = {
+            "status": "done",
+            "recipe": self.config.recipe,
+            "objective": self.recipe.objective.name,
+            "objective_formula": self.recipe.objective.describe(),
+            "steps": self.step,
+            "samples": self.totals["samples"],
+            "tokens": self.totals["tokens"],
+            "seconds": self.totals["seconds"],
+            "optimiser_steps": self.updater.optimiser_step,
+            "optimiser_steps_skipped": self.updater.skipped,
+            "best_checkpoint": self.checkpoints.best(),
+            "first_evaluation": _per_split(self.evaluations),
+            "last_evaluation": _per_split(self.evaluations[::-1]),
+        }
+        if self.accelerator.is_main_process:
+            path = self.run_dir / "result.json"
+            path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        return result
+
+    def _sum_ranks(self, value: float) -> float:
+        return sum(merge_lists([value], self.accelerator))
+
+
+def _per_split(evaluations: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    first: dict[str, dict[str, Any]] = {}
+    for evaluation in evaluations:
+        first.setdefault(evaluation["split"], evaluation)
+    return first
+
+
+def _first_accuracy(evaluation: dict[str, Any]) -> str:
+    return next((name for name in evaluation if name.startswith("accuracy/")), "n")

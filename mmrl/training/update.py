@@ -1,0 +1,185 @@
+"""From rollouts with advantages to optimiser steps: minibatches by whole groups, micro-batches for memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.objective import Metric, merge_metrics
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError
+from mmrl.training.distributed import all_ranks, global_denominators, merge_lists
+from mmrl.training.guard import describe_nonfinite, save_failure
+from mmrl.training.recipe import Recipe
+from mmrl.training.reference import Reference
+from mmrl.training.seeds import make_generator
+from mmrl.training.settings import TrainerConfig
+
+__all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
+    """Share of the peak learning rate at an optimiser step.
+
+    Args:
+        config: schedule, warm-up and final rate.
+        optimiser_step: steps taken so far.
+
+    Returns:
+        Linear rise over the warm-up, then constant, linear or cosine decay to the final rate.
+    """
+    if optimiser_step < config.warmup_steps:
+        return (optimiser_step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    total = config.steps * config.epochs * config.minibatches_per_step
+    progress = min((optimiser_step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
+    floor = config.final_learning_rate / config.learning_rate
+    decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return floor + (1.0 - floor) * decay
+
+
+def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not."""
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.adam_eps,
+    )
+
+
+class Updater:
+    """Owns the optimiser and turns the rollouts of a step into updates of the policy.
+
+    Args:
+        recipe: supplies the loss.
+        accelerator: device, precision and processes.
+        reference: moved after every optimiser step when it is a moving average.
+        failures: folder for the batches of failed optimiser steps.
+    """
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path) -> None:
+        self.recipe = recipe
+        self.config = recipe.config.trainer
+        self.accelerator = accelerator
+        self.reference = reference
+        self.failures = failures
+        self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
+        self.optimiser_step = 0
+        self.skipped = 0
+
+    def update(self, rollouts: Rollouts, step: int) -> dict[str, float]:
+        """Take all optimiser steps of one rollout step.
+
+        Args:
+            rollouts: rows with advantages and log-probs.
+            step: rollout step, for the order of minibatches and error reports.
+
+        Returns:
+            Metrics averaged over the optimiser steps.
+
+        Raises:
+            RunError: a non-finite loss or gradient and the policy is to stop, or too many were skipped.
+        """
+        self.policy.train()
+        merged: list[dict[str, Metric]] = []
+        for epoch in range(self.config.epochs):
+            for minibatch in self._minibatches(rollouts, step, epoch):
+                metrics = self._optimiser_step(minibatch, step)
+                merged.extend([metrics] if metrics is not None else [])
+        count = max(len(merged), 1)
+        values = {name: metric.value(count) for name, metric in merge_metrics(merged).items()}
+        return values | {"optim/lr": self._current_rate(), "optim/skipped": float(self.skipped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser moments and counters."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimiser_step": self.optimiser_step,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimiser_step = int(state["optimiser_step"])
+        self.skipped = int(state["skipped"])
+
+    def _minibatches(self, rollouts: Rollouts, step: int, epoch: int) -> list[Rollouts]:
+        count = self.config.minibatches_per_step
+        if count == 1:
+            return [rollouts]
+        seed = self.recipe.config.seed
+        return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
+
+    def _optimiser_step(self, minibatch: Rollouts, step: int) -> dict[str, Metric] | None:
+        denominators = global_denominators(self.recipe.objective.denominators(minibatch), self.accelerator)
+        if denominators.tokens == 0:
+            return None
+        self._set_rate()
+        outputs = []
+        for chunk, sync in self._chunks(minibatch):
+            with sync:
+                output = self.recipe.loss(self.policy, chunk, denominators)
+                # data-parallel wrappers average gradients, the denominators already count every process
+                self.accelerator.backward(output.loss * self.accelerator.num_processes)
+            outputs.append(output)
+        loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+        norm = self._clip()
+        if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
+            return self._on_nonfinite(minibatch, loss, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimiser_step += 1
+        self.reference.update()
+        metrics = merge_metrics(merge_lists([merge_metrics([o.metrics for o in outputs])], self.accelerator))
+        return metrics | {"optim/grad_norm": Metric.summed(norm)}
+
+    def _chunks(self, minibatch: Rollouts) -> Iterator[tuple[Rollouts, Any]]:
+        chunks = list(minibatch.micro_batches(self.config.micro_batch or minibatch.num_rows))
+        for index, chunk in enumerate(chunks):
+            last = index == len(chunks) - 1
+            yield chunk, contextlib.nullcontext() if last else self.accelerator.no_sync(self.policy)
+
+    def _clip(self) -> Tensor:
+        limit = self.config.max_grad_norm or float("inf")
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        if not parameters:
+            return torch.zeros(())
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def _on_nonfinite(self, minibatch: Rollouts, loss: Tensor, step: int) -> None:
+        cause = describe_nonfinite(minibatch, loss, self.recipe.policy) or "another process reported it"
+        self.optimizer.zero_grad()
+        path = save_failure(self.failures, step, minibatch, cause, {"loss": float(loss)})
+        self.skipped += 1
+        message = f"step {step}: {cause}; batch saved to {path}"
+        if self.config.on_nonfinite == "stop":
+            raise RunError(message)
+        if self.skipped > self.config.max_nonfinite:
+            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite")
+        LOGGER.warning("%s; optimiser step skipped", message)
+
+    def _set_rate(self) -> None:
+        rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _current_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])

@@ -1,0 +1,293 @@
+"""Visual questions out of files and data sets with the columns of TRL or of EasyR1.
+
+TRL: `prompt` (text or chat turns), `image` or `images`, every other column goes to the rewards.
+EasyR1: `problem`, `answer`, `images` and literal `<image>` / `<video>` marks in the text.
+
+Source: huggingface/trl trl/data_utils.py and hiyouga/EasyR1 verl/utils/dataset.py (column conventions).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+from mmrl.vlm.prompts import MediaCells, build_messages, has_marks, make_renderer
+from mmrl.vlm.tables import Row, read_rows
+from mmrl.vlm.task import TASK_ERRORS, ImageSource, StoredImage, TaskError, VlmTask, open_image
+
+__all__ = [
+    "TASK_ERRORS",
+    "DataConfig",
+    "ImageSource",
+    "LoadedTasks",
+    "StoredImage",
+    "TaskError",
+    "VlmTask",
+    "load_tasks",
+    "open_image",
+]
+
+log = logging.getLogger(__name__)
+
+PROMPT_KEYS = ("prompt", "problem", "question")
+ANSWER_KEYS = ("answer", "solution", "ground_truth")
+IMAGE_KEYS = ("images", "image")
+VIDEO_KEYS = ("videos", "video")
+
+
+@dataclass
+class DataConfig:
+    """Where the questions come from and how their rows are read."""
+
+    path: str = MISSING
+    """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
+
+    split: str = "train"
+    """Split of a data set that has several; a file is one split, whatever this says."""
+
+    subset: str | None = None
+    """Configuration name of a hub data set that has several."""
+
+    prompt_key: str | None = None
+    """Column of the question; empty: the first of prompt, problem, question that exists."""
+
+    answer_key: str | None = None
+    """Column of the answer (dots reach into nested columns), handed to the rewards as `answer`; empty: the
+    first of answer, solution, ground_truth that exists."""
+
+    image_key: str | None = None
+    """Column of the image or images; empty: images or image."""
+
+    video_key: str | None = None
+    """Column of the video or videos; empty: videos or video."""
+
+    image_dir: str | None = None
+    """Folder that relative image and video paths start from; empty: the folder of the data file."""
+
+    system_prompt: str | None = None
+    """Text of a system turn put before the questions that have none."""
+
+    format_prompt: str | None = None
+    """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} stands for its text."""
+
+    text_only: bool | None = None
+    """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
+    image list is empty, no where the data set gives images by column only."""
+
+    max_tasks: int | None = None
+    """Use only the first so many good rows."""
+
+    build: str | None = None
+    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
+
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the build function."""
+
+    on_bad_row: str = "error"
+    """error: stop at the first bad row and say what is wrong; skip: count and log bad rows, use the rest."""
+
+
+@dataclass
+class LoadedTasks:
+    """The usable tasks, and what was left out and why."""
+
+    tasks: list[VlmTask]
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Bad rows by kind (see `TASK_ERRORS`)."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first message of each kind."""
+
+
+@dataclass
+class _Layout:
+    """What was found out about the data set as a whole."""
+
+    columns: list[str]
+    prompt: str
+    answer: str | None
+    image: str | None
+    video: str | None
+    marked: bool
+    folder: Path
+    render: Callable[[str], str]
+
+
+def load_tasks(config: DataConfig) -> LoadedTasks:
+    """Read all tasks of a data set and check each row; images are opened later, by `VlmTask.load_images`.
+
+    Args:
+        config: Where the data lies and how to read it.
+
+    Returns:
+        Tasks in file order, with counts of the rows left out.
+
+    Raises:
+        UserError: The file is missing, empty or of unknown kind, a key names no column, no row is usable, or
+            a row is bad and `on_bad_row` is "error".
+    """
+    _check_config(config)
+    _build_if_missing(config)
+    rows = list(read_rows(config.path, config.split, config.subset))
+    if not rows:
+        raise UserError(f"{config.path} is empty: it has no rows")
+    loaded = LoadedTasks([])
+    good = [row for row in rows if _is_object(row, config, loaded)]
+    if good:
+        layout = _find_layout(config, good)
+        _fill(loaded, good, layout, config)
+    if not loaded.tasks:
+        raise UserError(_nothing_left(config.path, loaded))
+    _log_skipped(config.path, loaded)
+    return loaded
+
+
+def _check_config(config: DataConfig) -> None:
+    if not config.path or config.path == MISSING:
+        raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
+    if config.on_bad_row not in ("skip", "error"):
+        raise UserError(f"data.on_bad_row is {config.on_bad_row!r}; allowed are 'skip' and 'error'")
+    if config.max_tasks is not None and config.max_tasks < 1:
+        raise UserError(f"data.max_tasks is {config.max_tasks}; it must be at least 1, or empty for all")
+
+
+def _build_if_missing(config: DataConfig) -> None:
+    path = Path(config.path).expanduser()
+    if config.build is None or path.exists():
+        return
+    from mmrl.rewards.loading import load_function
+
+    load_function(config.build, what="data.build")(str(path), **dict(config.build_options))
+    if not path.exists():
+        raise UserError(f"data.build {config.build!r} returned without writing {path}")
+
+
+def _is_object(row: Row, config: DataConfig, loaded: LoadedTasks) -> bool:
+    if row.problem is None:
+        return True
+    _bad_row(TaskError("invalid_json", row.place, row.problem), config, loaded)
+    return False
+
+
+def _bad_row(error: TaskError, config: DataConfig, loaded: LoadedTasks) -> None:
+    if config.on_bad_row == "error":
+        raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
+    loaded.skipped[error.kind] = loaded.skipped.get(error.kind, 0) + 1
+    loaded.examples.setdefault(error.kind, str(error))
+
+
+def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    prompt = _find_key(config.prompt_key, PROMPT_KEYS, columns, "prompt_key")
+    if prompt is None:
+        raise UserError(
+            f"{config.path} has no column for the question ({', '.join(PROMPT_KEYS)}); its columns are "
+            f"{', '.join(columns)}; set data.prompt_key"
+        )
+    answer = _find_key(config.answer_key, ANSWER_KEYS, columns, "answer_key")
+    if answer is None and prompt == "problem":
+        raise UserError(
+            f"{config.path} has no answer column; its columns are {', '.join(columns)}; set data.answer_key"
+        )
+    image = _find_key(config.image_key, IMAGE_KEYS, columns, "image_key")
+    if config.image_key is None and all(key in columns for key in IMAGE_KEYS):
+        raise UserError(f"{config.path} has both an image and an images column; set data.image_key to one")
+    return _Layout(
+        columns=columns,
+        prompt=prompt,
+        answer=answer,
+        image=image,
+        video=_find_key(config.video_key, VIDEO_KEYS, columns, "video_key"),
+        marked=prompt == "problem" or any(has_marks(row.cells.get(prompt)) for row in rows),
+        folder=_media_folder(config),
+        render=make_renderer(config.format_prompt),
+    )
+
+
+def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str], option: str) -> str | None:
+    if wanted is None:
+        return next((key for key in candidates if key in columns), None)
+    if wanted in columns or wanted.split(".")[0] in columns:
+        return wanted
+    raise UserError(f"data.{option} is {wanted!r}, but the columns are {', '.join(columns)}")
+
+
+def _media_folder(config: DataConfig) -> Path:
+    if config.image_dir is not None:
+        folder = Path(config.image_dir).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")
+        return folder
+    path = Path(config.path).expanduser()
+    return path.parent if path.is_file() else path
+
+
+def _fill(loaded: LoadedTasks, rows: list[Row], layout: _Layout, config: DataConfig) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if config.max_tasks is not None and len(loaded.tasks) >= config.max_tasks:
+            return
+        try:
+            task = _make_task(row, layout, config)
+        except TaskError as error:
+            _bad_row(error, config, loaded)
+            continue
+        if task.id in seen:
+            task.id = f"{task.id} ({row.place})"
+        seen.add(task.id)
+        loaded.tasks.append(task)
+
+
+def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
+    name = row.cells.get("id")
+    task_id = row.place if name is None or name == "" else str(name)
+    place = row.place if task_id == row.place else f"{row.place} (id {task_id})"
+    answer = _answer(row, layout, place)
+    media = MediaCells(
+        images=row.cells.get(layout.image) if layout.image else None,
+        videos=row.cells.get(layout.video) if layout.video else None,
+        folder=layout.folder,
+        marked=layout.marked,
+        text_only=config.text_only if layout.image or config.text_only is False else True,
+    )
+    messages, images, videos = build_messages(row.cells.get(layout.prompt), media, layout.render, place)
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
+    spoken = {layout.prompt, layout.image, layout.video}
+    columns = {key: row.cells.get(key) for key in layout.columns if key not in spoken}
+    if layout.answer is not None:
+        columns["answer"] = answer
+    return VlmTask(task_id, messages, images, videos, columns)
+
+
+def _answer(row: Row, layout: _Layout, place: str) -> Any:
+    if layout.answer is None:
+        return None
+    value: Any = row.cells.get(layout.answer)
+    if value is None and layout.answer not in layout.columns:
+        value = row.cells
+        for part in layout.answer.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+    blank = value is None or (isinstance(value, str) and not value.strip())
+    if blank or (isinstance(value, float) and math.isnan(value)):
+        found = ", ".join(key for key, cell in row.cells.items() if cell is not None) or "none"
+        message = f"no answer in column {layout.answer!r}; the row's columns are: {found}"
+        raise TaskError("missing_answer", place, message)
+    return value
+
+
+def _nothing_left(path: str, loaded: LoadedTasks) -> str:
+    counts = ", ".join(f"{count} {kind}" for kind, count in loaded.skipped.items())
+    first = next(iter(loaded.examples.values()), "")
+    return f"{path}: no usable row is left (skipped: {counts}); the first problem: {first}"
+
+
+def _log_skipped(path: str, loaded: LoadedTasks) -> None:
+    for kind, count in loaded.skipped.items():
+        log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, loaded.examples[kind])

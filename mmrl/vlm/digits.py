@@ -1,0 +1,258 @@
+"""Questions about real handwritten digits: scenes of one to three digits that must be looked at and reasoned about.
+
+The images are the UCI handwritten digits that scikit-learn ships (1797 scans of 8x8 pixels by 43 writers; E. Alpaydin and
+C. Kaynak, UCI repository, 1998), enlarged and placed on textured backgrounds. Training and test scenes use disjoint scans.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+__all__ = ["QUESTIONS", "Scene", "build_hints", "build_questions", "corpus"]
+
+CELL_PX = 56
+"""Side of one digit's cell: four 28-pixel image tokens of Qwen2.5-VL."""
+TEST_SCANS = 360
+"""Scans held out for test scenes; the other 1437 are for training."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One kind of question about the digits of a scene."""
+
+    texts: tuple[str, ...]
+    """Wordings, one drawn at random."""
+    answer: Callable[[Sequence[int]], str]
+    """Right answer from the digits, left to right."""
+    min_digits: int = 1
+    """Scenes with fewer digits do not get this question."""
+
+
+@dataclass
+class Scene:
+    """Digits drawn side by side."""
+
+    image: Image.Image
+    digits: list[int]
+
+
+def build_questions(
+    path: str | Path,
+    *,
+    count: int = 1000,
+    split: str = "train",
+    max_digits: int = 3,
+    kinds: Sequence[str] = ("read", "add", "largest", "smallest", "even", "above"),
+    noise: float = 0.25,
+    scans: int = 0,
+    seed: int = 0,
+) -> Path:
+    """Write questions about scenes as JSON lines with PNG images beside them.
+
+    Args:
+        path: JSONL file to write; columns problem (with <image>), answer, images, completion, kind.
+        count: number of questions.
+        split: "train" or "test", which choose disjoint scans.
+        max_digits: scenes have 1 to this many digits.
+        kinds: keys of `QUESTIONS`, drawn evenly.
+        noise: strength of background texture and pixel noise, share of full contrast.
+        scans: use only the first so many scans of the split; 0 = all.
+        seed: seed of everything drawn.
+
+    Returns:
+        The file.
+    """
+    rng = np.random.default_rng([seed, 1 if split == "test" else 0])
+    pool = _scan_pool(split, scans)
+
+    def make_row() -> tuple[Image.Image, dict[str, Any]]:
+        kind = str(rng.choice(list(kinds)))
+        question = QUESTIONS[kind]
+        scene = _draw_scene(rng, pool, int(rng.integers(question.min_digits, max_digits + 1)), noise)
+        answer = question.answer(scene.digits)
+        seen = " ".join(str(digit) for digit in scene.digits)
+        return scene.image, {
+            "problem": f"<image>{rng.choice(question.texts)}",
+            "answer": answer,
+            "completion": f"<think>{seen}</think><answer>{answer}</answer>",
+            "kind": kind,
+        }
+
+    return _write(Path(path), count, make_row)
+
+
+def build_hints(
+    path: str | Path,
+    *,
+    count: int = 1000,
+    split: str = "train",
+    digits: int = 1,
+    hint: str = "none",
+    hint_rate: float = 0.5,
+    blind: bool = False,
+    noise: float = 0.25,
+    scans: int = 0,
+    seed: int = 0,
+) -> Path:
+    """Write reading questions whose text carries a hint, so that copying competes with looking.
+
+    Args:
+        path: JSONL file to write; columns as in `build_questions`, plus hint_right.
+        count: number of questions.
+        split: "train" or "test", which choose disjoint scans.
+        digits: digits to read in each scene.
+        hint: "none" (the hint is ?), "mixed" (right with probability `hint_rate`, else ?),
+            "noisy" (right with probability `hint_rate`, else wrong) or "wrong".
+        hint_rate: see `hint`.
+        blind: replace the image by a black one of the same size.
+        noise: strength of background texture and pixel noise, share of full contrast.
+        scans: use only the first so many scans of the split; 0 = all.
+        seed: seed of everything drawn.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: unknown `hint`.
+    """
+    if hint not in ("none", "mixed", "noisy", "wrong"):
+        raise ValueError(f"hint is '{hint}'; allowed: none, mixed, noisy, wrong")
+    rng = np.random.default_rng([seed, 3 if split == "test" else 2])
+    pool = _scan_pool(split, scans)
+
+    def make_row() -> tuple[Image.Image, dict[str, Any]]:
+        scene = _draw_scene(rng, pool, digits, noise)
+        answer = "".join(str(digit) for digit in scene.digits)
+        shown, right = _hint(rng, answer, hint, hint_rate)
+        image = Image.new("RGB", scene.image.size) if blind else scene.image
+        return image, {
+            "problem": f"<image>Hint: {shown}. Which number is shown?",
+            "answer": answer,
+            "completion": f"<think>{' '.join(answer)}</think><answer>{answer}</answer>",
+            "hint_right": right,
+        }
+
+    return _write(Path(path), count, make_row)
+
+
+def corpus() -> list[str]:
+    """All words that the questions, answers and roles use, to train a tokenizer on."""
+    numbers = [str(number) for number in range(28)]
+    texts = [text for question in QUESTIONS.values() for text in question.texts]
+    answers = [f"<think>{' '.join('0123456789')}</think><answer>{number}</answer>" for number in numbers]
+    return [*(texts * 20), *(["Hint: ?. Which number is shown?"] * 20), *answers, "system user assistant"]
+
+
+def _hint(rng: np.random.Generator, answer: str, kind: str, rate: float) -> tuple[str, bool]:
+    right = kind in ("mixed", "noisy") and bool(rng.random() < rate)
+    if right:
+        return answer, True
+    if kind in ("none", "mixed"):
+        return "?", False
+    wrong = [str((int(digit) + int(rng.integers(1, 10))) % 10) for digit in answer]
+    return "".join(wrong), False
+
+
+@functools.cache
+def _scans() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images / 16.0, digits.target
+
+
+def _scan_pool(split: str, scans: int) -> np.ndarray:
+    if split not in ("train", "test"):
+        raise ValueError(f"split is '{split}'; allowed: train, test")
+    order = np.random.default_rng(1998).permutation(len(_scans()[0]))
+    pool = order[:TEST_SCANS] if split == "test" else order[TEST_SCANS:]
+    return pool[:scans] if scans else pool
+
+
+def _draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: float) -> Scene:
+    images, labels = _scans()
+    chosen = rng.choice(pool, size=digits)
+    canvas = _texture(rng, CELL_PX, CELL_PX * digits) * noise
+    for place, index in enumerate(chosen):
+        left = place * CELL_PX
+        canvas[:, left : left + CELL_PX] += _enlarge(rng, images[index])
+    canvas += rng.normal(0.0, 0.2 * noise, canvas.shape)
+    ink = np.clip(canvas, 0.0, 1.0)
+    light, dark = rng.uniform(0.75, 1.0, 3), rng.uniform(0.0, 0.25, 3)
+    pixels = dark + ink[..., None] * (light - dark)
+    if rng.random() < 0.5:
+        pixels = 1.0 - pixels
+    return Scene(Image.fromarray((pixels * 255).astype(np.uint8)), [int(labels[index]) for index in chosen])
+
+
+def _enlarge(rng: np.random.Generator, scan: np.ndarray) -> np.ndarray:
+    side = int(rng.integers(44, 53))
+    glyph = Image.fromarray((scan * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
+    cell = np.zeros((CELL_PX, CELL_PX))
+    top, left = rng.integers(0, CELL_PX - side + 1, 2)
+    cell[top : top + side, left : left + side] = np.asarray(glyph) / 255.0
+    return cell
+
+
+def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """Smooth stripes or clouds in [0, 1]."""
+    if rng.random() < 0.5:
+        angle, period = rng.uniform(0, np.pi), rng.uniform(6, 20)
+        y, x = np.mgrid[0:height, 0:width]
+        return np.asarray(0.5 + 0.5 * np.sin(2 * np.pi * (x * np.cos(angle) + y * np.sin(angle)) / period))
+    coarse = Image.fromarray((rng.random((height // 14, max(width // 14, 1))) * 255).astype(np.uint8))
+    return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) / 255.0
+
+
+def _write(path: Path, count: int, make_row: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Path:
+    folder = path.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index in range(count):
+        image, row = make_row()
+        name = f"{folder.name}/{index:05d}.png"
+        image.save(path.parent / name, compress_level=1)
+        lines.append(json.dumps({"id": f"{path.stem}-{index:05d}", **row, "images": [name]}))
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+QUESTIONS: dict[str, Question] = {
+    "read": Question(
+        ("Which digits are shown, from left to right?", "Read the digits from left to right."),
+        lambda digits: "".join(str(digit) for digit in digits),
+    ),
+    "add": Question(
+        ("What is the sum of the digits?", "Add up all the digits."),
+        lambda digits: str(sum(digits)),
+        min_digits=2,
+    ),
+    "largest": Question(
+        ("Which digit is the largest?", "What is the largest digit?"),
+        lambda digits: str(max(digits)),
+        min_digits=2,
+    ),
+    "smallest": Question(
+        ("Which digit is the smallest?", "What is the smallest digit?"),
+        lambda digits: str(min(digits)),
+        min_digits=2,
+    ),
+    "even": Question(
+        ("How many digits are even?", "Count the even digits."),
+        lambda digits: str(sum(digit % 2 == 0 for digit in digits)),
+    ),
+    "above": Question(
+        ("How many digits are greater than 4?", "Count the digits above 4."),
+        lambda digits: str(sum(digit > 4 for digit in digits)),
+    ),
+}

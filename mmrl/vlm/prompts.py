@@ -1,0 +1,239 @@
+"""A row's question as chat turns whose content items stand where its images and videos belong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.vlm.task import ImageSource, TaskError
+
+__all__ = ["MediaCells", "build_messages", "has_marks", "make_renderer", "split_marks"]
+
+MARKS = re.compile(r"(<image>|<video>)")
+MEDIA = ("image", "video")
+SOURCE_KEYS = ("bytes", "image", "video", "image_url", "url", "path")
+
+
+@dataclass
+class MediaCells:
+    """The media cells of one row and how its data set wants them read."""
+
+    images: Any
+    videos: Any
+    folder: Path
+    marked: bool
+    """Whether the data set says in its text where images go."""
+    text_only: bool | None
+
+
+def has_marks(prompt: Any) -> bool:
+    """Tell whether a prompt cell says itself where its images or videos go."""
+    if isinstance(prompt, str):
+        return MARKS.search(prompt) is not None
+    if not isinstance(prompt, Sequence):
+        return False
+    contents = [turn.get("content") for turn in prompt if isinstance(turn, dict)]
+    items = [item for content in contents if isinstance(content, list) for item in content]
+    media = any(isinstance(item, dict) and _media_type(item) in MEDIA for item in items)
+    return media or any(has_marks(content) for content in contents if isinstance(content, str))
+
+
+def split_marks(text: str) -> list[dict[str, Any]]:
+    """Split a text at `<image>` and `<video>` into content items, in order.
+
+    Source: hiyouga/EasyR1 verl/utils/dataset.py (`_build_messages`).
+    """
+    items: list[dict[str, Any]] = []
+    for part in MARKS.split(text):
+        if part in ("<image>", "<video>"):
+            items.append({"type": part[1:-1]})
+        elif part:
+            items.append({"type": "text", "text": part})
+    return items
+
+
+def build_messages(
+    prompt: Any, media: MediaCells, render: Callable[[str], str], place: str
+) -> tuple[list[dict[str, Any]], list[ImageSource], list[str]]:
+    """Turn the prompt and media cells of a row into chat turns, image sources and video files.
+
+    Args:
+        prompt: Text, or chat turns with role and content.
+        media: The row's image and video cells.
+        render: Wraps the text of the last user turn (the format prompt).
+        place: Names the row in errors.
+
+    Returns:
+        Chat turns with content items, image sources and video paths in the order of their items.
+
+    Raises:
+        TaskError: The prompt is missing or malformed, or media and their places do not fit.
+    """
+    messages = _turns(prompt, render, place)
+    items = [item for message in messages for item in message["content"]]
+    images = _sources(media.images, "image", items, media.folder, place)
+    videos = [str(video) for video in _sources(media.videos, "video", items, media.folder, place)]
+    marked = any(item["type"] in MEDIA for item in items)
+    if not marked and not media.marked and (images or videos):
+        _put_media_first(messages, len(images), len(videos))
+    elif not marked and not images and not _may_be_text_only(media):
+        raise TaskError("missing_image", place, _no_image_message(media))
+    _check_counts(messages, len(images), len(videos), place)
+    _check_files(images, videos, place)
+    return messages, images, videos
+
+
+def make_renderer(template: str | None) -> Callable[[str], str]:
+    """Make the function that wraps a question's text in the format prompt.
+
+    Args:
+        template: Jinja text with {{ content }}, path of a .jinja file, or None for no wrapping.
+
+    Raises:
+        UserError: The file does not exist, or the template is not valid or ignores the question.
+    """
+    if template is None:
+        return lambda text: text
+    import jinja2
+    from jinja2.sandbox import SandboxedEnvironment
+
+    source = _template_text(template)
+    try:
+        compiled = SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
+        sample = compiled.render(content="\N{SNOWMAN}")
+    except jinja2.TemplateError as error:
+        raise UserError(f"data.format_prompt: {error}; it may use {{{{ content }}}} only") from None
+    if "\N{SNOWMAN}" not in sample:
+        raise UserError("data.format_prompt never uses {{ content }}, so the question would be lost")
+    return lambda text: compiled.render(content=text)
+
+
+def _template_text(template: str) -> str:
+    if not template.endswith((".jinja", ".jinja2", ".j2")):
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise UserError(f"data.format_prompt names the file {template}, which does not exist")
+    return file.read_text(encoding="utf-8")
+
+
+def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[str, Any]]:
+    if prompt is None or (isinstance(prompt, str | list) and not prompt):
+        raise TaskError("missing_prompt", place, "the question is empty")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise TaskError("missing_prompt", place, "the question is blank")
+        return [{"role": "user", "content": split_marks(render(prompt))}]
+    if not isinstance(prompt, list):
+        found = type(prompt).__name__
+        raise TaskError("bad_prompt", place, f"the question is a {found}; expected a text or a list of turns")
+    last_user = max((i for i, turn in enumerate(prompt) if _role(turn) == "user"), default=-1)
+    unchanged: Callable[[str], str] = lambda text: text  # noqa: E731
+    return [_turn(turn, render if i == last_user else unchanged, place) for i, turn in enumerate(prompt)]
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
+
+
+def _turn(turn: Any, render: Callable[[str], str], place: str) -> dict[str, Any]:
+    content = turn.get("content") if isinstance(turn, dict) else None
+    role = _role(turn)
+    if not isinstance(role, str) or not isinstance(content, str | list):
+        raise TaskError("bad_prompt", place, f"a chat turn needs a role and a content, found {_short(turn)}")
+    if isinstance(content, str):
+        return {"role": role, "content": split_marks(render(content))}
+    items = [_item(item, place) for item in content]
+    texts = [item for item in items if item["type"] == "text"]
+    if texts:
+        texts[-1]["text"] = render(texts[-1]["text"])
+    return {"role": role, "content": items}
+
+
+def _item(item: Any, place: str) -> dict[str, Any]:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    if isinstance(item, dict):
+        kind = _media_type(item)
+        if kind in MEDIA:
+            source = next((item[key] for key in SOURCE_KEYS if item.get(key) is not None), None)
+            return {"type": kind} if source is None else {"type": kind, "source": source}
+        if isinstance(item.get("text"), str):
+            return {"type": "text", "text": item["text"]}
+    raise TaskError("bad_prompt", place, f"a content item must be text, image or video, found {_short(item)}")
+
+
+def _media_type(item: dict[str, Any]) -> Any:
+    kind = item.get("type")
+    return "image" if kind == "image_url" else kind
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _sources(cell: Any, kind: str, items: list[dict[str, Any]], folder: Path, place: str) -> list[Any]:
+    """List the media of one kind: the column's, or those written into the chat items themselves."""
+    inline = [item.pop("source") for item in items if item["type"] == kind and "source" in item]
+    column = [] if cell is None or cell == "" else list(cell) if isinstance(cell, list | tuple) else [cell]
+    if inline and column:
+        message = f"{len(inline)} {kind}s stand in the chat and {len(column)} in the column; use one way"
+        raise TaskError("placeholder_mismatch", place, message)
+    return [_locate(source, folder) for source in inline or column]
+
+
+def _locate(source: Any, folder: Path) -> Any:
+    """Make relative paths start from the media folder; leave every other source as it is."""
+    if isinstance(source, dict):
+        source = source.get("url", source)
+    if isinstance(source, dict):
+        relative = source.get("bytes") is None and isinstance(source.get("path"), str)
+        return _locate(source["path"], folder) if relative else source
+    if not isinstance(source, str) or source.startswith(("data:", "http://", "https://")):
+        return source
+    return str(folder / Path(source.removeprefix("file://")).expanduser())
+
+
+def _put_media_first(messages: list[dict[str, Any]], images: int, videos: int) -> None:
+    """Put all media before the text of the first user turn.
+
+    Source: huggingface/trl trl/data_utils.py (`prepare_multimodal_messages`).
+    """
+    turn = next((message for message in messages if message["role"] == "user"), messages[0])
+    turn["content"] = [{"type": "image"}] * images + [{"type": "video"}] * videos + turn["content"]
+
+
+def _may_be_text_only(media: MediaCells) -> bool:
+    if media.text_only is not None:
+        return media.text_only
+    return media.marked or isinstance(media.images, list | tuple) or media.videos is not None
+
+
+def _no_image_message(media: MediaCells) -> str:
+    where = "the data set has no image column" if media.images is None else "its image list is empty"
+    return f"the row has no image ({where} or the cell is empty); set data.text_only=true if that is meant"
+
+
+def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, place: str) -> None:
+    items = [item["type"] for message in messages for item in message["content"]]
+    for kind, found in (("image", images), ("video", videos)):
+        places = items.count(kind)
+        if places != found:
+            message = (
+                f"the text has {places} <{kind}> place{'s' * (places != 1)} but the row has {found} "
+                f"{kind}{'s' * (found != 1)}; they must be as many"
+            )
+            raise TaskError("placeholder_mismatch", place, message)
+
+
+def _check_files(images: list[Any], videos: list[str], place: str) -> None:
+    """Find missing files before the run starts; reading them is left to the rollout."""
+    for kind, sources in (("image", images), ("video", videos)):
+        for source in sources:
+            if isinstance(source, str) and not source.startswith("data:") and not Path(source).is_file():
+                raise TaskError(f"missing_{kind}", place, f"there is no {kind} file {source}")

@@ -1,0 +1,223 @@
+"""Rows out of JSONL, JSON and parquet files, saved data-set folders and hub data sets."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+
+__all__ = ["READERS", "ArrowImage", "Row", "read_rows"]
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass
+class Row:
+    """One row as it was found: its place for messages, and its cells or what is wrong with it."""
+
+    place: str
+    cells: dict[str, Any]
+    problem: str | None = None
+
+
+@dataclass
+class ArrowImage:
+    """An image cell that stays in its memory-mapped table until it is read."""
+
+    dataset: Any
+    row: int
+    column: str
+    position: int | None
+    """Index inside the cell's list, or None when the cell is a single image."""
+
+    def read(self) -> Any:
+        """Return the stored {"bytes", "path"} mapping, path or bytes."""
+        cell = self.dataset[self.row][self.column][0].as_py()
+        return cell if self.position is None else cell[self.position]
+
+
+def read_rows(path: str, split: str, subset: str | None) -> Iterator[Row]:
+    """Read all rows behind a path or hub id.
+
+    Args:
+        path: File (see `READERS`), folder written by `datasets.save_to_disk`, folder of data files, hub id.
+        split: Split of a data set that has several; a single file is one split.
+        subset: Configuration name of a hub data set.
+
+    Yields:
+        Rows in file order.
+
+    Raises:
+        UserError: Nothing is there, the extension is unknown or the file as a whole cannot be read.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        yield from _read_folder(file, split)
+    elif file.suffix.lower() in READERS:
+        if not file.is_file():
+            raise UserError(_missing(file))
+        yield from READERS[file.suffix.lower()](file)
+    elif file.exists():
+        known = ", ".join(READERS)
+        raise UserError(f"{file}: unknown extension {file.suffix!r}; known are {known}, or a data-set folder")
+    elif HUB_ID.fullmatch(path):
+        yield from _read_hub(path, split, subset)
+    else:
+        raise UserError(_missing(file))
+
+
+def _missing(file: Path) -> str:
+    if not file.parent.is_dir():
+        return f"no such file: {file} (the folder {file.parent} does not exist either)"
+    names = sorted(entry.name for entry in file.parent.iterdir() if not entry.name.startswith("."))
+    close = difflib.get_close_matches(file.name, names, n=1)
+    hint = (
+        f"did you mean {close[0]!r}?" if close else f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
+    )
+    return f"no such file: {file}; {hint}"
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{file.name} line {number}"
+            if line.strip():
+                yield _json_row(line, place)
+
+
+def _json_row(line: bytes, place: str) -> Row:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return Row(place, {}, f"not UTF-8 ({error.reason} at byte {error.start})")
+    except (ValueError, RecursionError) as error:
+        return Row(place, {}, f"not valid JSON ({error})")
+    return _object_row(value, place)
+
+
+def _object_row(value: Any, place: str) -> Row:
+    if isinstance(value, dict):
+        return Row(place, value)
+    return Row(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file} is not valid JSON ({error}); one object a line belongs into .jsonl"
+        ) from None
+    if not isinstance(rows, list):
+        raise UserError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
+    for number, value in enumerate(rows, start=1):
+        yield _object_row(value, f"{file.name} row {number}")
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    datasets = _import_datasets(file)
+    try:
+        dataset = datasets.Dataset.from_parquet(str(file))
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise UserError(f"{file} cannot be read as parquet: {type(cause).__name__}: {cause}") from None
+    yield from _arrow_rows(dataset, file.name)
+
+
+def _read_folder(folder: Path, split: str) -> Iterator[Row]:
+    datasets = _import_datasets(folder)
+    saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    try:
+        found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
+    except Exception as error:
+        raise UserError(
+            f"{folder} is neither a folder written by datasets.save_to_disk nor one of data files: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    yield from _arrow_rows(_pick_split(found, split, str(folder)), folder.name)
+
+
+def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
+    datasets = _import_datasets(name)
+    try:
+        found = datasets.load_dataset(name, subset)
+    except Exception as error:
+        raise UserError(
+            f"no such file or folder: {name}; as a hub data set it failed: {type(error).__name__}: {error}"
+        ) from None
+    yield from _arrow_rows(_pick_split(found, split, name), name)
+
+
+def _pick_split(found: Any, split: str, name: str) -> Any:
+    if not isinstance(found, dict):
+        return found
+    if split in found:
+        return found[split]
+    raise UserError(f"{name} has no split {split!r}; it has: {', '.join(found)} (set data.split)")
+
+
+def _import_datasets(wanted: object) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"reading {wanted} needs the datasets package ({error}); pip install datasets"
+        ) from None
+    return datasets
+
+
+def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
+    """Turn a data set's columns into cells, images left in the memory-mapped table as `ArrowImage`."""
+    stored = dataset.with_format("arrow")
+    image_columns = [key for key, kind in _arrow_types(stored).items() if _is_image(kind)]
+    step = 1024
+    for start in range(0, len(dataset), step):
+        table = stored[start : min(start + step, len(dataset))]
+        plain = table.drop_columns(image_columns).to_pylist()
+        counts = {key: _image_counts(table.column(key)) for key in image_columns}
+        for offset in range(table.num_rows):
+            cells = plain[offset] if plain else {}
+            for key in image_columns:
+                cells[key] = _image_cell(stored, start + offset, key, counts[key][offset])
+            yield Row(f"{name} row {start + offset + 1}", cells)
+
+
+def _arrow_types(stored: Any) -> dict[str, Any]:
+    return {column.name: column.type for column in stored.features.arrow_schema}
+
+
+def _is_image(kind: Any) -> bool:
+    import pyarrow.types as kinds
+
+    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+        return _is_image(kind.value_type)
+    if kinds.is_struct(kind):
+        return {item.name for item in kind} == {"bytes", "path"}
+    return kinds.is_binary(kind) or kinds.is_large_binary(kind)
+
+
+def _image_counts(column: Any) -> list[int | None]:
+    """Per row: None without an image, -1 for a single image, otherwise the length of the list."""
+    import pyarrow.compute as compute
+    import pyarrow.types as kinds
+
+    if kinds.is_struct(column.type) or kinds.is_binary(column.type) or kinds.is_large_binary(column.type):
+        return [-1 if valid else None for valid in compute.is_valid(column).to_pylist()]
+    return compute.list_value_length(column).to_pylist()
+
+
+def _image_cell(stored: Any, row: int, key: str, count: int | None) -> Any:
+    if count is None:
+        return None
+    if count < 0:
+        return ArrowImage(stored, row, key, None)
+    return [ArrowImage(stored, row, key, position) for position in range(count)]
+
+
+READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}

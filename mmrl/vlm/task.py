@@ -1,0 +1,192 @@
+"""One question with its images, and the errors that concern only that question."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+__all__ = ["TASK_ERRORS", "ImageSource", "StoredImage", "TaskError", "VlmTask", "open_image"]
+
+
+class TaskError(Exception):
+    """A single task that cannot be used; it is counted by kind, logged and skipped.
+
+    Args:
+        kind: Row of `TASK_ERRORS` (other modules may add their own).
+        task_id: Id of the task or, while a file is read, the place of its row.
+        message: What was found, what was expected and what to do.
+    """
+
+    def __init__(self, kind: str, task_id: str, message: str) -> None:
+        super().__init__(kind, task_id, message)
+        self.kind = kind
+        self.task_id = task_id
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.task_id}: {self.message}"
+
+
+class StoredImage(Protocol):
+    """An image that stays in its data set until somebody asks for it."""
+
+    def read(self) -> Any:
+        """Return what the data set holds: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""
+
+
+ImageSource: TypeAlias = "Image.Image | str | bytes | Mapping[str, Any] | StoredImage"
+
+
+@dataclass
+class VlmTask:
+    """A question as a chat, its images and whatever else its data set says about it."""
+
+    id: str
+    """Unique inside its data set: the `id` column, or the place of the row."""
+
+    messages: list[dict[str, Any]]
+    """Chat turns {"role", "content"}; content items are {"type": "text", "text"}, {"type": "image"} or
+    {"type": "video"}, in the order in which the model reads them."""
+
+    images: list[ImageSource] = field(default_factory=list)
+    """One source for each image item, in the same order."""
+
+    videos: list[str] = field(default_factory=list)
+    """One file for each video item, in the same order."""
+
+    columns: dict[str, Any] = field(default_factory=dict)
+    """All other columns of the row; the reward functions get them by name."""
+
+    def load_images(self) -> list[Image.Image]:
+        """Open the images as RGB.
+
+        Returns:
+            One RGB image for each image item.
+
+        Raises:
+            TaskError: An image is missing, empty or cannot be decoded.
+        """
+        images = []
+        for number, source in enumerate(self.images, start=1):
+            where = f"image {number} of {len(self.images)}"
+            images.append(open_image(source, self.id, where))
+        return images
+
+
+def open_image(source: ImageSource, task_id: str, where: str = "the image") -> Image.Image:
+    """Open one image source as RGB, upright and without transparency.
+
+    Args:
+        source: PIL image, path, data URI, bytes, {"bytes", "path"} mapping or stored image.
+        task_id: Named in the errors.
+        where: Which image of the task this is, for the errors.
+
+    Raises:
+        TaskError: The image is missing, empty or cannot be decoded.
+    """
+    name, raw = _resolve(source, task_id, where)
+    label = f"{where} ({name})" if name else where
+    if isinstance(raw, bytes):
+        if not raw:
+            raise TaskError("empty_image", task_id, f"{label} has zero bytes")
+        raw = _decode(raw, task_id, label)
+    if raw.width == 0 or raw.height == 0:
+        raise TaskError("empty_image", task_id, f"{label} is {raw.width} x {raw.height} pixels")
+    return _to_rgb(raw, task_id, label)
+
+
+def _resolve(source: Any, task_id: str, where: str) -> tuple[str, Image.Image | bytes]:
+    """Follow a source to a PIL image or to the bytes of an image file, with a name for the errors."""
+    if isinstance(source, Image.Image):
+        return "", source
+    if isinstance(source, bytes | bytearray | memoryview):
+        return "", bytes(source)
+    if isinstance(source, str | Path):
+        return _read_file(str(source), task_id, where)
+    if isinstance(source, Mapping):
+        inner = source.get("bytes")
+        if inner is None:
+            inner = source.get("path")
+        if inner is not None:
+            return _resolve(inner, task_id, where)
+        raise TaskError("missing_image", task_id, f"{where} holds neither bytes nor a path")
+    if hasattr(source, "read"):
+        return _resolve(source.read(), task_id, where)
+    found = "nothing" if source is None else f"a {type(source).__name__}"
+    raise TaskError(
+        "missing_image",
+        task_id,
+        f"{where} is {found}; expected a PIL image, a path, bytes or a mapping with bytes or path",
+    )
+
+
+def _read_file(path: str, task_id: str, where: str) -> tuple[str, bytes]:
+    if path.startswith("data:"):
+        head, _, body = path.partition(",")
+        try:
+            return head, base64.b64decode(body, validate=True)
+        except ValueError as error:
+            raise TaskError("unreadable_image", task_id, f"{where}: broken data URI ({error})") from None
+    if path.startswith(("http://", "https://")):
+        message = f"{where} is the address {path}; download it and give the file's path"
+        raise TaskError("missing_image", task_id, message)
+    path = path.removeprefix("file://")
+    try:
+        return path, Path(path).read_bytes()
+    except FileNotFoundError:
+        raise TaskError("missing_image", task_id, f"{where}: there is no file {path}") from None
+    except (OSError, ValueError) as error:
+        raise TaskError("unreadable_image", task_id, f"{where}: cannot read {path} ({error})") from None
+
+
+def _decode(raw: bytes, task_id: str, label: str) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(raw))
+        image.load()
+        return ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:
+        reason = "not an image format that Pillow knows"
+    except Image.DecompressionBombError as error:
+        reason = str(error)
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, EOFError, ...
+        reason = f"{type(error).__name__}: {error}"
+    raise TaskError("unreadable_image", task_id, f"{label} cannot be decoded: {reason}")
+
+
+def _to_rgb(image: Image.Image, task_id: str, label: str) -> Image.Image:
+    """Convert to RGB: transparency onto white (as qwen-vl-utils does), 16-bit greys scaled, not clipped."""
+    try:
+        if image.mode.startswith("I"):
+            low, high = (float(value) for value in image.convert("F").getextrema())  # type: ignore[arg-type]
+            if low < 0 or high > 65535:
+                raise ValueError(f"32-bit values from {low:g} to {high:g}; save it with 8 or 16 bits")
+            return image.convert("F").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
+        if image.mode == "F":
+            raise ValueError("floating-point pixels have no known range; save it with 8 bits a channel")
+        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            white = Image.new("RGB", image.size, (255, 255, 255))
+            white.paste(image, mask=image.getchannel("A"))
+            return white
+        return image.convert("RGB")
+    except (ValueError, OSError) as error:
+        raise TaskError("unreadable_image", task_id, f"{label} has mode {image.mode}: {error}") from None
+
+
+TASK_ERRORS: dict[str, str] = {
+    "invalid_json": "A line is not a JSON object.",
+    "missing_prompt": "The row has no question.",
+    "bad_prompt": "The question is neither a text nor a list of chat turns with role and content.",
+    "missing_answer": "The row has no answer although the data set has an answer column.",
+    "missing_image": "The row has no image, or the file it names does not exist.",
+    "placeholder_mismatch": "The text has more or fewer <image> or <video> places than the row has files.",
+    "empty_image": "An image has zero bytes or zero pixels.",
+    "unreadable_image": "An image cannot be decoded.",
+    "missing_video": "A video file does not exist.",
+}

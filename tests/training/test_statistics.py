@@ -1,0 +1,147 @@
+import math
+
+import numpy as np
+import pytest
+
+from mmrl.training.statistics import (
+    cluster_bootstrap_interval,
+    difference_interval,
+    mean_interval,
+    paired_difference,
+    t_quantile,
+    wilson_interval,
+)
+
+
+def test_wilson_equals_published_values():
+    # Newcombe 1998 (two-sided intervals for the single proportion), table I, method 3: 81/263, 15/148, 0/20, 1/29.
+    published = {
+        (81, 263): (0.2553, 0.3662),
+        (15, 148): (0.0624, 0.1605),
+        (0, 20): (0.0, 0.1611),
+        (1, 29): (0.0061, 0.1718),
+    }
+    for (successes, n), expected in published.items():
+        assert wilson_interval(successes, n) == pytest.approx(expected, abs=5e-5)
+
+
+def test_wilson_is_symmetric_and_bounded():
+    for successes in range(8):
+        low, high = wilson_interval(successes, 7)
+        mirrored = wilson_interval(7 - successes, 7)
+        assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high))
+        assert 0 <= low <= successes / 7 <= high <= 1
+    assert wilson_interval(7, 7)[1] == 1.0
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_wilson_solves_its_defining_equation():
+    # Both limits p satisfy |share - p| = z sqrt(p (1 - p) / n); z = 1.6448536 for 90 %.
+    for limit in wilson_interval(30, 90, confidence=0.9):
+        assert abs(1 / 3 - limit) == pytest.approx(1.6448536269514722 * math.sqrt(limit * (1 - limit) / 90))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [((56, 70), (48, 80), (0.2, 0.0524, 0.3339)), ((9, 10), (3, 10), (0.6, 0.1705, 0.8090))],
+)
+def test_difference_of_proportions_equals_published_values(first, second, expected):
+    # Newcombe 1998 (difference between independent proportions), table II, method 10.
+    estimates = [(k / n, *wilson_interval(k, n)) for k, n in (first, second)]
+    assert difference_interval(*estimates) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "dof", "expected"),
+    [  # scipy.stats.t.ppf(0.5 + confidence / 2, dof), scipy 1.17.1
+        (0.95, 1, 12.706204736174694),
+        (0.95, 2, 4.302652729749462),
+        (0.95, 3, 3.1824463052837078),
+        (0.95, 4, 2.7764451051977934),
+        (0.95, 7, 2.3646242515927849),
+        (0.95, 30, 2.0422724563012378),
+        (0.99, 7, 3.4994832973504937),
+        (0.80, 5, 1.4758840488244815),
+        (0.999, 11, 4.436979338234487),
+        (0.95, 399, 1.9659272959208),
+    ],
+)
+def test_t_quantile_equals_scipy(confidence, dof, expected):
+    assert t_quantile(confidence, dof) == pytest.approx(expected, rel=1e-9)
+
+
+def test_t_quantile_matches_an_installed_scipy_everywhere():
+    stats = pytest.importorskip("scipy.stats")
+    for dof in [*range(1, 60), 500, 1999, 2000, 2001, 5000, 10**6]:
+        for confidence in (0.5, 0.9, 0.95, 0.99, 0.999):
+            assert t_quantile(confidence, dof) == pytest.approx(stats.t.ppf(0.5 + confidence / 2, dof), rel=1e-10)
+
+
+def test_mean_interval_by_hand():
+    # mean 3, standard deviation sqrt(2.5), standard error sqrt(0.5), t_4 = 2.7764451052
+    interval = mean_interval([1, 2, 3, 4, 5])
+    assert interval == pytest.approx((3.0, 3 - 2.7764451052 * math.sqrt(0.5), 3 + 2.7764451052 * math.sqrt(0.5), 5))
+
+
+def test_one_value_has_no_interval():
+    interval = mean_interval([0.25])
+    assert interval.mean == 0.25
+    assert math.isnan(interval.low)
+    assert math.isnan(interval.high)
+
+
+def test_paired_difference_ignores_what_the_pairs_share():
+    seeds = np.array([0.1, 0.5, 0.9, 0.3])
+    gain = np.array([0.02, 0.04, -0.01, 0.03])
+    paired = paired_difference((seeds + gain).tolist(), seeds.tolist())
+    assert paired[:3] == pytest.approx(mean_interval(gain.tolist())[:3])
+    assert (paired.n, paired.wins) == (4, 3)
+    reverse = paired_difference(seeds.tolist(), (seeds + gain).tolist())
+    assert (reverse.low, reverse.high) == pytest.approx((-paired.high, -paired.low))
+    assert reverse.wins == 1
+
+
+def test_t_interval_covers_the_mean_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    intervals = [mean_interval(rng.normal(2.0, 1.0, size=6).tolist(), 0.9) for _ in range(1500)]
+    covered = np.mean([i.low <= 2.0 <= i.high for i in intervals])
+    assert covered == pytest.approx(0.9, abs=0.025)
+
+
+def test_bootstrap_treats_the_question_as_the_unit():
+    # 8 samples that always agree carry the information of one: the interval must not shrink by sqrt(8).
+    rng = np.random.default_rng(0)
+    outcome = rng.integers(2, size=200)
+    single = cluster_bootstrap_interval([[float(x)] for x in outcome], np.random.default_rng(1))
+    copied = cluster_bootstrap_interval([[float(x)] * 8 for x in outcome], np.random.default_rng(1))
+    assert copied == single
+    low, high = single
+    expected = 1.96 * math.sqrt(outcome.mean() * (1 - outcome.mean()) / 200)
+    assert (high - low) / 2 == pytest.approx(expected, rel=0.1)
+    assert low < outcome.mean() < high
+
+
+def test_bootstrap_repeats_and_does_not_depend_on_its_chunks(monkeypatch):
+    values = [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+    whole = cluster_bootstrap_interval(values, np.random.default_rng(3), resamples=101)
+    monkeypatch.setattr("mmrl.training.statistics._RESAMPLED_CELLS", 40)
+    assert cluster_bootstrap_interval(values, np.random.default_rng(3), resamples=101) == whole
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: wilson_interval(5, 4),
+        lambda: wilson_interval(-1, 4),
+        lambda: wilson_interval(1, 4, confidence=95),
+        lambda: mean_interval([]),
+        lambda: mean_interval([1.0, math.nan]),
+        lambda: paired_difference([1.0], [1.0, 2.0]),
+        lambda: cluster_bootstrap_interval([], np.random.default_rng(0)),
+        lambda: cluster_bootstrap_interval([[1.0], []], np.random.default_rng(0)),
+        lambda: t_quantile(0.95, 0),
+    ],
+)
+def test_bad_numbers_are_refused(call):
+    with pytest.raises(ValueError):
+        call()
