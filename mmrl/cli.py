@@ -209,6 +209,8 @@ def _compare(args: argparse.Namespace) -> int:
     """Run the arms and seeds of an experiment, skip finished ones, write comparison.json and a plot."""
     if not args.experiment.is_file():
         raise UserError(f"experiment file not found: {args.experiment}")
+    if args.jobs < 1:
+        raise UserError(f"--jobs is {args.jobs}; must be at least 1")
     from mmrl.training.compare import run_experiment
 
     output = args.output or Path("runs") / args.experiment.stem

@@ -60,7 +60,9 @@ def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
         return RecipeEntry(name, module, recipe, config, "user recipe", "-")
     close = difflib.get_close_matches(name, RECIPES, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    raise UserError(f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config")
+    raise UserError(
+        f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config"
+    )
 
 
 def _entries(*entries: RecipeEntry) -> dict[str, RecipeEntry]:

@@ -100,7 +100,7 @@ make_environment() {
   "$python" -m venv --clear "$VENV"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 
 is_reachable() {
   "$VENV/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=5)' "$1" 2>/dev/null

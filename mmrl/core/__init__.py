@@ -1,0 +1,72 @@
+"""The policy-optimisation core: pure functions on tensors, without a model and without I/O."""
+
+from mmrl.core.advantages import (
+    ADVANTAGES,
+    AdvantageFn,
+    AdvantageOptions,
+    check_group_size,
+)
+from mmrl.core.aggregation import AGGREGATIONS, Denominators, aggregate, count, masked_sum
+from mmrl.core.catalogue import CATALOGUE, get
+from mmrl.core.filters import FilterCounts, Refill, drop, zero_variance_groups
+from mmrl.core.groups import group_center, group_std, masked_whiten
+from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
+from mmrl.core.metrics import Metric, max_metric, mean_metric, merge_metrics, metric_values
+from mmrl.core.objective import LossOutput, Objective, TokenScores
+from mmrl.core.ratios import RATIOS, SURROGATES, SurrogateInputs, log_ratio, surrogate
+from mmrl.core.regularizers import KL_KINDS, AdaptiveKL, entropy_from_logits, entropy_sampled, kl, kl_full
+from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_starts
+from mmrl.core.rollouts import Payload, Rollouts
+from mmrl.core.values import value_loss
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CATALOGUE",
+    "KL_KINDS",
+    "RATIOS",
+    "SURROGATES",
+    "AdaptiveKL",
+    "AdvantageFn",
+    "AdvantageOptions",
+    "Denominators",
+    "FilterCounts",
+    "LogProbs",
+    "LossOutput",
+    "Metric",
+    "Objective",
+    "Payload",
+    "Refill",
+    "Rollouts",
+    "SurrogateInputs",
+    "TokenScores",
+    "aggregate",
+    "check_group_size",
+    "count",
+    "decision_rewards",
+    "drop",
+    "entropy_from_logits",
+    "entropy_sampled",
+    "gae",
+    "gae_over_turns",
+    "gaussian_step_logprob",
+    "get",
+    "group_center",
+    "group_std",
+    "kl",
+    "kl_full",
+    "linear_logprobs",
+    "log_ratio",
+    "logprobs_from_logits",
+    "masked_sum",
+    "masked_whiten",
+    "max_metric",
+    "mean_metric",
+    "merge_metrics",
+    "metric_values",
+    "returns_to_go",
+    "surrogate",
+    "turn_starts",
+    "value_loss",
+    "zero_variance_groups",
+]

@@ -92,7 +92,7 @@ def _token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
 
 
 def _sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    row_means = masked_sum(x, mask) / mask.sum(1).clamp(min=1)
+    row_means = masked_sum(x, mask) / mask.sum(1).clamp(min=1).to(x.dtype)
     return row_means.sum() / max(denominators.rows, 1.0)
 
 

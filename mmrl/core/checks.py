@@ -77,6 +77,8 @@ def check_mask(mask: Tensor, rows: int) -> tuple[int, int]:
     """Check the decision mask and return (B, T)."""
     if mask.dim() != 2 or mask.shape[0] != rows:
         raise ValueError(f"mask must be (B, T) with B = {rows} rows; got shape {tuple(mask.shape)}.")
+    if mask.shape[1] < 1:
+        raise ValueError("mask must have at least one decision; got T = 0.")
     if mask.dtype not in _FLOATS:
         raise ValueError(f"mask must be float32 (0 or 1); got {mask.dtype}. mask.float() converts it.")
     if not bool(((mask == 0) | (mask == 1)).all()):
@@ -88,8 +90,7 @@ def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer
     """Check one per-decision tensor against the (B, T) of the mask."""
     if tuple(value.shape) != tuple(shape):
         raise ValueError(
-            f"{name} must have the shape of the mask, {tuple(shape)}: one number a decision; got "
-            f"{tuple(value.shape)}."
+            f"{name} must have the shape of the mask, {tuple(shape)}: one number a decision; got {tuple(value.shape)}."
         )
     if integer and value.dtype != torch.int64:
         raise ValueError(f"{name} must be int64; got {value.dtype}.")

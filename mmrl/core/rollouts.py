@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol, Self
 
 import torch
@@ -213,14 +214,15 @@ class Rollouts:
         check_choice_of_fields([_present(part) for part in parts])
         width = max(part.num_decisions for part in parts)
         padded = [part._pad(width) for part in parts]
-        offsets = [sum(part.num_groups for part in parts[:index]) for index in range(len(parts))]
+        offsets = [0, *accumulate(part.num_groups for part in parts)]
+        groups = [part.group + offset for part, offset in zip(parts, offsets, strict=False)]
         first = padded[0]
         changes: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in padded])
             for name in (*_ROW_FIELDS, *_DECISION_FIELDS)
             if getattr(first, name) is not None
         }
-        changes["group"] = torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)])
+        changes["group"] = torch.cat(groups)
         for name in ("reward_terms", "extras"):
             keys = getattr(first, name)
             changes[name] = {key: torch.cat([getattr(part, name)[key] for part in padded]) for key in keys}
@@ -234,7 +236,7 @@ class Rollouts:
 
     def _trim(self) -> Rollouts:
         used = torch.nonzero(self.mask.sum(0))
-        width = int(used.max()) + 1 if len(used) else min(1, self.num_decisions)
+        width = int(used.max()) + 1 if len(used) else 1
         return self._map(lambda _, tensor: tensor if tensor.dim() == 1 else tensor[:, :width], self.payload)
 
     def _pad(self, width: int) -> Rollouts:
@@ -267,7 +269,7 @@ def _as_indices(selection: Tensor, size: int, what: str, device: torch.device) -
         raise ValueError(
             f"{what} must be a 1-d int64 or bool tensor; got {selection.dtype} of shape {tuple(selection.shape)}."
         )
-    if len(selection) and not (0 <= int(selection.min()) and int(selection.max()) < size):
+    if len(selection) and not (int(selection.min()) >= 0 and int(selection.max()) < size):
         raise ValueError(f"{what} must lie in 0..{size - 1}; got {selection.tolist()}.")
     return selection
 

@@ -1,1 +1,6 @@
 """Verifiable rewards: built-in ones, users' own, and their weighted sum; never imports torch."""
+
+from mmrl.rewards.builtin import REWARDS, RewardEntry
+from mmrl.rewards.combine import RewardConfig, RewardResult, RewardSum
+
+__all__ = ["REWARDS", "RewardConfig", "RewardEntry", "RewardResult", "RewardSum"]

@@ -46,9 +46,7 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
 
 
 def _list_functions(module: ModuleType, name: str) -> str:
-    names = sorted(
-        key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
-    )
+    names = sorted(key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_"))
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}its functions are: {', '.join(names) or 'none'}"

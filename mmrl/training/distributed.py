@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,14 @@ from accelerate.utils import gather_object
 from mmrl.core.aggregation import Denominators
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["all_ranks", "global_advantages", "global_denominators", "make_accelerator", "merge_lists", "shard"]
+__all__ = [
+    "all_ranks",
+    "global_advantages",
+    "global_denominators",
+    "make_accelerator",
+    "merge_lists",
+    "shard",
+]
 
 ItemT = TypeVar("ItemT")
 
@@ -62,9 +68,7 @@ def global_denominators(local: Denominators, accelerator: Accelerator) -> Denomi
     """
     if accelerator.num_processes == 1:
         return local
-    counts = torch.tensor([local.tokens, local.rows], dtype=torch.float64, device=accelerator.device)
-    tokens, rows = accelerator.reduce(counts, reduction="sum").tolist()
-    return dataclasses.replace(local, tokens=tokens, rows=rows)
+    return Denominators.total(merge_lists([local], accelerator))
 
 
 def global_advantages(

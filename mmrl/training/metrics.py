@@ -31,7 +31,7 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         return metrics
     reward = torch.cat([batch.reward for batch in batches])
     scored = torch.isfinite(reward)
-    flat = torch.cat([zero_variance_groups(batch) for batch in batches]).float()
+    flat = torch.cat([~zero_variance_groups(batch) for batch in batches]).float()
     metrics |= {
         "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
         "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,

@@ -67,7 +67,9 @@ class Recipe(ABC):
         """Fill `reward` and `reward_terms`; NaN where a sample could not be scored."""
 
     @abstractmethod
-    def scores(self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original") -> TokenScores:
+    def scores(
+        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+    ) -> TokenScores:
         """Log-probs (and entropy, values when wanted) of the rollouts' decisions under `policy`."""
 
     @abstractmethod
@@ -158,17 +160,17 @@ class Recipe(ABC):
         """Metrics of this recipe beside those of the loop."""
         return {}
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int) -> None:  # noqa: B027
         """Called after each step with the number of steps done; schedules and adaptive coefficients move here."""
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers that a resumed run needs (adaptive coefficients, trackers)."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Restore `state_dict`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free worker processes."""
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from mmrl.training.recipe import Recipe
+    from mmrl.training.tracking import Tracker
 
 __all__ = ["evaluate", "train"]
 
@@ -38,7 +39,6 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
         RunError: the run could not be finished; what it produced so far is kept.
     """
     from mmrl.training.report import write_report
-    from mmrl.training.tracking import make_tracker
     from mmrl.training.trainer import Trainer
 
     run_dir = Path(config.output_dir)
@@ -48,14 +48,16 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
     if main:
         _prepare_folder(run_dir, config)
     accelerator.wait_for_everyone()
-    tracker = make_tracker(run_dir, config.tracking, config, total_steps=config.trainer.steps) if main else None
+    tracker = _tracker(run_dir, config) if main else None
     try:
         trainer = Trainer(recipe, config, run_dir, accelerator, tracker)
         if resume:
             trainer.resume()
         trainer.run()
     except OSError as error:
-        raise RunError(f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint") from error
+        raise RunError(
+            f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint"
+        ) from error
     finally:
         recipe.close()
         if tracker is not None:
@@ -146,6 +148,15 @@ def _prepare_folder(run_dir: Path, config: Any) -> None:
         save(config, run_dir / "config.yaml")
     except OSError as error:
         raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error
+
+
+def _tracker(run_dir: Path, config: Any) -> Tracker:
+    from mmrl.config import to_container
+    from mmrl.training.tracking import build_tracker
+
+    return build_tracker(
+        config.tracking, run_dir, total_steps=config.trainer.steps, run_config=to_container(config)
+    )
 
 
 def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:

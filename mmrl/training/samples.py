@@ -84,8 +84,8 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
         split: "train" or "eval".
 
     Returns:
-        The samples in written order, none where the file is missing; an image file that cannot be read is left
-        out, and samples that share an image share one object.
+        The samples in written order, none where the file is missing; an image file that cannot be read is
+        left out, and samples that share an image share one object.
     """
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     images: dict[str, Image | None] = {}

@@ -107,7 +107,7 @@ class GroupFilterConfig:
     """Which groups may teach; zero-variance groups carry no signal (DAPO's dynamic sampling)."""
 
     kind: str | None = None
-    """none, drop (train on the rest) or resample (draw more tasks until the step is full); empty = as the objective says."""
+    """none, drop (train on the rest) or resample (draw more until the step is full); empty = as the objective says."""
     key: str = "reward"
     """`reward` or the name of a reward term whose group mean is compared with the bounds."""
     low: float | None = None
@@ -188,7 +188,9 @@ class EvaluationConfig:
         if self.temperature <= 0:
             raise ValueError(f"evaluation.temperature is {self.temperature}; must be positive")
         if not self.greedy and self.samples == 0:
-            raise ValueError("evaluation.greedy is false and evaluation.samples is 0; nothing would be measured")
+            raise ValueError(
+                "evaluation.greedy is false and evaluation.samples is 0; nothing would be measured"
+            )
 
 
 @dataclass

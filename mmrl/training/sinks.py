@@ -1,4 +1,4 @@
-"""Where metrics go: JSON Lines, the console, TensorBoard, wandb and trackio, all behind one small protocol."""
+"""Where metrics go: JSON Lines, the console, TensorBoard, wandb and trackio behind one protocol."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ class ConsoleSink:
         stream: Where to write; standard output by default.
     """
 
-    def __init__(
-        self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
         from rich.console import Console
 
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
@@ -145,7 +143,7 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path) -> None:
         if not tensorboard_installed():
-            raise UserError("tracking.tensorboard=true, but tensorboard is not installed: pip install tensorboard")
+            raise UserError("tracking.tensorboard=true needs tensorboard: pip install tensorboard")
         self._folder = run_dir / "tensorboard"
         self._purge_step: int | None = None
         self._writer: Any = None

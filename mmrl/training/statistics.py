@@ -1,7 +1,7 @@
-"""Intervals for the numbers a run reports: one proportion, one mean, a paired difference, clustered samples.
+"""Intervals for the numbers a run reports: one proportion, one mean, a paired difference, clusters.
 
-An accuracy over n questions is a proportion (Wilson); the score of a method over seeds is a mean (Student t); two
-methods on the same seeds are compared by their paired difference; several samples of one question are not
+An accuracy over n questions is a proportion (Wilson); the score of a method over seeds is a mean (Student t);
+two methods on the same seeds are compared by their paired difference; several samples of one question are not
 independent, so n-sample accuracy resamples whole questions.
 """
 
@@ -30,7 +30,7 @@ _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB
 
 
 class MeanInterval(NamedTuple):
-    """A mean with its two-sided interval; the interval is NaN where one value alone says nothing about spread."""
+    """A mean with its two-sided interval; the interval is NaN for one value alone."""
 
     mean: float
     low: float
@@ -78,13 +78,11 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
     return low, high
 
 
-def difference_interval(
-    a: tuple[float, float, float], b: tuple[float, float, float]
-) -> tuple[float, float, float]:
+def difference_interval(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float, float]:
     """Difference `a - b` of two independent estimates from their own intervals.
 
-    With Wilson intervals this is Newcombe's interval of a difference of proportions. For two evaluations on the same
-    questions it is wider than need be, since their outcomes rise and fall together.
+    With Wilson intervals this is Newcombe's interval of a difference of proportions. For two evaluations on
+    the same questions it is wider than need be, since their outcomes rise and fall together.
 
     Args:
         a: (value, low, high) of the first estimate.
@@ -93,8 +91,8 @@ def difference_interval(
     Returns:
         (a - b, low, high).
 
-    Source: Newcombe 1998, "Interval estimation for the difference between independent proportions", method 10;
-        for estimates in general Zou and Donner 2008, "Construction of confidence limits about effect measures".
+    Source: Newcombe 1998, "Interval estimation for the difference between independent proportions", method
+        10; in general Zou and Donner 2008, "Construction of confidence limits about effect measures".
     """
     (value_a, low_a, high_a), (value_b, low_b, high_b) = a, b
     difference = value_a - value_b
@@ -124,9 +122,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInte
     return MeanInterval(mean, mean - half, mean + half, int(array.size))
 
 
-def paired_difference(
-    a: Sequence[float], b: Sequence[float], confidence: float = 0.95
-) -> PairedDifference:
+def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> PairedDifference:
     """Mean of `a - b` over pairs that share a seed or a question, with its Student-t interval.
 
     Args:
@@ -154,8 +150,8 @@ def cluster_bootstrap_interval(
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean over questions, each answered by several samples.
 
-    Questions are drawn with replacement and keep all their samples, so samples that rise and fall together do not
-    shrink the interval. Every question weighs the same, however many of its samples were scored.
+    Questions are drawn with replacement and keep all their samples, so samples that rise and fall together
+    do not shrink the interval. Every question weighs the same, however many of its samples were scored.
 
     Args:
         values_by_question: One non-empty list of finite values per question.
@@ -186,8 +182,8 @@ def cluster_bootstrap_interval(
 def t_quantile(confidence: float, dof: int) -> float:
     """Half-width, in standard errors, of the two-sided Student-t interval.
 
-    The closed form for whole degrees of freedom is inverted by bisection; above 2000 degrees the expansion about
-    the normal quantile is exact to rounding.
+    The closed form for whole degrees of freedom is inverted by bisection; above 2000 degrees the expansion
+    about the normal quantile is exact to rounding.
 
     Args:
         confidence: Two-sided coverage in (0, 1).

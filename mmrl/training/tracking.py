@@ -92,7 +92,7 @@ class Tracker:
 
         Args:
             step: Steps trained so far; 0 is the untrained policy.
-            tag: What the evaluation is, e.g. "start", "periodic" or "final".
+            tag: "before", "during" or "after" training.
             split: Name of the task set.
             metrics: Value by name.
 
@@ -137,7 +137,7 @@ def build_tracker(
         config: Which sinks to use.
         run_dir: The run folder.
         total_steps: Steps of the whole run.
-        run_config: The run's resolved configuration, sent to wandb and trackio.
+        run_config: The whole run's resolved configuration, sent to wandb and trackio.
         definitions: Definitions beside METRICS, for a domain's own metrics.
 
     Returns:
@@ -218,28 +218,32 @@ def _none_to_nan(record: dict[str, Any]) -> dict[str, Any]:
 METRICS: dict[str, str] = {
     "time/rollout": "Seconds spent sampling.",
     "time/score": "Seconds spent in reward functions.",
-    "time/advantages": "Seconds from rewards to advantages, the reference policy's log-probabilities included.",
+    "time/advantages": "Seconds from rewards to advantages, before the update.",
     "time/update": "Seconds in forward, backward and optimiser steps.",
     "time/evaluate": "Seconds spent on evaluation after the step.",
     "time/checkpoint": "Seconds spent writing a checkpoint.",
     "time/step": "Seconds of the whole step, evaluation and checkpoint included.",
-    "tokens/per_second": "Tokens of the step (prompts and responses) over the seconds of the step.",
-    "tokens/total": "Tokens processed since the run began.",
+    "tokens/per_second": "Trained decisions (tokens, denoising steps) of the step over its seconds.",
+    "tokens/total": "Decisions (tokens, denoising steps) sampled since the run began.",
     "samples/total": "Samples drawn, or supervised rows seen, since the run began.",
     "reward/mean": "Mean total reward of the samples that could be scored.",
     "reward/std": "Standard deviation of the total reward over the samples of the step.",
-    "reward/errors": "Samples of the step that a reward function failed on; they are left out of the update.",
-    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward and so teach nothing.",
+    "reward/errors": "Samples of the step that a reward function failed on; the update leaves them out.",
+    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward.",
     "reward/<term>": "Mean of one reward term before its weight.",
     "response/length_mean": "Mean number of sampled decisions (tokens, steps) in a response.",
     "response/length_max": "Longest response of the step in decisions.",
-    "response/finished_fraction": "Share of responses that ended by themselves instead of at the length limit.",
+    "response/length_<protocol>": "Mean length of the answers of an evaluation in decisions.",
+    "response/finished_fraction": "Share of responses that ended before the length limit.",
     "loss/total": "The scalar that is differentiated, summed over its terms.",
     "loss/policy": "The surrogate's part of the loss.",
     "loss/kl": "The reference-KL part of the loss, coefficient included.",
     "loss/entropy": "The entropy part of the loss, coefficient included; negative where entropy is rewarded.",
     "loss/value": "The value function's part of the loss, coefficient included.",
-    "loss/perception": "PAPO's implicit-perception part of the loss, coefficient included; negative where it is maximised.",
+    "loss/perception": "PAPO's implicit-perception part of the loss, weight and sign included.",
+    "loss/entropy_policy": "PAPO's entropy term on the image, coefficient included.",
+    "loss/entropy_masked": "PAPO's entropy term on the masked image, coefficient included.",
+    "loss/sft": "PAPO's likelihood term on correct samples, coefficient included.",
     "loss/nll": "Mean negative log-likelihood of the target tokens, in nats.",
     "policy/ratio_mean": "Mean importance ratio of new over sampling policy.",
     "policy/ratio_max": "Largest importance ratio of the step.",
@@ -248,7 +252,7 @@ METRICS: dict[str, str] = {
     "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
     "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
     "policy/entropy": "Mean entropy of the policy at the sampled positions, in nats.",
-    "papo/kl_masked": "k3 between the policy on the image and on the masked image; larger means it looks more.",
+    "papo/kl_masked": "k3 between the policy on the image and on the masked image, in nats a decision.",
     "papo/gamma": "Weight of the implicit-perception term after annealing.",
     "papo/masked_fraction": "Share of image patches that were masked.",
     "apo/kl_weight_mean": "Mean KL multiplier that difficulty-adaptive divergence gives a sample.",
@@ -256,11 +260,14 @@ METRICS: dict[str, str] = {
     "apo/difficulty_mean": "Mean difficulty of the step's tasks, 1 minus the share of correct samples.",
     "optim/lr": "Learning rate of the last optimiser step.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
-    "optim/skipped": "Optimiser steps of this step that the NaN guard skipped.",
-    "data/skipped": "Rows skipped since the run began (bad row, unreadable image, prompt too long), each logged.",
+    "optim/skipped": "Optimiser steps that the NaN guard has skipped since the run began.",
+    "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
     "data/epoch": "Passes over the task set so far.",
-    "n": "Tasks of the evaluation.",
-    "accuracy/<protocol>": "Share of correct answers; greedy is one greedy answer a task, sampled several at temperature 1.",
+    "checkpoint/failed": "Checkpoints that could not be written since the run began (full disk).",
+    "n": "Tasks that the evaluation answered.",
+    "skipped": "Tasks that the evaluation could not ask: unreadable image, prompt too long.",
+    "unscored": "Answers of the evaluation that a reward function failed on.",
+    "accuracy/<protocol>": "Share of correct answers: greedy, or sampled at the evaluation's temperature.",
     "accuracy/<protocol>/low": "Lower end of the accuracy's 95 % interval.",
     "accuracy/<protocol>/high": "Upper end of the accuracy's 95 % interval.",
     "accuracy/<protocol>/<part>": "Accuracy on one named part of the tasks.",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.filters import informative_groups
+from mmrl.core.filters import Refill, zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.checkpoint import Checkpoints, link_or_copy
@@ -45,7 +45,12 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: Recipe, config: RunConfig, run_dir: Path, accelerator: Accelerator, tracker: Tracker | None
+        self,
+        recipe: Recipe,
+        config: RunConfig,
+        run_dir: Path,
+        accelerator: Accelerator,
+        tracker: Tracker | None,
     ) -> None:
         self.recipe = recipe
         self.config = config
@@ -61,6 +66,7 @@ class Trainer:
         self.step = 0
         self.totals = {"samples": 0, "tokens": 0, "seconds": 0.0}
         self.evaluations: list[dict[str, Any]] = []
+        self.failed_checkpoints = 0
         self._times: dict[str, float] = {}
 
     @property
@@ -107,24 +113,19 @@ class Trainer:
         """
         kind = self._filter_kind()
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
-        kept: list[Rollouts] = []
+        refill = Refill(wanted, max_tries=self.config.filter.max_tries if kind == "resample" else 1)
         sampled: list[Rollouts] = []
-        for attempt in range(self.config.filter.max_tries if kind == "resample" else 1):
-            batch = self._sample(attempt)
+        done = False
+        while not done:
+            batch = self._sample(attempt=len(sampled))
             sampled.append(batch)
-            keep = self._informative(batch) if kind != "none" else torch.ones(batch.num_groups, dtype=torch.bool)
-            if bool(keep.any()):
-                kept.append(batch.select_groups(keep.nonzero().flatten()))
-            if all_ranks(sum(part.num_groups for part in kept) >= wanted, self.accelerator):
-                break
+            refill.add(batch, self._informative(batch, kind))
+            done = all_ranks(refill.full or refill.counts.tries >= refill.max_tries, self.accelerator)
         metrics = batch_metrics(sampled, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
         self.totals["samples"] += int(self._sum_ranks(sum(part.num_rows for part in sampled)))
         self.totals["tokens"] += int(self._sum_ranks(sum(float(part.mask.sum()) for part in sampled)))
         # with nothing to learn from, the zero-advantage batch keeps the KL and entropy terms and the log going
-        rollouts = Rollouts.concat(kept) if kept else sampled[-1]
-        if rollouts.num_groups > wanted:
-            rollouts = rollouts.select_groups(torch.arange(wanted))
-        return rollouts, metrics
+        return refill.take() if refill.counts.kept else sampled[-1], metrics
 
     def evaluate(self, tag: str) -> None:
         """Measure every held-out split and remember the best checkpoint's score.
@@ -200,7 +201,9 @@ class Trainer:
     def _sample(self, attempt: int) -> Rollouts:
         count = self.config.trainer.tasks_per_step
         tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
-        generator = make_generator(self.config.seed, "rollout", self.step, attempt, self.accelerator.process_index)
+        generator = make_generator(
+            self.config.seed, "rollout", self.step, attempt, self.accelerator.process_index
+        )
         self.policy.eval()
         with self.timed("rollout"), torch.no_grad(), self.accelerator.autocast():
             rollouts = self.recipe.rollout(self.policy, tasks, generator)
@@ -212,11 +215,13 @@ class Trainer:
             return "none"
         return self.config.filter.kind or self.recipe.objective.filter
 
-    def _informative(self, rollouts: Rollouts) -> torch.Tensor:
+    def _informative(self, rollouts: Rollouts, kind: str) -> torch.Tensor:
+        if kind == "none":
+            return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.mask.device)
         chosen, objective = self.config.filter, self.recipe.objective
         low = objective.filter_low if chosen.low is None else chosen.low
         high = objective.filter_high if chosen.high is None else chosen.high
-        return informative_groups(rollouts, key=chosen.key, low=low, high=high)
+        return zero_variance_groups(rollouts, key=chosen.key, low=low, high=high)
 
     def _record(self, rollouts: Rollouts, metrics: dict[str, float], seconds: float) -> None:
         self.totals["seconds"] += seconds
@@ -227,12 +232,17 @@ class Trainer:
             "tokens/per_second": tokens / seconds,
             "tokens/total": float(self.totals["tokens"]),
             "samples/total": float(self.totals["samples"]),
+            "checkpoint/failed": float(self.failed_checkpoints),
         }
         if self.tracker is not None:
             self.tracker.log(self.step, metrics)
-            if self.tracker.wants_samples(self.step, self.config.trainer.steps):
+            if self._keeps_samples():
                 limit = self.config.evaluation.records
                 write_samples(self.run_dir, self.step, "train", self.recipe.records(rollouts, limit))
+
+    def _keeps_samples(self) -> bool:
+        every = self.config.evaluation.every or self.config.trainer.steps
+        return self.step == 1 or self.step % every == 0 or self.step == self.config.trainer.steps
 
     def _periodic_work(self) -> None:
         self._times = {}
@@ -246,13 +256,19 @@ class Trainer:
             self._note_best()
 
     def _note_best(self) -> None:
-        if not self.evaluations or self.evaluations[-1]["step"] != self.step or not self.accelerator.is_main_process:
+        if (
+            not self.evaluations
+            or self.evaluations[-1]["step"] != self.step
+            or not self.accelerator.is_main_process
+        ):
             return
         split = next(iter(self.recipe.eval_tasks))
         latest = next(e for e in reversed(self.evaluations) if e["split"] == split)
         metric = self.config.checkpoint.best_metric or _first_accuracy(latest)
         if metric not in latest:
-            raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
+            raise RunError(
+                f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}"
+            )
         best = self.checkpoints.best()
         if self.checkpoints.path(self.step).is_dir() and (best is None or latest[metric] > best["value"]):
             self.checkpoints.mark_best(self.step, metric, latest[metric])
@@ -279,8 +295,7 @@ class Trainer:
         if self.step >= self.config.trainer.steps:
             raise RunError(message) from error
         LOGGER.error("%s; training goes on, free some space", message)
-        if self.tracker is not None:
-            self.tracker.count("checkpoint/failed")
+        self.failed_checkpoints += 1
 
     def _finish(self) -> dict[str, Any]:
         result = {

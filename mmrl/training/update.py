@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.objective import Metric, merge_metrics
+from mmrl.core.metrics import Metric, merge_metrics, metric_values
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.distributed import all_ranks, global_denominators, merge_lists
@@ -74,13 +74,17 @@ class Updater:
         failures: folder for the batches of failed optimiser steps.
     """
 
-    def __init__(self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path
+    ) -> None:
         self.recipe = recipe
         self.config = recipe.config.trainer
         self.accelerator = accelerator
         self.reference = reference
         self.failures = failures
-        self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
+        self.policy, self.optimizer = accelerator.prepare(
+            recipe.policy, make_optimizer(recipe.policy, self.config)
+        )
         self.optimiser_step = 0
         self.skipped = 0
 
@@ -98,14 +102,12 @@ class Updater:
             RunError: a non-finite loss or gradient and the policy is to stop, or too many were skipped.
         """
         self.policy.train()
-        merged: list[dict[str, Metric]] = []
+        taken: list[dict[str, float]] = []
         for epoch in range(self.config.epochs):
             for minibatch in self._minibatches(rollouts, step, epoch):
                 metrics = self._optimiser_step(minibatch, step)
-                merged.extend([metrics] if metrics is not None else [])
-        count = max(len(merged), 1)
-        values = {name: metric.value(count) for name, metric in merge_metrics(merged).items()}
-        return values | {"optim/lr": self._current_rate(), "optim/skipped": float(self.skipped)}
+                taken.extend([metric_values(metrics)] if metrics is not None else [])
+        return _over_steps(taken) | {"optim/lr": self._current_rate(), "optim/skipped": float(self.skipped)}
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser moments and counters."""
@@ -173,7 +175,9 @@ class Updater:
         if self.config.on_nonfinite == "stop":
             raise RunError(message)
         if self.skipped > self.config.max_nonfinite:
-            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite")
+            raise RunError(
+                f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite"
+            )
         LOGGER.warning("%s; optimiser step skipped", message)
 
     def _set_rate(self) -> None:
@@ -183,3 +187,12 @@ class Updater:
 
     def _current_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
+    """Mean over optimiser steps; the largest where the name says max."""
+    names = dict.fromkeys(name for metrics in taken for name in metrics)
+    columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
+    return {
+        n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()
+    }

@@ -7,17 +7,18 @@ Declaring the schema of the missing operators is enough: nothing in this suite c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["TORCHVISION_STATES", "Frames", "ensure_torchvision", "vision_info"]
+__all__ = ["TORCHVISION_STATES", "Frames", "ensure_torchvision", "quiet_transformers", "vision_info"]
 
 Frames = tuple[Any, dict[str, Any]]
 """A sampled video: frames (T, 3, height, width) 0..255 and what is known of their times."""
@@ -67,6 +68,20 @@ def _declare_operator(error: Exception) -> None:
     for name in [key for key in sys.modules if key == "torchvision" or key.startswith("torchvision.")]:
         del sys.modules[name]
     torch.library.define(missing.group(1), _OPERATOR_SCHEMA)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Switch off the progress bars that transformers draws for every weight file it reads or writes."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def vision_info(

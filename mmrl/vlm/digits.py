@@ -1,7 +1,8 @@
 """Questions about real handwritten digits: scenes of one to three digits that must be looked at and reasoned about.
 
-The images are the UCI handwritten digits that scikit-learn ships (1797 scans of 8x8 pixels by 43 writers; E. Alpaydin and
-C. Kaynak, UCI repository, 1998), enlarged and placed on textured backgrounds. Training and test scenes use disjoint scans.
+The images are the UCI handwritten digits that scikit-learn ships (1797 scans of 8x8 pixels by 43 writers; E. Alpaydin
+and C. Kaynak, UCI repository, 1998), enlarged and placed on textured backgrounds. Training and test scenes use
+disjoint scans.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["QUESTIONS", "Scene", "build_hints", "build_questions", "corpus"]
+__all__ = ["QUESTIONS", "Scene", "build_hints", "build_model", "build_questions", "corpus"]
 
 CELL_PX = 56
 """Side of one digit's cell: four 28-pixel image tokens of Qwen2.5-VL."""
@@ -149,6 +150,21 @@ def corpus() -> list[str]:
     texts = [text for question in QUESTIONS.values() for text in question.texts]
     answers = [f"<think>{' '.join('0123456789')}</think><answer>{number}</answer>" for number in numbers]
     return [*(texts * 20), *(["Hint: ?. Which number is shown?"] * 20), *answers, "system user assistant"]
+
+
+def build_model(path: str | Path, **options: Any) -> Path:
+    """Build a tiny random Qwen model whose tokenizer knows the words of these questions.
+
+    Args:
+        path: model folder to write.
+        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
+
+    Returns:
+        The folder.
+    """
+    from mmrl.vlm.tiny import build_tiny_vlm
+
+    return build_tiny_vlm(path, corpus=corpus(), **options)
 
 
 def _hint(rng: np.random.Generator, answer: str, kind: str, rate: float) -> tuple[str, bool]:

@@ -77,9 +77,7 @@ def _missing(file: Path) -> str:
         return f"no such file: {file} (the folder {file.parent} does not exist either)"
     names = sorted(entry.name for entry in file.parent.iterdir() if not entry.name.startswith("."))
     close = difflib.get_close_matches(file.name, names, n=1)
-    hint = (
-        f"did you mean {close[0]!r}?" if close else f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
-    )
+    hint = f"did you mean {close[0]!r}?" if close else f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
     return f"no such file: {file}; {hint}"
 
 
@@ -111,9 +109,7 @@ def _read_json(file: Path) -> Iterator[Row]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} is not valid JSON ({error}); one object a line belongs into .jsonl"
-        ) from None
+        raise UserError(f"{file} is not valid JSON ({error}); one object a line belongs into .jsonl") from None
     if not isinstance(rows, list):
         raise UserError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
     for number, value in enumerate(rows, start=1):
@@ -166,9 +162,7 @@ def _import_datasets(wanted: object) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            f"reading {wanted} needs the datasets package ({error}); pip install datasets"
-        ) from None
+        raise UserError(f"reading {wanted} needs the datasets package ({error}); pip install datasets") from None
     return datasets
 
 

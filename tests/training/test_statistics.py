@@ -14,7 +14,7 @@ from mmrl.training.statistics import (
 
 
 def test_wilson_equals_published_values():
-    # Newcombe 1998 (two-sided intervals for the single proportion), table I, method 3: 81/263, 15/148, 0/20, 1/29.
+    # Newcombe 1998 (two-sided confidence intervals for the single proportion), table I, method 3.
     published = {
         (81, 263): (0.2553, 0.3662),
         (15, 148): (0.0624, 0.1605),

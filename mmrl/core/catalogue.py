@@ -1,0 +1,115 @@
+"""Published methods as rows of data: one `Objective` each, with the constants of its paper."""
+
+from __future__ import annotations
+
+from mmrl.core.advantages import AdvantageOptions
+from mmrl.core.checks import look_up
+from mmrl.core.objective import Objective
+
+__all__ = ["CATALOGUE", "get"]
+
+
+def get(name: str) -> Objective:
+    """Return a method of the catalogue.
+
+    Args:
+        name: Its name, such as "grpo"; `dataclasses.replace` changes options of what comes back.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ValueError: No such method; the message lists what exists.
+    """
+    return look_up(CATALOGUE, name, "objective")
+
+
+_ROWS = (
+    Objective(
+        name="grpo",
+        citation="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3-4 (clip 0.2, KL 0.04)",
+        advantage="group_mean_std",
+        kl="k3",
+        kl_coef=0.04,
+        kl_clamp=False,
+        aggregation="sequence_mean",
+    ),
+    Objective(
+        name="dr_grpo",
+        citation="Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2",
+        advantage="group_mean",
+        aggregation="fixed_length",
+        # generate_max_length of sail-sg/understand-r1-zero; to be set to the sampler's own limit.
+        fixed_length=3000,
+    ),
+    Objective(
+        name="dapo",
+        citation="Yu et al., DAPO, arXiv 2503.14476, eq. 8-12 (clip 0.2/0.28, dynamic sampling, token mean)",
+        advantage="group_mean_std",
+        clip_high=0.28,
+        aggregation="token_mean",
+        filter="resample",
+    ),
+    Objective(
+        name="rloo",
+        citation="Ahmadian et al., Back to Basics, arXiv 2402.14740, section 3.2; clip and KL 0.05 as in TRL",
+        advantage="leave_one_out",
+        ratio="sequence_product",
+        kl="k1",
+        kl_coef=0.05,
+        kl_in_reward=True,
+        aggregation="sequence_mean",
+    ),
+    Objective(
+        name="reinforce_pp",
+        citation="Hu et al., REINFORCE++, arXiv 2501.03262; KL 0.001 for verifiable rewards as in OpenRLHF",
+        advantage="batch_global",
+        kl="k1",
+        kl_coef=0.001,
+        kl_in_reward=True,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="reinforce_pp_baseline",
+        citation="Hu et al., REINFORCE++ (baseline variant), arXiv 2501.03262; k2 loss 0.001 as in OpenRLHF",
+        advantage="group_mean_batch_std",
+        kl="k2",
+        kl_coef=0.001,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="gspo",
+        citation="Zheng et al., GSPO, arXiv 2507.18071, eq. 5 and 13 (clip 3e-4/4e-4)",
+        advantage="group_mean_std",
+        ratio="sequence",
+        surrogate="gspo",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation="sequence_mean",
+    ),
+    Objective(
+        name="cispo",
+        citation="MiniMax-M1, arXiv 2506.13585, eq. 4-5 (no lower bound); upper bound 5 of arXiv 2510.13786",
+        advantage="group_mean_std",
+        surrogate="cispo",
+        clip_low=1.0,
+        # The paper tunes its upper epsilon without printing it; ScaleRL and TRL cap the ratio at 5.
+        clip_high=4.0,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="ppo",
+        citation="Schulman et al., PPO, arXiv 1707.06347, eq. 7 and 9; GAE 1/0.95, dual clip 3, KL 0.05 in the reward",
+        advantage="gae",
+        advantage_options=AdvantageOptions(gamma=1.0, lam=0.95, whiten=True),
+        dual_clip=3.0,
+        kl="k1",
+        kl_coef=0.05,
+        kl_in_reward=True,
+        aggregation="token_mean",
+        value_coef=0.1,
+        value_clip=0.2,
+    ),
+)
+
+CATALOGUE: dict[str, Objective] = {row.name: row for row in _ROWS}

@@ -1,0 +1,338 @@
+"""Log-probabilities of chosen entries and entropies, computed in chunks of rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["LogProbs", "gaussian_step_logprob", "linear_logprobs", "logprobs_from_logits"]
+
+CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities of chosen entries and, where asked for, entropies."""
+
+    logp: Tensor
+    """(M,) nats, float32 (float64 for float64 inputs)."""
+    entropy: Tensor | None = None
+    """(M,) nats, of the whole distribution."""
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    banned: Tensor | None = None,
+    entropy: bool = False,
+    chunk_rows: int | None = None,
+) -> LogProbs:
+    """Return log softmax((hidden weight^T + bias) / temperature) at the targets.
+
+    Equal to the naive form in values and gradients, but neither pass holds more than `chunk_rows` rows of
+    logits: the backward pass computes them again. The product is taken in the dtype of `hidden`, like the
+    model's own output layer; everything after it, and the sums over chunks, is in float32.
+
+    Args:
+        hidden: (M, H), states before each decision; float32, float64, bfloat16 or float16.
+        weight: (V, H), output layer.
+        targets: (M,) int64, the chosen entries.
+        bias: (V,) or None.
+        temperature: Divides the logits; must be the one that was used for sampling.
+        banned: (K,) int64, entries that cannot be chosen: their logits count as -inf.
+        entropy: Whether to compute the entropy too.
+        chunk_rows: Rows of logits held at once; None takes as many as fit into 64 MiB.
+
+    Returns:
+        Log-probabilities and, if asked for, entropies in nats.
+
+    Raises:
+        ValueError: Shapes that do not fit, a temperature that is not positive, a banned target.
+
+    Gradient: through hidden, weight and bias, from both outputs; once (no second derivatives).
+
+    Source: recomputation in the backward pass as in linkedin/Liger-Kernel fused linear losses.
+    """
+    _check_inputs(hidden, targets, temperature, chunk_rows, "hidden")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"weight must be (V, H) with H = {hidden.shape[1]} as in hidden; got {tuple(weight.shape)}.")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias must be (V,) = ({weight.shape[0]},); got {tuple(bias.shape)}.")
+    banned = _check_banned(banned, targets, weight.shape[0])
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    logp, entropies = _LinearLogProbs.apply(hidden, weight, bias, targets, banned, temperature, entropy, rows)
+    return LogProbs(logp, entropies if entropy else None)
+
+
+def logprobs_from_logits(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    banned: Tensor | None = None,
+    entropy: bool = False,
+    chunk_rows: int | None = None,
+) -> LogProbs:
+    """Return log softmax(logits / temperature) at the targets for logits that exist already.
+
+    Args:
+        logits: (M, V), any floating dtype; only chunks of it are ever converted to float32.
+        targets: (M,) int64, the chosen entries.
+        temperature: Divides the logits.
+        banned: (K,) int64, entries that cannot be chosen.
+        entropy: Whether to compute the entropy too.
+        chunk_rows: Rows converted at once; None takes as many as fit into 64 MiB.
+
+    Returns:
+        Log-probabilities and, if asked for, entropies in nats.
+
+    Raises:
+        ValueError: Shapes that do not fit, a temperature that is not positive, a banned target.
+
+    Gradient: through logits, from both outputs, in the dtype of the logits; once.
+    """
+    _check_inputs(logits, targets, temperature, chunk_rows, "logits")
+    banned = _check_banned(banned, targets, logits.shape[1])
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // logits.shape[1])
+    logp, entropies = _LogitsLogProbs.apply(logits, targets, banned, temperature, entropy, rows)
+    return LogProbs(logp, entropies if entropy else None)
+
+
+def gaussian_step_logprob(
+    x: Tensor, mean: Tensor, std: Tensor | float, reduction: str = "mean", batch_dims: int = 1
+) -> Tensor:
+    """Return the log-density of a step x ~ N(mean, std^2), reduced over the dimensions of the step.
+
+    Args:
+        x: (B, ...), what was sampled.
+        mean: (B, ...).
+        std: Positive, broadcastable to x.
+        reduction: "sum" is the log-density; "mean" divides it by the number of dimensions, as DDPO-style code
+            does, which changes what a clip range means by that factor.
+        batch_dims: Leading dimensions that are kept.
+
+    Returns:
+        Shape `x.shape[:batch_dims]`, nats.
+
+    Raises:
+        ValueError: Unknown reduction, or x and mean of different shapes.
+
+    Gradient: through mean and std; x is data.
+
+    Source: kvablack/ddpo-pytorch ddim_with_logprob (mean).
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"There is no reduction '{reduction}'. Available: mean, sum.")
+    if x.shape != mean.shape:
+        raise ValueError(f"x and mean must have the same shape; got {tuple(x.shape)} and {tuple(mean.shape)}.")
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    spread = torch.as_tensor(std, dtype=dtype, device=x.device)
+    z = (x.detach().to(dtype) - mean.to(dtype)) / spread
+    density = -0.5 * z**2 - torch.log(spread) - 0.5 * math.log(2 * math.pi)
+    flat = density.expand(x.shape).flatten(batch_dims) if x.dim() > batch_dims else density[..., None]
+    return flat.sum(-1) if reduction == "sum" else flat.mean(-1)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        banned: Tensor | None,
+        temperature: float,
+        entropy: bool,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options = (temperature, entropy, rows)
+        outputs = [
+            _statistics(_logits(hidden[part], weight, bias, temperature), targets[part], banned, entropy)
+            for part in _chunks(len(hidden), rows)
+        ]
+        logp, logsumexp, entropies = _join(outputs, hidden)
+        ctx.save_for_backward(hidden, weight, bias, targets, banned, logsumexp, entropies)
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, banned, logsumexp, entropies = ctx.saved_tensors
+        temperature, entropy, rows = ctx.options
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        exact = _exact_dtype(hidden)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
+        with _no_autocast(hidden):
+            operand = weight.to(hidden.dtype)
+            for part in _chunks(len(hidden), rows):
+                slope = _logit_gradient(
+                    _logits(hidden[part], weight, bias, temperature),
+                    targets[part],
+                    banned,
+                    logsumexp[part],
+                    entropies[part],
+                    grad_logp[part],
+                    grad_entropy[part] if entropy else None,
+                ).div_(temperature)
+                if grad_bias is not None:
+                    grad_bias += slope.sum(0)
+                slope = slope.to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = slope @ operand
+                if grad_weight is not None:
+                    grad_weight += slope.t() @ hidden[part]
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 5,
+        )
+
+
+class _LogitsLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        banned: Tensor | None,
+        temperature: float,
+        entropy: bool,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options = (temperature, entropy, rows)
+        outputs = [
+            _statistics(_scaled(logits[part], temperature), targets[part], banned, entropy)
+            for part in _chunks(len(logits), rows)
+        ]
+        logp, logsumexp, entropies = _join(outputs, logits)
+        ctx.save_for_backward(logits, targets, banned, logsumexp, entropies)
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        logits, targets, banned, logsumexp, entropies = ctx.saved_tensors
+        temperature, entropy, rows = ctx.options
+        gradient = torch.empty_like(logits)
+        for part in _chunks(len(logits), rows):
+            gradient[part] = _logit_gradient(
+                _scaled(logits[part], temperature),
+                targets[part],
+                banned,
+                logsumexp[part],
+                entropies[part],
+                grad_logp[part],
+                grad_entropy[part] if entropy else None,
+            ).div_(temperature)
+        return (gradient, *(None,) * 5)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    with _no_autocast(hidden):
+        logits = hidden @ weight.to(hidden.dtype).t()
+        if bias is not None:
+            logits += bias.to(hidden.dtype)
+        return _scaled(logits, temperature)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return a fresh float32 (or float64) tensor that may be overwritten."""
+    return logits.to(_exact_dtype(logits)) / temperature
+
+
+def _statistics(logits: Tensor, targets: Tensor, banned: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability, log-sum-exp and entropy of (r, V) logits, which are overwritten."""
+    if banned is not None:
+        logits.index_fill_(1, banned, float("-inf"))
+    logsumexp = torch.logsumexp(logits, dim=1)
+    logp = logits.gather(1, targets[:, None]).squeeze(1) - logsumexp
+    if not entropy:
+        return logp, logsumexp, torch.zeros_like(logp)
+    probability = (logits - logsumexp[:, None]).exp_()
+    if banned is not None:
+        logits.index_fill_(1, banned, 0.0)  # 0 * -inf is NaN, and the probability there is 0
+    return logp, logsumexp, logsumexp - probability.mul_(logits).sum(1)
+
+
+def _logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    banned: Tensor | None,
+    logsumexp: Tensor,
+    entropies: Tensor,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Return g (onehot - p) - e p (log p + H) for (r, V) logits, which are overwritten."""
+    log_probability = logits.sub_(logsumexp[:, None])
+    if banned is not None:
+        log_probability.index_fill_(1, banned, float("-inf"))
+    probability = log_probability.exp()
+    if grad_entropy is None:
+        slope = probability.mul_(-grad_logp[:, None])
+    else:
+        if banned is not None:
+            log_probability.index_fill_(1, banned, 0.0)
+        pull = log_probability.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad_logp[:, None])
+        slope = probability.mul_(pull).neg_()
+    return slope.scatter_add_(1, targets[:, None], grad_logp[:, None].to(slope.dtype))
+
+
+def _chunks(total: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, total)) for start in range(0, total, rows)]
+
+
+def _join(outputs: list[tuple[Tensor, Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not outputs:
+        empty = like.new_zeros(0, dtype=_exact_dtype(like))
+        return empty, empty.clone(), empty.clone()
+    logp, logsumexp, entropies = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+    return logp, logsumexp, entropies
+
+
+def _exact_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    # Autocast is off in backward passes, so it must be off in the forward pass that they repeat.
+    return torch.autocast(device_type=x.device.type, enabled=False)
+
+
+def _check_inputs(x: Tensor, targets: Tensor, temperature: float, chunk_rows: int | None, name: str) -> None:
+    if x.dim() != 2 or tuple(targets.shape) != (x.shape[0],) or targets.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be 2-d and targets 1-d int64 with one entry a row; got {tuple(x.shape)} and "
+            f"{targets.dtype} {tuple(targets.shape)}. Flatten (B, T) decisions first, e.g. {name}[mask.bool()]."
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive; got {temperature}. Greedy decoding has no log-probability.")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, or None; got {chunk_rows}.")
+
+
+def _check_banned(banned: Tensor | None, targets: Tensor, entries: int) -> Tensor | None:
+    if banned is None or not len(banned):
+        return None
+    if int(banned.min()) < 0 or int(banned.max()) >= entries:
+        raise ValueError(f"banned holds an entry outside 0..{entries - 1}.")
+    hit = torch.isin(targets, banned)
+    if bool(hit.any()):
+        raise ValueError(
+            f"{int(hit.sum())} targets are banned entries (first: {int(targets[hit][0])}), so their "
+            "log-probability is -inf. Ban the same entries while sampling, and score only trained decisions."
+        )
+    return banned.to(targets.device)

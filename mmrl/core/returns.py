@@ -1,0 +1,130 @@
+"""Rewards along a row: where they are received, sums to go, and generalised advantage estimation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.core.rollouts import Rollouts
+
+__all__ = ["decision_rewards", "gae", "gae_over_turns", "returns_to_go", "turn_starts"]
+
+
+def decision_rewards(rollouts: Rollouts) -> Tensor:
+    """Return the reward received at each decision.
+
+    Args:
+        rollouts: Its `extras["decision_reward"]` (B, T) is used where it exists; otherwise the reward of the
+            row is received at its last trained decision.
+
+    Returns:
+        (B, T), 0 on untrained decisions and unscored rows.
+    """
+    mask = rollouts.loss_mask
+    if "decision_reward" in rollouts.extras:
+        return torch.where(mask > 0, rollouts.extras["decision_reward"], 0.0)
+    from_here_on = mask.flip(1).cumsum(1).flip(1)
+    last = (mask > 0) & (from_here_on == 1)
+    return torch.where(last, rollouts.reward[:, None], 0.0)
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, gaps: str = "skip") -> Tensor:
+    """Return the discounted sum of the rewards from each decision on.
+
+    Args:
+        rewards: (B, T).
+        mask: (B, T) {0, 1}.
+        gamma: Discount per trained decision.
+        gaps: "skip" carries the sum across decisions with mask 0, "reset" restarts it there (verl).
+
+    Returns:
+        (B, T), 0 where the mask is 0.
+    """
+    carry = torch.zeros_like(rewards[:, 0])
+    columns = []
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        trained = mask[:, t] > 0
+        here = rewards[:, t] + gamma * carry
+        columns.append(torch.where(trained, here, 0.0))
+        carry = torch.where(trained, here, carry if gaps == "skip" else torch.zeros_like(carry))
+    return torch.stack(columns[::-1], dim=1)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation that skips untrained decisions.
+
+    A_t = delta_t + gamma lam A_next with delta_t = r_t + gamma V_next - V_t, where "next" is the next
+    decision with mask 1. After the last one both are 0: rows are episodes that ended.
+
+    Args:
+        rewards: (B, T), reward received at each decision; ignored where the mask is 0.
+        values: (B, T), value of the state before each decision.
+        mask: (B, T) {0, 1}.
+        gamma: Discount.
+        lam: Weight of longer returns.
+
+    Returns:
+        advantages (B, T) and returns (B, T) = advantages + values; both 0 where the mask is 0.
+
+    Source: arXiv 1506.02438, eq. 11-16; volcengine/verl compute_gae_advantage_return.
+    """
+    carry = next_value = torch.zeros_like(values[:, 0])
+    columns = []
+    for t in range(values.shape[1] - 1, -1, -1):
+        trained = mask[:, t] > 0
+        here = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * carry
+        carry = torch.where(trained, here, carry)
+        next_value = torch.where(trained, values[:, t], next_value)
+        columns.append(torch.where(trained, here, 0.0))
+    advantages = torch.stack(columns[::-1], dim=1)
+    return advantages, torch.where(mask > 0, advantages + values, 0.0)
+
+
+def gae_over_turns(rollouts: Rollouts, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimation with one step a turn, given to every decision of the turn.
+
+    A turn's reward is the sum of its decisions' rewards and its value is that before its first decision.
+
+    Args:
+        rollouts: With `turn`.
+        values: (B, T), value of the state before each decision.
+        gamma: Discount per turn.
+        lam: Weight of longer returns.
+
+    Returns:
+        (B, T), 0 where nothing is trained.
+
+    Source: VL-DAC, arXiv 2508.04280, eq. 3-6 (step-level critic, token-level policy).
+    """
+    starts = turn_starts(rollouts)
+    place = (starts.long().cumsum(1) - 1).clamp(min=0)
+    width = max(1, int(starts.sum(1).max())) if starts.numel() else 1
+    mask = rollouts.loss_mask
+    empty = values.new_zeros(values.shape[0], width)
+    turn_rewards = empty.scatter_add(1, place, decision_rewards(rollouts).to(values.dtype))
+    turn_values = empty.scatter_add(1, place, torch.where(starts, values, 0.0))
+    turn_mask = empty.scatter_add(1, place, starts.to(values.dtype))
+    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam)
+    return torch.where(mask > 0, advantages.gather(1, place), 0.0)
+
+
+def turn_starts(rollouts: Rollouts) -> Tensor:
+    """Find the first trained decision of every turn.
+
+    Args:
+        rollouts: With `turn`, not falling along a row.
+
+    Returns:
+        (B, T) bool; false on unscored rows.
+
+    Raises:
+        ValueError: No turns, or turns that fall.
+    """
+    if rollouts.turn is None:
+        raise ValueError("Turn-level estimators need rollouts.turn (B, T), the environment step of each decision.")
+    trained = rollouts.loss_mask > 0
+    latest = torch.where(trained, rollouts.turn, -1).cummax(1).values
+    if bool((trained & (rollouts.turn < latest)).any()):
+        raise ValueError("rollouts.turn falls along a row; number the environment steps upwards.")
+    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+    return trained & (rollouts.turn > before)

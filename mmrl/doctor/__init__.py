@@ -1,0 +1,129 @@
+"""What `mmrl doctor` checks: versions, devices, libraries, name clashes, disk; each problem with its cure.
+
+A check returns findings instead of raising, because a broken installation is what it is there to describe.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from mmrl.doctor import machine, packages
+from mmrl.doctor.findings import Finding, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["Finding", "check_all", "is_usable", "render", "run"]
+
+
+def run(runs_dir: Path, as_json: bool = False) -> int:
+    """Check everything and print the result.
+
+    Args:
+        runs_dir: folder where runs are going to be written; need not exist.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        0 when `mmrl train` can work, 1 when something that it needs is broken.
+    """
+    findings = check_all(runs_dir)
+    usable = is_usable(findings)
+    if as_json:
+        content = {"usable": usable, "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+    else:
+        render(findings)
+    return 0 if usable else 1
+
+
+def check_all(runs_dir: Path) -> list[Finding]:
+    """Run every check; one that breaks becomes a finding itself.
+
+    Args:
+        runs_dir: folder where runs are going to be written.
+
+    Returns:
+        The findings in table order.
+    """
+    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("python", packages.check_python),
+        ("packages", packages.check_packages),
+        ("torch", machine.check_torch),
+        ("cpu", machine.check_processor),
+        ("torchvision", machine.check_torchvision),
+        ("video", machine.check_video),
+        ("rendering", machine.check_rendering),
+        ("names", packages.check_names),
+        ("disk", lambda: machine.check_disk(runs_dir)),
+    ]
+    findings: list[Finding] = []
+    for area, check in checks:
+        try:
+            findings.extend(check())
+        except Exception as error:
+            findings.append(Finding(area, "check", "warn", one_line(error), "the check itself failed"))
+    return findings
+
+
+def is_usable(findings: Iterable[Finding]) -> bool:
+    """Whether nothing that `mmrl train` needs is broken."""
+    return all(finding.state != "fail" for finding in findings)
+
+
+def render(findings: Sequence[Finding]) -> None:
+    """Print the table, through rich where it is installed and as plain columns otherwise.
+
+    Args:
+        findings: lines of the table.
+    """
+    try:
+        _print_rich(findings)
+    except ImportError:
+        sys.stdout.write(_plain_table(findings) + "\n")
+    sys.stdout.write(_closing_lines(findings) + "\n")
+
+
+def _closing_lines(findings: Sequence[Finding]) -> str:
+    # Below the table and never wrapped, so that commands can be copied.
+    advice = [f"  {finding.area} {finding.name}: {finding.advice}" for finding in findings if finding.advice]
+    counts = {
+        state: sum(finding.state == state for finding in findings) for state in ("fail", "warn", "note")
+    }
+    verdict = "ready to train" if is_usable(findings) else "something `mmrl train` needs is broken"
+    lines = ["", "what to do:", *advice] if advice else []
+    absent = f"{counts['note']} optional parts absent"
+    return "\n".join(
+        [*lines, "", f"{verdict}: {counts['fail']} failures, {counts['warn']} warnings, {absent}"]
+    )
+
+
+def _plain_table(findings: Sequence[Finding]) -> str:
+    rows = [(finding.state, finding.area, finding.name) for finding in findings]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row, finding in zip(rows, findings, strict=True):
+        cells = [f"{text:<{width}}" for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([*cells, finding.found]))
+    return "\n".join(lines)
+
+
+def _print_rich(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    previous = ""
+    for finding in findings:
+        area = finding.area if finding.area != previous else ""
+        state = Text(finding.state, style=COLOURS[finding.state])
+        table.add_row(state, area, Text(finding.name), Text(finding.found, overflow="fold"))
+        previous = finding.area
+    Console().print(table)
+
+
+COLOURS = {"ok": "green", "note": "blue", "warn": "yellow", "fail": "bold red"}

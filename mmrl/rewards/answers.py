@@ -1,0 +1,184 @@
+"""Find what a completion gives as its answer: an answer block, a box, or nothing.
+
+Every function here is linear in the length of the text and none looks at the right answer, so a completion
+cannot earn anything by offering several answers at once.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+__all__ = [
+    "MAX_ANSWER_CHARS",
+    "Chat",
+    "answer_blocks",
+    "boxes",
+    "completion_text",
+    "final_answer",
+    "final_part",
+    "gold_text",
+    "normalise",
+    "without_prompt",
+]
+
+Chat: TypeAlias = "str | Sequence[Mapping[str, Any]]"
+"""Text, or chat turns with role and content as TRL gives them."""
+
+MAX_ANSWER_CHARS = 1000
+"""A longer text is no answer; the bound also keeps every parser quick."""
+
+TAG = re.compile(r"<\s*(/?)\s*(think|answer)\s*>")
+BOX = "\\boxed{"
+SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
+ROLE = re.compile(r"\A\s*(?:system|user|assistant)\s*\n")
+
+
+def completion_text(completion: Chat) -> str:
+    """Return the text of a completion given as a string or as chat turns.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence):
+        return "".join(_turn_text(turn) for turn in completion)
+    raise TypeError(f"a completion is a string or a list of chat turns, not {type(completion).__name__}")
+
+
+def _turn_text(turn: Any) -> str:
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(str(item.get("text", "")) for item in content if isinstance(item, Mapping))
+    raise TypeError(f"a chat turn has a role and a content, found {type(turn).__name__}")
+
+
+def without_prompt(text: str, prompt: Chat) -> str:
+    """Remove the question from a completion that repeats it.
+
+    Args:
+        text: The completion.
+        prompt: The question as text, as chat turns, or rendered with the model's special tokens.
+    """
+    turns = [prompt] if isinstance(prompt, str) else [_turn_text(turn) for turn in prompt or ()]
+    for turn in turns:
+        for piece in [turn, *SPECIAL_TOKEN.split(turn)]:
+            echo = ROLE.sub("", piece).strip()
+            if len(echo.split()) >= 3:
+                text = text.replace(echo, " ")
+    return text
+
+
+def final_part(text: str) -> str | None:
+    """Return what follows the last think block, the whole text without one, None when it never closes."""
+    opened, end = False, 0
+    for tag in TAG.finditer(text):
+        if tag[2] == "think":
+            opened = opened or not tag[1]
+            end = tag.end() if tag[1] else end
+    if opened and not end:
+        return None
+    return text[end:]
+
+
+def answer_blocks(text: str) -> list[str] | None:
+    """Return the contents of all answer blocks, or None when the tags are nested or unbalanced."""
+    blocks: list[str] = []
+    start: int | None = None
+    for tag in TAG.finditer(text):
+        if tag[2] != "answer":
+            continue
+        if tag[1]:
+            if start is None:
+                return None
+            blocks.append(text[start : tag.start()])
+            start = None
+        elif start is None:
+            start = tag.end()
+        else:
+            return None
+    return blocks if start is None else None
+
+
+def boxes(text: str) -> list[str]:
+    r"""Return the contents of all closed \boxed{...}, braces balanced, an inner box as part of the outer."""
+    found: list[str] = []
+    place = text.find(BOX)
+    while place >= 0:
+        start = place + len(BOX)
+        end = _closing_brace(text, start)
+        if end is None:
+            return found
+        found.append(text[start:end])
+        place = text.find(BOX, end)
+    return found
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        if brace[0] in "{}":
+            depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def final_answer(text: str, *, several: str = "wrong") -> str | None:
+    r"""Return the content of the answer block after the thinking, else of the \boxed{...} there.
+
+    Args:
+        text: The completion.
+        several: What different answers are: "wrong" (no answer) or "last" (the last one counts, as in EasyR1).
+
+    Returns:
+        The answer's text, or None without an answer, with malformed tags, or with different answers.
+    """
+    part = final_part(text)
+    if part is None:
+        part = text if answer_blocks(text) else ""
+    blocks = answer_blocks(part)
+    if blocks is None:
+        return None
+    found = blocks or boxes(part)
+    if not found:
+        return None
+    if several != "last" and len({normalise(answer) for answer in found}) > 1:
+        return None
+    answer = _open_boxes(found[-1]).strip()
+    return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+
+
+def _open_boxes(text: str) -> str:
+    r"""Replace each \boxed{x} by x, so that text around a box stays part of the answer."""
+    for inner in boxes(text):
+        text = text.replace(BOX + inner + "}", inner)
+    return text
+
+
+def gold_text(gold: Any) -> str:
+    """Return the right answer of a data set row as text, without the tags or the box it may stand in.
+
+    Raises:
+        ValueError: It is missing or empty.
+    """
+    if gold is None or isinstance(gold, bool | list | tuple | dict):
+        raise ValueError(f"the right answer is {gold!r}; expected a text or a number")
+    text = str(gold)
+    if "####" in text:
+        text = text.rpartition("####")[2]
+    text = final_answer(text) or text
+    if not text.strip():
+        raise ValueError("the right answer is empty")
+    return text.strip()
+
+
+def normalise(text: str) -> str:
+    """Fold case, width, spaces, quotes and closing punctuation, so that equal answers become equal strings."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(folded.split()).strip(" \"'`*.,;:!?“”‘’")

@@ -1,0 +1,56 @@
+"""The rewards that come with the suite, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["REWARDS", "RewardEntry"]
+
+
+@dataclass(frozen=True)
+class RewardEntry:
+    """One row of the table of rewards."""
+
+    function: str
+    """`module:function`, imported when it is used."""
+    summary: str
+    """What earns the reward, in one line."""
+    citation: str
+    """Where the rule comes from."""
+    isolate: bool = False
+    """Whether it must run in worker processes."""
+
+
+REWARDS: dict[str, RewardEntry] = {
+    "format": RewardEntry(
+        "mmrl.rewards.format:format_reward",
+        "1 for a think block followed by an answer block or box, else 0",
+        "EasyR1 examples/reward_function/r1v.py; View-R1 examples/scripts/reward_func.py",
+    ),
+    "choice": RewardEntry(
+        "mmrl.rewards.choice:choice_reward",
+        "1 for settling on the right letter of a multiple-choice question, 0 for naming several",
+        "View-R1, arXiv 2506.21655",
+    ),
+    "number": RewardEntry(
+        "mmrl.rewards.number:number_reward",
+        "1 for one number in the answer, right within a tolerance",
+        "relaxed numeric accuracy as in ChartQA, arXiv 2203.10244",
+    ),
+    "exact": RewardEntry(
+        "mmrl.rewards.exact:exact_reward",
+        "1 for an answer equal to the right one apart from case, spaces and closing punctuation",
+        "normalised exact match as in SQuAD, arXiv 1606.05250",
+    ),
+    "math": RewardEntry(
+        "mmrl.rewards.maths:maths_reward",
+        "1 for an answer mathematically equal to the right one, compared by math-verify in worker processes",
+        "huggingface/Math-Verify; PAPO, arXiv 2507.06448",
+        isolate=True,
+    ),
+    "overlong": RewardEntry(
+        "mmrl.rewards.exact:overlong_penalty",
+        "from 0 down to -1 over the last buffer_tokens before max_tokens",
+        "DAPO, arXiv 2503.14476, equation 13",
+    ),
+}

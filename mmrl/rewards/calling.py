@@ -1,0 +1,129 @@
+"""Calls of reward functions that always come back: a value for each row, or what went wrong."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["FAILURE_KINDS", "Batch", "Failure", "Outcome", "Signature", "call", "signature_of"]
+
+MAX_MESSAGE_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a reward function gave no usable value."""
+
+    kind: str
+    """Row of `FAILURE_KINDS`."""
+    message: str
+
+
+Outcome: TypeAlias = "float | None | Failure"
+"""A finite reward, None where the reward does not apply, or a failure."""
+
+
+@dataclass
+class Batch:
+    """Arguments of a reward function, one entry a row in every list."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    columns: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """Return the given rows."""
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        return Batch([self.prompts[row] for row in rows], [self.completions[row] for row in rows], columns)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Which columns and options a reward function takes by name."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    takes_all: bool
+    """Whether it has **kwargs, so that it gets every column."""
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """Read which named arguments a reward function takes, apart from prompts and completions."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return Signature((), (), takes_all=True)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p for p in named if p.name not in ("prompts", "completions")]
+    return Signature(
+        required=tuple(p.name for p in named if p.default is p.empty),
+        optional=tuple(p.name for p in named if p.default is not p.empty),
+        takes_all=any(p.kind == p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[Outcome] | Failure:
+    """Call a reward function in TRL's signature and check what it returns.
+
+    Args:
+        function: f(prompts, completions, **columns) -> one number or None a row.
+        batch: The rows.
+        options: Further keyword arguments, the same for all rows.
+
+    Returns:
+        One outcome a row, or one failure for the whole call.
+    """
+    try:
+        values = function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **options)
+    except TimeoutError as error:
+        return Failure("timeout", _describe(error))
+    except (Exception, SystemExit) as error:  # sys.exit() in a reward must not end the training
+        return Failure("raised", _describe(error))
+    return _check_values(values, len(batch))
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS] + place
+
+
+def _check_values(values: Any, rows: int) -> list[Outcome] | Failure:
+    if not isinstance(values, list | tuple) and hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return Failure("wrong_length", f"returned a {type(values).__name__}, expected a list of {rows} numbers")
+    if len(values) != rows:
+        return Failure("wrong_length", f"returned {len(values)} values for {rows} rows")
+    return [_check_value(value) for value in values]
+
+
+def _check_value(value: Any) -> Outcome:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes):
+        return Failure("not_a_number", f"returned {value[:60]!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return Failure("not_a_number", f"returned a {type(value).__name__}")
+    if not math.isfinite(number):
+        return Failure("nan", f"returned {number}")
+    return number
+
+
+FAILURE_KINDS: dict[str, str] = {
+    "raised": "The function raised an exception.",
+    "timeout": "The function took longer than timeout_s and was stopped.",
+    "crashed": "The worker process ended while the function ran.",
+    "nan": "The function returned NaN or infinity.",
+    "not_a_number": "The function returned something that is no number.",
+    "wrong_length": "The function returned no list, or not one value a row.",
+}

@@ -1,0 +1,131 @@
+"""Reward for the letter of a multiple-choice answer."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from mmrl.rewards.answers import (
+    MAX_ANSWER_CHARS,
+    Chat,
+    completion_text,
+    final_answer,
+    final_part,
+    gold_text,
+    without_prompt,
+)
+
+__all__ = ["choice_reward", "find_choice"]
+
+MENTION = re.compile(r"(?<![\w'’\-])([A-Z])(?![\w'’\-])")
+CONNECTOR = r"(?:or|and|nor|to|vs|through|then)"
+# "A dog", but not "A or B": an article is followed by a word of the sentence, not by a connector or a verb.
+ARTICLE = re.compile(
+    rf"[AI]\s+(?!(?:{CONNECTOR}|is|was|not|but|because|since|as|would|seems|looks|has|for|with|maybe)\b)[a-z]"
+)
+JOINT = re.compile(rf"[\s).,;:/&|(\[\]*+]*{CONNECTOR}?[\s).,;:/&|(\[\]*+]*", re.IGNORECASE)
+LEADING = re.compile(r"[\s(\[*]*([A-Z])\s*[.):\]*]")
+PHRASE = re.compile(r"(?:answer|option|choice)\s*(?:is|:|=)?[\s:(\[*]*([A-Z])(?![\w'’\-])", re.IGNORECASE)
+GOLD = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]*(?:\s.*)?", re.DOTALL)
+
+
+def choice_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    letters: str = "ABCDEFGH",
+    require_block: bool = False,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 when the response settles on the right letter and on no other.
+
+    The letter is looked for in the answer block, else in \boxed{...}, else (unless `require_block`) in the
+    text after the thinking. A response that repeats the question or lists several options gets 0.
+
+    Args:
+        prompts: B questions; a repetition of the question is cut out of the response.
+        completions: B responses.
+        answer: B right letters: "B", "(b)", "B. a dog", also inside answer tags.
+        letters: Letters that can be options.
+        require_block: Accept a letter in an answer block or a box only.
+
+    Returns:
+        B numbers, 0 or 1.
+
+    Raises:
+        ValueError: A right answer is not one of the letters.
+
+    Source: Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (the letter occurs, no other letter does).
+    """
+    wanted = [_gold_letter(gold, letters) for gold in answer]
+    return [
+        float(find_choice(completion_text(completion), prompt, letters, require_block) == gold)
+        for prompt, completion, gold in zip(prompts, completions, wanted, strict=True)
+    ]
+
+
+def find_choice(text: str, prompt: Chat, letters: str, require_block: bool) -> str | None:
+    """Return the one letter a response settles on, None without one or with several.
+
+    Args:
+        text: The response.
+        prompt: The question.
+        letters: Letters that can be options.
+        require_block: Look into answer blocks and boxes only.
+    """
+    text = without_prompt(text, prompt)
+    block = final_answer(text)
+    if block is not None:
+        return _read_letter(block, letters, in_block=True)
+    part = final_part(text)
+    tagged = "answer>" in text or "\\boxed" in text
+    if require_block or tagged or part is None or len(part.strip()) > MAX_ANSWER_CHARS:
+        return None
+    return _read_letter(part, letters, in_block=False)
+
+
+def _read_letter(text: str, letters: str, *, in_block: bool) -> str | None:
+    text = unicodedata.normalize("NFKC", text).strip()
+    bare = text.strip(string.punctuation + string.whitespace)
+    if len(bare) == 1 and bare.upper() in letters:
+        return bare.upper()
+    mentions = [m for m in MENTION.finditer(text) if m[1] in letters and not ARTICLE.match(text, m.start())]
+    named = {mention[1] for mention in mentions}
+    if len(named) <= 1:
+        return next(iter(named), None)
+    if _any_joined(text, mentions):
+        return None
+    leading = LEADING.match(text)
+    if leading and leading[1] in letters:
+        others = {mention[1] for mention in mentions if _is_marked(text, mention)} - {leading[1]}
+        return None if others else leading[1]
+    phrased = {match[1] for match in PHRASE.finditer(text) if match[1] in letters}
+    return phrased.pop() if len(phrased) == 1 and not in_block else None
+
+
+def _any_joined(text: str, mentions: list[re.Match[str]]) -> bool:
+    """Tell whether two different letters stand in one list: "A, B", "A or B", "(A) (B)"."""
+    pairs = zip(mentions, mentions[1:], strict=False)
+    return any(a[1] != b[1] and JOINT.fullmatch(text[a.end() : b.start()]) for a, b in pairs)
+
+
+def _is_marked(text: str, mention: re.Match[str]) -> bool:
+    """Tell whether a letter is written as an option: "B.", "B)", "(B", "B:", or after "or"."""
+    before, after = text[: mention.start()].rstrip(), text[mention.end() : mention.end() + 2].lstrip()
+    joined = re.search(rf"\b{CONNECTOR}\Z", before, re.IGNORECASE) is not None
+    return joined or after[:1] in tuple(".):];,/") or before[-1:] in tuple("([,;/")
+
+
+def _gold_letter(gold: Any, letters: str) -> str:
+    text = unicodedata.normalize("NFKC", gold_text(gold))
+    match = GOLD.fullmatch(text)
+    if match is None or match[1].upper() not in letters:
+        raise ValueError(
+            f"the right answer {text[:60]!r} does not start with one of the letters {letters}; "
+            "use the reward exact or number for other answers, or set options.letters"
+        )
+    return match[1].upper()

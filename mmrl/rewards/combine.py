@@ -1,0 +1,203 @@
+"""The weighted sum of reward functions, in which a failed term is counted and never becomes a zero."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.rewards.builtin import REWARDS
+from mmrl.rewards.calling import Batch, Failure, Outcome
+from mmrl.rewards.sandbox import WorkerPool
+from mmrl.rewards.terms import Term, make_term
+
+__all__ = ["RewardConfig", "RewardResult", "RewardSum"]
+
+log = logging.getLogger(__name__)
+NAN = float("nan")
+
+
+@dataclass
+class RewardConfig:
+    """One term of the sum."""
+
+    name: str = ""
+    """Name of the term in metrics and reports: a built-in reward (see `mmrl list rewards`), `module:function`,
+    `file.py:function`, or any name when `function` is given."""
+
+    function: str | None = None
+    """What `name` stands for, when it is not the function itself."""
+
+    weight: float = 1.0
+    """Factor of this term in the sum; 0 only logs it."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, the same for all rows."""
+
+    timeout_s: float = 10.0
+    """Seconds that one call in a worker process may take; what takes longer is stopped and counted."""
+
+    isolate: bool | None = None
+    """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
+
+    rows: str = "auto"
+    """auto: users' functions get all rows in one call and, if that fails, each row alone; independent: each row
+    alone, spread over the workers; together: always all rows, for functions that compare them."""
+
+    chat: bool = False
+    """Give prompts and completions as lists of chat turns, as TRL does for conversational data."""
+
+
+@dataclass
+class RewardResult:
+    """Rewards of B rows."""
+
+    total: list[float]
+    """Weighted sums; NaN where a term failed or no term applied."""
+
+    terms: dict[str, list[float]]
+    """Unweighted values by term; NaN where it failed or did not apply."""
+
+    errors: dict[str, int] = field(default_factory=dict)
+    """Failed rows by "term/kind", kinds as in `mmrl.rewards.calling.FAILURE_KINDS`."""
+
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first message of each entry of `errors`."""
+
+
+class RewardSum:
+    """A weighted sum of verifiable rewards.
+
+    Args:
+        configs: The terms.
+        functions: Functions of the calling program by name; they run in this process and `configs` refer to
+            them by that name.
+        workers: Most worker processes; default: half of the cores, 1 to 8.
+
+    Raises:
+        UserError: A term is unknown, cannot be loaded or has options that do not fit.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[RewardConfig],
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        workers: int | None = None,
+    ) -> None:
+        self._pool = WorkerPool(workers)
+        names = [config.name for config in configs]
+        for config in configs:
+            _check_config(config, names)
+        try:
+            self._terms: list[Term] = [make_term(config, self._pool, functions or {}) for config in configs]
+        except BaseException:
+            self.close()
+            raise
+        self._checked: frozenset[str] | None = None
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Make sure that every term finds the columns it needs.
+
+        Args:
+            columns: Names of the columns that `score` will be given.
+
+        Raises:
+            UserError: A term needs a column that is not there.
+        """
+        for term in self._terms:
+            missing = [name for name in term.needs if name not in columns]
+            if missing:
+                raise UserError(
+                    f"reward {term.config.name!r} needs {' and '.join(missing)}, given neither as a data column "
+                    f"nor in its options; the columns are: {', '.join(sorted(columns)) or 'none'}"
+                )
+
+    def score(
+        self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+    ) -> RewardResult:
+        """Score B responses.
+
+        Args:
+            prompts: B questions.
+            completions: B responses, text or TRL's chat turns.
+            columns: Data columns by name, B entries each; `completion_lengths` holds token counts.
+
+        Returns:
+            Sums, terms and failures; a failure costs its own row only.
+
+        Raises:
+            UserError: A term needs a column that is not there.
+            ValueError: The lists differ in length, or there is no term.
+        """
+        batch = _make_batch(prompts, completions, columns)
+        if not self._terms:
+            raise ValueError("there are no rewards to score with")
+        if self._checked != frozenset(columns):
+            self.check_columns(list(columns))
+            self._checked = frozenset(columns)
+        outcomes = {term.config.name: term.score(batch) for term in self._terms}
+        return _combine(outcomes, {term.config.name: term.config.weight for term in self._terms})
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._pool.close()
+
+
+def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
+    if not config.name:
+        raise UserError(f"a reward has no name; built-in are {', '.join(REWARDS)}, or module:function")
+    if names.count(config.name) > 1:
+        raise UserError(f"two rewards are called {config.name!r}; give one another name and set its function")
+    if not math.isfinite(config.weight):
+        raise UserError(f"reward {config.name!r}: weight is {config.weight}, expected a finite number")
+    if not config.timeout_s > 0:
+        raise UserError(f"reward {config.name!r}: timeout_s is {config.timeout_s}, expected more than 0")
+    if config.rows not in ("auto", "independent", "together"):
+        raise UserError(f"reward {config.name!r}: rows is {config.rows!r}; use auto, independent or together")
+
+
+def _make_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Batch:
+    rows = len(completions)
+    lengths = {"prompts": len(prompts)} | {name: len(values) for name, values in columns.items()}
+    wrong = {name: length for name, length in lengths.items() if length != rows}
+    if wrong:
+        raise ValueError(f"there are {rows} completions, but the lists have other lengths: {wrong}")
+    return Batch(list(prompts), list(completions), {name: list(values) for name, values in columns.items()})
+
+
+def _combine(outcomes: Mapping[str, list[Outcome]], weights: Mapping[str, float]) -> RewardResult:
+    errors: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for name, values in outcomes.items():
+        for value in values:
+            if isinstance(value, Failure):
+                errors[f"{name}/{value.kind}"] += 1
+                examples.setdefault(f"{name}/{value.kind}", value.message)
+    terms = {name: [_number(value) for value in values] for name, values in outcomes.items()}
+    rows = list(zip(*outcomes.values(), strict=True))
+    total = [_row_total(row, list(weights.values())) for row in rows]
+    unscored = sum(all(value is None for value in row) for row in rows)
+    if unscored:
+        errors["sum/not_applicable"] = unscored
+        examples["sum/not_applicable"] = "every reward returned None for the row"
+    return RewardResult(total, terms, dict(errors), examples)
+
+
+def _number(value: Outcome) -> float:
+    return NAN if value is None or isinstance(value, Failure) else value
+
+
+def _row_total(row: Sequence[Outcome], weights: Sequence[float]) -> float:
+    """Sum what applies; a failed term fails the row unless its weight is 0."""
+    total, applied = 0.0, False
+    for value, weight in zip(row, weights, strict=True):
+        if isinstance(value, Failure):
+            if weight != 0.0:
+                return NAN
+        elif value is not None:
+            total, applied = total + weight * value, True
+    return total if applied else NAN

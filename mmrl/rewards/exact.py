@@ -1,0 +1,89 @@
+"""Reward for an answer that equals the right one as text, and the penalty for long responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmrl.rewards.answers import (
+    MAX_ANSWER_CHARS,
+    Chat,
+    completion_text,
+    final_answer,
+    final_part,
+    gold_text,
+    normalise,
+    without_prompt,
+)
+
+__all__ = ["exact_reward", "overlong_penalty"]
+
+
+def exact_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    require_block: bool = True,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 when the answer equals the right one, apart from case, width, spaces and closing punctuation.
+
+    Args:
+        prompts: B questions; a repetition of the question is cut out of the response.
+        completions: B responses.
+        answer: B right answers; a list means that each of its members is right.
+        require_block: Read the answer block or the box only; otherwise, without one, all after the thinking.
+
+    Returns:
+        B numbers, 0 or 1.
+
+    Raises:
+        ValueError: A right answer is empty.
+    """
+    rewards = []
+    for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
+        right = {normalise(gold_text(one)) for one in (gold if isinstance(gold, list | tuple) else [gold])}
+        if not right or "" in right:
+            raise ValueError(f"the right answer {gold!r} is empty")
+        text = completion_text(completion)
+        found = final_answer(text)
+        if found is None and not require_block and "answer>" not in text and "\\boxed" not in text:
+            found = final_part(without_prompt(text, prompt))
+        short = found is not None and len(found) <= MAX_ANSWER_CHARS
+        rewards.append(float(short and normalise(found or "") in right))
+    return rewards
+
+
+def overlong_penalty(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    completion_lengths: Sequence[int],
+    max_tokens: int,
+    buffer_tokens: int,
+    **_: Any,
+) -> list[float]:
+    """Take up to 1 from responses that come close to the length limit.
+
+    0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens.
+
+    Args:
+        prompts: Not used.
+        completions: Not used.
+        completion_lengths: B lengths in tokens.
+        max_tokens: Length that costs the full penalty; usually the sampler's max_new_tokens.
+        buffer_tokens: Width of the ramp.
+
+    Returns:
+        B numbers from -1 to 0.
+
+    Raises:
+        ValueError: The buffer is not inside the limit.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ValueError(f"overlong: buffer_tokens {buffer_tokens} is not in 1..max_tokens ({max_tokens})")
+    start = max_tokens - buffer_tokens
+    return [-min(1.0, max(0.0, (int(length) - start) / buffer_tokens)) for length in completion_lengths]

@@ -1,0 +1,110 @@
+"""Reward for the shape of a response: think first, then answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmrl.rewards.answers import Chat, boxes, completion_text
+
+__all__ = ["RULES", "STYLES", "format_reward"]
+
+STYLES = ("answer_tags", "boxed")
+AROUND_TAGS = re.compile(r"\s*([<>/])\s*")
+TAGS = {
+    "answer_tags": ("<think>", "</think>", "<answer>", "</answer>"),
+    "boxed": ("<think>", "</think>"),
+}
+
+
+def format_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[Chat],
+    *,
+    style: str = "answer_tags",
+    rule: str = "one_block",
+    open_think: bool = False,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 to a think block followed by an answer, 0 to everything else.
+
+    Args:
+        prompts: Not used.
+        completions: B responses.
+        style: Shape of the answer: "answer_tags" (<answer>x</answer>) or "boxed" (\boxed{x}).
+        rule: "one_block": exactly one think block and, after nothing but whitespace, exactly one answer block,
+            neither empty (for "boxed": exactly one box somewhere after the think block); text may stand around.
+            "strict": the same, with nothing before the think block and nothing after the answer block.
+            "fullmatch": the whole response matches EasyR1's expression, which lets blocks repeat.
+        open_think: The chat template already wrote <think>; the response starts inside the block.
+
+    Returns:
+        B numbers, 0 or 1.
+
+    Raises:
+        ValueError: Unknown style or rule.
+
+    Source: hiyouga/EasyR1 examples/reward_function/{math,r1v}.py and MikeWangWZHL/PAPO (fullmatch);
+        Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (one_block).
+    """
+    if style not in STYLES:
+        raise ValueError(f"format: style is {style!r}; expected one of {', '.join(STYLES)}")
+    if rule not in RULES:
+        raise ValueError(f"format: rule is {rule!r}; expected one of {', '.join(RULES)}")
+    texts = [completion_text(completion) for completion in completions]
+    return [float(RULES[rule]("<think>" + text if open_think else text, style)) for text in texts]
+
+
+def _fullmatch(text: str, style: str) -> bool:
+    r"""Decide EasyR1's expressions by searching, since matching them backtracks without bound.
+
+    answer_tags: <think>.*?</think>\s*<answer>.*?</answer>
+    boxed, after removing whitespace around <, > and /: <think>.*</think>.*\boxed{.*}.*
+    """
+    if style == "boxed":
+        place = 0
+        text = AROUND_TAGS.sub(r"\1", text)
+        for part in ("<think>", "</think>", "\\boxed{", "}"):
+            found = text.find(part, place)
+            if found < 0 or (part == "<think>" and found > 0):
+                return False
+            place = found + len(part)
+        return True
+    middle = re.compile(r"</think>\s*<answer>").search(text, len("<think>"))
+    if not text.startswith("<think>") or middle is None:
+        return False
+    return text.endswith("</answer>") and len(text) - len("</answer>") >= middle.end()
+
+
+def _one_block(text: str, style: str) -> bool:
+    return _around(text, style) is not None
+
+
+def _strict(text: str, style: str) -> bool:
+    around = _around(text, style)
+    return around is not None and not "".join(around).strip()
+
+
+def _around(text: str, style: str) -> tuple[str, str] | None:
+    """Return the text before the think block and after the answer block, None when they are not as wanted."""
+    places = [text.find(tag) for tag in TAGS[style]]
+    if -1 in places or places != sorted(places) or any(text.count(tag) != 1 for tag in TAGS[style]):
+        return None
+    before, _, rest = text.partition("<think>")
+    thought, _, rest = rest.partition("</think>")
+    if not thought:
+        return None
+    if style == "boxed":
+        found = boxes(rest)
+        return (before, "") if rest.count("\\boxed") == 1 and found and found[0].strip() else None
+    gap, _, rest = rest.partition("<answer>")
+    answer, _, after = rest.partition("</answer>")
+    return None if gap.strip() or not answer.strip() else (before, after)
+
+
+RULES: dict[str, Callable[[str, str], bool]] = {
+    "one_block": _one_block,
+    "strict": _strict,
+    "fullmatch": _fullmatch,
+}

@@ -1,0 +1,139 @@
+"""Reward for a numeric answer within a tolerance."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from mmrl.rewards.answers import (
+    MAX_ANSWER_CHARS,
+    Chat,
+    completion_text,
+    final_answer,
+    final_part,
+    gold_text,
+    without_prompt,
+)
+
+__all__ = ["number_reward", "read_number"]
+
+MAX_NUMBER_CHARS = 64
+PERCENT = ("strip", "value")
+
+_PLAIN = r"(?:\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_POWER = r"(?:[eE]([+-]?\d{1,3})(?!\w)|\s*(?:[x×*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,3})\}?)?"
+_UNSIGNED = rf"({_PLAIN}){_POWER}"
+TOKEN = re.compile(
+    rf"(?P<sign>[+-]\s?)?(?:\\[dt]?frac\s*\{{\s*(?P<top>-?\d+)\s*\}}\s*\{{\s*(?P<under>-?\d+)\s*\}}"
+    rf"|(?<![\w.^])(?:(?P<whole>\d+)\s+(?=\d+\s*/\s*\d))?{_UNSIGNED}(?:\s*/\s*(?P<over>\d+(?:\.\d+)?))?)"
+    r"(?P<percent>\s*\\?%)?"
+)
+OPERATOR = re.compile(r"\s*(?:[-+*/×÷^]|\\times|\\cdot|\\div)?\s*")
+RAISED = re.compile(r"\s*(?:\^|\*\*)|\.?\d|,\d{3}(?!\d)")
+
+
+def number_reward(
+    prompts: Sequence[Chat],
+    completions: Sequence[Chat],
+    *,
+    answer: Sequence[Any],
+    absolute: float = 1e-6,
+    relative: float = 0.0,
+    percent: str = "strip",
+    require_block: bool = True,
+    **_: Any,
+) -> list[float]:
+    r"""Give 1 when the response gives one number and it is the right one.
+
+    Read are integers, decimals, thousands separators (1,234), fractions (3/4, 1 3/4, \frac{3}{4}), powers of
+    ten (1.2e3, 1.2 x 10^3) and percentages, with words or units around them. Different numbers in the answer,
+    or an expression that would have to be computed, get 0.
+
+    Args:
+        prompts: B questions; a repetition of the question is cut out of the response.
+        completions: B responses.
+        answer: B right numbers, as numbers or text.
+        absolute: Largest allowed difference.
+        relative: Largest allowed difference as a part of the right number; the larger of both holds.
+        percent: "strip": 25% equals 25; "value": 25% equals 0.25.
+        require_block: Accept a number in an answer block or a box only; otherwise also as the only number
+            after the thinking.
+
+    Returns:
+        B numbers, 0 or 1.
+
+    Raises:
+        ValueError: A right answer is not one number, or an option is out of range.
+    """
+    if percent not in PERCENT or absolute < 0 or relative < 0:
+        raise ValueError(f"number: percent is one of {', '.join(PERCENT)}, tolerances are not negative")
+    rewards = []
+    for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
+        wanted = read_number(gold_text(gold), percent)
+        if wanted is None:
+            raise ValueError(f"the right answer {str(gold)[:60]!r} is not one number; try the reward math or exact")
+        text = _answer_text(without_prompt(completion_text(completion), prompt), require_block)
+        value = None if text is None else read_number(text, percent)
+        allowed = max(Fraction(absolute), Fraction(relative) * abs(wanted))
+        rewards.append(float(value is not None and abs(value - wanted) <= allowed))
+    return rewards
+
+
+def _answer_text(text: str, require_block: bool) -> str | None:
+    block = final_answer(text)
+    if block is not None or require_block or "answer>" in text or "\\boxed" in text:
+        return block
+    part = final_part(text)
+    return part if part is not None and len(part) <= MAX_ANSWER_CHARS else None
+
+
+def read_number(text: str, percent: str = "strip") -> Fraction | None:
+    """Read the one number of a text exactly.
+
+    Args:
+        text: At most `MAX_ANSWER_CHARS` characters.
+        percent: "strip" or "value", see `number_reward`.
+
+    Returns:
+        The number, or None when there is none, when there are different ones, or when it is an expression.
+    """
+    text = unicodedata.normalize("NFKC", _superscripts(text)).replace("−", "-").replace("⁄", "/")
+    matches = list(TOKEN.finditer(text))
+    values = {_value(match, percent) for match in matches}
+    pairs = list(zip(matches, matches[1:], strict=False))
+    computed = any(OPERATOR.fullmatch(text[a.end() : b.start()]) for a, b in pairs)
+    raised = any(RAISED.match(text, match.end()) for match in matches)
+    if len(values) != 1 or computed or raised:
+        return None
+    return values.pop()
+
+
+def _superscripts(text: str) -> str:
+    """Drop raised digits that belong to a unit (cm²), which NFKC would turn into the number 2."""
+    return re.sub(r"(?<=[A-Za-z])[²³]", "", re.sub(r"(?<=[A-Za-z])\^\{?-?\d\}?", "", text))
+
+
+def _value(match: re.Match[str], percent: str) -> Fraction | None:
+    if len(match[0]) > MAX_NUMBER_CHARS:
+        return None
+    try:
+        value = _magnitude(match)
+    except (ValueError, ZeroDivisionError):
+        return None
+    if match["percent"] and percent == "value":
+        value /= 100
+    return -value if (match["sign"] or "").startswith("-") else value
+
+
+def _magnitude(match: re.Match[str]) -> Fraction:
+    if match["top"] is not None:
+        return Fraction(int(match["top"]), int(match["under"]))
+    plain, exponent, power = match.group(5, 6, 7)
+    value = Fraction(plain.replace("{,}", "").replace(",", ""))
+    value *= Fraction(10) ** int(exponent or power or 0)
+    if match["over"] is not None:
+        value /= Fraction(match["over"])
+    return value + int(match["whole"] or 0)

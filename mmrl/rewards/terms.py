@@ -1,0 +1,174 @@
+"""One reward function of a sum, called in this process or in worker processes."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+from mmrl.rewards.builtin import REWARDS
+from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
+from mmrl.rewards.loading import load_function
+from mmrl.rewards.sandbox import WorkerPool
+
+if TYPE_CHECKING:
+    from mmrl.rewards.combine import RewardConfig
+
+__all__ = ["Term", "make_term"]
+
+RETRY_LIMITS = 10.0
+"""Rows tried one by one after a failed call may together take so many times timeout_s."""
+
+
+class Term(ABC):
+    """A reward function with its options.
+
+    Args:
+        config: The term.
+        signature: The named arguments of its function.
+    """
+
+    def __init__(self, config: RewardConfig, signature: Signature) -> None:
+        self.config = config
+        self.signature = signature
+        self.options = dict(config.options)
+        self.rows = config.rows
+        _check_options(config, signature)
+
+    @property
+    def needs(self) -> list[str]:
+        """Columns without which the function cannot be called."""
+        return [name for name in self.signature.required if name not in self.options]
+
+    def score(self, batch: Batch) -> list[Outcome]:
+        """Return one outcome a row, whatever the function does."""
+        if len(batch) == 0:
+            return []
+        batch = self._arguments(batch)
+        if self.rows == "independent":
+            return self._each(batch, None)
+        outcomes = self._together(batch)
+        if not isinstance(outcomes, Failure):
+            return outcomes
+        if self.rows == "together" or len(batch) == 1:
+            return [outcomes] * len(batch)
+        return self._each(batch, RETRY_LIMITS * self.config.timeout_s)
+
+    def _arguments(self, batch: Batch) -> Batch:
+        """Keep the columns that the function takes and that its options do not replace."""
+        named = {*self.signature.required, *self.signature.optional}
+        columns = {
+            name: values
+            for name, values in batch.columns.items()
+            if (self.signature.takes_all or name in named) and name not in self.options
+        }
+        prompts, completions = batch.prompts, batch.completions
+        if self.config.chat:
+            prompts = [_as_chat("user", prompt) for prompt in prompts]
+            completions = [_as_chat("assistant", completion) for completion in completions]
+        return Batch(prompts, completions, columns)
+
+    @abstractmethod
+    def _together(self, batch: Batch) -> list[Outcome] | Failure:
+        """Call the function once."""
+
+    @abstractmethod
+    def _each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+        """Call the function row by row."""
+
+
+class _LocalTerm(Term):
+    """A function that runs in this process."""
+
+    def __init__(self, config: RewardConfig, function: Callable[..., Any]) -> None:
+        super().__init__(config, signature_of(function))
+        self.function = function
+
+    def _together(self, batch: Batch) -> list[Outcome] | Failure:
+        return call(self.function, batch, self.options)
+
+    def _each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for row in range(len(batch)):
+            outcome = call(self.function, batch.select([row]), self.options)
+            outcomes += [outcome] if isinstance(outcome, Failure) else outcome
+        return outcomes
+
+
+class _IsolatedTerm(Term):
+    """A function that runs in worker processes."""
+
+    def __init__(self, config: RewardConfig, spec: str, pool: WorkerPool) -> None:
+        super().__init__(config, pool.load(spec, f"reward {config.name!r}"))
+        self.spec = spec
+        self.pool = pool
+
+    def _together(self, batch: Batch) -> list[Outcome] | Failure:
+        outcomes: list[Outcome] | Failure = self.pool.call_batch(self.spec, self.options, batch, self.config.timeout_s)
+        return outcomes
+
+    def _each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+        return self.pool.call_rows(self.spec, self.options, batch, self.config.timeout_s, total_s)
+
+
+def make_term(config: RewardConfig, pool: WorkerPool, functions: Mapping[str, Callable[..., Any]]) -> Term:
+    """Find the function of a term and decide where it runs.
+
+    Args:
+        config: The term.
+        pool: Workers for isolated functions.
+        functions: Functions of the calling program by name.
+
+    Raises:
+        UserError: There is no such function, or its options do not fit.
+    """
+    wanted = config.function or config.name
+    if wanted in functions:
+        if config.isolate:
+            raise UserError(f"reward {config.name!r}: only module:function can run in a worker process")
+        return _LocalTerm(config, functions[wanted])
+    if wanted in REWARDS:
+        return _builtin_term(config, wanted, pool)
+    if ":" not in wanted:
+        raise UserError(_unknown(config, wanted, functions))
+    if config.isolate is False:
+        return _LocalTerm(config, load_function(wanted, what=f"reward {config.name!r}"))
+    return _IsolatedTerm(config, wanted, pool)
+
+
+def _builtin_term(config: RewardConfig, name: str, pool: WorkerPool) -> Term:
+    entry = REWARDS[name]
+    if entry.isolate and config.isolate is False:
+        raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
+    if not (entry.isolate or config.isolate):
+        return _LocalTerm(config, load_function(entry.function, what=f"reward {name!r}"))
+    term = _IsolatedTerm(config, entry.function, pool)
+    if config.rows == "auto":
+        term.rows = "independent"
+    return term
+
+
+def _check_options(config: RewardConfig, signature: Signature) -> None:
+    known = [*signature.required, *signature.optional]
+    strict = not signature.takes_all or (config.function or config.name) in REWARDS
+    for key in config.options:
+        if key in ("prompts", "completions") or (strict and key not in known):
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(known) or 'none'}"
+            raise UserError(f"reward {config.name!r} has no option {key!r}; {hint}")
+
+
+def _unknown(config: RewardConfig, wanted: str, functions: Mapping[str, Any]) -> str:
+    known = [*REWARDS, *functions]
+    close = difflib.get_close_matches(wanted, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return (
+        f"there is no reward {wanted!r}{hint} Known are: {', '.join(known)}; your own are named "
+        "module:function or path/to/file.py:function"
+    )
+
+
+def _as_chat(role: str, text: Any) -> Any:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text

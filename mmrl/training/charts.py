@@ -1,0 +1,277 @@
+"""Figures of the report and of comparisons, drawn with matplotlib and readable on light and dark pages."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "COLOURS",
+    "comparison_figure",
+    "interval_chart",
+    "line_chart",
+    "moving_average",
+    "save_png",
+    "stacked_chart",
+]
+
+# Okabe and Ito's colours without black and yellow: safe for colour-blind readers, visible on white and black
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
+_INK = "#7b8087"
+_GRID = "#7b808733"
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def line_chart(series: Series, *, log_scale: bool = False) -> bytes:
+    """Curves over steps: the raw values faint, their moving average on top.
+
+    Args:
+        series: Label to (steps, values); values that are not finite leave a gap.
+        log_scale: Logarithmic values, for norms and rates; used only where every value is positive.
+
+    Returns:
+        The figure as SVG.
+    """
+    figure, axes = _canvas()
+    for (label, (steps, values)), colour in zip(series.items(), _colours(), strict=False):
+        smooth = moving_average(values, max(1, len(values) // 25))
+        style: dict[str, Any] = {"marker": "o", "markersize": 4} if len(values) < 3 else {}
+        axes.plot(steps, values, color=colour, alpha=0.28 if len(values) >= 3 else 1.0, linewidth=1, **style)
+        axes.plot(steps, smooth, color=colour, linewidth=1.8, label=label)
+    everything = np.concatenate([np.asarray(values, dtype=float) for _, values in series.values()])
+    if log_scale and (everything[np.isfinite(everything)] > 0).all():
+        axes.set_yscale("log")
+    if len(series) > 1:
+        _legend(axes)
+    return _svg(figure)
+
+
+def interval_chart(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]],
+) -> bytes:
+    """Evaluated shares over steps, in per cent with their intervals.
+
+    Args:
+        series: Label to (steps, values, low ends, high ends) as shares; NaN ends draw no interval.
+
+    Returns:
+        The figure as SVG.
+    """
+    figure, axes = _canvas()
+    for (label, (steps, *shares)), colour in zip(series.items(), _colours(), strict=False):
+        values, low, high = (100 * np.asarray(share, dtype=float) for share in shares)
+        reach = np.nan_to_num(np.maximum([values - low, high - values], 0))
+        axes.errorbar(
+            steps,
+            values,
+            yerr=reach,
+            color=colour,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1.6,
+            label=label,
+        )
+    axes.set_ylabel("%", color=_INK)
+    if len(series) > 1:
+        _legend(axes)
+    return _svg(figure)
+
+
+def stacked_chart(series: Series) -> bytes:
+    """Parts that add up, over steps.
+
+    Args:
+        series: Label to (steps, values), all over the same steps; values that are not finite count as 0.
+
+    Returns:
+        The figure as SVG.
+    """
+    figure, axes = _canvas()
+    steps = next(iter(series.values()))[0]
+    layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]
+    axes.stackplot(steps, layers, labels=list(series), colors=_colours()[: len(layers)], alpha=0.75, linewidth=0)
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return _svg(figure)
+
+
+def moving_average(values: Sequence[float], window: int) -> np.ndarray:
+    """Centred mean over finite neighbours.
+
+    Args:
+        values: (n,) numbers.
+        window: Neighbours on each side plus itself are `2 * (window // 2) + 1`.
+
+    Returns:
+        (n,) means; NaN where no neighbour is finite.
+    """
+    array = np.asarray(values, dtype=float)
+    half = window // 2
+    if half == 0:
+        return array
+    kernel = np.ones(2 * half + 1)
+    finite = np.isfinite(array)
+    total = np.convolve(np.where(finite, array, 0.0), kernel)[half : half + array.size]
+    count = np.convolve(finite.astype(float), kernel)[half : half + array.size]
+    return np.divide(total, count, out=np.full(array.size, math.nan), where=count > 0)
+
+
+def comparison_figure(
+    title: str,
+    metric: str,
+    values: Mapping[str, Mapping[int, float]],
+    baseline: str,
+    differences: Mapping[str, Mapping[str, Any]],
+    curves: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]],
+) -> Figure:
+    """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps.
+
+    Args:
+        title: Name of the experiment.
+        metric: Name of the compared metric.
+        values: Arm to seed to value; failed seeds are absent.
+        baseline: Arm that the others are compared with.
+        differences: Other arm to `per_seed` (seed to difference), `mean`, `low` and `high`.
+        curves: Arm to one (steps, values) a seed; the panel is left out where no run has two evaluations.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    curves = {arm: [run for run in runs if len(run[0]) > 1] for arm, runs in curves.items()}
+    panels = 3 if any(curves.values()) else 2
+    figure = Figure(figsize=(4.6 * panels, 4.2), layout="constrained", facecolor="white")
+    axes = np.atleast_1d(figure.subplots(1, panels))
+    for panel in axes:
+        _style(panel)
+    colours = dict(zip(values, _colours(), strict=False))
+    _draw_pairs(axes[0], values, metric, colours)
+    _draw_differences(axes[1], differences, baseline, colours)
+    if panels == 3:
+        _draw_bands(axes[2], curves, metric, colours)
+    figure.suptitle(title)
+    return figure
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, replacing an earlier file in one step.
+
+    Args:
+        figure: The figure.
+        path: The PNG file.
+    """
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png", dpi=130)
+    partial.replace(path)
+
+
+def _draw_pairs(axes: Axes, values: Mapping[str, Mapping[int, float]], metric: str, colours: Mapping[str, str]) -> None:
+    arms = list(values)
+    for seed in sorted({seed for by_seed in values.values() for seed in by_seed}):
+        points = [(index, values[arm][seed]) for index, arm in enumerate(arms) if seed in values[arm]]
+        axes.plot(*zip(*points, strict=True), color=_GRID, linewidth=1.2, zorder=1)
+    for index, arm in enumerate(arms):
+        finished = list(values[arm].values())
+        axes.scatter([index] * len(finished), finished, color=colours[arm], s=26, zorder=2)
+        if finished:
+            mean = float(np.mean(finished))
+            axes.hlines(mean, index - 0.22, index + 0.22, color=colours[arm], linewidth=2.5, zorder=3)
+    axes.set_xticks(range(len(arms)), arms)
+    axes.set_xlim(-0.5, len(arms) - 0.5)
+    axes.set_title("each seed, and the mean", fontsize=10, color=_INK)
+    axes.set_ylabel(metric, color=_INK)
+
+
+def _draw_differences(
+    axes: Axes, differences: Mapping[str, Mapping[str, Any]], baseline: str, colours: Mapping[str, str]
+) -> None:
+    axes.axhline(0, color=_INK, linewidth=1)
+    for index, (arm, difference) in enumerate(differences.items()):
+        pairs = list(difference["per_seed"].values())
+        spread = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(len(pairs))
+        axes.scatter(index - 0.18 + spread, pairs, color=colours[arm], s=20, alpha=0.55)
+        if pairs:
+            mean, low, high = (difference[key] for key in ("mean", "low", "high"))
+            reach = np.nan_to_num(np.array([[mean - _number(low)], [_number(high) - mean]]))
+            axes.errorbar([index + 0.12], [mean], yerr=reach, color=colours[arm], marker="D", capsize=5, linewidth=2)
+    axes.set_xticks(range(len(differences)), [f"{arm}\n− {baseline}" for arm in differences])
+    axes.set_xlim(-0.5, max(len(differences), 1) - 0.5)
+    axes.set_title("paired differences, mean with 95 % interval", fontsize=10, color=_INK)
+
+
+def _draw_bands(
+    axes: Axes,
+    curves: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]],
+    metric: str,
+    colours: Mapping[str, str],
+) -> None:
+    for arm, runs in curves.items():
+        by_step: dict[float, list[float]] = {}
+        for steps, values in runs:
+            for step, value in zip(steps, values, strict=True):
+                if math.isfinite(value):
+                    by_step.setdefault(step, []).append(value)
+        if not by_step:
+            continue
+        steps = sorted(by_step)
+        means = [float(np.mean(by_step[step])) for step in steps]
+        axes.plot(steps, means, color=colours[arm], linewidth=2, label=f"{arm} ({len(runs)} seeds)")
+        lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
+        axes.fill_between(steps, lows, highs, color=colours[arm], alpha=0.15, linewidth=0)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_title(f"{metric}: mean and range of seeds", fontsize=10, color=_INK)
+    _legend(axes)
+
+
+def _canvas() -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 2.7), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.subplots()
+    _style(axes)
+    axes.set_xlabel("step", color=_INK)
+    return figure, axes
+
+
+def _style(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.patch.set_alpha(0)
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, labelsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(_INK)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, frameon=False, labelcolor=_INK, loc="best")
+
+
+def _colours() -> list[str]:
+    return list(COLOURS) * 3
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _svg(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

@@ -1,0 +1,292 @@
+"""`report.html` of a run: one file that shows what was measured, needs no network and opens anywhere."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.training.charts import interval_chart, line_chart, stacked_chart
+from mmrl.training.derived import derived_numbers
+from mmrl.training.gallery import before_after, sample_gallery
+from mmrl.training.jsonlines import write_atomically
+from mmrl.training.statistics import difference_interval
+from mmrl.training.tracking import describe_metric, read_evaluations, read_metrics
+
+__all__ = ["read_metrics", "write_report"]
+
+
+def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path] = ()) -> Path:
+    """Write `report.html` into a run folder from whatever the folder holds.
+
+    Args:
+        run_dir: The run folder.
+        before: One run that came before, such as the supervised warm start; short for a chain of one.
+        chain: Runs that came before, the first one first; the headline and the side-by-side start with them.
+
+    Returns:
+        The report: one file without external resources.
+    """
+    earlier = [*chain, *([] if before is None else [before])]
+    runs = [_read_run(Path(folder)) for folder in (*earlier, run_dir)]
+    run = runs[-1]
+    content = {
+        "title": run.title,
+        "subtitle": _subtitle(run),
+        "formula": run.result.get("objective_formula"),
+        "notices": _notices(run),
+        "headline": _headline(runs),
+        "numbers": derived_numbers(run.metrics, run.result),
+        "charts": _charts(run),
+        "comparison": before_after([(run.name, run.folder) for run in runs]),
+        "rollouts": sample_gallery(run.folder),
+        "files": [(name, run.text(name)) for name in ("config.yaml", "result.json") if run.text(name)],
+    }
+    path = run.folder / "report.html"
+    write_atomically(path, _render(content))
+    return path
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run folder holds; missing parts are empty."""
+
+    folder: Path
+    result: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def title(self) -> str:
+        parts = [self.result.get("recipe"), self.result.get("objective")]
+        known = [str(part) for part in dict.fromkeys(parts) if part]
+        return " · ".join([self.name, *known])
+
+    def text(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_run(folder: Path) -> _Run:
+    run = _Run(folder, {}, read_metrics(folder), _training_evaluations(folder))
+    try:
+        result = json.loads(run.text("result.json") or "{}")
+    except ValueError:
+        result = {}
+    return _Run(folder, result if isinstance(result, dict) else {}, run.metrics, run.evaluations)
+
+
+def _training_evaluations(folder: Path) -> list[dict[str, Any]]:
+    # `mmrl evaluate` appends to the same file later, possibly at an older step: not a point of the curve
+    return [record for record in read_evaluations(folder) if record.get("tag") != "evaluate"]
+
+
+def _subtitle(run: _Run) -> str:
+    parts = [str(run.folder)]
+    if run.metrics:
+        parts.append(f"{run.metrics[-1]['step']:,} steps logged")
+    if run.result.get("status"):
+        parts.append(f"status: {run.result['status']}")
+    return " · ".join(parts)
+
+
+def _notices(run: _Run) -> list[str]:
+    notices = []
+    if not run.result:
+        notices.append("There is no result.json: the run has not finished, the numbers are those so far.")
+    if not run.metrics:
+        notices.append("There is no step in metrics.jsonl yet.")
+    failures = run.folder / "failures"
+    saved = len(list(failures.glob("*"))) if failures.is_dir() else 0
+    if saved:
+        notices.append(f"{saved} failed optimiser step(s) were saved in {failures}.")
+    return notices
+
+
+def _headline(runs: Sequence[_Run]) -> list[dict[str, Any]]:
+    splits = list(dict.fromkeys(record.get("split", "") for record in runs[-1].evaluations))
+    tables = []
+    for split in splits:
+        points = [point for run in runs for point in _ends(run, split, several=len(runs) > 1)]
+        names = dict.fromkeys(name for _, record in points for name in record if name.startswith("accuracy/"))
+        protocols = [name for name in names if not name.endswith(("/low", "/high"))]
+        if protocols:
+            rows = _headline_rows(points, protocols)
+            labels = [name.removeprefix("accuracy/") for name in protocols]
+            tables.append({"split": split, "protocols": labels, "rows": rows})
+    return tables
+
+
+def _ends(run: _Run, split: str, several: bool) -> list[tuple[str, dict[str, Any]]]:
+    records = [record for record in run.evaluations if record.get("split", "") == split]
+    if not records:
+        return []
+    ends = [("before", records[0]), ("after", records[-1])] if len(records) > 1 else [("at", records[0])]
+    training = run.name if several else "training"
+    return [(f"{when} {training}", record) for when, record in ends]
+
+
+def _headline_rows(points: Sequence[tuple[str, dict[str, Any]]], protocols: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    previous: Mapping[str, Any] = {}
+    for label, record in points:
+        cells = [_cell(record, previous, name) for name in protocols]
+        count = f"{record['n']:.0f}" if math.isfinite(record.get("n", math.nan)) else "–"
+        rows.append({"label": label, "step": record["step"], "count": count, "cells": cells})
+        previous = record
+    return rows
+
+
+def _cell(record: Mapping[str, Any], previous: Mapping[str, Any], name: str) -> dict[str, str] | None:
+    value, low, high = _estimate(record, name)
+    if math.isnan(value):
+        return None
+    cell = {
+        "value": f"{100 * value:.1f} %",
+        "interval": "" if math.isnan(low) else f"[{100 * low:.1f}, {100 * high:.1f}]",
+    }
+    earlier = _estimate(previous, name)
+    if math.isnan(earlier[0]):
+        return cell
+    change, least, most = (100 * x for x in difference_interval((value, low, high), earlier))
+    cell["change"] = f"{change:+.1f}"
+    cell["change_interval"] = "" if math.isnan(least) else f"[{least:+.1f}, {most:+.1f}]"
+    cell["tone"] = "good" if least > 0 else "bad" if most < 0 else ""
+    return cell
+
+
+def _estimate(record: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    value, low, high = (float(record.get(key, math.nan)) for key in (name, f"{name}/low", f"{name}/high"))
+    return value, low, high
+
+
+def _charts(run: _Run) -> list[dict[str, Any]]:
+    names = {name for record in run.metrics for name, value in record.items() if _is_number(value)}
+    names -= {"step", "time", *UNCHARTED}
+    stages = sorted(name for name in names if name.startswith("time/") and name != "time/step")
+    names = {name for name in names if not name.startswith("time/")}
+    charts = _accuracy_charts(run)
+    exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
+    for title, patterns, log_scale in CHARTS:
+        chosen = [name for name in _chosen(names, patterns, exact) if _varies(run, name)]
+        if chosen:
+            image = line_chart(_series(run, chosen), log_scale=log_scale)
+            charts.append(_figure(title, chosen, image))
+        names -= set(_chosen(names, patterns, exact))
+    for family in sorted({name.split("/")[0] for name in names}):
+        chosen = [name for name in sorted(names) if name.split("/")[0] == family and _varies(run, name)]
+        if chosen:
+            charts.append(_figure(family, chosen, line_chart(_series(run, chosen))))
+    if stages and len(run.metrics) > 1:
+        charts.append(_figure("Seconds by stage", stages, stacked_chart(_series(run, stages))))
+    return charts
+
+
+def _accuracy_charts(run: _Run) -> list[dict[str, Any]]:
+    charts = []
+    for split in dict.fromkeys(record.get("split", "") for record in run.evaluations):
+        records = [record for record in run.evaluations if record.get("split", "") == split]
+        names = dict.fromkeys(name for record in records for name in record if name.startswith("accuracy/"))
+        protocols = [name for name in names if not name.endswith(("/low", "/high"))]
+        if len(records) < 2 or not protocols:
+            continue
+        steps = [record["step"] for record in records]
+        series = {
+            name.removeprefix("accuracy/"): (
+                steps,
+                *zip(*(_estimate(record, name) for record in records), strict=True),
+            )
+            for name in protocols
+        }
+        charts.append(_figure(f"Accuracy on {split}", protocols, interval_chart(series)))  # type: ignore[arg-type]
+    return charts
+
+
+def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[str]:
+    return [
+        name
+        for pattern in patterns
+        for name in sorted(names)
+        if name == pattern or (name not in exact and fnmatch.fnmatchcase(name, pattern))
+    ]
+
+
+def _varies(run: _Run, name: str) -> bool:
+    values = {record[name] for record in run.metrics if math.isfinite(record.get(name, math.nan))}
+    return bool(values - {0.0})
+
+
+def _series(run: _Run, names: Sequence[str]) -> dict[str, tuple[list[float], list[float]]]:
+    steps = [record["step"] for record in run.metrics]
+    shared = names[0].split("/")[0] if len({name.split("/")[0] for name in names}) == 1 else ""
+    return {
+        name.removeprefix(f"{shared}/"): (steps, [record.get(name, math.nan) for record in run.metrics])
+        for name in names
+    }
+
+
+def _figure(title: str, names: Sequence[str], svg: bytes) -> dict[str, Any]:
+    return {
+        "title": title,
+        "image": "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii"),
+        "definitions": [(name, describe_metric(name) or "A metric of this recipe.") for name in names],
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _render(content: Mapping[str, Any]) -> str:
+    from importlib.resources import files
+
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    here = files("mmrl.training")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"))
+    style = Markup((here / "report.css").read_text(encoding="utf-8"))  # our own file: nothing to escape
+    return template.render(style=style, **content)
+
+
+UNCHARTED = (
+    "samples/total",
+    "tokens/total",
+    "data/epoch",
+    "data/skipped",
+    "reward/errors",
+    "optim/skipped",
+    "checkpoint/failed",
+)
+CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
+    ("Reward", ("reward/mean", "reward/std"), False),
+    ("Reward terms", ("reward/*",), False),
+    ("Divergence from the reference and the sampling policy", ("policy/kl_ref", "policy/kl_old"), False),
+    ("Entropy", ("policy/entropy",), False),
+    ("Loss terms", ("loss/*",), False),
+    ("Importance ratio", ("policy/ratio_mean", "policy/ratio_max"), False),
+    (
+        "Shares",
+        (
+            "reward/zero_variance_groups",
+            "response/finished_fraction",
+            "policy/clip_fraction_low",
+            "policy/clip_fraction_high",
+        ),
+        False,
+    ),
+    ("Response length", ("response/length_mean", "response/length_max"), False),
+    ("Gradient norm", ("optim/grad_norm",), True),
+    ("Learning rate", ("optim/lr",), False),
+    ("Tokens per second", ("tokens/per_second",), False),
+)

@@ -1,0 +1,191 @@
+"""APO, Asymmetric Policy Optimization (View-R1, arXiv 2506.21655; public code Indolent-Kawhi/View-R1).
+
+Positive and negative samples are treated differently inside GRPO:
+
+- DADS, difficulty-adaptive divergence shaping: the KL penalty of positive samples is weighted by
+  w = 1 - exp(-e (1 - d)), d the share of wrong answers in the group; 1 for negatives and for d in {0, 1}.
+- STCR, suboptimal trajectory complexity regularisation: the advantage of a wrong sample longer than the mean correct
+  one by delta tokens is multiplied by 1 + (1 - base^-delta).
+
+The policy term is a token mean, the KL (k3, unclamped) a mean of per-sample means, as in the code. Difference from
+the code: correctness is the reward term named by `correct`, not the truncated total reward. With the published base
+1.00001 STCR is almost inert (1000 tokens too long multiply by 1.00995); `apo/length_multiplier_mean` shows it.
+Defaults follow examples/scripts/train_grpo.sh: clip 0.2, KL 1e-3, std epsilon 1e-9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.rewards.loading import load_function
+from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe, make_objective
+
+__all__ = [
+    "DADS_SHAPES",
+    "ApoConfig",
+    "ApoRecipe",
+    "ApoSettings",
+    "difficulty",
+    "kl_weights",
+    "length_multipliers",
+]
+
+
+@dataclass
+class ApoSettings:
+    """Options of the two asymmetric parts."""
+
+    dads: str = "one_minus_exp"
+    """Shape of the KL weight of positives: one_minus_exp (active in the code), exp, off, or module:function of d."""
+    stcr_base: float = 1.00001
+    """Base of the length penalty of wrong samples; 1 switches it off; small models need about 1.01 to 1.05."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if self.stcr_base < 1:
+            raise ValueError(f"apo.stcr_base is {self.stcr_base}; must be at least 1")
+        if self.dads not in (*DADS_SHAPES, "off") and ":" not in self.dads:
+            raise ValueError(
+                f"apo.dads is '{self.dads}'; allowed: off, {', '.join(DADS_SHAPES)}, or module:function"
+            )
+
+
+def _apo_objective() -> ObjectiveConfig:
+    return ObjectiveConfig(
+        preset="grpo",
+        advantage_eps=1e-9,
+        aggregation="token_mean",
+        kl="k3",
+        kl_coef=1e-3,
+        kl_clamp=False,
+        kl_aggregation="sequence_mean",
+    )
+
+
+@dataclass
+class ApoConfig(VlmConfig):
+    """An APO run."""
+
+    apo: ApoSettings = field(default_factory=ApoSettings)
+    """DADS and STCR."""
+    objective: ObjectiveConfig = field(default_factory=_apo_objective)
+    """Base objective; APO needs group standardisation and a KL term in the loss."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.apo.validate()
+        objective = make_objective(self.objective)
+        if objective.advantage != "group_mean_std":
+            raise ValueError(f"APO needs objective.advantage=group_mean_std, not {objective.advantage}")
+        if self.apo.dads != "off" and (objective.kl_in_reward or not objective.needs_reference):
+            raise ValueError(
+                "apo.dads weights the KL term of the loss, but the objective has none; set objective.kl_coef > 0 and "
+                "kl_in_reward=false, or apo.dads=off"
+            )
+
+
+def difficulty(correct: Tensor, group: Tensor) -> Tensor:
+    """Share of wrong samples in each row's group.
+
+    Args:
+        correct: (B,) 1 for right, 0 for wrong.
+        group: (B,) group of each row.
+
+    Returns:
+        (B,) d in [0, 1].
+
+    Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
+    """
+    return 1.0 - _group_sum(correct, group) / _group_sum(torch.ones_like(correct), group)
+
+
+def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: float) -> Tensor:
+    """STCR: factor on the advantage of wrong samples that are longer than the mean correct one.
+
+    Args:
+        lengths: (B,) response tokens with the end token.
+        correct: (B,) 1 for right, 0 for wrong.
+        group: (B,) group of each row.
+        base: b of 1 - b^-delta.
+
+    Returns:
+        (B,) 1 + s, s in [0, 1); 1 in groups without a correct sample.
+
+    Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
+    """
+    lengths = lengths.to(torch.float32)
+    solved = _group_sum(correct, group)
+    mean_correct = _group_sum(lengths * correct, group) / (solved + 1e-9)
+    excess = ((lengths - mean_correct) * (1.0 - correct)).clamp(min=0.0)
+    extra = -torch.expm1(-excess * math.log(base))
+    return 1.0 + torch.where(solved > 0, extra, torch.zeros_like(extra))
+
+
+def kl_weights(advantage: Tensor, hardness: Tensor, shape: Callable[[Tensor], Tensor]) -> Tensor:
+    """DADS: weight of each sample's KL penalty.
+
+    Args:
+        advantage: (B,) sign decides positive or negative.
+        hardness: (B,) d from `difficulty`.
+        shape: weight of a positive sample as a function of d.
+
+    Returns:
+        (B,) weights; 1 for negatives and where d is 0 or 1.
+
+    Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
+    """
+    plain = (advantage <= 0) | (hardness <= 0) | (hardness >= 1)
+    return torch.where(plain, torch.ones_like(hardness), shape(hardness))
+
+
+class ApoRecipe(VlmRecipe):
+    """GRPO with difficulty-weighted KL for positives and a length penalty for negatives."""
+
+    config: ApoConfig
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Group advantages times the STCR factor, with the DADS weights beside them."""
+        rollouts = super().advantages(rollouts, accelerator)
+        term = self.config.correct or self.config.rewards[-1].name
+        correct = (rollouts.reward_terms[term] == 1.0).to(torch.float32)
+        factor = length_multipliers(rollouts.mask.sum(1), correct, rollouts.group, self.config.apo.stcr_base)
+        assert rollouts.advantage is not None
+        advantage = rollouts.advantage * factor[:, None]
+        hardness = difficulty(correct, rollouts.group)
+        extras = {**rollouts.extras, "apo_factor": factor, "apo_difficulty": hardness}
+        if self.config.apo.dads != "off":
+            extras["kl_weight"] = kl_weights(advantage[:, 0], hardness, self._shape())
+        return rollouts.replace(advantage=advantage, extras=extras)
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Means of the factors beside the usual metrics."""
+        metrics = super().step_metrics(rollouts) | {
+            "apo/length_multiplier_mean": float(rollouts.extras["apo_factor"].mean()),
+            "apo/difficulty_mean": float(rollouts.extras["apo_difficulty"].mean()),
+        }
+        if "kl_weight" in rollouts.extras:
+            metrics["apo/kl_weight_mean"] = float(rollouts.extras["kl_weight"].mean())
+        return metrics
+
+    def _shape(self) -> Callable[[Tensor], Tensor]:
+        name = self.config.apo.dads
+        return DADS_SHAPES[name] if name in DADS_SHAPES else load_function(name, what="apo.dads")
+
+
+def _group_sum(values: Tensor, group: Tensor) -> Tensor:
+    sums = values.new_zeros(int(group.max()) + 1).index_add_(0, group, values)
+    return sums[group]
+
+
+DADS_SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one_minus_exp": lambda d: 1.0 - torch.exp(-math.e * (1.0 - d)),
+    "exp": lambda d: torch.exp(-math.e * d),
+}

@@ -1,0 +1,154 @@
+"""From a task to a tokenised prompt: chat template, pixels, placeholder tokens and rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mmrl.vlm.compat import vision_info
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.task import TaskError, VlmTask
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["PROMPT_ERRORS", "PromptLayout", "PromptTooLong", "encode_prompt"]
+
+
+class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
+    """A prompt with more tokens than the model or the settings allow.
+
+    Args:
+        task_id: Id of the task.
+        tokens: Tokens of the prompt.
+        limit: Most tokens allowed.
+        source: Where the limit comes from.
+    """
+
+    def __init__(self, task_id: str, tokens: int, limit: int, source: str) -> None:
+        message = (
+            f"the prompt has {tokens} tokens, {source} is {limit}; "
+            "lower model.max_pixels, shorten the text or raise the limit"
+        )
+        super().__init__("prompt_too_long", task_id, message)
+        self.tokens = tokens
+        self.limit = limit
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """What the encoding of prompts needs to know of a model."""
+
+    patch_size: int
+    """Pixels on a side of one patch."""
+    max_tokens: int
+    """Longest prompt in tokens."""
+    limit_source: str
+    """Name of the setting that `max_tokens` comes from, for errors."""
+    rope_index: Callable[..., tuple[Tensor, Tensor]]
+    """The model's own function from token types and grids to rotary positions."""
+
+
+def encode_prompt(
+    task: VlmTask, processor: Any, layout: PromptLayout, images: Sequence[Image.Image] | None = None
+) -> Prompt:
+    """Turn a task into the tokens, pixels and positions that the model reads.
+
+    Args:
+        task: chat turns with places for images and videos.
+        processor: the model's processor.
+        layout: limits and positions of the model.
+        images: RGB images to use in place of the task's own, for example masked ones; None loads the task's.
+
+    Returns:
+        The prompt, up to and including the start of the assistant's turn.
+
+    Raises:
+        TaskError: an image is unreadable or cannot be processed, or places and images differ in number.
+        PromptTooLong: more tokens than the model or the settings allow.
+    """
+    loaded = task.load_images() if images is None else list(images)
+    text = processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
+    _check_places(task, text, processor, len(loaded))
+    frames = _load_videos(task, layout.patch_size)
+    inputs = _process(task, processor, text, loaded, frames)
+    ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
+    if len(ids) > layout.max_tokens:
+        raise PromptTooLong(task.id, len(ids), layout.max_tokens, layout.limit_source)
+    positions = _positions(inputs, layout)
+    return Prompt(
+        input_ids=ids,
+        mm_token_type_ids=types,
+        position_ids=positions,
+        next_position=int(positions.max()) + 1,
+        pixel_values=inputs.get("pixel_values"),
+        image_grid_thw=inputs.get("image_grid_thw"),
+        pixel_values_videos=inputs.get("pixel_values_videos"),
+        video_grid_thw=inputs.get("video_grid_thw"),
+        text=text,
+    )
+
+
+def _check_places(task: VlmTask, text: str, processor: Any, images: int) -> None:
+    """Count placeholders in the rendered text: a question may also hold a literal one."""
+    for token, count, what in (
+        (processor.image_token, images, "images"),
+        (processor.video_token, len(task.videos), "videos"),
+    ):
+        places = text.count(token)
+        if places != count:
+            message = f"the rendered prompt has {places} {token} for {count} {what}"
+            raise TaskError("placeholder_mismatch", task.id, message)
+
+
+def _load_videos(task: VlmTask, patch_size: int) -> list[Any]:
+    if not task.videos:
+        return []
+    paths = iter(task.videos)
+    contents = [message["content"] for message in task.messages if not isinstance(message["content"], str)]
+    items = [
+        item | {"video": next(paths)} for content in contents for item in content if item["type"] == "video"
+    ]
+    try:
+        return vision_info([{"role": "user", "content": items}], patch_size)[1] or []
+    except FileNotFoundError as error:
+        raise TaskError("missing_video", task.id, f"there is no file {error.filename}") from None
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise TaskError("unreadable_video", task.id, f"{type(error).__name__}: {error}") from error
+
+
+def _process(
+    task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]
+) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if frames:
+        options = {
+            "videos": [pixels for pixels, _ in frames],
+            "video_metadata": [metadata for _, metadata in frames],
+            "do_sample_frames": False,
+        }
+    try:
+        return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
+    except ValueError as error:  # for instance an aspect ratio above 200
+        raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
+
+
+def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:
+    positions, _ = layout.rope_index(
+        inputs["input_ids"],
+        inputs["mm_token_type_ids"],
+        image_grid_thw=inputs.get("image_grid_thw"),
+        video_grid_thw=inputs.get("video_grid_thw"),
+        second_per_grid_ts=inputs.get("second_per_grid_ts"),
+    )
+    return positions[:, 0].contiguous()
+
+
+PROMPT_ERRORS: dict[str, str] = {
+    "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",
+    "unusable_image": "An image has a shape that the image processor refuses.",
+    "unreadable_video": "A video cannot be decoded or has too few frames.",
+}

@@ -1,0 +1,284 @@
+"""Loading a vision-language policy: architecture, precision, LoRA, frozen parts, pixel budget."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+
+__all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "load_policy"]
+
+
+@dataclass
+class LoraSettings:
+    """Low-rank adapters in place of full fine-tuning."""
+
+    enabled: bool = False
+    """Train adapters and keep every weight of the model, the vision tower included, as it is."""
+
+    rank: int = 16
+    """Width of the adapters."""
+
+    alpha: int = 32
+    """The adapters' output is scaled by alpha / rank."""
+
+    dropout: float = 0.0
+    """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
+
+    targets: list[str] = field(
+        default_factory=lambda: [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ]
+    )
+    """Linear layers of the language model's decoder layers that get an adapter."""
+
+
+@dataclass
+class ModelConfig:
+    """Which model is trained and how it is held in memory."""
+
+    path: str = MISSING
+    """Model folder, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."""
+
+    dtype: str = "float32"
+    """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
+
+    attention: str = "sdpa"
+    """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
+
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Adapters in place of full fine-tuning."""
+
+    freeze_vision: bool = False
+    """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    min_pixels: int | None = None
+    """Smallest image area in pixels, smaller images are enlarged; empty: what the processor says."""
+
+    max_pixels: int | None = None
+    """Largest image area in pixels, larger images are reduced; empty: what the processor says."""
+
+    max_prompt_tokens: int | None = None
+    """Prompts with more tokens are skipped and counted; empty: what the model's positions allow."""
+
+    build: str | None = None
+    """Function `module:function` that makes the folder at `path` where there is none yet."""
+
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `build`, after the path."""
+
+
+def load_policy(config: ModelConfig, *, value_head: bool = False) -> Any:
+    """Load or build a model and wrap it as a policy.
+
+    Args:
+        config: which model and how.
+        value_head: add a critic; it starts at zero unless the folder holds one.
+
+    Returns:
+        A `VlmPolicy` on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: a setting is out of range, or the model is missing, damaged or of another architecture.
+    """
+    from mmrl.vlm.policy import VlmPolicy
+    from mmrl.vlm.processing import load_processor
+    from mmrl.vlm.storage import VALUE_HEAD_FILE, load_value_head
+
+    _check(config)
+    ensure_torchvision()
+    _build_if_missing(config)
+    base, adapter = _resolve(config.path)
+    network = _load_network(config, base)
+    processor = load_processor(str(adapter or base))
+    _set_pixels(processor, config)
+    model = _prepare(network, config, adapter)
+    head = _make_value_head(network) if value_head else None
+    policy = VlmPolicy(model, processor, config, head)
+    if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
+        load_value_head(policy, Path(config.path))
+    return policy.eval()
+
+
+def _check(config: ModelConfig) -> None:
+    for name, value, known in (
+        ("model.dtype", config.dtype, DTYPES),
+        ("model.attention", config.attention, ATTENTION),
+    ):
+        if value not in known:
+            raise UserError(f"{name} is {value!r}; there are: {', '.join(known)}")
+    for name, number in (
+        ("model.min_pixels", config.min_pixels),
+        ("model.max_pixels", config.max_pixels),
+        ("model.max_prompt_tokens", config.max_prompt_tokens),
+        ("model.lora.rank", config.lora.rank),
+    ):
+        if number is not None and number < 1:
+            raise UserError(f"{name} is {number}; it must be at least 1")
+    if config.min_pixels and config.max_pixels and config.min_pixels > config.max_pixels:
+        raise UserError(f"model.min_pixels={config.min_pixels} is above model.max_pixels={config.max_pixels}")
+    if not 0.0 <= config.lora.dropout < 1.0:
+        raise UserError(f"model.lora.dropout is {config.lora.dropout}; it must be in [0, 1)")
+    if config.lora.enabled and not config.lora.targets:
+        raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
+
+
+def _build_if_missing(config: ModelConfig) -> None:
+    if config.build is None or (Path(config.path) / "config.json").is_file():
+        return
+    from mmrl.rewards.loading import load_function
+
+    build = load_function(config.build, what="model.build")
+    try:
+        build(Path(config.path), **config.build_options)
+    except TypeError as error:
+        raise UserError(f"model.build_options do not fit {config.build}: {error}") from error
+
+
+def _resolve(path: str) -> tuple[str, Path | None]:
+    """Base model and adapter folder; a LoRA checkpoint names its base model."""
+    folder = Path(path).expanduser().absolute()  # adapters record it as the place of their base model
+    if (folder / "config.json").is_file():
+        return str(folder), None
+    adapter_file = folder / "adapter_config.json"
+    if adapter_file.is_file():
+        base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not base:
+            raise UserError(f"{adapter_file} names no base model")
+        return str(base), folder
+    if folder.is_dir():
+        raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
+    if folder.is_file() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise UserError(f"there is no model folder {path}; give a folder with config.json or a hub id (owner/name)")
+    return path, None
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+
+
+def _load_network(config: ModelConfig, base: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    try:
+        found = AutoConfig.from_pretrained(base)
+    except Exception as error:  # hub, network, JSON and unknown model types each raise their own kinds
+        raise UserError(
+            f"no model can be loaded from {base!r}: it is no local folder, and the hub says: {_first_line(error)}"
+            if not Path(base).is_dir()
+            else f"{base}/config.json cannot be read: {_first_line(error)}"
+        ) from error
+    if found.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"{base} is of architecture {found.model_type!r}; supported are: {', '.join(ARCHITECTURES)}"
+        )
+    try:
+        with quiet_transformers():
+            return AutoModelForImageTextToText.from_pretrained(
+                base,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attention,
+            )
+    except Exception as error:
+        raise UserError(f"the model in {base} cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _set_pixels(processor: Any, config: ModelConfig) -> None:
+    size = dict(processor.image_processor.size)
+    if config.min_pixels is not None:
+        size["shortest_edge"] = config.min_pixels
+    if config.max_pixels is not None:
+        size["longest_edge"] = config.max_pixels
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UserError(
+            f"the processor's pixel budget is {size['shortest_edge']} to {size['longest_edge']}; "
+            "set both model.min_pixels and model.max_pixels"
+        )
+    processor.image_processor.size = size
+
+
+def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
+    """Freeze what is not trained, add adapters and switch on checkpointing."""
+    model = network
+    if config.lora.enabled or adapter is not None:
+        model = _with_adapter(network, config, adapter)
+    if config.freeze_vision:
+        network.model.visual.requires_grad_(False)
+    if config.gradient_checkpointing:
+        _checkpoint_activations(network)
+    return model
+
+
+def _checkpoint_activations(network: Any) -> None:
+    # the reentrant form needs an input that requires grad, which frozen embeddings do not give
+    options = {"use_reentrant": False}
+    if hasattr(network, "activation_checkpointing_enable"):
+        network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _with_adapter(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
+    import peft
+
+    if adapter is not None:
+        loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=config.lora.enabled)
+        return loaded if config.lora.enabled else loaded.merge_and_unload()
+    settings = config.lora
+    names = "|".join(re.escape(name) for name in settings.targets)
+    found = {name.rpartition(".")[2] for name, _ in network.model.language_model.layers[0].named_modules()}
+    unknown = [name for name in settings.targets if name not in found]
+    if unknown:
+        known = ", ".join(name for name in LoraSettings().targets if name in found)
+        raise UserError(f"model.lora.targets names {unknown}; a decoder layer has: {known}")
+    lora = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=rf".*language_model\.layers\..*\.({names})",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renamed
+        return peft.get_peft_model(network, lora)
+
+
+def _make_value_head(network: Any) -> Any:
+    """A linear critic in float32 that starts at value 0, so the first advantages are plain returns."""
+    import torch
+
+    head = torch.nn.Linear(network.config.text_config.hidden_size, 1, dtype=torch.float32)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    return head
+
+
+DTYPES = ("float32", "bfloat16")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+
+ARCHITECTURES = {
+    "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",
+    "qwen3_vl": "Qwen3-VL (arXiv 2511.21631)",
+}

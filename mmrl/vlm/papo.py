@@ -1,0 +1,325 @@
+"""PAPO, Perception-Aware Policy Optimization (Wang et al., arXiv 2507.06448; public code MikeWangWZHL/PAPO).
+
+A GRPO (PAPO_G) or DAPO (PAPO_D) update plus a term that rewards token probabilities for depending on the image:
+
+    L = L_policy + beta KL_ref - gamma_t mean(w k3(logp, logp_masked)) + rho_t (eta_policy H + eta_masked H_masked)
+
+where logp_masked are the log-probs of the same responses when random patches of the images are black, H = -mean(logp)
+and rho_t = gamma_t / gamma. The masked image is drawn once a question and shared by its G samples; responses are
+sampled with the original images only.
+
+Differences from the paper, following the released code: the k3 estimator is exp(logp_masked - logp) - ... (the paper's
+ratio is the inverse; `orientation: paper`); the entropy terms lower the entropy (the paper's sign would raise it); the
+masked log-probs are constants of the update (`recompute_masked: true` sends gradient through them). Difference from
+the code: means are taken over the whole optimiser step, not per micro-batch. Questions without image count in the
+denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3, dual clip 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.core.aggregation import Denominators, aggregate
+from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import LossOutput, TokenScores
+from mmrl.core.regularizers import kl
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.reference import Reference
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe
+from mmrl.vlm.task import VlmTask
+
+__all__ = ["PapoConfig", "PapoRecipe", "PapoSettings", "blacken_patches", "gamma_at", "perception_terms"]
+
+MASKED = "masked"
+
+
+@dataclass
+class PapoSettings:
+    """Options of the perception term."""
+
+    gamma: float = 0.02
+    """Weight of the perception KL."""
+    schedule: str = "fixed"
+    """fixed, or annealing: linear from `gamma` to `gamma_end` over `annealing_ratio` of the steps."""
+    gamma_end: float = 0.0
+    """Weight at the end of annealing."""
+    annealing_ratio: float = 0.5
+    """Share of the run's steps that annealing takes."""
+    mask_ratio: float = 0.6
+    """Probability that a patch is black."""
+    patch_size: int = 14
+    """Side of a patch in pixels of the original image."""
+    orientation: str = "code"
+    """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
+    entropy_policy: float = 0.0
+    """Weight eta of the entropy of the policy (double entropy); lowers it."""
+    entropy_masked: float = 0.0
+    """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
+    entropy: str = "sampled"
+    """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""
+    recompute_masked: bool = False
+    """Run the masked pass with gradient at every update instead of once before it."""
+    apply: str = "all"
+    """Samples that get the term: all, or correct_only."""
+    term_clip: float | None = None
+    """Upper bound of the per-token term; the public code's experiment uses 0.2."""
+    token_share: float = 1.0
+    """Keep, in each sample, this share of tokens with the largest term; the public code's experiment uses 0.2."""
+    sft_coef: float = 0.0
+    """Weight of the negative log-likelihood of correct samples; the public code's experiment uses 1e-3."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        choices = {
+            "schedule": ("fixed", "annealing"),
+            "orientation": ("code", "paper"),
+            "entropy": ("sampled", "full"),
+            "apply": ("all", "correct_only"),
+        }
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"papo.{key} is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
+        if not 0 <= self.mask_ratio <= 1:
+            raise ValueError(f"papo.mask_ratio is {self.mask_ratio}; must be in [0, 1]")
+        if not 0 < self.token_share <= 1:
+            raise ValueError(f"papo.token_share is {self.token_share}; must be in (0, 1]")
+        if not 0 < self.annealing_ratio <= 1:
+            raise ValueError(f"papo.annealing_ratio is {self.annealing_ratio}; must be in (0, 1]")
+        if self.patch_size < 1:
+            raise ValueError(f"papo.patch_size is {self.patch_size}; must be at least 1")
+
+
+def _papo_objective() -> ObjectiveConfig:
+    return ObjectiveConfig(
+        preset="grpo",
+        clip_high=0.3,
+        dual_clip=3.0,
+        kl="k3",
+        kl_coef=0.01,
+        kl_clamp=True,
+        aggregation="token_mean",
+    )
+
+
+@dataclass
+class PapoConfig(VlmConfig):
+    """A PAPO run; PAPO_D is `objective: {preset: dapo, ...}`."""
+
+    papo: PapoSettings = field(default_factory=PapoSettings)
+    """The perception term."""
+    objective: ObjectiveConfig = field(default_factory=_papo_objective)
+    """Base objective; the default is that of the public scripts, clip 0.2/0.3, dual clip 3, k3 0.01, token mean."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.papo.validate()
+
+
+def blacken_patches(
+    image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator
+) -> Image.Image:
+    """Set each patch of a grid to black with a probability.
+
+    Args:
+        image: RGB image; the grid starts at its top left, patches at the right and bottom edge may be smaller.
+        patch_size: side in pixels of the image as given, before any resize.
+        ratio: probability of each patch, so the masked share varies around it.
+        rng: source of randomness.
+
+    Returns:
+        A copy.
+
+    Source: PAPO, section 3; MikeWangWZHL/PAPO verl/trainer/papo_utils.py.
+    """
+    pixels = np.array(image.convert("RGB"))
+    rows, columns = (-(-side // patch_size) for side in pixels.shape[:2])
+    black = rng.random((rows, columns)) < ratio
+    mask = np.kron(black, np.ones((patch_size, patch_size), dtype=bool))[: pixels.shape[0], : pixels.shape[1]]
+    pixels[mask] = 0
+    return Image.fromarray(pixels)
+
+
+def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
+    """Weight of the perception term at a training step.
+
+    Args:
+        settings: schedule and its ends.
+        step: steps done before this one, from 0.
+        total_steps: steps of the run.
+
+    Returns:
+        gamma_t.
+
+    Source: MikeWangWZHL/PAPO, annealing of kl_prcp_coef.
+    """
+    if settings.schedule == "fixed":
+        return settings.gamma
+    horizon = max(1, int(total_steps * settings.annealing_ratio))
+    return settings.gamma + (settings.gamma_end - settings.gamma) * min(step / horizon, 1.0)
+
+
+def perception_terms(
+    logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Tensor, settings: PapoSettings
+) -> Tensor:
+    """Per-token divergence between looking at the image and at its masked copy, to be maximised.
+
+    Args:
+        logp: (B, T) log-probs with the original image.
+        logp_masked: (B, T) log-probs of the same tokens with the masked image.
+        mask: (B, T) trained tokens.
+        weight: (B,) weight of each sample; 0 without image.
+        settings: orientation, clip and token share.
+
+    Returns:
+        (B, T) weighted terms; their mean times gamma is subtracted from the loss.
+
+    Gradient: flows through `logp`, and through `logp_masked` where that carries one.
+
+    Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
+    """
+    terms = kl(logp, logp_masked) if settings.orientation == "code" else kl(logp_masked, logp)
+    if settings.term_clip is not None:
+        terms = terms.clamp(0.0, settings.term_clip)
+    if settings.token_share < 1.0:
+        terms = terms * _largest_share(terms.detach(), mask, settings.token_share)
+    return terms * weight[:, None]
+
+
+def _largest_share(terms: Tensor, mask: Tensor, share: float) -> Tensor:
+    visible = torch.where(mask > 0, terms, torch.full_like(terms, float("nan")))
+    threshold = torch.nanquantile(visible, 1.0 - share, dim=1, keepdim=True)
+    return (terms >= threshold).to(terms.dtype)
+
+
+class PapoRecipe(VlmRecipe):
+    """GRPO or DAPO with the implicit perception term."""
+
+    config: PapoConfig
+
+    def __init__(self, config: PapoConfig) -> None:
+        super().__init__(config)
+        self._step = 0
+
+    @property
+    def gamma(self) -> float:
+        """Weight of the perception term at the current step."""
+        return gamma_at(self.config.papo, self._step, self.config.trainer.steps)
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+        """Sample with the original images, then make one masked copy of each question's images."""
+        rollouts = super().rollout(policy, tasks, generator)
+        payload: Any = rollouts.payload
+        seed = int(torch.randint(2**62, (), generator=generator))
+        views = [
+            self._masked_prompt(task, prompt, np.random.default_rng([seed, index]))
+            for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
+        ]
+        has_image = torch.tensor(
+            [float(bool(task.images)) for task in payload.tasks], device=rollouts.mask.device
+        )
+        return rollouts.replace(
+            payload=dataclasses.replace(payload, views={**payload.views, MASKED: views}),
+            extras={**rollouts.extras, "papo_weight": has_image[rollouts.group]},
+        )
+
+    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Add the masked pass of the policy before the update, unless it is recomputed with gradient."""
+        rollouts = super().annotate(policy, reference, rollouts)
+        extras = dict(rollouts.extras)
+        if self.config.papo.apply == "correct_only":
+            term = self.config.correct or self.config.rewards[-1].name
+            extras["papo_weight"] = extras["papo_weight"] * (rollouts.reward_terms[term] == 1.0)
+        if not self.config.papo.recompute_masked:
+            scores = self.scores_in_chunks(policy, rollouts, self._masked_scores_wanted, MASKED)
+            extras["logp_masked"] = scores.logp
+            if scores.entropy is not None:
+                extras["entropy_masked"] = scores.entropy
+        return rollouts.replace(extras=extras)
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """The objective's loss, minus gamma times the perception KL, plus the double entropy."""
+        settings = self.config.papo
+        wanted = self.wanted_scores | ({"entropy"} if self._full_entropy else frozenset())
+        scores = self.scores(policy, minibatch, wanted)
+        base = self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
+        masked = self._masked_scores(policy, minibatch)
+        mask = minibatch.loss_mask
+        terms = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
+        parts = {
+            "loss/perception": -self.gamma * aggregate(terms, mask, self.objective.aggregation, denominators)
+        }
+        rho = self.gamma / settings.gamma if settings.gamma else 1.0
+        for name, coef, source in (
+            ("loss/entropy_policy", settings.entropy_policy, scores),
+            ("loss/entropy_masked", settings.entropy_masked, masked),
+        ):
+            if coef:
+                parts[name] = rho * coef * aggregate(self._entropy(source), mask, "token_mean", denominators)
+        if settings.sft_coef:
+            parts["loss/sft"] = settings.sft_coef * self._correct_nll(scores.logp, minibatch, denominators)
+        total = base.loss + torch.stack(list(parts.values())).sum()
+        metrics = base.metrics | {name: Metric.summed(value.detach()) for name, value in parts.items()}
+        metrics["loss/total"] = Metric.summed(total.detach())
+        metrics["papo/kl_masked"] = mean_metric(kl(scores.logp.detach(), masked.logp.detach()), mask)
+        return LossOutput(total, metrics)
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """The weight of the term beside the usual metrics."""
+        used = gamma_at(self.config.papo, self._step - 1, self.config.trainer.steps)
+        return super().step_metrics(rollouts) | {"papo/gamma": used}
+
+    def advance(self, step: int) -> None:
+        """Move along the annealing schedule."""
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds the position in the schedule."""
+        return super().state_dict() | {"papo_step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self._step = int(state["papo_step"])
+
+    @property
+    def _full_entropy(self) -> bool:
+        return self.config.papo.entropy == "full" and bool(
+            self.config.papo.entropy_policy or self.config.papo.entropy_masked
+        )
+
+    @property
+    def _masked_scores_wanted(self) -> frozenset[str]:
+        return frozenset({"logp", "entropy"} if self._full_entropy else {"logp"})
+
+    def _masked_prompt(self, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
+        if not task.images:
+            return prompt
+        settings = self.config.papo
+        images = [
+            blacken_patches(image, settings.patch_size, settings.mask_ratio, rng)
+            for image in task.load_images()
+        ]
+        return self.policy.encode(task, images)
+
+    def _masked_scores(self, policy: nn.Module, minibatch: Rollouts) -> TokenScores:
+        if self.config.papo.recompute_masked:
+            return self.scores(policy, minibatch, self._masked_scores_wanted, MASKED)
+        return TokenScores(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
+
+    def _entropy(self, scores: TokenScores) -> Tensor:
+        return -scores.logp if scores.entropy is None or not self._full_entropy else scores.entropy
+
+    def _correct_nll(self, logp: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
+        term = self.config.correct or self.config.rewards[-1].name
+        correct = (minibatch.reward_terms[term] == 1.0).to(logp.dtype)
+        return aggregate(-logp * correct[:, None], minibatch.loss_mask, "token_mean", denominators)

@@ -1,0 +1,283 @@
+"""The policy: a vision-language model that scores rollouts, with the prompt's images seen once per group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.logprobs import linear_logprobs
+from mmrl.core.objective import TokenScores
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.vlm.chat import PromptLayout, encode_prompt
+from mmrl.vlm.packing import PackedRows, pack_rows, tabulate
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.storage import load_policy_weights, save_policy
+from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from mmrl.vlm.models import ModelConfig
+    from mmrl.vlm.task import VlmTask
+
+__all__ = ["VlmPolicy"]
+
+SCORES = frozenset({"logp", "entropy", "values"})
+BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+class VlmPolicy(nn.Module):
+    """A causal language model with a vision tower, as an actor and optionally a critic.
+
+    Args:
+        model: Qwen2.5-VL or Qwen3-VL with its language model head, or that model inside a peft model.
+        processor: turns text and images into model inputs.
+        config: the settings that it was loaded with.
+        value_head: maps the state before a token to its value; None without a critic.
+    """
+
+    def __init__(
+        self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Linear | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.processor = processor
+        self.config = config
+        self.value_head = value_head
+        tokenizer = processor.tokenizer
+        self.eos_ids = _eos_ids(self.network, tokenizer)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
+        self.banned_ids = _banned_ids(self.network, tokenizer)
+        self.features = FeatureCache()
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, out of its peft wrapper."""
+        model: Any = self.model
+        return model.base_model.model if self.has_adapter else model
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model carries LoRA adapters."""
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the language model's head."""
+        return self.network.lm_head.weight.device
+
+    @property
+    def layout(self) -> PromptLayout:
+        """What the encoding of prompts needs to know of this model."""
+        network = self.network
+        longest = int(network.config.text_config.max_position_embeddings) - 1
+        limit = self.config.max_prompt_tokens
+        own = limit is not None and limit <= longest
+        return PromptLayout(
+            patch_size=int(network.config.vision_config.patch_size),
+            max_tokens=limit if own and limit is not None else longest,
+            limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
+            rope_index=network.model.get_rope_index,
+        )
+
+    def encode(self, task: VlmTask, images: Sequence[Image.Image] | None = None) -> Prompt:
+        """Turn a task into a prompt.
+
+        Args:
+            task: chat turns with places for images.
+            images: RGB images to use in place of the task's own; None loads the task's.
+
+        Returns:
+            The prompt; the same task with other images of the same sizes has the same tokens.
+
+        Raises:
+            TaskError: the task cannot be used.
+        """
+        return encode_prompt(task, self.processor, self.layout, images)
+
+    def forward(
+        self,
+        rollouts: Rollouts,
+        *,
+        view: str = "original",
+        temperature: float = 1.0,
+        want: frozenset[str] = frozenset({"logp"}),
+    ) -> TokenScores:
+        """Score the sampled tokens of every row.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`; only tokens under the mask are scored.
+            view: form of the prompts, "original" or a key of the payload's views.
+            temperature: the one that the tokens were sampled with; logits are divided by it.
+            want: of "logp", "entropy" (full, in nats) and "values".
+
+        Returns:
+            Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
+
+        Raises:
+            ValueError: unknown score or view, or values without a value head.
+
+        Gradient: flows into all trainable weights; each distinct prompt passes the vision tower once.
+        """
+        self._check_wanted(want)
+        payload = rollouts.payload
+        prompts = payload.prompts_of(view)
+        device = self.device
+        mask = rollouts.mask.to(device)
+        group = rollouts.group.to(device)
+        responses = payload.response_ids[:, : mask.shape[1]].to(device)
+        table = tabulate(prompts, self.pad_id, device)
+        columns = torch.arange(1, mask.shape[1] + 1, device=device)
+        lengths = (mask * columns).amax(1).long()
+        # the last token of a response is predicted but predicts nothing
+        rows = pack_rows(table, group, responses, (lengths - 1).clamp(min=0), self.pad_id)
+        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        row, step = torch.nonzero(mask, as_tuple=True)
+        states = hidden[row, table.lengths[group][row] - 1 + step]
+        return self._score(states, responses[row, step], (row, step), mask.shape, temperature, want)
+
+    def run(self, rows: PackedRows, features: VisionFeatures | None) -> Tensor:
+        """Last hidden states of packed rows.
+
+        Args:
+            rows: B rows of L tokens, right-padded.
+            features: features of the prompts, numbered as in the rows; None without images.
+
+        Returns:
+            (B, L, H).
+        """
+        embeddings, extra = self.embed(rows, features)
+        language_model = self.network.model.language_model
+        output = language_model(
+            inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra
+        )
+        return output.last_hidden_state
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities of the next token, with the same banned tokens and temperature as in scoring.
+
+        Args:
+            states: (b, H) last hidden states.
+            temperature: logits are divided by it.
+
+        Returns:
+            (b, V) float32.
+        """
+        logits = nn.functional.linear(states, self.network.lm_head.weight).float() / temperature
+        return logits.index_fill(1, self.banned_ids.to(logits.device), float("-inf")).log_softmax(-1)
+
+    def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
+        """Token embeddings with the image features in their places.
+
+        Args:
+            rows: B rows of L tokens.
+            features: features of the prompts; None without images.
+
+        Returns:
+            (B, L, H) and the further arguments that the language model takes with them.
+        """
+        embeddings = self.network.get_input_embeddings()(rows.ids)
+        if features is None:
+            return embeddings, {}
+        chosen = features.select(rows.features)
+        flat = torch.nonzero(rows.visual.flatten()).flatten()
+        tokens = chosen.tokens.to(embeddings.dtype)
+        embeddings = embeddings.flatten(0, 1).index_copy(0, flat, tokens).view_as(embeddings)
+        if not chosen.deepstack:
+            return embeddings, {}
+        return embeddings, {
+            "visual_pos_masks": rows.visual,
+            "deepstack_visual_embeds": list(chosen.deepstack),
+        }
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the model without its LoRA adapters, as the reference of a KL term.
+
+        Raises:
+            UserError: the model has no adapter.
+        """
+        if not self.has_adapter:
+            raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+        model: Any = self.model
+        with model.disable_adapter():
+            yield
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write model, processor and value head to a folder.
+
+        Args:
+            path: folder; without LoRA an ordinary model folder, with LoRA the adapter beside the processor.
+        """
+        save_policy(self, Path(path))
+
+    def load_weights(self, path: Path | str) -> None:
+        """Read the very bits that `save_pretrained` wrote into the present parameters.
+
+        Args:
+            path: folder written by `save_pretrained` of a policy of the same shape.
+
+        Raises:
+            UserError: the folder is not one, is damaged or belongs to another model.
+        """
+        load_policy_weights(self, Path(path))
+
+    def _check_wanted(self, want: frozenset[str]) -> None:
+        if not want <= SCORES:
+            raise ValueError(f"want={sorted(want)}; a policy scores: {', '.join(sorted(SCORES))}.")
+        if "values" in want and self.value_head is None:
+            raise ValueError("values are wanted but the policy has no value head; load it with value_head=True.")
+
+    def _score(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        places: tuple[Tensor, Tensor],
+        shape: torch.Size,
+        temperature: float,
+        want: frozenset[str],
+    ) -> TokenScores:
+        """Scores of M states, put back to where they came from."""
+
+        def spread(flat: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(places, flat)
+
+        result = linear_logprobs(
+            states,
+            self.network.lm_head.weight,
+            targets,
+            temperature=temperature,
+            banned=self.banned_ids.to(states.device),
+            entropy="entropy" in want,
+        )
+        values = None
+        if "values" in want and self.value_head is not None:
+            values = spread(self.value_head(states.float()).squeeze(-1))
+        entropy = spread(result.entropy) if result.entropy is not None else None
+        return TokenScores(logp=spread(result.logp), entropy=entropy, values=values)
+
+
+def _eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response: those of the generation config, then the tokenizer's."""
+    found = getattr(network.generation_config, "eos_token_id", None)
+    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError("neither generation_config.json nor the tokenizer names an end-of-turn token")
+    return tuple(dict.fromkeys(ids))
+
+
+def _banned_ids(network: Any, tokenizer: Any) -> Tensor:
+    """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
+    vocabulary = tokenizer.get_vocab()
+    ids = {vocabulary[token] for token in BANNED_TOKENS if token in vocabulary}
+    ids |= {network.config.image_token_id, network.config.video_token_id}
+    ids |= set(range(len(tokenizer), network.config.text_config.vocab_size))
+    return torch.tensor(sorted(ids), dtype=torch.int64)

@@ -1,0 +1,124 @@
+"""The model's processor, or an image-only one where torchvision is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.errors import UserError
+from mmrl.vlm.compat import ensure_torchvision
+
+__all__ = ["ImageOnlyProcessor", "load_processor"]
+
+
+class ImageOnlyProcessor:
+    """Tokenizer and Pillow image processor behind the calls that this suite makes of a Qwen-VL processor.
+
+    transformers cannot build the official processors without torchvision, not even for images, because their
+    video part needs it.
+
+    Args:
+        image_processor: Qwen2VLImageProcessorPil.
+        tokenizer: tokenizer with the chat template and the placeholder tokens.
+
+    Source: huggingface/transformers models/qwen2_5_vl/processing_qwen2_5_vl.py (what the placeholders expand to).
+    """
+
+    image_token = "<|image_pad|>"
+    video_token = "<|video_pad|>"
+    video_processor = None
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja template of the chat markup."""
+        return self.tokenizer.chat_template
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *, tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> Any:
+        """Render chat turns with the tokenizer's template."""
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
+        )
+
+    def __call__(
+        self, *, text: Sequence[str], images: Sequence[Any] | None = None, return_tensors: str = "pt"
+    ) -> dict[str, torch.Tensor]:
+        """Tokenise one rendered prompt and process its images.
+
+        Args:
+            text: the prompt, in a list of one.
+            images: PIL images, one for each placeholder.
+            return_tensors: only "pt".
+
+        Returns:
+            input_ids, mm_token_type_ids and, with images, pixel_values and image_grid_thw.
+        """
+        prompt = text[0]
+        output: dict[str, torch.Tensor] = {}
+        if images:
+            processed = self.image_processor(images=list(images), return_tensors=return_tensors)
+            output = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
+            prompt = self._expand(prompt, output["image_grid_thw"])
+        ids = self.tokenizer([prompt], return_tensors=return_tensors)["input_ids"]
+        image_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        return {"input_ids": ids, "mm_token_type_ids": (ids == image_id).long(), **output}
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write tokenizer and image processor; `load_processor` reads them with or without torchvision."""
+        self.tokenizer.save_pretrained(path)
+        self.image_processor.save_pretrained(path)
+
+    def _expand(self, prompt: str, grids: torch.Tensor) -> str:
+        merge = self.image_processor.merge_size**2
+        counts = (grids.prod(-1) // merge).tolist()
+        pieces = prompt.split(self.image_token)
+        expanded = [pieces[0]]
+        for count, piece in zip(counts, pieces[1:], strict=True):
+            expanded += [self.image_token * count, piece]
+        return "".join(expanded)
+
+
+def load_processor(path: str) -> Any:
+    """Load the processor of a model.
+
+    Args:
+        path: model folder or hub id.
+
+    Returns:
+        The official processor, or an `ImageOnlyProcessor` where torchvision is missing.
+
+    Raises:
+        UserError: the processor's files are missing or damaged.
+    """
+    try:
+        processor = _load_image_only(path) if ensure_torchvision() == "absent" else _load_official(path)
+    except UserError:
+        raise
+    except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds
+        raise UserError(f"the processor of {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if processor.tokenizer.chat_template is None and processor.chat_template is None:
+        raise UserError(f"{path} has no chat template; add chat_template.jinja to the folder")
+    processor.tokenizer.padding_side = "left"
+    return processor
+
+
+def _load_official(path: str) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(path)
+
+
+def _load_image_only(path: str) -> Any:
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+    return ImageOnlyProcessor(
+        Qwen2VLImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    )

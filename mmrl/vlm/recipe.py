@@ -1,0 +1,325 @@
+"""Group-based RL of a vision-language model with any objective of the catalogue.
+
+Stages: sample G responses a question with the prompt prefilled once, score them with verifiable rewards, estimate
+advantages inside each group, update with the objective's surrogate. PAPO and APO override the stages that they change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from mmrl.core.advantages import AdvantageOptions
+from mmrl.core.catalogue import get
+from mmrl.core.objective import Objective, TokenScores
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.rewards.combine import RewardConfig, RewardSum
+from mmrl.training.recipe import Evaluation, Recipe
+from mmrl.training.samples import SampleRecord
+from mmrl.training.settings import RunConfig
+from mmrl.vlm.data import DataConfig, load_tasks
+from mmrl.vlm.evaluation import evaluate_split
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.sampler import SamplerConfig, sample
+from mmrl.vlm.task import TaskError, VlmTask
+
+__all__ = ["ObjectiveConfig", "VlmConfig", "VlmRecipe", "make_objective"]
+
+LOGGER = logging.getLogger("mmrl")
+
+ConfigT = TypeVar("ConfigT", bound="VlmConfig")
+
+
+@dataclass
+class ObjectiveConfig:
+    """A row of the catalogue and what differs from it; an empty field keeps the row's value."""
+
+    preset: str = "grpo"
+    """Name in `mmrl list objectives`."""
+    advantage: str | None = None
+    """Advantage estimator."""
+    advantage_eps: float | None = None
+    """Constant added to the standard deviation."""
+    advantage_ddof: int | None = None
+    """1 divides by G-1, 0 by G."""
+    gamma: float | None = None
+    """Discount between decisions."""
+    lam: float | None = None
+    """Lambda of GAE."""
+    ratio: str | None = None
+    """Level of the importance ratio."""
+    surrogate: str | None = None
+    """Clipping rule."""
+    clip_low: float | None = None
+    """Lower clip: ratios below 1 - clip_low."""
+    clip_high: float | None = None
+    """Upper clip: ratios above 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound c of dual clip for negative advantages; 0 switches it off."""
+    kl: str | None = None
+    """KL estimator to the reference: k1, k2, k3."""
+    kl_coef: float | None = None
+    """Weight of the KL term."""
+    kl_in_reward: bool | None = None
+    """Subtract the KL from the reward instead of adding it to the loss."""
+    kl_aggregation: str | None = None
+    """Aggregation of the KL term where it differs from that of the policy term."""
+    kl_clamp: bool | None = None
+    """Bound the k3 estimator as EasyR1 does."""
+    entropy: str | None = None
+    """Entropy term: sampled or full."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus."""
+    aggregation: str | None = None
+    """token_mean, sequence_mean or fixed_length."""
+    fixed_length: int | None = None
+    """Length L of fixed_length."""
+    value_coef: float | None = None
+    """Weight of the value loss (objectives with a critic)."""
+
+
+@dataclass
+class VlmConfig(RunConfig):
+    """A reinforcement-learning run of a vision-language model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model, adapter, precision."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Training questions."""
+    eval_data: dict[str, DataConfig] = field(default_factory=dict)
+    """Held-out splits by name; the first one is the headline."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Sampling of training rollouts; its temperature is also that of scoring."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms and their weights."""
+    correct: str = ""
+    """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimised."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
+        names = [reward.name for reward in self.rewards]
+        if self.correct and self.correct not in names:
+            raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
+        objective = make_objective(self.objective)
+        estimators = ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
+        if self.trainer.samples_per_task == 1 and objective.advantage in estimators:
+            raise ValueError(
+                f"trainer.samples_per_task is 1 but '{objective.advantage}' compares the samples of a group; use at "
+                "least 2, or an objective with advantage=batch_global or a critic"
+            )
+
+
+def make_objective(config: ObjectiveConfig, max_new_tokens: int | None = None) -> Objective:
+    """Combine a catalogue row with the fields that a configuration sets.
+
+    Args:
+        config: preset and overrides.
+        max_new_tokens: longest response, the length L of fixed_length aggregation unless the configuration sets it.
+
+    Returns:
+        The validated objective.
+
+    Raises:
+        ValueError: unknown preset or option, or options that contradict each other.
+    """
+    objective = get(config.preset)
+    changes = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+    changes.pop("preset")
+    names = {"advantage_eps": "eps", "advantage_ddof": "ddof", "gamma": "gamma", "lam": "lam"}
+    options = {names[key]: changes.pop(key) for key in list(changes) if key in names}
+    if options:
+        base: AdvantageOptions = objective.advantage_options
+        changes["advantage_options"] = dataclasses.replace(base, **options)
+    if changes.get("dual_clip") == 0:
+        changes["dual_clip"] = None
+    if changes.get("kl_coef") == 0:
+        changes |= {"kl": None, "kl_in_reward": False}
+    if objective.fixed_length and max_new_tokens:
+        changes.setdefault("fixed_length", max_new_tokens)
+    objective = dataclasses.replace(objective, **changes)
+    objective.validate()
+    return objective
+
+
+class VlmRecipe(Recipe):
+    """Samples, scores and evaluates with a vision-language model; the loss is the objective's.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model, data or rewards cannot be used.
+    """
+
+    config: VlmConfig
+
+    def __init__(self, config: VlmConfig) -> None:
+        self.config = config
+        self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
+        loaded = load_tasks(config.data)
+        self.train_tasks = loaded.tasks
+        self.eval_tasks = load_splits(config)
+        self.skipped: Counter[str] = Counter(loaded.skipped)
+        self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
+        self.rewards = RewardSum(config.rewards)
+        self._errors: Counter[str] = Counter()
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+        """Sample G responses to each question; questions that cannot be shown to the model are counted and left out."""
+        usable, prompts = self.encode(tasks)
+        size = self.config.trainer.samples_per_task
+        samples = sample(self.policy, prompts, size, self.config.sampler, generator)
+        payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
+        return Rollouts(
+            group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
+            mask=samples.mask,
+            logp_old=samples.logp,
+            reward=torch.full((len(samples.texts),), float("nan"), device=samples.mask.device),
+            payload=payload,
+        )
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Weighted sum of the reward functions; a row with a failed term keeps NaN and teaches nothing."""
+        payload: Any = rollouts.payload
+        tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
+        prompts = [payload.prompts[group].text for group in rollouts.group.tolist()]
+        lengths = rollouts.mask.sum(1).int().tolist()
+        result = self.rewards.score(prompts, payload.texts, columns_of(tasks, lengths))
+        self._note_errors(result)
+        device = rollouts.mask.device
+        total = torch.tensor(result.total, dtype=torch.float32, device=device)
+        if bool(torch.isnan(total).all()):
+            raise RunError(f"every reward of this step failed: {dict(result.examples)}")
+        terms = {
+            name: torch.tensor(values, dtype=torch.float32, device=device)
+            for name, values in result.terms.items()
+        }
+        return rollouts.replace(reward=total, reward_terms=terms)
+
+    def scores(
+        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+    ) -> TokenScores:
+        """Teacher-forced scores at the sampling temperature."""
+        return policy(rollouts, view=view, temperature=self.config.sampler.temperature, want=want)  # type: ignore[no-any-return]
+
+    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+        """Greedy and sampled accuracy on held-out questions."""
+        return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as text, images, rewards and advantages."""
+        payload: Any = rollouts.payload
+        advantage = rollouts.advantage
+        found = []
+        for row in range(min(limit, rollouts.num_rows)):
+            task = payload.tasks[int(rollouts.group[row])]
+            length = max(float(rollouts.mask[row].sum()), 1.0)
+            found.append(
+                SampleRecord(
+                    id=task.id,
+                    prompt=payload.prompts[int(rollouts.group[row])].text,
+                    response=payload.texts[row],
+                    answer=str(task.columns.get("answer", "")),
+                    images=task.load_images(),
+                    reward=float(rollouts.reward[row]),
+                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+                    advantage=None if advantage is None else float(advantage[row].sum()) / length,
+                    finish=payload.finish[row],
+                )
+            )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Share of finished responses, skipped questions and reward errors so far."""
+        payload: Any = rollouts.payload
+        finished = sum(finish != "length" for finish in payload.finish) / max(len(payload.finish), 1)
+        return {
+            "response/finished_fraction": finished,
+            "data/skipped": float(sum(self.skipped.values())),
+        } | {f"reward/errors/{name}": float(count) for name, count in self._errors.items()}
+
+    def encode(self, tasks: Sequence[VlmTask]) -> tuple[list[VlmTask], list[Prompt]]:
+        """Tokenise questions with their images.
+
+        Args:
+            tasks: questions.
+
+        Returns:
+            Those that could be encoded, and their prompts.
+
+        Raises:
+            RunError: none of them could be.
+        """
+        usable, prompts = [], []
+        last: TaskError | None = None
+        for task in tasks:
+            try:
+                prompts.append(self.policy.encode(task))
+                usable.append(task)
+            except TaskError as error:
+                last = error
+                if not self.skipped[error.kind]:
+                    LOGGER.warning("question skipped (%s): %s", error.kind, error)
+                self.skipped[error.kind] += 1
+        if not prompts:
+            raise RunError(f"none of {len(tasks)} questions could be used; the last one: {last}")
+        return usable, prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts of skipped questions and failed rewards."""
+        return {"skipped": dict(self.skipped), "errors": dict(self._errors)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.skipped = Counter(state["skipped"])
+        self._errors = Counter(state["errors"])
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.rewards.close()
+
+    def _note_errors(self, result: Any) -> None:
+        for name, count in result.errors.items():
+            if not self._errors[name]:
+                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
+            self._errors[name] += count
+
+
+def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
+    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks`."""
+    limit = config.evaluation.max_tasks or None
+    try:
+        return {name: load_tasks(data).tasks[:limit] for name, data in config.eval_data.items()}
+    except UserError as error:
+        raise UserError(f"eval_data: {error}") from error
+
+
+def columns_of(tasks: Sequence[VlmTask], lengths: Sequence[int]) -> dict[str, list[Any]]:
+    """Columns of the rows as lists, one entry a row, for reward functions.
+
+    Args:
+        tasks: the task of each row.
+        lengths: response tokens of each row, given as `completion_lengths`.
+
+    Returns:
+        Every column that any task has; None where a task lacks it.
+    """
+    names = sorted({name for task in tasks for name in task.columns})
+    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
+    return columns | {"completion_lengths": list(lengths)}

@@ -1,0 +1,149 @@
+"""Supervised warm start: maximum likelihood of given completions through the same loop as reinforcement learning.
+
+A completion is a rollout that nobody sampled: advantage 1 with the plain policy-gradient surrogate is exactly the
+negative log-likelihood, so batches, checkpoints, guards and reports are those of every other recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import LossOutput, Objective
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.rewards.combine import RewardConfig, RewardSum
+from mmrl.training.reference import Reference
+from mmrl.training.settings import RunConfig
+from mmrl.vlm.data import DataConfig, load_tasks
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.payload import VlmPayload
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.recipe import VlmRecipe, load_splits
+from mmrl.vlm.sampler import SamplerConfig
+from mmrl.vlm.task import VlmTask
+
+__all__ = ["SftConfig", "SftRecipe"]
+
+OBJECTIVE = Objective(
+    name="sft",
+    citation="maximum likelihood",
+    surrogate="policy_gradient",
+    aggregation="token_mean",
+)
+
+
+@dataclass
+class SftConfig(RunConfig):
+    """A supervised run on a column of completions."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model, adapter, precision."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Training questions with completions."""
+    target_key: str = "completion"
+    """Column with the text that the model learns to answer; the end token is added."""
+    eval_data: dict[str, DataConfig] = field(default_factory=dict)
+    """Held-out splits by name; the first one is the headline."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Sampling in evaluations."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Scores of evaluations; nothing is trained on them."""
+    correct: str = ""
+    """Reward term whose value 1 counts as a right answer; empty = the last term."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.trainer.samples_per_task != 1:
+            raise ValueError(
+                f"trainer.samples_per_task is {self.trainer.samples_per_task}; supervised runs have one completion a "
+                "question, set it to 1"
+            )
+        names = [reward.name for reward in self.rewards]
+        if self.eval_data and not names:
+            raise ValueError(
+                "eval_data is given but rewards is empty; evaluations need a score such as exact"
+            )
+        if self.correct and self.correct not in names:
+            raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
+
+
+class SftRecipe(VlmRecipe):
+    """Maximum likelihood of a column of completions.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model or data cannot be used, or a question has no completion.
+    """
+
+    config: SftConfig  # type: ignore[assignment]
+    uses_rewards = False
+
+    def __init__(self, config: SftConfig) -> None:
+        self.config = config
+        self.objective = OBJECTIVE
+        loaded = load_tasks(config.data)
+        for task in loaded.tasks:
+            if not isinstance(task.columns.get(config.target_key), str):
+                raise UserError(
+                    f"{config.data.path}: question {task.id} has no text in column '{config.target_key}' (target_key); "
+                    f"columns: {', '.join(task.columns)}"
+                )
+        self.train_tasks = loaded.tasks
+        self.eval_tasks = load_splits(config)
+        self.skipped = Counter(loaded.skipped)
+        self.policy: VlmPolicy = load_policy(config.model)
+        self.rewards = RewardSum(config.rewards)
+        self._errors = Counter()
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+        """Tokenise the given completions as if they had been sampled."""
+        usable, prompts = self.encode(tasks)
+        tokenizer = self.policy.processor.tokenizer
+        texts = [str(task.columns[self.config.target_key]) for task in usable]
+        ids = [[*tokenizer.encode(text, add_special_tokens=False), self.policy.eos_ids[0]] for text in texts]
+        longest = max(len(row) for row in ids)
+        responses = torch.tensor([row + [self.policy.pad_id] * (longest - len(row)) for row in ids])
+        mask = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in ids])
+        device = next(self.policy.parameters()).device
+        rollouts = Rollouts(
+            group=torch.arange(len(usable)),
+            mask=mask,
+            logp_old=torch.zeros_like(mask),
+            reward=torch.zeros(len(usable)),
+            payload=VlmPayload(prompts, usable, responses, texts, ["eos"] * len(usable)),
+        )
+        return rollouts.to(device)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Nothing to score."""
+        return rollouts
+
+    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """No old or reference pass is needed."""
+        return rollouts
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Every token of a completion is wanted equally."""
+        return rollouts.replace(advantage=rollouts.mask.clone())
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Mean negative log-likelihood of the completions' tokens."""
+        scores = self.scores(policy, minibatch, frozenset({"logp"}))
+        output = self.objective.loss(scores, minibatch.replace(logp_old=scores.logp.detach()), denominators)
+        metrics = {
+            "loss/total": Metric.summed(output.loss.detach()),
+            "loss/nll": mean_metric(-scores.logp, minibatch.loss_mask),
+        }
+        return dataclasses.replace(output, metrics=metrics)

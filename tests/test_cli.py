@@ -1,0 +1,273 @@
+"""Commands, exit codes and messages of `mmrl`; the messages are part of what a user is promised."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli import COMMANDS, main
+from mmrl.errors import RunError, UserError
+
+PROJECT = Path(__file__).resolve().parent.parent
+TOY_RECIPE = """
+from dataclasses import dataclass
+from mmrl.training.settings import RunConfig
+
+@dataclass
+class ToyConfig(RunConfig):
+    slope: float = 1.0
+
+class ToyRecipe:
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def _untouched_process(monkeypatch):
+    """`main` sets library switches for its process; a test must not hand them to the next one."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with warnings.catch_warnings():
+        yield
+
+
+@pytest.fixture
+def toy_config(tmp_path, monkeypatch):
+    """A configuration of a user's own recipe, so that these tests need no model."""
+    (tmp_path / "toy_recipe.py").write_text(TOY_RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_recipe", raising=False)
+    path = tmp_path / "toy.yaml"
+    path.write_text(f"recipe: toy_recipe:ToyRecipe:ToyConfig\noutput_dir: {tmp_path}/run\n")
+    return path
+
+
+def one_error_line(capsys):
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("mmrl: ")
+    return line
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {command} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert f"usage: mmrl {command}" in capsys.readouterr().out
+
+
+def test_help_imports_only_the_standard_library():
+    program = (
+        "import sys; before = set(sys.modules)\n"
+        "from mmrl.cli import main; main(['--help'])\n"
+        "roots = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print('extra:', *sorted(roots - set(sys.stdlib_module_names) - {'mmrl'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "extra:"
+
+
+def test_process_leaves_with_the_exit_code():
+    done = subprocess.run(
+        [sys.executable, "-m", "mmrl.cli", "train", "no/such.yaml"],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "mmrl: error: configuration file not found: no/such.yaml\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a command is needed"),
+        (["trian"], "did you mean 'train'?"),
+        (["train"], "arguments are required: CONFIG"),
+        (["train", "x.yaml", "--resum"], "unknown arguments: --resum;"),
+        (["train", "x.yaml", "steps"], "override 'steps' is not of the form a.b=c"),
+        (["train", "x.yaml", "=3"], "override '=3' is not of the form a.b=c"),
+        (["train", "missing.yaml"], "configuration file not found: missing.yaml"),
+        (["sft", "missing.yaml"], "configuration file not found: missing.yaml"),
+        (["evaluate", "missing.yaml"], "configuration file not found: missing.yaml"),
+        (["compare", "missing.yaml"], "experiment file not found: missing.yaml"),
+        (["compare", "x.yaml", "--jobs", "many"], "invalid int value: 'many'"),
+        (["compare", str(PROJECT / "pyproject.toml"), "--jobs", "0"], "--jobs is 0; must be at least 1"),
+        (["report", "missing"], "missing is not a run folder"),
+        (["list", "recipies"], "invalid choice: 'recipies'"),
+        (["doctor", "now"], "unknown arguments: now;"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in one_error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("slop=2", "did you mean 'slope'?"),
+        ("trainer.step=3", "did you mean 'steps'?"),
+        ("trainer.steps=many", "trainer.steps"),
+        ("slope=[1]", "slope"),
+        ("trainer.steps=-1", "trainer.steps"),
+    ],
+)
+def test_bad_value_is_named_and_exit_2(override, message, toy_config, capsys):
+    assert main(["train", str(toy_config), override]) == 2
+    assert message in one_error_line(capsys)
+
+
+def test_unknown_recipe_gets_a_suggestion(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: papp\n")
+    assert main(["train", str(path)]) == 2
+    assert "did you mean 'papo'?" in one_error_line(capsys)
+
+
+def test_resume_without_a_run(toy_config, capsys):
+    assert main(["train", str(toy_config), "--resume"]) == 2
+    assert "nothing to resume" in one_error_line(capsys)
+
+
+def test_existing_run_is_not_overwritten(toy_config, capsys):
+    run_dir = toy_config.parent / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert main(["train", str(toy_config)]) == 2
+    assert "--resume" in one_error_line(capsys)
+    assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_sft_refuses_a_recipe_that_learns_from_rewards(toy_config, capsys):
+    assert main(["sft", str(toy_config)]) == 2
+    assert "use `mmrl train`" in one_error_line(capsys)
+
+
+def test_evaluate_refuses_a_folder_that_is_no_run(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "no config.yaml" in one_error_line(capsys)
+
+
+@pytest.fixture
+def recorded_train(monkeypatch):
+    """Replaces the training loop; `outcome` is returned or raised."""
+    import mmrl.training.runs as runs
+
+    class Recorder:
+        outcome = Path("somewhere")
+        config = None
+        resume = None
+
+        def __call__(self, entry, config, *, resume):
+            self.config, self.resume = config, resume
+            if isinstance(self.outcome, BaseException):
+                raise self.outcome
+            return self.outcome
+
+    recorder = Recorder()
+    monkeypatch.setattr(runs, "train", recorder)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["train", "CONFIG", "slope=2", "trainer.steps=7", "--resume"],
+        ["train", "CONFIG", "--resume", "slope=2", "trainer.steps=7"],
+        ["train", "CONFIG", "slope=2", "--resume", "trainer.steps=7"],
+        ["train", "--resume", "CONFIG", "slope=2", "trainer.steps=7"],
+    ],
+)
+def test_overrides_arrive_wherever_the_option_stands(order, toy_config, recorded_train, capsys):
+    assert main([str(toy_config) if text == "CONFIG" else text for text in order]) == 0
+    assert (recorded_train.config.slope, recorded_train.config.trainer.steps) == (2.0, 7)
+    assert recorded_train.resume is True
+    assert capsys.readouterr().out == "run folder: somewhere\n"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "message"),
+    [
+        (RunError("loss is NaN;\n see failures/"), 1, "mmrl: run failed: loss is NaN; see failures/"),
+        (UserError("no images"), 2, "mmrl: error: no images"),
+    ],
+)
+def test_exit_code_of_a_failed_run(outcome, code, message, toy_config, recorded_train, capsys):
+    recorded_train.outcome = outcome
+    assert main(["train", str(toy_config)]) == code
+    assert one_error_line(capsys) == message
+
+
+def test_interrupt_says_how_to_continue(toy_config, recorded_train, capsys):
+    recorded_train.outcome = KeyboardInterrupt()
+    assert main(["train", str(toy_config), "slope=2"]) == 130
+    assert one_error_line(capsys).endswith(f"mmrl train {toy_config} slope=2 --resume")
+
+
+def test_unexpected_error_keeps_its_traceback(toy_config, recorded_train):
+    recorded_train.outcome = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(["train", str(toy_config)])
+
+
+def test_user_environment_wins_over_quietness(toy_config, recorded_train, monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    main(["train", str(toy_config)])
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+
+def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
+    import mmrl.training.runs as runs
+
+    run_dir = toy_config.parent / "finished"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("recipe: toy_recipe:ToyRecipe:ToyConfig\nslope: 3\n")
+    seen = {}
+
+    def evaluate(entry, config, folder):
+        seen.update(name=entry.name, slope=config.slope, folder=folder)
+        return {"test/accuracy": 0.5, "test/n": 400.0}
+
+    monkeypatch.setattr(runs, "evaluate", evaluate)
+    assert main(["evaluate", str(run_dir)]) == 0
+    assert seen == {"name": "toy_recipe:ToyRecipe:ToyConfig", "slope": 3.0, "folder": run_dir}
+    assert capsys.readouterr().out == "test/accuracy  0.5\ntest/n         400\n"
+
+
+def test_list_shows_everything_with_its_citation(capsys):
+    from mmrl.core.catalogue import CATALOGUE
+    from mmrl.recipes import RECIPES
+    from mmrl.rewards import REWARDS
+
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    entries = {**RECIPES, **CATALOGUE, **REWARDS}
+    assert {"papo", "sft", "grpo", "dapo", "format", "math"} <= set(rows)
+    assert set(rows) == set(entries)
+    for name, entry in entries.items():
+        assert rows[name].endswith(f"[{entry.citation}]")
+        assert len(entry.citation) > 2
+
+
+@pytest.mark.parametrize("kind", ["recipes", "objectives", "rewards"])
+def test_list_of_one_kind(kind, capsys):
+    assert main(["list", kind]) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
+    assert headings == [f"{kind}:"]
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("mmrl ")

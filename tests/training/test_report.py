@@ -1,0 +1,360 @@
+import base64
+import io
+import json
+import math
+import xml.etree.ElementTree
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from mmrl.training.charts import moving_average
+from mmrl.training.derived import derived_numbers, stage_shares
+from mmrl.training.report import write_report
+from mmrl.training.samples import SampleRecord, write_samples
+from mmrl.training.tracking import Tracker
+
+HOSTILE = '</div><script>alert("1")</script> & <answer>5</answer>'
+PROMPT = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page, and whether every element is closed."""
+
+    VOID = frozenset({"meta", "img", "br", "link", "hr", "input"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.words, self.open = [], [], [], []
+        self.feed(text)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def sources(self):
+        return [attributes["src"] for tag, attributes in self.attributes if tag == "img"]
+
+
+def scene(left, right):
+    image = Image.new("RGB", (84, 56), (90, 120, 150))
+    draw = ImageDraw.Draw(image)
+    for x, digit in ((22, left), (58, right)):
+        draw.text((x, 20), str(digit), fill=(250, 240, 200))
+    return image
+
+
+def question(index):
+    text = "<|vision_start|>" + "<|image_pad|>" * 12 + f"<|vision_end|>What is {index} + {index + 1}?"
+    return PROMPT.format(text)
+
+
+def records(skill, samples, rng):
+    found = []
+    for task in range(8):
+        right = rng.random(samples) < skill
+        for good in right:
+            value = 2 * task + 1 if good else int(rng.integers(20))
+            found.append(
+                SampleRecord(
+                    id=f"add-{task}",
+                    prompt=question(task),
+                    response=f"<think>{task} plus {task + 1}</think><answer>{value}</answer>",
+                    answer=str(2 * task + 1),
+                    images=[scene(task, task + 1)],
+                    reward=float(good) + 0.1,
+                    terms={"format": 1.0, "number": float(good)},
+                    advantage=None if samples == 1 else float(good - right.mean()),
+                    finish="eos",
+                    correct=bool(good),
+                )
+            )
+    return found
+
+
+def step_metrics(step, steps, rng):
+    progress = step / steps
+    return {
+        "reward/mean": 0.3 + 0.5 * progress + 0.05 * rng.normal(),
+        "reward/std": 0.4,
+        "reward/format": 0.9 + 0.1 * progress,
+        "reward/number": 0.25 + 0.5 * progress + 0.05 * rng.normal(),
+        "reward/errors": float(step == 3),
+        "reward/zero_variance_groups": 0.25,
+        "response/length_mean": 24 + 4 * progress + rng.normal(),
+        "response/length_max": 48.0,
+        "response/finished_fraction": 0.97,
+        "loss/total": -0.02 * progress + 0.01 * rng.normal(),
+        "loss/policy": 0.01 * rng.normal(),
+        "loss/kl": 0.002 * progress,
+        "policy/kl_ref": 0.05 * progress,
+        "policy/kl_old": 0.001,
+        "policy/entropy": 1.2 - 0.7 * progress,
+        "policy/ratio_mean": 1.0,
+        "policy/ratio_max": 1.3,
+        "policy/clip_fraction_low": 0.01,
+        "policy/clip_fraction_high": 0.02,
+        "papo/kl_masked": 0.3 + progress,
+        "optim/lr": 1e-4,
+        "optim/grad_norm": 1 + abs(rng.normal()),
+        "optim/skipped": 0.0,
+        "time/rollout": 1.5,
+        "time/score": 0.1,
+        "time/update": 0.9,
+        "time/step": 2.6,
+        "tokens/per_second": 900 + 30 * rng.normal(),
+        "tokens/total": 2000.0 * step,
+        "samples/total": 64.0 * step,
+    }
+
+
+def log_evaluation(tracker, step, tag, greedy):
+    metrics = {"n": 400.0}
+    for protocol, value in (("greedy", greedy), ("sampled", greedy - 0.04)):
+        metrics[f"accuracy/{protocol}"] = value
+        metrics |= {f"accuracy/{protocol}/low": value - 0.05, f"accuracy/{protocol}/high": value + 0.05}
+    tracker.evaluation(step, tag, "test", metrics)
+
+
+def make_run(folder, steps=40, start=0.35, end=0.72):
+    rng = np.random.default_rng(0)
+    tracker = Tracker(folder, strict=True)
+    for step in range(steps + 1):
+        if step:
+            tracker.log(step, step_metrics(step, steps, rng))
+        if step % (steps // 4) == 0:
+            skill = start + (end - start) * step / steps
+            tag = "before" if step == 0 else "after" if step == steps else "during"
+            log_evaluation(tracker, step, tag, skill)
+            write_samples(folder, step, "eval", records(skill, 1, rng))
+    write_samples(folder, steps, "train", records(0.5, 4, rng))
+    tracker.close()
+    result = {
+        "status": "done",
+        "recipe": "papo",
+        "objective": "grpo",
+        "objective_formula": "A = (r - mean) / (std + 1e-06); ratio < 1.2",
+        "steps": steps,
+        "optimiser_steps": 2 * steps,
+        "samples": 64 * steps,
+        "tokens": 2000 * steps,
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "config.yaml").write_text("recipe: papo\ntrainer:\n  steps: 40\n  note: <b>bold</b>\n")
+    return folder
+
+
+def make_sft(folder):
+    tracker = Tracker(folder, strict=True)
+    for step in range(1, 21):
+        tracker.log(step, {"loss/nll": 3 / step, "loss/total": 3 / step, "time/step": 0.5, "optim/lr": 1e-3})
+    for step, tag, value in ((0, "before", 0.01), (20, "after", 0.34)):
+        log_evaluation(tracker, step, tag, value)
+        write_samples(folder, step, "eval", records(value, 1, np.random.default_rng(1)))
+    tracker.close()
+    (folder / "result.json").write_text(json.dumps({"status": "done", "recipe": "sft", "steps": 20}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "papo")
+
+
+@pytest.fixture(scope="module")
+def page(run_dir):
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def test_page_is_whole_and_needs_nothing_from_outside(run_dir, page):
+    assert page.open == []
+    text = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert all(source.startswith("data:image/") for source in page.sources())
+    assert "url(" not in text
+    assert "@import" not in text
+    assert not list(run_dir.glob("*.partial"))
+
+
+def test_every_embedded_image_opens(page):
+    kinds = {"png": 0, "svg+xml": 0}
+    for source in page.sources():
+        kind, _, data = source.removeprefix("data:image/").partition(";base64,")
+        kinds[kind] += 1
+        content = base64.b64decode(data, validate=True)
+        if kind == "png":
+            assert Image.open(io.BytesIO(content)).size == (84, 56)
+        else:
+            assert xml.etree.ElementTree.fromstring(content).tag.endswith("svg")
+    assert kinds["png"] == 6 + 8  # six tasks of rollouts, eight questions before and after
+    assert kinds["svg+xml"] >= 11
+
+
+def test_headline_shows_both_ends_with_intervals_and_change(page):
+    assert "before training 0 400 35.0 % [30.0, 40.0]" in page.text
+    assert "after training 40 400 72.0 % [67.0, 77.0] +37.0 [+29.9, +44.1]" in page.text
+    assert "greedy change sampled change" in page.text
+
+
+def test_sections_are_there(page):
+    shown = " ".join(page.words)
+    for section in ("Numbers of the run", "Curves", "Before and after", "Sample rollouts", "Configuration"):
+        assert section in shown
+    for chart in ("Accuracy on test", "Reward terms", "Entropy", "Loss terms", "Gradient norm", "Seconds by stage"):
+        assert chart in shown
+    assert "papo · grpo" in shown
+    assert "A = (r - mean) / (std + 1e-06); ratio < 1.2" in shown
+    assert "note: <b>bold</b>" in shown
+
+
+def test_rollouts_are_grouped_and_carry_rewards_and_advantages(page):
+    text = page.text
+    assert "The first 6 of the 8 tasks kept from step 40, not selected." in text
+    assert "completion reward format number advantage finish" in text
+    assert "What is 0 + 1?" in text
+    assert "<|image_pad|>×12" in text
+    assert "<think>0 plus 1</think>" in text
+
+
+def test_before_and_after_stand_beside_each_other(page):
+    text = page.text
+    assert "before training (step 0)" in text
+    assert "after training (step 40)" in text
+    assert "✓ correct" in text
+    assert "✗ wrong" in text
+
+
+def test_a_chain_starts_the_headline_with_the_first_run(tmp_path):
+    sft, run = make_sft(tmp_path / "sft"), make_run(tmp_path / "papo")
+    text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
+    rows = ["before sft 0 400 1.0 %", "after sft 20 400 34.0 %", "before papo 0 400 35.0 %", "after papo 40"]
+    places = [text.index(row) for row in rows]
+    assert places == sorted(places)
+    columns = ["before sft (step 0)", "before papo (step 0)", "after papo (step 40)"]
+    assert all(column in text for column in columns)
+    assert write_report(run, before=sft) == run / "report.html"
+    again = Page((run / "report.html").read_text(encoding="utf-8")).text
+    assert "before sft 0 400 1.0 %" in again
+
+
+def test_supervised_run_has_a_report_without_rewards(tmp_path):
+    text = Page(write_report(make_sft(tmp_path / "sft")).read_text(encoding="utf-8")).text
+    assert "Loss terms" in text
+    assert "Before and after" in text
+    assert "Reward" not in text
+    assert "Sample rollouts" not in text
+
+
+def test_empty_folder_gets_a_report_that_says_so(tmp_path):
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "has not finished" in page.text
+    assert "no step in metrics.jsonl" in page.text
+    assert page.open == []
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", ""])
+def test_damaged_result_is_no_obstacle(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    assert "has not finished" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_all_text_of_the_run_is_escaped(tmp_path):
+    record = SampleRecord(
+        id=HOSTILE,
+        prompt=HOSTILE,
+        response=HOSTILE + "\x00\x1b \ud800",
+        answer=HOSTILE,
+        images=[scene(1, 2)],
+        reward=1.0,
+        terms={"<i>": 1.0},
+        finish="<u>",
+    )
+    for step, split in ((0, "eval"), (5, "eval"), (5, "train")):
+        folder = tmp_path / "samples" / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        row = {**vars(record), "images": []}
+        (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    tracker = Tracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.1, "reward/<img src=x>": 0.5})
+    tracker.evaluation(0, "before", "<s>split</s>", {"n": 3, "accuracy/<q>": 0.5})
+    result = {"status": HOSTILE, "recipe": HOSTILE, "objective": "x", "objective_formula": HOSTILE}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    (tmp_path / "config.yaml").write_text(f"a: {HOSTILE}\n")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.open == []
+    assert not {"script", "answer", "i", "u", "s", "b", "q"} & set(page.tags)
+    assert all(source.startswith("data:") for source in page.sources())
+    assert page.text.count(HOSTILE) >= 8
+    assert "\x00" not in page.text
+
+
+def test_gaps_and_missing_intervals_are_drawn(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in range(1, 8):
+        tracker.log(step, {"reward/mean": math.nan if step == 4 else 0.1 * step, "optim/grad_norm": math.inf})
+    for step in (0, 7):
+        tracker.evaluation(step, "during", "test", {"accuracy/greedy": 0.5 + step / 100})
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "57.0 %" in text
+    assert "+7.0" in text
+    assert "nan" not in text.lower()
+    assert "Gradient norm" not in text
+
+
+def test_later_evaluations_of_a_finished_run_do_not_move_its_headline(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.evaluation(0, "before", "test", {"accuracy/greedy": 0.2})
+    tracker.evaluation(9, "after", "test", {"accuracy/greedy": 0.6})
+    tracker.evaluation(9, "evaluate", "test", {"accuracy/greedy": 0.9})
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "60.0 %" in text
+    assert "90.0 %" not in text
+
+
+def test_derived_numbers_by_hand():
+    metrics = [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "reward/errors": 2.0,
+            "reward/zero_variance_groups": 0.5,
+            "time/step": 4.0,
+            "time/rollout": 3.0,
+            "time/update": 0.5,
+            "tokens/total": 100.0 * step,
+            "samples/total": 16.0 * step,
+            "data/skipped": 1.0 * step,
+        }
+        for step, reward in enumerate([0.1, 0.5, math.nan, 0.3], start=1)
+    ]
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, {})}
+    assert rows["reward at the start"][0] == "0.1"
+    assert rows["reward at the end"] == ("0.3", "last one step, +0.2 against the start")
+    assert rows["best reward"] == ("0.5", "step 2")
+    assert rows["groups with equal rewards"][0] == "50.0 %"
+    assert rows["samples"][0] == "64"
+    assert rows["time of all steps"] == ("16.0 s", "4 s a step")
+    assert rows["tokens per second"][0] == "25"
+    assert rows["time by stage"][0] == "rollout 75.0 %, update 12.5 %, other 12.5 %"
+    assert rows["samples no reward could score"][0] == "8"
+    assert rows["rows skipped"][0] == "4"
+    assert "optimiser steps skipped" not in rows
+    assert sum(stage_shares(metrics).values()) == pytest.approx(1)
+
+
+def test_moving_average_skips_gaps():
+    assert moving_average([1.0, 2.0, 3.0, 4.0], 3) == pytest.approx([1.5, 2.0, 3.0, 3.5])
+    gap = moving_average([1.0, math.nan, 3.0, math.nan, math.nan, math.nan], 3)
+    assert gap[:4] == pytest.approx([1.0, 2.0, 3.0, 3.0])
+    assert math.isnan(gap[5])
+    assert moving_average([math.nan, 2.0], 1)[1] == 2.0

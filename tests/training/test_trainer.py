@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.core.aggregation import Denominators
+from mmrl.errors import RunError, UserError
+from mmrl.training.settings import CheckpointConfig, GroupFilterConfig, ReferenceConfig, TrainerConfig
+from mmrl.training.tasks import TaskStream
+from mmrl.training.update import learning_rate_factor
+from tests.training.conftest import weights
+
+ROOT = Path(__file__).parents[2]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "preset",
+    ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo"],
+)
+def test_every_objective_learns_the_table(make_trainer, preset):
+    trainer = make_trainer(preset=preset, steps=60, tasks_per_step=6, samples_per_task=8, learning_rate=0.3)
+    result = trainer.run()
+    assert result["first_evaluation"]["all"]["accuracy/greedy"] < 0.5
+    assert result["last_evaluation"]["all"]["accuracy/greedy"] > 0.9
+
+
+def test_two_runs_end_with_equal_bits(make_trainer):
+    options = {"epochs": 2, "minibatches_per_step": 3, "micro_batch": 5}
+    first, second = make_trainer(**options), make_trainer(**options)
+    first.run()
+    second.run()
+    assert same(weights(first), weights(second))
+    other = make_trainer(seed=1, **options)
+    other.run()
+    assert not same(weights(first), weights(other))
+
+
+@pytest.mark.parametrize("kind", ["auto", "ema"])
+def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(make_trainer, kind):
+    options = {
+        "steps": 6,
+        "epochs": 2,
+        "schedule": "cosine",
+        "reference": ReferenceConfig(kind=kind, ema_decay=0.5),
+    }
+    whole = make_trainer("whole", **options)
+    whole.run()
+    part = make_trainer("part", **options)
+    for _ in range(3):
+        part.train_step()
+    part.save()
+    part.train_step()  # work after the checkpoint is lost with the process
+    resumed = make_trainer("part", **options)
+    resumed.resume()
+    assert resumed.step == 3
+    result = resumed.run()
+    assert same(weights(whole), weights(resumed))
+    assert result["samples"] == 6 * 12
+
+
+def test_killed_process_resumes_with_equal_bits(tmp_path):
+    config = tmp_path / "toy.yaml"
+    config.write_text(
+        "recipe: tests.training.toy:ToyRecipe:ToyConfig\n"
+        "trainer: {steps: 400, tasks_per_step: 3, samples_per_task: 4, learning_rate: 0.05, epochs: 2}\n"
+        "checkpoint: {every: 5, keep: 2}\n"
+        "tracking: {quiet: true, tensorboard: false}\n"
+    )
+    command = [sys.executable, "-m", "tests.training.toy", str(config)]
+
+    def start(folder: str, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, f"output_dir={tmp_path / folder}", *words], cwd=ROOT)
+
+    assert start("whole").wait(timeout=120) == 0
+    victim = start("killed")
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "killed" / "checkpoints").glob("step-*"))) < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(int.from_bytes(os.urandom(1), "big") / 500)  # a random step
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not (tmp_path / "killed" / "result.json").exists()
+    assert start("killed", "--resume").wait(timeout=120) == 0
+    last = "checkpoints/step-000400/model/weights.pt"
+    first, second = (torch.load(tmp_path / name / last) for name in ("whole", "killed"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "metrics.jsonl").open()]
+    assert steps == list(range(1, 401))
+
+
+def test_micro_batches_change_nothing(make_trainer):
+    gradients = []
+    for size in (0, 1, 5, 12):
+        trainer = make_trainer(micro_batch=size, max_grad_norm=0.0)
+        rollouts, _ = trainer.collect()
+        rollouts = trainer.recipe.annotate(trainer.policy, trainer.reference, rollouts)
+        rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
+        trainer.updater.optimizer.zero_grad = lambda: None  # keep the gradient for a look
+        trainer.updater.update(rollouts, 0)
+        gradients.append(trainer.policy.table.grad.clone())
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-6, atol=1e-8)
+    assert gradients[0].abs().max() > 0
+
+
+def test_first_update_has_ratio_exactly_one(make_trainer):
+    trainer = make_trainer()
+    rollouts, _ = trainer.collect()
+    rollouts = trainer.recipe.advantages(
+        trainer.recipe.annotate(trainer.policy, trainer.reference, rollouts), trainer.accelerator
+    )
+    metrics = trainer.updater.update(rollouts, 0)
+    assert metrics["policy/ratio_mean"] == 1.0
+    assert metrics["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_nan_loss_is_named_saved_and_skipped_or_stops(make_trainer, policy, tmp_path):
+    trainer = make_trainer("nan", poison_step=1, on_nonfinite=policy)
+    trainer.train_step()
+    before = weights(trainer)
+    if policy == "stop":
+        with pytest.raises(RunError, match="loss has 1 of 1 entries NaN"):
+            trainer.train_step()
+    else:
+        trainer.train_step()
+        assert trainer.updater.skipped == 1
+    assert same(before, weights(trainer))
+    (saved,) = (tmp_path / "nan" / "failures").glob("*.pt")
+    assert "loss" in torch.load(saved, weights_only=False)["cause"]
+
+
+def test_too_many_skipped_steps_stop_the_run(make_trainer):
+    trainer = make_trainer(max_nonfinite=0, poison_step=0)
+    with pytest.raises(RunError, match="max_nonfinite"):
+        trainer.train_step()
+
+
+def test_unscored_rows_teach_nothing_and_are_counted(make_trainer):
+    trainer = make_trainer(fail_reward_every=4)
+    rollouts, metrics = trainer.collect()
+    assert metrics["reward/errors"] == 3
+    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
+    assert bool((rollouts.advantage[::4] == 0).all())
+    assert trainer.recipe.objective.denominators(rollouts).rows == 9
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("none", 3), ("drop", None), ("resample", 3)])
+def test_group_filters(make_trainer, kind, groups):
+    trainer = make_trainer(filter=GroupFilterConfig(kind=kind, max_tries=50), samples_per_task=2)
+    with torch.no_grad():
+        trainer.policy.table[::2, :, 0] = 50.0  # every second task always draws word 0: no variance
+    rollouts, metrics = trainer.collect()
+    varied = [float(rollouts.reward[rollouts.group == g].std()) > 0 for g in range(rollouts.num_groups)]
+    if kind == "none":
+        assert not all(varied)
+        assert metrics["reward/zero_variance_groups"] > 0
+    else:
+        assert all(varied)
+    if groups is not None:
+        assert rollouts.num_groups == groups
+
+
+def test_full_disk_keeps_older_checkpoints_and_goes_on(make_trainer, monkeypatch, caplog):
+    trainer = make_trainer("full", steps=3, checkpoint=CheckpointConfig(every=1, keep=0))
+    trainer.train_step()
+    trainer.save()
+
+    def no_space(folder):
+        (folder / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "_write_parts", no_space)
+    trainer.train_step()
+    trainer.save()
+    assert trainer.failed_checkpoints == 1
+    assert trainer.checkpoints.steps() == [1]
+    assert [path.name for path in trainer.checkpoints.folder.iterdir()] == ["step-000001"]
+    assert "No space left" in caplog.text
+    with pytest.raises(RunError, match="No space left"):
+        trainer.run()
+
+
+def test_reference_kinds_are_checked(make_trainer):
+    with pytest.raises(UserError, match=r"reference\.kind is none"):
+        make_trainer(reference=ReferenceConfig(kind="none"))
+    with pytest.raises(UserError, match="no LoRA adapter"):
+        make_trainer(reference=ReferenceConfig(kind="adapter"))
+
+
+def test_frozen_reference_stays_and_ema_moves(make_trainer):
+    frozen = make_trainer(reference=ReferenceConfig(kind="frozen"))
+    ema = make_trainer(reference=ReferenceConfig(kind="ema", ema_decay=0.75))
+    for trainer in (frozen, ema):
+        trainer.train_step()
+    assert bool((frozen.reference._copy.table == 0).all())
+    torch.testing.assert_close(ema.reference._copy.table, 0.25 * ema.policy.table)
+
+
+def test_resume_with_other_data_is_refused(make_trainer):
+    trainer = make_trainer("data")
+    trainer.train_step()
+    trainer.save()
+    other = make_trainer("data")
+    other.tasks = TaskStream([1, 2], seed=0)
+    with pytest.raises(UserError, match="made with 6 training tasks, now there are 2"):
+        other.resume()
+
+
+def test_schedule_factors():
+    config = TrainerConfig(
+        steps=10, learning_rate=1.0, schedule="linear", warmup_steps=2, final_learning_rate=0.2
+    )
+    assert learning_rate_factor(config, 0) == pytest.approx(0.5)
+    assert learning_rate_factor(config, 2) == pytest.approx(1.0)
+    assert learning_rate_factor(config, 6) == pytest.approx(0.6)
+    assert learning_rate_factor(config, 10) == pytest.approx(0.2)
+    config.schedule = "cosine"
+    assert learning_rate_factor(config, 6) == pytest.approx(0.6)
+    assert learning_rate_factor(config, 4) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + 2**-0.5))
+
+
+def test_task_stream_visits_each_task_once_an_epoch():
+    stream = TaskStream(list(range(5)), seed=3)
+    order = stream.next(12)
+    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5))
+    assert order[:5] != order[5:10]
+    resumed = TaskStream(list(range(5)), seed=3)
+    resumed.load_state_dict({"position": 7, "size": 5})
+    assert resumed.next(5) == order[7:12]
+
+
+def test_denominators_are_counted_over_the_optimiser_step(make_trainer):
+    trainer = make_trainer(minibatches_per_step=3)
+    rollouts, _ = trainer.collect()
+    parts = [trainer.recipe.objective.denominators(part) for part in rollouts.minibatches(3, None)]
+    whole = Denominators.total(parts)
+    assert (whole.tokens, whole.rows) == (36, 12)

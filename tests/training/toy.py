@@ -1,0 +1,134 @@
+"""A tabular policy and its recipe: the loop without any model, in milliseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mmrl.core.catalogue import get
+from mmrl.core.objective import TokenScores
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.recipe import Evaluation, Recipe
+from mmrl.training.samples import SampleRecord
+from mmrl.training.settings import RunConfig
+
+WORDS, LENGTH = 4, 3
+
+
+@dataclass
+class ToyConfig(RunConfig):
+    preset: str = "grpo"
+    fail_reward_every: int = 0
+    poison_step: int = -1
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Actions:
+    tasks: list[int]
+    ids: torch.Tensor
+
+    def select(self, rows, groups):
+        return Actions([self.tasks[g] for g in groups.tolist()], self.ids[rows])
+
+    @classmethod
+    def concat(cls, parts):
+        return cls([task for part in parts for task in part.tasks], torch.cat([part.ids for part in parts]))
+
+    def to(self, device):
+        return Actions(self.tasks, self.ids.to(device))
+
+
+class ToyPolicy(nn.Module):
+    """logits[task, position, word] plus a shared bias, so that tasks interact."""
+
+    def __init__(self, tasks: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(tasks, LENGTH, WORDS))
+        self.shared = nn.Parameter(torch.zeros(WORDS))
+
+    def forward(self, rollouts, *, view="original", temperature=1.0, want=frozenset({"logp"})):
+        payload = rollouts.payload
+        rows = torch.tensor(payload.tasks)[rollouts.group]
+        logp = torch.log_softmax((self.table[rows] + self.shared) / temperature, -1)
+        picked = logp.gather(-1, payload.ids[..., None])[..., 0]
+        entropy = -(logp.exp() * logp).sum(-1) if "entropy" in want else None
+        return TokenScores(picked, entropy, None)
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), folder / "weights.pt")
+
+    def load_weights(self, folder: Path) -> None:
+        self.load_state_dict(torch.load(folder / "weights.pt"))
+
+
+class ToyRecipe(Recipe):
+    """The right word of task t at every position is t modulo WORDS; reward is the share of right words."""
+
+    config: ToyConfig
+
+    def __init__(self, config: ToyConfig) -> None:
+        self.config = config
+        self.objective = get(config.preset)
+        self.train_tasks = list(range(6))
+        self.eval_tasks = {"all": list(range(6))}
+        self.policy = ToyPolicy(6)
+        self.seen_tasks: list[list[int]] = []
+
+    def rollout(self, policy, tasks, generator):
+        self.seen_tasks.append(list(tasks))
+        size = self.config.trainer.samples_per_task
+        probs = torch.softmax(policy.table[torch.tensor(tasks)] + policy.shared, -1).repeat_interleave(size, 0)
+        ids = torch.multinomial(probs.reshape(-1, WORDS), 1, generator=generator).reshape(-1, LENGTH)
+        logp = torch.log(probs.gather(-1, ids[..., None])[..., 0]).detach()
+        return Rollouts(
+            group=torch.arange(len(tasks)).repeat_interleave(size),
+            mask=torch.ones_like(logp),
+            logp_old=logp,
+            reward=torch.full((len(ids),), float("nan")),
+            payload=Actions(list(tasks), ids),
+        )
+
+    def score(self, rollouts):
+        right = torch.tensor(rollouts.payload.tasks)[rollouts.group] % WORDS
+        reward = (rollouts.payload.ids == right[:, None]).float().mean(1)
+        if self.config.fail_reward_every:
+            reward[:: self.config.fail_reward_every] = float("nan")
+        return rollouts.replace(reward=reward, reward_terms={"right": reward})
+
+    def scores(self, policy, rollouts, want, view="original"):
+        return policy(rollouts, want=want)
+
+    def loss(self, policy, minibatch, denominators):
+        output = super().loss(policy, minibatch, denominators)
+        if len(self.seen_tasks) - 1 == self.config.poison_step:
+            output = dataclasses.replace(output, loss=output.loss * float("nan"))
+        return output
+
+    def evaluate(self, policy, split, accelerator):
+        tasks = torch.tensor(self.eval_tasks[split])
+        guess = (policy.table[tasks] + policy.shared).argmax(-1)
+        right = float((guess == (tasks % WORDS)[:, None]).float().mean())
+        return Evaluation({"accuracy/greedy": right, "n": float(len(tasks))})
+
+    def records(self, rollouts, limit):
+        return [SampleRecord(id="0", prompt="p", response="r") for _ in range(min(limit, 2))]
+
+
+def main() -> None:
+    """Run `toy.py CONFIG [overrides] [--resume]` in a process of its own."""
+    from mmrl.config import load_run
+    from mmrl.training.runs import train
+
+    entry, config = load_run(sys.argv[1], [word for word in sys.argv[2:] if "=" in word])
+    train(entry, config, resume="--resume" in sys.argv)
+
+
+if __name__ == "__main__":
+    main()
