@@ -20,6 +20,8 @@ from mmrl.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from mmrl.core.objective import Objective
+
 __all__ = ["main"]
 
 DISTRIBUTION = "mmrl-suite"
@@ -130,7 +132,8 @@ def _how_to_continue(arguments: list[str]) -> str:
     if arguments and arguments[0] in ("train", "sft"):
         resume = "" if "--resume" in arguments else " --resume"
         return f"continue from the last checkpoint with: {command}{resume}"
-    return f"start again with: {command}"
+    keeps_finished_parts = arguments and arguments[0] in ("compare", "demo")
+    return f"{'continue' if keeps_finished_parts else 'start again'} with: {command}"
 
 
 def _complain(message: str, code: int) -> int:
@@ -209,13 +212,13 @@ def _compare(args: argparse.Namespace) -> int:
     """Run the arms and seeds of an experiment, skip finished ones, write comparison.json and a plot."""
     if not args.experiment.is_file():
         raise UserError(f"experiment file not found: {args.experiment}")
-    if args.jobs < 1:
+    if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs is {args.jobs}; must be at least 1")
     from mmrl.training.compare import run_experiment
 
     output = args.output or Path("runs") / args.experiment.stem
     folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)
-    _say(f"comparison: {folder}")
+    _say(f"comparison: {folder / 'comparison.json'}")
     return 0
 
 
@@ -239,7 +242,16 @@ def _recipe_rows() -> list[tuple[str, str, str]]:
 def _objective_rows() -> list[tuple[str, str, str]]:
     from mmrl.core.catalogue import CATALOGUE
 
-    return [(name, objective.describe(), objective.citation) for name, objective in CATALOGUE.items()]
+    return [(name, _parts_of(objective), objective.citation) for name, objective in CATALOGUE.items()]
+
+
+def _parts_of(objective: Objective) -> str:
+    parts = [objective.advantage, f"{objective.ratio} ratio", objective.surrogate, objective.aggregation]
+    if objective.kl is not None:
+        parts.append(f"KL {objective.kl} {objective.kl_coef:g}{' in the reward' if objective.kl_in_reward else ''}")
+    if objective.filter != "none":
+        parts.append(f"{objective.filter} groups of equal reward")
+    return ", ".join(parts)
 
 
 def _reward_rows() -> list[tuple[str, str, str]]:
@@ -259,7 +271,8 @@ def _demo(args: argparse.Namespace) -> int:
     """Warm start and PAPO on real images with a tiny model, then a report."""
     from mmrl.vlm.demo import run
 
-    run(args.output)
+    for line in run(args.output):
+        _say(line)
     return 0
 
 
@@ -285,7 +298,7 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/ and the experiment's name")
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
     parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
 
 

@@ -213,6 +213,19 @@ def test_interrupt_says_how_to_continue(toy_config, recorded_train, capsys):
     assert one_error_line(capsys).endswith(f"mmrl train {toy_config} slope=2 --resume")
 
 
+def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkeypatch, capsys):
+    import mmrl.training.compare as compare
+
+    def interrupt(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    experiment = tmp_path / "ab.yaml"
+    experiment.write_text("")
+    monkeypatch.setattr(compare, "run_experiment", interrupt)
+    assert main(["compare", str(experiment), "--jobs", "2"]) == 130
+    assert one_error_line(capsys).endswith(f"continue with: mmrl compare {experiment} --jobs 2")
+
+
 def test_unexpected_error_keeps_its_traceback(toy_config, recorded_train):
     recorded_train.outcome = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -243,6 +256,49 @@ def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
     assert main(["evaluate", str(run_dir)]) == 0
     assert seen == {"name": "toy_recipe:ToyRecipe:ToyConfig", "slope": 3.0, "folder": run_dir}
     assert capsys.readouterr().out == "test/accuracy  0.5\ntest/n         400\n"
+
+
+def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypatch, capsys):
+    import mmrl.training.report as report
+
+    folders = [tmp_path / "sft", tmp_path / "papo"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.yaml").write_text("recipe: papo\n")
+    monkeypatch.setattr(report, "write_report", lambda run_dir, chain: (run_dir, chain))
+    assert main(["report", *map(str, folders)]) == 0
+    assert capsys.readouterr().out == f"report: {(folders[1], [folders[0]])}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], (Path("runs/ab"), {"jobs": None, "only_report": False})),
+        (["--output", "x", "--jobs", "2", "--only-report"], (Path("x"), {"jobs": 2, "only_report": True})),
+    ],
+)
+def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch, capsys):
+    import mmrl.training.compare as compare
+
+    calls = []
+
+    def run_experiment(path, output, **keywords):
+        calls.append((output, keywords))
+        return output
+
+    (tmp_path / "ab.yaml").write_text("")
+    monkeypatch.setattr(compare, "run_experiment", run_experiment)
+    assert main(["compare", str(tmp_path / "ab.yaml"), *options]) == 0
+    assert calls == [expected]
+    assert capsys.readouterr().out == f"comparison: {expected[0] / 'comparison.json'}\n"
+
+
+def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
+    import mmrl.vlm.demo as demo
+
+    monkeypatch.setattr(demo, "run", lambda output: [f"in {output}", "report: r.html"])
+    assert main(["demo", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"in {tmp_path}\nreport: r.html\n"
 
 
 def test_list_shows_everything_with_its_citation(capsys):

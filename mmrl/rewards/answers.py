@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "final_answer",
     "final_part",
     "gold_text",
+    "has_answer_marks",
     "normalise",
+    "read_answer",
     "without_prompt",
 ]
 
@@ -30,7 +33,7 @@ Chat: TypeAlias = "str | Sequence[Mapping[str, Any]]"
 MAX_ANSWER_CHARS = 1000
 """A longer text is no answer; the bound also keeps every parser quick."""
 
-TAG = re.compile(r"<\s*(/?)\s*(think|answer)\s*>")
+TAG = re.compile(r"<\s{0,4}(/?)\s{0,4}(think|answer)\s{0,4}>")
 BOX = "\\boxed{"
 SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 ROLE = re.compile(r"\A\s*(?:system|user|assistant)\s*\n")
@@ -67,11 +70,16 @@ def without_prompt(text: str, prompt: Chat) -> str:
     """
     turns = [prompt] if isinstance(prompt, str) else [_turn_text(turn) for turn in prompt or ()]
     for turn in turns:
-        for piece in [turn, *SPECIAL_TOKEN.split(turn)]:
-            echo = ROLE.sub("", piece).strip()
-            if len(echo.split()) >= 3:
-                text = text.replace(echo, " ")
+        for echo in _echoes(turn):
+            text = text.replace(echo, " ")
     return text
+
+
+@lru_cache(maxsize=1024)
+def _echoes(prompt: str) -> tuple[str, ...]:
+    """Return what a repetition of the prompt looks like, with and without special tokens and role words."""
+    pieces = [ROLE.sub("", piece).strip() for piece in (prompt, *SPECIAL_TOKEN.split(prompt))]
+    return tuple(dict.fromkeys(piece for piece in pieces if len(piece.split()) >= 3))
 
 
 def final_part(text: str) -> str | None:
@@ -152,6 +160,28 @@ def final_answer(text: str, *, several: str = "wrong") -> str | None:
         return None
     answer = _open_boxes(found[-1]).strip()
     return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+
+
+def read_answer(completion: Chat, prompt: Chat, *, require_block: bool = True, several: str = "wrong") -> str | None:
+    """Return what a response gives as its answer, or None.
+
+    Args:
+        completion: The response.
+        prompt: The question; a repetition of it is cut out first.
+        require_block: False also takes all that follows the thinking when there is no block and no box.
+        several: See `final_answer`.
+    """
+    text = without_prompt(completion_text(completion), prompt)
+    found = final_answer(text, several=several)
+    if found is not None or require_block or has_answer_marks(text):
+        return found
+    part = final_part(text)
+    return part.strip() if part is not None and 0 < len(part.strip()) <= MAX_ANSWER_CHARS else None
+
+
+def has_answer_marks(text: str) -> bool:
+    """Tell whether a text tries to mark its answer, well or badly."""
+    return BOX in text or any(tag[2] == "answer" for tag in TAG.finditer(text))
 
 
 def _open_boxes(text: str) -> str:

@@ -23,7 +23,7 @@ class Failure:
     message: str
 
 
-Outcome: TypeAlias = "float | None | Failure"
+Outcome: TypeAlias = "float | Failure | None"
 """A finite reward, None where the reward does not apply, or a failure."""
 
 

@@ -6,6 +6,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from mmrl.rewards.answers import (
@@ -15,16 +16,17 @@ from mmrl.rewards.answers import (
     final_answer,
     final_part,
     gold_text,
+    has_answer_marks,
     without_prompt,
 )
 
 __all__ = ["choice_reward", "find_choice"]
 
 MENTION = re.compile(r"(?<![\w'’\-])([A-Z])(?![\w'’\-])")
-CONNECTOR = r"(?:or|and|nor|to|vs|through|then)"
+CONNECTOR = r"(?:or|and|nor|to|vs|through|then|else|also|maybe|perhaps)"
 # "A dog", but not "A or B": an article is followed by a word of the sentence, not by a connector or a verb.
 ARTICLE = re.compile(
-    rf"[AI]\s+(?!(?:{CONNECTOR}|is|was|not|but|because|since|as|would|seems|looks|has|for|with|maybe)\b)[a-z]"
+    rf"[AI]\s+(?!(?:{CONNECTOR}|is|was|not|but|because|since|as|would|seems|looks|has|for|with)\b)[a-z]"
 )
 JOINT = re.compile(rf"[\s).,;:/&|(\[\]*+]*{CONNECTOR}?[\s).,;:/&|(\[\]*+]*", re.IGNORECASE)
 LEADING = re.compile(r"[\s(\[*]*([A-Z])\s*[.):\]*]")
@@ -82,8 +84,7 @@ def find_choice(text: str, prompt: Chat, letters: str, require_block: bool) -> s
     if block is not None:
         return _read_letter(block, letters, in_block=True)
     part = final_part(text)
-    tagged = "answer>" in text or "\\boxed" in text
-    if require_block or tagged or part is None or len(part.strip()) > MAX_ANSWER_CHARS:
+    if require_block or has_answer_marks(text) or part is None or len(part.strip()) > MAX_ANSWER_CHARS:
         return None
     return _read_letter(part, letters, in_block=False)
 
@@ -109,8 +110,7 @@ def _read_letter(text: str, letters: str, *, in_block: bool) -> str | None:
 
 def _any_joined(text: str, mentions: list[re.Match[str]]) -> bool:
     """Tell whether two different letters stand in one list: "A, B", "A or B", "(A) (B)"."""
-    pairs = zip(mentions, mentions[1:], strict=False)
-    return any(a[1] != b[1] and JOINT.fullmatch(text[a.end() : b.start()]) for a, b in pairs)
+    return any(a[1] != b[1] and JOINT.fullmatch(text[a.end() : b.start()]) for a, b in pairwise(mentions))
 
 
 def _is_marked(text: str, mention: re.Match[str]) -> bool:

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmrl.rewards.answers import (
-    MAX_ANSWER_CHARS,
-    Chat,
-    completion_text,
-    final_answer,
-    final_part,
-    gold_text,
-    normalise,
-    without_prompt,
-)
+from mmrl.rewards.answers import Chat, gold_text, normalise, read_answer
 
 __all__ = ["exact_reward", "overlong_penalty"]
 
@@ -46,12 +37,8 @@ def exact_reward(
         right = {normalise(gold_text(one)) for one in (gold if isinstance(gold, list | tuple) else [gold])}
         if not right or "" in right:
             raise ValueError(f"the right answer {gold!r} is empty")
-        text = completion_text(completion)
-        found = final_answer(text)
-        if found is None and not require_block and "answer>" not in text and "\\boxed" not in text:
-            found = final_part(without_prompt(text, prompt))
-        short = found is not None and len(found) <= MAX_ANSWER_CHARS
-        rewards.append(float(short and normalise(found or "") in right))
+        found = read_answer(completion, prompt, require_block=require_block)
+        rewards.append(float(found is not None and normalise(found) in right))
     return rewards
 
 

@@ -11,7 +11,6 @@ from mmrl.rewards.answers import Chat, boxes, completion_text
 __all__ = ["RULES", "STYLES", "format_reward"]
 
 STYLES = ("answer_tags", "boxed")
-AROUND_TAGS = re.compile(r"\s*([<>/])\s*")
 TAGS = {
     "answer_tags": ("<think>", "</think>", "<answer>", "</answer>"),
     "boxed": ("<think>", "</think>"),
@@ -57,14 +56,14 @@ def format_reward(
 
 
 def _fullmatch(text: str, style: str) -> bool:
-    r"""Decide EasyR1's expressions by searching, since matching them backtracks without bound.
+    r"""Decide EasyR1's expressions by searching, because matching them can take cubic time.
 
     answer_tags: <think>.*?</think>\s*<answer>.*?</answer>
     boxed, after removing whitespace around <, > and /: <think>.*</think>.*\boxed{.*}.*
     """
     if style == "boxed":
         place = 0
-        text = AROUND_TAGS.sub(r"\1", text)
+        text = _tighten(text)
         for part in ("<think>", "</think>", "\\boxed{", "}"):
             found = text.find(part, place)
             if found < 0 or (part == "<think>" and found > 0):
@@ -75,6 +74,14 @@ def _fullmatch(text: str, style: str) -> bool:
     if not text.startswith("<think>") or middle is None:
         return False
     return text.endswith("</answer>") and len(text) - len("</answer>") >= middle.end()
+
+
+def _tighten(text: str) -> str:
+    """Remove whitespace around <, > and /."""
+    first, *parts = re.split(r"([<>/])", text)
+    if not parts:
+        return text
+    return "".join([first.rstrip(), *(part.strip() for part in parts[:-1]), parts[-1].lstrip()])
 
 
 def _one_block(text: str, style: str) -> bool:

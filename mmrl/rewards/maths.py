@@ -12,15 +12,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from mmrl.rewards.answers import (
-    MAX_ANSWER_CHARS,
-    Chat,
-    completion_text,
-    final_answer,
-    final_part,
-    gold_text,
-    without_prompt,
-)
+from math_verify import LatexExtractionConfig, parse, verify
+
+from mmrl.rewards.answers import Chat, gold_text, read_answer
 from mmrl.rewards.number import read_number
 
 __all__ = ["maths_reward"]
@@ -31,28 +25,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 DELIMITERS = re.compile(r"\$|\\\(|\\\)|\\\[|\\\]")
 MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)")
 TWO_NUMBERS = re.compile(r"\d\s+[\d.]")
+TEXT_COMMAND = re.compile(r"\\[A-Za-z]+\s*\{[A-Za-z\s]*\}")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "log",
-        "exp",
-        "sqrt",
-        "max",
-        "min",
-    ]
-)
+FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan)h?|cot|csc|sec|exp|log|max|min|sqrt")
 
 
 def maths_reward(
@@ -77,20 +52,17 @@ def maths_reward(
         B numbers, 0 or 1.
 
     Raises:
-        ValueError: A right answer cannot be parsed; it is never taken for solved.
+        ValueError: A right answer cannot be parsed (it is never taken for solved), or `several` is unknown.
 
     Source: huggingface/Math-Verify; hiyouga/EasyR1 examples/reward_function/math.py.
     """
-    from math_verify import verify
-
+    if several not in ("wrong", "last"):
+        raise ValueError(f"math: several is {several!r}; expected wrong or last")
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
         wanted = _parse_gold(gold_text(gold))
-        text = without_prompt(completion_text(completion), prompt)
-        found = final_answer(text, several=several)
-        if found is None and not require_block and "answer>" not in text and "\\boxed" not in text:
-            found = final_part(text)
-        given = _parse(found) if found and len(found) <= MAX_ANSWER_CHARS else ()
+        found = read_answer(completion, prompt, require_block=require_block, several=several)
+        given = _parse(found) if found else ()
         rewards.append(float(bool(given) and verify(list(wanted), list(given), timeout_seconds=None)))
     return rewards
 
@@ -107,11 +79,9 @@ def _parse_gold(text: str) -> tuple[Any, ...]:
 
 def _parse(text: str) -> tuple[Any, ...]:
     """Parse a whole answer; nothing when it is text, several numbers in a row, or not mathematics."""
-    from math_verify import LatexExtractionConfig, parse
-
     text = MIXED.sub(r"\1\\frac{\2}{\3}", DELIMITERS.sub(" ", text).strip().rstrip(".").strip())
-    words = [word for word in WORD.findall(re.sub(r"\\[A-Za-z]+\s*\{[A-Za-z\s]*\}", "", text)) if word not in FUNCTIONS]
-    if words:
+    bare = TEXT_COMMAND.sub("", text)
+    if any(FUNCTION.fullmatch(word) is None for word in WORD.findall(bare)):
         # Words would be read as products of letters ("four" = f*o*u*r): take the one number among them.
         value = None if "\\" in text or "=" in text else read_number(text)
         if value is None:

@@ -6,17 +6,10 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
-from mmrl.rewards.answers import (
-    MAX_ANSWER_CHARS,
-    Chat,
-    completion_text,
-    final_answer,
-    final_part,
-    gold_text,
-    without_prompt,
-)
+from mmrl.rewards.answers import Chat, gold_text, read_answer
 
 __all__ = ["number_reward", "read_number"]
 
@@ -31,8 +24,10 @@ TOKEN = re.compile(
     rf"|(?<![\w.^])(?:(?P<whole>\d+)\s+(?=\d+\s*/\s*\d))?{_UNSIGNED}(?:\s*/\s*(?P<over>\d+(?:\.\d+)?))?)"
     r"(?P<percent>\s*\\?%)?"
 )
-OPERATOR = re.compile(r"\s*(?:[-+*/×÷^]|\\times|\\cdot|\\div)?\s*")
-RAISED = re.compile(r"\s*(?:\^|\*\*)|\.?\d|,\d{3}(?!\d)")
+BETWEEN = re.compile(r"\s*(?:[-+*/×÷,;:]|\\times|\\cdot|\\div)?\s*")
+UNIT_POWER = re.compile(r"\b(units?|[cdmk]?m|ft|in|yd|mi|s)\s*(?:\^\{?-?\d\}?|[²³]|[23]\b)")
+# What is left beside the numbers must be words, units and layout: no digit, power, root, factorial or function.
+EXPRESSION = re.compile(r"[\d^√∛π∞]|\*\*|#\s*!|[A-Za-z]\(\s*#|\\(?!text|mathrm|\$|%|[,;!\s])")
 
 
 def number_reward(
@@ -75,19 +70,11 @@ def number_reward(
         wanted = read_number(gold_text(gold), percent)
         if wanted is None:
             raise ValueError(f"the right answer {str(gold)[:60]!r} is not one number; try the reward math or exact")
-        text = _answer_text(without_prompt(completion_text(completion), prompt), require_block)
+        text = read_answer(completion, prompt, require_block=require_block)
         value = None if text is None else read_number(text, percent)
         allowed = max(Fraction(absolute), Fraction(relative) * abs(wanted))
         rewards.append(float(value is not None and abs(value - wanted) <= allowed))
     return rewards
-
-
-def _answer_text(text: str, require_block: bool) -> str | None:
-    block = final_answer(text)
-    if block is not None or require_block or "answer>" in text or "\\boxed" in text:
-        return block
-    part = final_part(text)
-    return part if part is not None and len(part) <= MAX_ANSWER_CHARS else None
 
 
 def read_number(text: str, percent: str = "strip") -> Fraction | None:
@@ -100,20 +87,13 @@ def read_number(text: str, percent: str = "strip") -> Fraction | None:
     Returns:
         The number, or None when there is none, when there are different ones, or when it is an expression.
     """
-    text = unicodedata.normalize("NFKC", _superscripts(text)).replace("−", "-").replace("⁄", "/")
+    text = unicodedata.normalize("NFKC", UNIT_POWER.sub(r"\1", text)).replace("−", "-").replace("⁄", "/")
     matches = list(TOKEN.finditer(text))
     values = {_value(match, percent) for match in matches}
-    pairs = list(zip(matches, matches[1:], strict=False))
-    computed = any(OPERATOR.fullmatch(text[a.end() : b.start()]) for a, b in pairs)
-    raised = any(RAISED.match(text, match.end()) for match in matches)
-    if len(values) != 1 or computed or raised:
+    listed = any(BETWEEN.fullmatch(text[a.end() : b.start()]) for a, b in pairwise(matches))
+    if len(values) != 1 or listed or EXPRESSION.search(TOKEN.sub("#", text)):
         return None
     return values.pop()
-
-
-def _superscripts(text: str) -> str:
-    """Drop raised digits that belong to a unit (cm²), which NFKC would turn into the number 2."""
-    return re.sub(r"(?<=[A-Za-z])[²³]", "", re.sub(r"(?<=[A-Za-z])\^\{?-?\d\}?", "", text))
 
 
 def _value(match: re.Match[str], percent: str) -> Fraction | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Term", "make_term"]
 
+ROW_COLUMNS = ("answer", "completion_lengths")
 RETRY_LIMITS = 10.0
 """Rows tried one by one after a failed call may together take so many times timeout_s."""
 
@@ -48,13 +49,13 @@ class Term(ABC):
             return []
         batch = self._arguments(batch)
         if self.rows == "independent":
-            return self._each(batch, None)
-        outcomes = self._together(batch)
+            return self.call_each(batch, None)
+        outcomes = self.call_together(batch)
         if not isinstance(outcomes, Failure):
             return outcomes
         if self.rows == "together" or len(batch) == 1:
             return [outcomes] * len(batch)
-        return self._each(batch, RETRY_LIMITS * self.config.timeout_s)
+        return self.call_each(batch, RETRY_LIMITS * self.config.timeout_s)
 
     def _arguments(self, batch: Batch) -> Batch:
         """Keep the columns that the function takes and that its options do not replace."""
@@ -71,11 +72,11 @@ class Term(ABC):
         return Batch(prompts, completions, columns)
 
     @abstractmethod
-    def _together(self, batch: Batch) -> list[Outcome] | Failure:
-        """Call the function once."""
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+        """Call the function once with all rows."""
 
     @abstractmethod
-    def _each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+    def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
         """Call the function row by row."""
 
 
@@ -86,10 +87,10 @@ class _LocalTerm(Term):
         super().__init__(config, signature_of(function))
         self.function = function
 
-    def _together(self, batch: Batch) -> list[Outcome] | Failure:
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
         return call(self.function, batch, self.options)
 
-    def _each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+    def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for row in range(len(batch)):
             outcome = call(self.function, batch.select([row]), self.options)
@@ -105,11 +106,11 @@ class _IsolatedTerm(Term):
         self.spec = spec
         self.pool = pool
 
-    def _together(self, batch: Batch) -> list[Outcome] | Failure:
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
         outcomes: list[Outcome] | Failure = self.pool.call_batch(self.spec, self.options, batch, self.config.timeout_s)
         return outcomes
 
-    def _each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+    def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
         return self.pool.call_rows(self.spec, self.options, batch, self.config.timeout_s, total_s)
 
 
@@ -142,12 +143,24 @@ def _builtin_term(config: RewardConfig, name: str, pool: WorkerPool) -> Term:
     entry = REWARDS[name]
     if entry.isolate and config.isolate is False:
         raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
-    if not (entry.isolate or config.isolate):
-        return _LocalTerm(config, load_function(entry.function, what=f"reward {name!r}"))
-    term = _IsolatedTerm(config, entry.function, pool)
-    if config.rows == "auto":
-        term.rows = "independent"
+    if entry.isolate or config.isolate:
+        term: Term = _IsolatedTerm(config, entry.function, pool)
+        if config.rows == "auto":
+            term.rows = "independent"
+    else:
+        term = _LocalTerm(config, load_function(entry.function, what=f"reward {name!r}"))
+    _try_options(term)
     return term
+
+
+def _try_options(term: Term) -> None:
+    """Call a built-in reward without rows, so that wrong options show before the run."""
+    missing = [name for name in term.needs if name not in ROW_COLUMNS]
+    if missing:
+        raise UserError(f"reward {term.config.name!r} needs the options {' and '.join(missing)}")
+    found = term.callcall_together(Batch([], [], {name: [] for name in term.needs}))
+    if isinstance(found, Failure):
+        raise UserError(f"reward {term.config.name!r}: {found.message}")
 
 
 def _check_options(config: RewardConfig, signature: Signature) -> None:

@@ -24,8 +24,8 @@ __all__ = [
     "stacked_chart",
 ]
 
-# Okabe and Ito's colours without black and yellow: safe for colour-blind readers, visible on white and black
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
+# after Okabe and Ito, without black and yellow: safe for colour-blind readers, visible on white and black
+COLOURS = ("#2f88c8", "#d9640f", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
 _INK = "#7b8087"
 _GRID = "#7b808733"
 
@@ -51,8 +51,7 @@ def line_chart(series: Series, *, log_scale: bool = False) -> bytes:
     everything = np.concatenate([np.asarray(values, dtype=float) for _, values in series.values()])
     if log_scale and (everything[np.isfinite(everything)] > 0).all():
         axes.set_yscale("log")
-    if len(series) > 1:
-        _legend(axes)
+    _legend_above(figure)
     return _svg(figure)
 
 
@@ -84,7 +83,7 @@ def interval_chart(
         )
     axes.set_ylabel("%", color=_INK)
     if len(series) > 1:
-        _legend(axes)
+        _legend_above(figure)
     return _svg(figure)
 
 
@@ -102,7 +101,7 @@ def stacked_chart(series: Series) -> bytes:
     layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]
     axes.stackplot(steps, layers, labels=list(series), colors=_colours()[: len(layers)], alpha=0.75, linewidth=0)
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    _legend_above(figure)
     return _svg(figure)
 
 
@@ -181,7 +180,7 @@ def _draw_pairs(axes: Axes, values: Mapping[str, Mapping[int, float]], metric: s
     arms = list(values)
     for seed in sorted({seed for by_seed in values.values() for seed in by_seed}):
         points = [(index, values[arm][seed]) for index, arm in enumerate(arms) if seed in values[arm]]
-        axes.plot(*zip(*points, strict=True), color=_GRID, linewidth=1.2, zorder=1)
+        axes.plot(*zip(*points, strict=True), color=_INK, alpha=0.4, linewidth=1, zorder=1)
     for index, arm in enumerate(arms):
         finished = list(values[arm].values())
         axes.scatter([index] * len(finished), finished, color=colours[arm], s=26, zorder=2)
@@ -252,11 +251,27 @@ def _style(axes: Axes) -> None:
     axes.patch.set_alpha(0)
     axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=9)
+    axes.tick_params(which="both", colors=_INK, labelsize=9)
+    axes.ticklabel_format(scilimits=(-3, 5))
+    axes.yaxis.get_offset_text().set_color(_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(_INK)
+
+
+def _legend_above(figure: Figure) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    columns = max(1, min(len(labels), 74 // (max(map(len, labels)) + 6)))
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+        labelcolor=_INK,
+    )
 
 
 def _legend(axes: Axes) -> None:

@@ -56,10 +56,10 @@ def _rewards(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
     window = max(1, min(10, len(values) // 5))
     start, end = float(np.mean(values[:window])), float(np.mean(values[-window:]))
     best = int(np.argmax(values))
-    over = "one step" if window == 1 else f"mean of {window} steps"
+    first, last = (f"{end} step" if window == 1 else f"mean of the {end} {window} steps" for end in ENDS)
     rows = [
-        ("reward at the start", _show(start), f"first {over}"),
-        ("reward at the end", _show(end), f"last {over}, {end - start:+.3g} against the start"),
+        ("reward at the start", _show(start), first),
+        ("reward at the end", _show(end), f"{last}, {end - start:+.3g} against the start"),
         ("best reward", _show(values[best]), f"step {steps[best]:g}"),
     ]
     flat = _finite(metrics, "reward/zero_variance_groups")[1]
@@ -95,9 +95,9 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     tokens = _finite(metrics, "tokens/total")[1]
     if tokens:
         rows.append(("tokens per second", f"{tokens[-1] / seconds:,.0f}", "over all seconds of the steps"))
-    shares = stage_shares(metrics)
+    shares = [f"{stage} {100 * share:.1f} %" for stage, share in stage_shares(metrics).items()]
     if shares:
-        rows.append(("time by stage", ", ".join(f"{stage} {100 * s:.1f} %" for stage, s in shares.items()), ""))
+        rows.append(("time by stage", shares[0], ", ".join(shares[1:])))
     return rows
 
 
@@ -132,6 +132,7 @@ def _show(value: float) -> str:
     return f"{value:.4g}"
 
 
+ENDS = ("first", "last")
 LOSSES = (
     ("samples no reward could score", "reward/errors", False, "left out of the update"),
     ("rows skipped", "data/skipped", True, "bad rows, unreadable images, prompts too long"),

@@ -67,9 +67,8 @@ class _Run:
 
     @property
     def title(self) -> str:
-        parts = [self.result.get("recipe"), self.result.get("objective")]
-        known = [str(part) for part in dict.fromkeys(parts) if part]
-        return " · ".join([self.name, *known])
+        parts = [self.name, self.result.get("recipe"), self.result.get("objective")]
+        return " · ".join(dict.fromkeys(str(part) for part in parts if part))
 
     def text(self, name: str) -> str:
         path = self.folder / name
@@ -177,13 +176,13 @@ def _charts(run: _Run) -> list[dict[str, Any]]:
     charts = _accuracy_charts(run)
     exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
     for title, patterns, log_scale in CHARTS:
-        chosen = [name for name in _chosen(names, patterns, exact) if _varies(run, name)]
+        chosen = [name for name in _chosen(names, patterns, exact) if _is_telling(run, name)]
         if chosen:
             image = line_chart(_series(run, chosen), log_scale=log_scale)
             charts.append(_figure(title, chosen, image))
         names -= set(_chosen(names, patterns, exact))
     for family in sorted({name.split("/")[0] for name in names}):
-        chosen = [name for name in sorted(names) if name.split("/")[0] == family and _varies(run, name)]
+        chosen = [name for name in sorted(names) if name.split("/")[0] == family and _is_telling(run, name)]
         if chosen:
             charts.append(_figure(family, chosen, line_chart(_series(run, chosen))))
     if stages and len(run.metrics) > 1:
@@ -220,9 +219,9 @@ def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[s
     ]
 
 
-def _varies(run: _Run, name: str) -> bool:
+def _is_telling(run: _Run, name: str) -> bool:
     values = {record[name] for record in run.metrics if math.isfinite(record.get(name, math.nan))}
-    return bool(values - {0.0})
+    return bool(values - {0.0}) or (bool(values) and name.startswith("reward/"))  # a reward of 0 is news
 
 
 def _series(run: _Run, names: Sequence[str]) -> dict[str, tuple[list[float], list[float]]]:
@@ -288,5 +287,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Response length", ("response/length_mean", "response/length_max"), False),
     ("Gradient norm", ("optim/grad_norm",), True),
     ("Learning rate", ("optim/lr",), False),
+    ("PAPO", ("papo/*",), False),
+    ("APO", ("apo/*",), False),
     ("Tokens per second", ("tokens/per_second",), False),
 )

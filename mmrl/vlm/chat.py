@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mmrl.errors import UserError
 from mmrl.vlm.compat import vision_info
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.task import TaskError, VlmTask
@@ -109,27 +111,29 @@ def _load_videos(task: VlmTask, patch_size: int) -> list[Any]:
         return []
     paths = iter(task.videos)
     contents = [message["content"] for message in task.messages if not isinstance(message["content"], str)]
-    items = [
-        item | {"video": next(paths)} for content in contents for item in content if item["type"] == "video"
-    ]
+    items = [item | {"video": next(paths)} for content in contents for item in content if item["type"] == "video"]
+    missing = [path for path in task.videos if not Path(path.removeprefix("file://")).is_file()]
+    if missing:
+        raise TaskError("missing_video", task.id, f"there is no file {missing[0]}")
     try:
         return vision_info([{"role": "user", "content": items}], patch_size)[1] or []
-    except FileNotFoundError as error:
-        raise TaskError("missing_video", task.id, f"there is no file {error.filename}") from None
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # FFmpeg's errors share no base class with those of the frame sampling
         raise TaskError("unreadable_video", task.id, f"{type(error).__name__}: {error}") from error
 
 
-def _process(
-    task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]
-) -> dict[str, Any]:
+def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if frames:
-        options = {
-            "videos": [pixels for pixels, _ in frames],
+        sampling: dict[str, Any] = {
             "video_metadata": [metadata for _, metadata in frames],
             "do_sample_frames": False,
+            "do_resize": False,  # qwen-vl-utils has fitted the frames to the pixel budget
         }
+        if hasattr(processor.video_processor, "cap_pixels_per_frame"):
+            sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
+        options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
     try:
         return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
     except ValueError as error:  # for instance an aspect ratio above 200

@@ -84,9 +84,7 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def vision_info(
-    messages: Sequence[Mapping[str, Any]], patch_size: int
-) -> tuple[list[Any] | None, list[Frames] | None]:
+def vision_info(messages: Sequence[Mapping[str, Any]], patch_size: int) -> tuple[list[Any] | None, list[Frames] | None]:
     """Load the images and videos that chat messages carry, with qwen-vl-utils where it can be imported.
 
     Args:
@@ -125,9 +123,7 @@ def _pil_images(items: Sequence[Mapping[str, Any]]) -> list[Any] | None:
     if any(item["type"] == "video" for item in items):
         raise UserError("videos need torchvision, qwen-vl-utils and av: pip install 'mmrl-suite[vlm]'")
     sources = [item["image"] for item in items]
-    return [
-        (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB") for source in sources
-    ]
+    return [(source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB") for source in sources]
 
 
 @functools.cache
@@ -136,12 +132,12 @@ def _qwen_vl_utils() -> ModuleType | None:
     if ensure_torchvision() == "absent":
         return None
     try:
-        library = importlib.import_module("qwen_vl_utils.vision_process")
+        library: Any = importlib.import_module("qwen_vl_utils.vision_process")
     except ModuleNotFoundError:
         return None
     # Its own chooser takes torchcodec whenever that is installed, also where no system FFmpeg can be loaded,
     # and then falls back to a torchvision function that recent releases no longer have.
-    library.VIDEO_READER_BACKENDS["pyav"] = _read_video
+    library.VIDEO_READER_BACKENDS |= {"pyav": _read_video, "torchvision": _read_video}
     library.FORCE_QWENVL_VIDEO_READER = "pyav"
     library.get_video_reader_backend = lambda: "pyav"  # the original prints on every first use
     return library

@@ -8,9 +8,11 @@ Source: huggingface/trl trl/data_utils.py and hiyouga/EasyR1 verl/utils/dataset.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,9 +165,24 @@ def _build_if_missing(config: DataConfig) -> None:
         return
     from mmrl.rewards.loading import load_function
 
-    load_function(config.build, what="data.build")(str(path), **dict(config.build_options))
+    function = load_function(config.build, what="data.build")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            function(str(path), **dict(config.build_options))
     if not path.exists():
         raise UserError(f"data.build {config.build!r} returned without writing {path}")
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Let one of several processes build while the others wait; the end of a process frees its lock."""
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def _is_object(row: Row, config: DataConfig, loaded: LoadedTasks) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,13 +206,11 @@ def _draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: 
     ink = np.clip(canvas, 0.0, 1.0)
     light, dark = rng.uniform(0.75, 1.0, 3), rng.uniform(0.0, 0.25, 3)
     pixels = dark + ink[..., None] * (light - dark)
-    if rng.random() < 0.5:
-        pixels = 1.0 - pixels
     return Scene(Image.fromarray((pixels * 255).astype(np.uint8)), [int(labels[index]) for index in chosen])
 
 
 def _enlarge(rng: np.random.Generator, scan: np.ndarray) -> np.ndarray:
-    side = int(rng.integers(44, 53))
+    side = int(rng.integers(50, CELL_PX + 1))
     glyph = Image.fromarray((scan * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
     cell = np.zeros((CELL_PX, CELL_PX))
     top, left = rng.integers(0, CELL_PX - side + 1, 2)
@@ -229,17 +229,26 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 
 
 def _write(path: Path, count: int, make_row: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Path:
+    """Write beside the final place and rename, since parallel runs may build the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
     folder = path.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for index in range(count):
         image, row = make_row()
+        image.save(partial / f"{index:05d}.png", compress_level=1)
         name = f"{folder.name}/{index:05d}.png"
-        image.save(path.parent / name, compress_level=1)
         lines.append(json.dumps({"id": f"{path.stem}-{index:05d}", **row, "images": [name]}))
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    listing = partial / "rows.jsonl"
+    listing.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines_path = partial.with_suffix(".jsonl")
+    listing.rename(lines_path)
+    partial.chmod(0o755)
+    try:
+        partial.rename(folder)
+    except OSError:  # another run was faster; its images are the same
+        shutil.rmtree(partial)
+    lines_path.replace(path)
     return path
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import re
+import shutil
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +48,9 @@ class LoraSettings:
         ]
     )
     """Linear layers of the language model's decoder layers that get an adapter."""
+
+    seed: int = 0
+    """Seed of the adapters' random half; the other half starts at zero, so the model is unchanged at first."""
 
 
 @dataclass
@@ -141,15 +147,39 @@ def _check(config: ModelConfig) -> None:
 
 
 def _build_if_missing(config: ModelConfig) -> None:
-    if config.build is None or (Path(config.path) / "config.json").is_file():
+    """Make the model folder with the user's function, under another name until it is complete."""
+    if config.build is None:
+        return
+    folder = Path(config.path).expanduser()
+    recipe = json.dumps({"build": config.build, "options": config.build_options}, sort_keys=True, default=str)
+    if (folder / "config.json").is_file():
+        _check_build(folder, recipe)
         return
     from mmrl.rewards.loading import load_function
 
     build = load_function(config.build, what="model.build")
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
     try:
-        build(Path(config.path), **config.build_options)
+        inspect.signature(build).bind(unfinished, **config.build_options)
     except TypeError as error:
         raise UserError(f"model.build_options do not fit {config.build}: {error}") from error
+    try:
+        build(unfinished, **config.build_options)
+        (unfinished / BUILD_FILE).write_text(recipe, encoding="utf-8")
+        if not (folder / "config.json").is_file():  # another process may have been quicker
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_build(folder: Path, recipe: str) -> None:
+    file = folder / BUILD_FILE
+    if file.is_file() and file.read_text(encoding="utf-8") != recipe:
+        raise UserError(
+            f"{folder} was built with {file.read_text(encoding='utf-8')}, the settings now say {recipe}; "
+            "remove the folder or set another model.path"
+        )
 
 
 def _resolve(path: str) -> tuple[str, Path | None]:
@@ -177,29 +207,44 @@ def _listing(folder: Path) -> str:
 
 def _load_network(config: ModelConfig, base: str) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
-    try:
-        found = AutoConfig.from_pretrained(base)
-    except Exception as error:  # hub, network, JSON and unknown model types each raise their own kinds
-        raise UserError(
-            f"no model can be loaded from {base!r}: it is no local folder, and the hub says: {_first_line(error)}"
-            if not Path(base).is_dir()
-            else f"{base}/config.json cannot be read: {_first_line(error)}"
-        ) from error
-    if found.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"{base} is of architecture {found.model_type!r}; supported are: {', '.join(ARCHITECTURES)}"
-        )
+    model_type = _model_type(base)
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"{base} is of architecture {model_type!r}; supported are: {known}")
     try:
         with quiet_transformers():
-            return AutoModelForImageTextToText.from_pretrained(
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
                 base,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attention,
+                output_loading_info=True,
             )
-    except Exception as error:
+    except Exception as error:  # damaged files, missing kernels and memory each raise their own kinds
         raise UserError(f"the model in {base} cannot be loaded: {_first_line(error)}") from error
+    network, report = loaded
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UserError(f"the weight files in {base} lack {len(missing)} tensors, for example {missing[0]}")
+    return network
+
+
+def _model_type(base: str) -> str:
+    from transformers import AutoConfig
+
+    file = Path(base) / "config.json"
+    if file.is_file():
+        try:
+            return str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
+        except ValueError as error:
+            raise UserError(f"{file} is not valid JSON: {error}") from error
+    try:
+        return str(AutoConfig.from_pretrained(base).model_type)
+    except Exception as error:  # hub and network errors
+        raise UserError(
+            f"there is no local folder {base!r}, and it cannot be fetched from the hub: {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -243,26 +288,33 @@ def _checkpoint_activations(network: Any) -> None:
 
 def _with_adapter(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     import peft
+    import torch
 
-    if adapter is not None:
-        loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=config.lora.enabled)
-        return loaded if config.lora.enabled else loaded.merge_and_unload()
     settings = config.lora
-    names = "|".join(re.escape(name) for name in settings.targets)
-    found = {name.rpartition(".")[2] for name, _ in network.model.language_model.layers[0].named_modules()}
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renamed
+        if adapter is not None:
+            loaded = peft.PeftModel.from_pretrained(network, adapter, is_trainable=settings.enabled)
+            return loaded if settings.enabled else loaded.merge_and_unload()
+        torch.manual_seed(settings.seed)
+        lora = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=_lora_pattern(network, settings),
+        )
+        return peft.get_peft_model(network, lora)
+
+
+def _lora_pattern(network: Any, settings: LoraSettings) -> str:
+    layer = network.model.language_model.layers[0]
+    found = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
     unknown = [name for name in settings.targets if name not in found]
     if unknown:
         known = ", ".join(name for name in LoraSettings().targets if name in found)
         raise UserError(f"model.lora.targets names {unknown}; a decoder layer has: {known}")
-    lora = peft.LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=rf".*language_model\.layers\..*\.({names})",
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renamed
-        return peft.get_peft_model(network, lora)
+    names = "|".join(re.escape(name) for name in settings.targets)
+    return rf".*language_model\.layers\..*\.({names})"
 
 
 def _make_value_head(network: Any) -> Any:
@@ -274,6 +326,9 @@ def _make_value_head(network: Any) -> Any:
     torch.nn.init.zeros_(head.bias)
     return head
 
+
+BUILD_FILE = "build.json"
+"""Beside a model that `model.build` made: the function and its options."""
 
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")

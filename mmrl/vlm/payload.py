@@ -48,14 +48,14 @@ class Prompt:
         return self.pixel_values is not None or self.pixel_values_videos is not None
 
     def to(self, device: torch.device | str) -> Prompt:
-        """Return the prompt with its tensors on a device; itself where they lie there already."""
-        changes = {}
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, Tensor):
-                changes[entry.name] = value.to(device)
-        moved = any(changes[name] is not getattr(self, name) for name in changes)
-        return dataclasses.replace(self, **changes) if moved else self
+        """Return the prompt with its pixels on a device; the small tables that rows are built from stay."""
+        pixels = {
+            name: value.to(device)
+            for name in ("pixel_values", "pixel_values_videos")
+            if (value := getattr(self, name)) is not None
+        }
+        moved = any(value is not getattr(self, name) for name, value in pixels.items())
+        return dataclasses.replace(self, **pixels) if moved else self
 
 
 @dataclass

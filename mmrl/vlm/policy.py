@@ -42,6 +42,9 @@ class VlmPolicy(nn.Module):
         value_head: maps the state before a token to its value; None without a critic.
     """
 
+    model: Any
+    value_head: nn.Linear | None
+
     def __init__(
         self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Linear | None = None
     ) -> None:
@@ -59,8 +62,7 @@ class VlmPolicy(nn.Module):
     @property
     def network(self) -> Any:
         """The transformers model, out of its peft wrapper."""
-        model: Any = self.model
-        return model.base_model.model if self.has_adapter else model
+        return self.model.base_model.model if self.has_adapter else self.model
 
     @property
     def has_adapter(self) -> bool:
@@ -154,9 +156,7 @@ class VlmPolicy(nn.Module):
         """
         embeddings, extra = self.embed(rows, features)
         language_model = self.network.model.language_model
-        output = language_model(
-            inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra
-        )
+        output = language_model(inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra)
         return output.last_hidden_state
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
@@ -205,8 +205,7 @@ class VlmPolicy(nn.Module):
         """
         if not self.has_adapter:
             raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
-        model: Any = self.model
-        with model.disable_adapter():
+        with self.model.disable_adapter():
             yield
 
     def save_pretrained(self, path: Path | str) -> None:

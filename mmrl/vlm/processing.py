@@ -119,6 +119,4 @@ def _load_official(path: str) -> Any:
 def _load_image_only(path: str) -> Any:
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-    return ImageOnlyProcessor(
-        Qwen2VLImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    )
+    return ImageOnlyProcessor(Qwen2VLImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path))

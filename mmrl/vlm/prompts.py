@@ -132,7 +132,7 @@ def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[s
         found = type(prompt).__name__
         raise TaskError("bad_prompt", place, f"the question is a {found}; expected a text or a list of turns")
     last_user = max((i for i, turn in enumerate(prompt) if _role(turn) == "user"), default=-1)
-    unchanged: Callable[[str], str] = lambda text: text  # noqa: E731
+    unchanged = make_renderer(None)
     return [_turn(turn, render if i == last_user else unchanged, place) for i, turn in enumerate(prompt)]
 
 
@@ -215,8 +215,8 @@ def _may_be_text_only(media: MediaCells) -> bool:
 
 
 def _no_image_message(media: MediaCells) -> str:
-    where = "the data set has no image column" if media.images is None else "its image list is empty"
-    return f"the row has no image ({where} or the cell is empty); set data.text_only=true if that is meant"
+    found = "its image cell is empty or missing" if media.images is None else "its image list is empty"
+    return f"the row has no image: {found}; set data.text_only=true if questions without image are meant"
 
 
 def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, place: str) -> None:

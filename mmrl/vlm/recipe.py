@@ -117,6 +117,8 @@ class VlmConfig(RunConfig):
         if self.correct and self.correct not in names:
             raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
         objective = make_objective(self.objective)
+        if objective.kl == "full":
+            raise ValueError("objective.kl is 'full', which needs every logit of both policies; use k1, k2 or k3")
         estimators = ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
         if self.trainer.samples_per_task == 1 and objective.advantage in estimators:
             raise ValueError(

@@ -18,7 +18,7 @@ from mmrl.vlm.vision import gather_features
 if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["FINISH_REASONS", "Samples", "SamplerConfig", "sample"]
+__all__ = ["FINISH_REASONS", "SamplerConfig", "Samples", "sample"]
 
 COMPACT_BELOW = 0.75
 """Finished rows are dropped once less than this share of a batch is still running."""
@@ -42,7 +42,7 @@ class SamplerConfig:
     """Draw only from this many of the most likely tokens; 0 is all."""
 
     stop: list[str] = field(default_factory=list)
-    """A response ends with the token that completes one of these strings."""
+    """A response ends with the token that completes one of these strings in its decoded text."""
 
     batch_rows: int = 256
     """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
@@ -102,7 +102,7 @@ def sample(
         greedy: take the most likely token; the recorded log-probabilities keep the temperature.
 
     Returns:
-        The responses of prompt 0, then those of prompt 1, and so on.
+        The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
 
     Raises:
         UserError: a setting is out of range, or there are no prompts.
@@ -171,26 +171,26 @@ class _Draw:
         return at_eos | at_stop
 
     def collect(self) -> Samples:
-        """The responses, no wider than the longest, on the CPU."""
+        """The responses, no wider than the longest."""
         width = max(int(self.mask.sum(1).max()), 1)
-        ids, mask = self.ids[:, :width].cpu(), self.mask[:, :width].cpu()
+        ids, mask = self.ids[:, :width], self.mask[:, :width]
         lengths = mask.sum(1).long().tolist()
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
         tokenizer = self.policy.processor.tokenizer
         return Samples(
             response_ids=ids,
             mask=mask,
-            logp=self.logp[:, :width].cpu(),
+            logp=self.logp[:, :width],
             finish=[FINISH_REASONS[code] for code in self.reason.tolist()],
             texts=tokenizer.batch_decode(responses, skip_special_tokens=True),
-            kept_mass=self.kept[:, :width].cpu(),
+            kept_mass=self.kept[:, :width],
         )
 
     def _at_stop(self, rows: Tensor, step: int) -> Tensor:
         # a token has at least one byte, so a string that ends here began within its number of bytes
         reach = max(len(text.encode()) for text in self.config.stop)
         tails = self.ids[rows, max(step + 1 - reach, 0) : step + 1].tolist()
-        texts = self.policy.processor.tokenizer.batch_decode(tails, skip_special_tokens=False)
+        texts = self.policy.processor.tokenizer.batch_decode(tails, skip_special_tokens=True)
         found = [any(stop in text for stop in self.config.stop) for text in texts]
         return torch.tensor(found, device=rows.device)
 

@@ -60,18 +60,16 @@ def save_merged(policy: VlmPolicy, path: Path) -> None:
 
 def _merged_state(policy: VlmPolicy) -> dict[str, Tensor]:
     """Weights with the adapters added; the model itself is not touched, merging and unmerging would round it."""
-    from peft.tuners.lora import LoraLayer
-
     state = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in policy.network.state_dict().items()
         if ".lora_" not in name
     }
-    adapted: Any = policy.model
+    layers: list[tuple[str, Any]] = list(policy.network.named_modules())
     with torch.no_grad():
-        for name, module in policy.network.named_modules():
-            if isinstance(module, LoraLayer):
-                delta = module.get_delta_weight(adapted.active_adapter)
+        for name, layer in layers:
+            if hasattr(layer, "get_delta_weight"):
+                delta = layer.get_delta_weight(policy.model.active_adapter)
                 state[f"{name}.weight"] = state[f"{name}.weight"] + delta
     return state
 
@@ -141,7 +139,7 @@ def _read_adapter(policy: VlmPolicy, path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     state = load_file(path / ADAPTER_FILE)
-    adapted: Any = policy.model
+    adapted = policy.model
     name = adapted.active_adapter
     renamed = {_adapter_key(key, name): value for key, value in state.items()}
     own = {key for key in adapted.state_dict() if f".{name}." in key and "lora_" in key}

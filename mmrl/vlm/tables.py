@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,13 @@ def _read_json(file: Path) -> Iterator[Row]:
 
 def _read_parquet(file: Path) -> Iterator[Row]:
     datasets = _import_datasets(file)
+    from pyarrow.parquet import read_metadata
+
     try:
-        dataset = datasets.Dataset.from_parquet(str(file))
+        if read_metadata(file).num_rows == 0:
+            return
+        with _quiet(datasets):
+            dataset = datasets.Dataset.from_parquet(str(file))
     except Exception as error:
         cause = error.__cause__ or error
         raise UserError(f"{file} cannot be read as parquet: {type(cause).__name__}: {cause}") from None
@@ -130,7 +136,8 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
     datasets = _import_datasets(folder)
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
-        found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
+        with _quiet(datasets):
+            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
     except Exception as error:
         raise UserError(
             f"{folder} is neither a folder written by datasets.save_to_disk nor one of data files: "
@@ -164,6 +171,18 @@ def _import_datasets(wanted: object) -> Any:
     except ImportError as error:
         raise UserError(f"reading {wanted} needs the datasets package ({error}); pip install datasets") from None
     return datasets
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Keep the library's progress bars out of the run's own output."""
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision
+from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["CHAT_TEMPLATE", "FAMILIES", "build_tiny_vlm"]
 
@@ -233,13 +233,14 @@ def _save_model(config: Any, tokenizer: Any, path: Path, seed: int) -> None:
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
         pad_token_id=ids["<|endoftext|>"],
     )
-    model.save_pretrained(path)
+    with quiet_transformers():
+        model.save_pretrained(path)
 
 
 def _save_processor(family: str, tokenizer: Any, patch: int, pixels: dict[str, int], path: Path) -> None:
     import transformers
 
-    options = {"patch_size": patch, "merge_size": MERGE, "temporal_patch_size": 2, "size": pixels}
+    options: dict[str, Any] = {"patch_size": patch, "merge_size": MERGE, "temporal_patch_size": 2, "size": pixels}
     if family == "qwen3_vl":
         options |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     if ensure_torchvision() == "absent":

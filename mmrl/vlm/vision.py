@@ -34,9 +34,7 @@ class VisionFeatures:
         if len(parts) == 1:
             return parts[0]
         levels = zip(*(part.deepstack for part in parts), strict=True)
-        return VisionFeatures(
-            torch.cat([part.tokens for part in parts]), tuple(torch.cat(level) for level in levels)
-        )
+        return VisionFeatures(torch.cat([part.tokens for part in parts]), tuple(torch.cat(level) for level in levels))
 
 
 class FeatureCache:
@@ -137,7 +135,7 @@ def _run_tower(tower: Any, media: Sequence[tuple[Any, Any]], device: torch.devic
 
 def _token_order(prompts: Sequence[Prompt]) -> Tensor:
     """Where the feature of each placeholder token lies when all images come before all videos."""
-    types = torch.cat([prompt.mm_token_type_ids.cpu() for prompt in prompts])
+    types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
     types = types[types > 0]
     order = torch.empty_like(types)
     images = int((types == 1).sum())

@@ -27,9 +27,7 @@ def std(xs, ddof):
 
 
 def spread(per_row, mask, reward):
-    return [
-        [per_row[i] if m and math.isfinite(reward[i]) else 0.0 for m in row] for i, row in enumerate(mask)
-    ]
+    return [[per_row[i] if m and math.isfinite(reward[i]) else 0.0 for m in row] for i, row in enumerate(mask)]
 
 
 def group_mean_std(group, mask, reward, ddof=1, eps=1e-6, singleton="zero"):
@@ -130,7 +128,9 @@ def gae_turn(rewards, values, mask, turn, gamma, lam):
     for rs, vs, ms, ks in zip(rewards, values, mask, turn, strict=True):
         order = sorted({k for k, m in zip(ks, ms, strict=True) if m})
         own = [[t for t, (k, m) in enumerate(zip(ks, ms, strict=True)) if m and k == turn_id] for turn_id in order]
-        per_turn = gae([[sum(rs[t] for t in ts) for ts in own]], [[vs[ts[0]] for ts in own]], [[1] * len(own)], gamma, lam)
+        per_turn = gae(
+            [[sum(rs[t] for t in ts) for ts in own]], [[vs[ts[0]] for ts in own]], [[1] * len(own)], gamma, lam
+        )
         row = [0.0] * len(ms)
         for ts, a in zip(own, per_turn[0], strict=True):
             for t in ts:
@@ -209,9 +209,7 @@ def method_loss(name, b, lp):
         a = group_mean_std(group, mask, reward)
         return token_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.28), valid), valid)
     if name == "rloo":
-        shaped = [
-            r - 0.05 * sum(ol[i][t] - ref[i][t] for t in rows_of(valid)[i]) for i, r in enumerate(reward)
-        ]
+        shaped = [r - 0.05 * sum(ol[i][t] - ref[i][t] for t in rows_of(valid)[i]) for i, r in enumerate(reward)]
         a = leave_one_out(group, mask, shaped)
         losses = []
         for i, ts in enumerate(rows_of(valid)):
@@ -316,9 +314,12 @@ def numbers(seed, low, high):
 
 def full_batch():
     old = numbers(1, -3.0, -0.2)
+    old[1][1] = -2.5
     # Moves of up to +-0.5 put ratios on both sides of every bound; one decision moves by 1.8 to reach ratio 6.
-    new = [[round(o + d, 3) for o, d in zip(r, s, strict=True)] for r, s in zip(old, numbers(2, -0.5, 0.5), strict=True)]
-    new[1][1] = round(old[1][1] + 1.8, 3)
+    new = [
+        [round(o + d, 3) for o, d in zip(r, s, strict=True)] for r, s in zip(old, numbers(2, -0.5, 0.5), strict=True)
+    ]
+    new[1][1] = -0.7
     return BATCH | {
         "logp_old": old,
         "logp": new,
@@ -348,7 +349,9 @@ def golden():
     methods = {
         name: {"loss": method_loss(name, b, b["logp"]), "gradient": method_gradient(name, b)} for name in METHODS
     }
-    note = "Computed by tests/core/reference.py: plain Python float64 from the papers' formulas, gradients by differences."
+    note = (
+        "Computed by tests/core/reference.py: plain Python float64 from the papers' formulas, gradients by differences."
+    )
     return {"source": note, "batch": b, "advantages": advantages, "methods": methods}
 
 

@@ -120,9 +120,10 @@ def step_metrics(step, steps, rng):
 
 def log_evaluation(tracker, step, tag, greedy):
     metrics = {"n": 400.0}
-    for protocol, value in (("greedy", greedy), ("sampled", greedy - 0.04)):
+    for protocol, value in (("greedy", greedy), ("sampled", max(greedy - 0.04, 0.0))):
         metrics[f"accuracy/{protocol}"] = value
-        metrics |= {f"accuracy/{protocol}/low": value - 0.05, f"accuracy/{protocol}/high": value + 0.05}
+        metrics[f"accuracy/{protocol}/low"] = max(value - 0.05, 0.0)
+        metrics[f"accuracy/{protocol}/high"] = value + 0.05
     tracker.evaluation(step, tag, "test", metrics)
 
 
@@ -311,6 +312,15 @@ def test_gaps_and_missing_intervals_are_drawn(tmp_path):
     assert "Gradient norm" not in text
 
 
+def test_a_reward_that_stays_zero_is_shown_and_other_zeros_are_not(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward/mean": 0.0, "policy/entropy": 0.0})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    headings = [attributes.get("alt") for tag, attributes in page.attributes if tag == "img"]
+    assert headings == ["Reward over steps"]
+
+
 def test_later_evaluations_of_a_finished_run_do_not_move_its_headline(tmp_path):
     tracker = Tracker(tmp_path)
     tracker.evaluation(0, "before", "test", {"accuracy/greedy": 0.2})
@@ -339,13 +349,13 @@ def test_derived_numbers_by_hand():
     ]
     rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, {})}
     assert rows["reward at the start"][0] == "0.1"
-    assert rows["reward at the end"] == ("0.3", "last one step, +0.2 against the start")
+    assert rows["reward at the end"] == ("0.3", "last step, +0.2 against the start")
     assert rows["best reward"] == ("0.5", "step 2")
     assert rows["groups with equal rewards"][0] == "50.0 %"
     assert rows["samples"][0] == "64"
     assert rows["time of all steps"] == ("16.0 s", "4 s a step")
     assert rows["tokens per second"][0] == "25"
-    assert rows["time by stage"][0] == "rollout 75.0 %, update 12.5 %, other 12.5 %"
+    assert rows["time by stage"] == ("rollout 75.0 %", "update 12.5 %, other 12.5 %")
     assert rows["samples no reward could score"][0] == "8"
     assert rows["rows skipped"][0] == "4"
     assert "optimiser steps skipped" not in rows

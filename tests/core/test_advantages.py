@@ -1,0 +1,198 @@
+import pytest
+import torch
+
+from mmrl.core import (
+    ADVANTAGES,
+    AdvantageOptions,
+    Rollouts,
+    check_group_size,
+    decision_rewards,
+    gae,
+    masked_whiten,
+    returns_to_go,
+    turn_starts,
+)
+from tests.core.builders import random_rollouts
+
+GROUP_CONSTANT = ("group_mean_std", "group_mean", "leave_one_out")
+
+
+def rows(reward, group=None, mask=None, dtype=torch.float64):
+    reward = torch.tensor(reward, dtype=dtype)
+    group = torch.zeros(len(reward), dtype=torch.int64) if group is None else torch.tensor(group)
+    mask = torch.ones(len(reward), 2, dtype=dtype) if mask is None else torch.tensor(mask, dtype=dtype)
+    return Rollouts(group=group, mask=mask, logp_old=torch.zeros_like(mask), reward=reward)
+
+
+def estimate(name, rollouts, **options):
+    return ADVANTAGES[name](rollouts, AdvantageOptions(**options))
+
+
+def test_group_mean_std_by_hand():
+    # Rewards 1, 0, 0, 1: mean 1/2; squared deviations sum to 1, so the unbiased variance is 1/3.
+    advantage = estimate("group_mean_std", rows([1, 0, 0, 1]), eps=0.0)
+    assert advantage[:, 0].tolist() == pytest.approx([0.5 * 3**0.5, -0.5 * 3**0.5, -0.5 * 3**0.5, 0.5 * 3**0.5])
+    # The population variance is 1/4, so the advantages are +-1.
+    assert estimate("group_mean_std", rows([1, 0, 0, 1]), eps=0.0, ddof=0)[:, 1].tolist() == [1, -1, -1, 1]
+
+
+def test_leave_one_out_by_hand():
+    # 3 against the mean of 1 and 2, and so on.
+    assert estimate("leave_one_out", rows([3, 1, 2]))[:, 0].tolist() == [1.5, -1.5, 0.0]
+
+
+def test_returns_to_go_by_hand():
+    rewards, mask = torch.tensor([[1.0, 2.0, 9.0, 4.0]]), torch.tensor([[1.0, 1.0, 0.0, 1.0]])
+    # The decision with mask 0 costs no discount and its reward is ignored.
+    assert returns_to_go(rewards, mask, 0.5).tolist() == [[1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 0, 4]]
+    assert returns_to_go(rewards, mask, 0.5, "reset").tolist() == [[1 + 0.5 * 2, 2, 0, 4]]
+
+
+def test_gae_by_hand():
+    rewards, values = torch.tensor([[0.0, 0.0, 7.0, 1.0]]), torch.tensor([[0.5, 0.25, 100.0, 0.75]])
+    mask = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=0.5)
+    # Last: 1 - 0.75. Second: the tool column with value 100 is skipped, 0.75 - 0.25 + 0.5 * 0.25.
+    assert advantages.tolist() == [[0.25 - 0.5 + 0.5 * 0.625, 0.625, 0.0, 0.25]]
+    assert returns.tolist() == [[0.0625 + 0.5, 0.875, 0.0, 1.0]]
+
+
+def test_gae_with_lambda_one_is_return_minus_value():
+    r = random_rollouts()
+    rewards = decision_rewards(r)
+    advantages, returns = gae(rewards, r.values, r.mask, 0.9, 1.0)
+    torch.testing.assert_close(returns, returns_to_go(rewards, r.mask, 0.9))
+    torch.testing.assert_close(advantages, (returns - r.values) * r.mask)
+
+
+def test_turn_gae_with_one_decision_a_turn_is_token_gae():
+    r = random_rollouts()
+    r = r.replace(turn=torch.where(r.mask > 0, torch.arange(r.num_decisions)[None], -1))
+    options = {"gamma": 0.9, "lam": 0.7}
+    torch.testing.assert_close(estimate("gae_turn", r, **options), estimate("gae", r, **options))
+
+
+def test_turn_gae_by_hand():
+    r = Rollouts(
+        group=torch.zeros(1, dtype=torch.int64),
+        mask=torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]]),
+        logp_old=torch.zeros(1, 5),
+        reward=torch.tensor([2.0]),
+        values=torch.tensor([[1.0, 50.0, 60.0, 0.5, 70.0]]),
+        turn=torch.tensor([[0, 0, 0, 1, 1]]),
+    )
+    assert turn_starts(r).tolist() == [[True, False, False, True, False]]
+    # Turn 1: 2 - 0.5. Turn 0: 0.5 * 0.5 - 1 + 0.5 * 1 * 1.5; values inside a turn are not looked at.
+    first, second = 0.25 - 1 + 0.75, 1.5
+    assert estimate("gae_turn", r, gamma=0.5, lam=1.0).tolist() == [[first, first, 0.0, second, second]]
+
+
+def test_rewards_of_decisions_replace_the_reward_of_the_row():
+    r = random_rollouts()
+    given = torch.arange(r.mask.numel(), dtype=torch.float64).reshape(r.mask.shape)
+    r = r.replace(extras={"decision_reward": given})
+    assert torch.equal(decision_rewards(r), given * r.mask)
+
+
+def test_terminal_reward_lands_on_the_last_trained_decision():
+    r = rows([5.0, 7.0], mask=[[1, 0, 1, 0], [0, 0, 0, 0]])
+    assert decision_rewards(r).tolist() == [[0, 0, 5, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", GROUP_CONSTANT)
+def test_equal_rewards_give_exactly_zero(name):
+    # 0.1 + 0.1 + 0.1 is not 0.3 in binary, so a mean that is rounded would not cancel.
+    advantage = estimate(name, rows([0.1] * 3 + [0.7] * 7, group=[0] * 3 + [1] * 7), eps=0.0)
+    assert (advantage == 0).all()
+
+
+@pytest.mark.parametrize("name", GROUP_CONSTANT)
+def test_shifting_the_rewards_of_a_group_changes_nothing(name):
+    r = random_rollouts()
+    shifted = r.replace(reward=r.reward + 10.0 * r.group)
+    torch.testing.assert_close(estimate(name, shifted), estimate(name, r), rtol=1e-9, atol=1e-9)
+
+
+def test_scaling_the_rewards_cancels_only_with_a_standard_deviation():
+    r = random_rollouts()
+    scaled = r.replace(reward=3.0 * r.reward)
+    torch.testing.assert_close(estimate("group_mean_std", scaled, eps=0.0), estimate("group_mean_std", r, eps=0.0))
+    torch.testing.assert_close(estimate("group_mean", scaled), 3.0 * estimate("group_mean", r))
+
+
+def test_leave_one_out_is_a_multiple_of_the_group_mean():
+    r = random_rollouts(samples=5)
+    torch.testing.assert_close(estimate("leave_one_out", r), 5 / 4 * estimate("group_mean", r))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_unscored_rows_count_nowhere(name):
+    r = random_rollouts(groups=3, samples=4)
+    reward = r.reward.clone()
+    reward[5] = float("nan")
+    with_nan = estimate(name, r.replace(reward=reward))
+    kept = torch.arange(12) != 5
+    assert (with_nan[5] == 0).all()
+    torch.testing.assert_close(with_nan[kept], estimate(name, r.select(kept)))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_untrained_decisions_get_zero_whatever_stands_there(name):
+    r = random_rollouts()
+    off = r.mask == 0
+    poisoned = r.replace(values=torch.where(off, torch.nan, r.values))
+    advantage = estimate(name, poisoned)
+    assert (advantage[off] == 0).all()
+    torch.testing.assert_close(advantage, estimate(name, r))
+
+
+@pytest.mark.parametrize("name", ["group_mean_std", "group_mean", "leave_one_out"])
+def test_a_group_of_one_scored_row(name):
+    r = rows([2.0, float("nan"), 1.0, 3.0], group=[0, 0, 1, 1])
+    assert (estimate(name, r)[:2] == 0).all()
+    kept = estimate(name, r, singleton="keep")
+    assert kept[0, 0].item() == pytest.approx(2.0, rel=1e-5)
+    assert (kept[1] == 0).all()
+    assert torch.equal(kept[2:], estimate(name, r)[2:])
+
+
+def test_group_order_does_not_matter():
+    r = random_rollouts(groups=5, samples=4)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    for name in ADVANTAGES:
+        torch.testing.assert_close(estimate(name, r.select(order)), estimate(name, r)[order])
+
+
+def test_whitening():
+    r = random_rollouts()
+    white = masked_whiten(r.values, r.mask)
+    kept = white[r.mask > 0]
+    assert kept.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert kept.std().item() == pytest.approx(1.0, rel=1e-6)
+    assert (white[r.mask == 0] == 0).all()
+    assert (masked_whiten(torch.full_like(r.values, 0.5), r.mask) == 0).all()
+    single = torch.zeros_like(r.mask)
+    single[0, 0] = 1
+    assert (masked_whiten(r.values, single) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std"])
+def test_group_estimators_refuse_one_sample(name):
+    with pytest.raises(ValueError, match=f"'{name}'.*samples_per_task is 1.*batch_global, gae, gae_turn"):
+        check_group_size(1, name)
+    check_group_size(2, name)
+
+
+@pytest.mark.parametrize("name", ["batch_global", "gae", "gae_turn"])
+def test_other_estimators_work_with_one_sample(name):
+    check_group_size(1, name)
+
+
+def test_missing_values_and_turns_are_named():
+    r = random_rollouts()
+    with pytest.raises(ValueError, match="value head"):
+        estimate("gae", r.replace(values=None))
+    with pytest.raises(ValueError, match=r"rollouts\.turn"):
+        estimate("gae_turn", r.replace(turn=None))
+    with pytest.raises(ValueError, match="falls along a row"):
+        estimate("gae_turn", r.replace(mask=torch.ones_like(r.mask), turn=-torch.arange(6).expand(12, 6) + 9))

@@ -1,0 +1,71 @@
+"""The package against numbers that an independent implementation computed (tests/golden/core.json)."""
+
+import math
+
+import pytest
+import torch
+
+from mmrl.core import ADVANTAGES, CATALOGUE, AdvantageOptions, TokenScores, get
+from tests.core import reference
+from tests.core.builders import golden, rollouts_from
+
+DATA = golden()
+
+
+def nearly_equal(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(nearly_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(nearly_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, str):
+        return a == b
+    return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-12)
+
+
+def options_of(case):
+    name, *pairs = case.split()
+    values = dict(pair.split("=") for pair in pairs)
+    return name, AdvantageOptions(**{k: v if k in ("singleton", "gaps") else float(v) for k, v in values.items()})
+
+
+def test_the_file_is_what_the_reference_computes():
+    assert nearly_equal(DATA, reference.golden())
+
+
+@pytest.mark.parametrize("case", DATA["advantages"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_advantages(case, dtype, tolerance):
+    name, options = options_of(case)
+    advantage = ADVANTAGES[name](rollouts_from(DATA["batch"], dtype), options)
+    assert advantage.dtype == dtype
+    expected = torch.tensor(DATA["advantages"][case], dtype=dtype)
+    torch.testing.assert_close(advantage, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_every_estimator_has_a_golden_case():
+    assert {case.split()[0] for case in DATA["advantages"]} == set(ADVANTAGES)
+
+
+def loss_of(name, dtype):
+    objective = get(name)
+    rollouts = objective.compute_advantages(rollouts_from(DATA["batch"], dtype))
+    logp = torch.tensor(DATA["batch"]["logp"], dtype=dtype, requires_grad=True)
+    scores = TokenScores(logp, values=torch.tensor(DATA["batch"]["values_new"], dtype=dtype))
+    return objective.loss(scores, rollouts, objective.denominators(rollouts)).loss, logp
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_catalogue_losses_and_gradients(name):
+    loss, logp = loss_of(name, torch.float64)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    assert loss.item() == pytest.approx(DATA["methods"][name]["loss"], rel=1e-10, abs=1e-13)
+    expected = torch.tensor(DATA["methods"][name]["gradient"], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_catalogue_losses_in_float32(name):
+    loss, _ = loss_of(name, torch.float32)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(DATA["methods"][name]["loss"], rel=1e-4, abs=1e-6)

@@ -1,0 +1,31 @@
+import subprocess
+import sys
+
+HEAVY = (
+    "transformers",
+    "diffusers",
+    "mujoco",
+    "open3d",
+    "peft",
+    "torchvision",
+    "matplotlib",
+    "omegaconf",
+    "accelerate",
+)
+
+
+def test_the_core_imports_torch_and_nothing_heavier():
+    code = (
+        "import sys, mmrl.core; "
+        f"print([name for name in {HEAVY!r} if name in sys.modules], 'torch' in sys.modules, "
+        "sorted(n for n in sys.modules if n.startswith('mmrl.') and not n.startswith('mmrl.core')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] True []"
+
+
+def test_every_public_name_exists_once():
+    import mmrl.core
+
+    assert len(set(mmrl.core.__all__)) == len(mmrl.core.__all__)
+    assert all(hasattr(mmrl.core, name) for name in mmrl.core.__all__)

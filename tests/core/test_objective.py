@@ -1,0 +1,349 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl.core import CATALOGUE, AdvantageOptions, Denominators, Objective, TokenScores, get, merge_metrics
+from mmrl.core.metrics import metric_values
+from tests.core.builders import random_rollouts
+
+EXTRA = {
+    "everything": Objective(
+        name="everything",
+        dual_clip=2.0,
+        kl="k3",
+        kl_coef=0.3,
+        kl_aggregation="sequence_mean",
+        entropy="full",
+        entropy_coef=0.01,
+        aggregation="token_mean",
+    ),
+    "turn critic": Objective(
+        name="turn critic",
+        advantage="gae_turn",
+        value_coef=0.5,
+        entropy="sampled",
+        entropy_coef=0.1,
+        aggregation="sequence_mean",
+    ),
+    "row sums": Objective(name="row sums", ratio="sequence_full", aggregation="sequence_sum", clip_high=0.05),
+    "exact divergence": Objective(name="exact divergence", kl="full", kl_coef=0.1, surrogate="unclipped"),
+    "score function": Objective(name="score function", surrogate="policy_gradient", advantage="group_mean"),
+}
+OBJECTIVES = CATALOGUE | EXTRA
+
+
+def noise(like, seed):
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+
+
+def scored(objective, rollouts, move=0.3):
+    """Rollouts with advantages, and a policy whose parameters are the scores of every decision."""
+    rollouts = objective.compute_advantages(rollouts)
+    base = rollouts.logp_old
+    tensors = {
+        "logp": base + move * noise(base, 1),
+        "entropy": noise(base, 2).abs(),
+        "values": rollouts.values + move * noise(base, 3),
+        "kl_ref": noise(base, 4).abs(),
+    }
+    return rollouts, {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+def scores_of(tensors, rows=slice(None), width=None):
+    return TokenScores(**{name: tensor[rows, :width] for name, tensor in tensors.items()})
+
+
+def gradients(loss, tensors):
+    found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, tensors.values(), strict=True)]
+
+
+def batch():
+    r = random_rollouts(seed=5, groups=5, samples=3)
+    reward = r.reward.clone()
+    reward[4] = float("nan")
+    mask = r.mask.clone()
+    mask[7] = 0.0
+    mask[9, 0] = 0.0
+    return r.replace(reward=reward, mask=mask, turn=torch.where(mask > 0, r.turn, -1))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_micro_batches_add_up_to_the_whole(name, size):
+    objective = OBJECTIVES[name]
+    rollouts, tensors = scored(objective, batch())
+    denominators = objective.denominators(rollouts)
+    whole = objective.loss(scores_of(tensors), rollouts, denominators)
+    outputs, start = [], 0
+    for part in rollouts.micro_batches(size):
+        rows = slice(start, start + part.num_rows)
+        outputs.append(objective.loss(scores_of(tensors, rows, part.num_decisions), part, denominators))
+        start += part.num_rows
+    total = sum(output.loss for output in outputs)
+    torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=1e-14)
+    for split, together in zip(gradients(total, tensors), gradients(whole.loss, tensors), strict=True):
+        torch.testing.assert_close(split, together, rtol=1e-12, atol=1e-14)
+    merged = metric_values(merge_metrics([output.metrics for output in outputs]))
+    assert merged == pytest.approx(metric_values(whole.metrics), rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_ranks_add_up_to_the_whole(name):
+    objective = OBJECTIVES[name]
+    rollouts, tensors = scored(objective, batch())
+    whole = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts)).loss
+    ranks = [rollouts.select_groups(torch.tensor(groups)) for groups in ([0, 1], [2, 3, 4])]
+    shared = Denominators.total([objective.denominators(rank) for rank in ranks])
+    rows = [slice(0, 6), slice(6, 15)]
+    parts = [objective.loss(scores_of(tensors, r), rank, shared).loss for r, rank in zip(rows, ranks, strict=True)]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_padding_changes_nothing(name):
+    objective = OBJECTIVES[name]
+    rollouts, tensors = scored(objective, batch())
+    expected = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts)).loss
+    pad = {key: torch.nn.functional.pad(value, (0, 3), value=float("nan")) for key, value in tensors.items()}
+    wide = objective.compute_advantages(batch()._pad(9))
+    loss = objective.loss(scores_of(pad), wide, objective.denominators(wide)).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+    for wide_gradient, gradient in zip(gradients(loss, tensors), gradients(expected, tensors), strict=True):
+        torch.testing.assert_close(wide_gradient, gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_stands_on_untrained_decisions_does_not_matter(name):
+    objective = OBJECTIVES[name]
+    rollouts, tensors = scored(objective, batch())
+    counts = objective.denominators(rollouts)
+    clean = objective.loss(scores_of(tensors), rollouts, counts).loss
+    off = rollouts.loss_mask == 0
+    nan = float("nan")
+    poison = {key: tensor.detach().masked_fill(off, nan).requires_grad_() for key, tensor in tensors.items()}
+    filled = {
+        key: getattr(rollouts, key).masked_fill(off, nan)
+        for key in ("logp_old", "logp_ref", "values", "returns", "advantage")
+        if getattr(rollouts, key) is not None
+    }
+    loss = objective.loss(scores_of(poison), rollouts.replace(**filled), counts).loss
+    torch.testing.assert_close(loss, clean)
+    for poisoned, gradient in zip(gradients(loss, poison), gradients(clean, tensors), strict=True):
+        torch.testing.assert_close(poisoned, gradient)
+
+
+def per_decision_divisor(objective, rollouts):
+    counts = objective.denominators(rollouts)
+    lengths = rollouts.loss_mask.sum(1, keepdim=True).clamp(min=1)
+    return {
+        "token_mean": torch.full_like(lengths, counts.tokens),
+        "sequence_mean": lengths * counts.rows,
+        "sequence_sum": torch.full_like(lengths, counts.rows),
+        "fixed_length": torch.full_like(lengths, counts.rows * (objective.fixed_length or 1)),
+    }[objective.aggregation]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_first_step_is_the_plain_policy_gradient(name):
+    # No other term than the policy's: its gradient must be -A / denominator for every clipping rule.
+    objective = replace(
+        OBJECTIVES[name], kl=None, kl_coef=0.0, kl_in_reward=False, kl_aggregation=None, entropy=None, entropy_coef=0.0
+    )
+    rollouts, tensors = scored(objective, batch())
+    logp = tensors["logp"]
+    rollouts = rollouts.replace(logp_old=logp.detach())
+    output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
+    (gradient,) = torch.autograd.grad(output.loss, logp)
+    expected = -rollouts.advantage / per_decision_divisor(objective, rollouts)
+    if objective.ratio == "sequence_product":
+        expected = expected * rollouts.loss_mask.sum(1, keepdim=True)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+    values = metric_values(output.metrics)
+    assert values["policy/ratio_mean"] == values["policy/ratio_max"] == 1.0
+    assert values["policy/kl_old"] == 0.0
+    assert values.get("policy/clip_fraction_low", 0.0) == values.get("policy/clip_fraction_high", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_match_finite_differences(name):
+    objective = OBJECTIVES[name]
+    rollouts, tensors = scored(objective, random_rollouts(seed=6, groups=2, samples=2, width=3))
+    counts = objective.denominators(rollouts)
+    base = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+    def loss(moved):
+        return objective.loss(TokenScores(**moved), rollouts, counts).loss
+
+    detached = objective.surrogate == "cispo" or objective.ratio == "sequence"
+    for key, gradient in zip(tensors, gradients(loss(tensors), tensors), strict=True):
+        if key == "logp" and detached:
+            continue  # stop-gradients are invisible to differences; test_ratios.py holds them fixed
+        for i, t in torch.nonzero(rollouts.mask).tolist():
+            step = torch.zeros_like(base[key])
+            step[i, t] = 1e-6
+            slope = (loss(base | {key: base[key] + step}) - loss(base | {key: base[key] - step})) / 2e-6
+            assert gradient[i, t].item() == pytest.approx(slope.item(), rel=1e-5, abs=1e-8)
+
+
+def test_advantages_of_rloo_are_a_multiple_of_dr_grpo():
+    r = random_rollouts(samples=4)
+    rloo = replace(get("rloo"), kl_in_reward=False, kl=None, kl_coef=0.0)
+    torch.testing.assert_close(
+        rloo.compute_advantages(r).advantage, 4 / 3 * get("dr_grpo").compute_advantages(r).advantage
+    )
+
+
+def test_advantages_returns_and_weights_are_constants():
+    r = random_rollouts()
+    attached = {
+        name: getattr(r, name).clone().requires_grad_() for name in ("reward", "values", "logp_ref", "logp_old")
+    }
+    weight = r.extras["kl_weight"].clone().requires_grad_()
+    objective = replace(get("ppo"), kl="k3", kl_in_reward=False)
+    rollouts = objective.compute_advantages(r.replace(**attached, extras={"kl_weight": weight}))
+    assert not rollouts.advantage.requires_grad
+    assert not rollouts.returns.requires_grad
+    logp = r.logp_old.clone().requires_grad_()
+    loss = objective.loss(TokenScores(logp, values=r.values), rollouts, objective.denominators(rollouts)).loss
+    assert all(g is None for g in torch.autograd.grad(loss, [*attached.values(), weight], allow_unused=True))
+
+
+def test_loss_is_the_sum_of_its_terms():
+    objective = replace(EXTRA["everything"], advantage="gae", value_coef=0.7, value_clip=0.1)
+    objective.validate()
+    rollouts, tensors = scored(objective, batch())
+    output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
+    values = metric_values(output.metrics)
+    parts = [values[f"loss/{term}"] for term in ("policy", "kl", "entropy", "value")]
+    assert sum(parts) == pytest.approx(values["loss/total"])
+    assert values["loss/total"] == pytest.approx(output.loss.item())
+    assert all(part != 0 for part in parts)
+
+
+def test_divergence_weights_scale_each_row():
+    objective = Objective(name="weighted", kl="k3", kl_coef=0.5, kl_clamp=False, kl_aggregation="sequence_mean")
+    rollouts, tensors = scored(objective, batch())
+    counts = objective.denominators(rollouts)
+    value = objective.loss(scores_of(tensors), rollouts, counts).metrics["loss/kl"].value
+    logp, ref, mask = tensors["logp"].detach(), rollouts.logp_ref, rollouts.loss_mask
+    terms = torch.exp(ref - logp) - (ref - logp) - 1
+    rows = mask.sum(1) > 0
+    means = ((terms * mask).sum(1) / mask.sum(1))[rows]
+    assert value == pytest.approx(0.5 * (rollouts.extras["kl_weight"][rows] * means).mean().item())
+
+
+def test_divergence_in_the_reward_by_hand():
+    r = random_rollouts(groups=1, samples=2, width=2, seed=1)
+    r = r.replace(
+        mask=torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+        reward=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        logp_old=torch.tensor([[-1.0, -1.0], [-1.0, 9.0]], dtype=torch.float64),
+        logp_ref=torch.tensor([[-1.5, -2.0], [-1.0, 7.0]], dtype=torch.float64),
+        turn=None,
+        extras={},
+    )
+    objective = Objective(name="shaped", advantage="group_mean", kl="k1", kl_coef=0.1, kl_in_reward=True)
+    out = objective.compute_advantages(r)
+    # The first row pays 0.1 * (0.5 + 1.0); the mean of 0.85 and 0 is 0.425.
+    assert out.advantage.tolist() == [pytest.approx([0.425, 0.425]), pytest.approx([-0.425, 0.0])]
+    assert torch.equal(out.reward, r.reward)
+    assert out.extras == {}
+    critic = replace(objective, advantage="gae", value_coef=1.0)
+    no_values = critic.compute_advantages(r.replace(values=torch.zeros_like(r.logp_old)))
+    # Each decision pays its own share, the reward comes at the end.
+    assert no_values.advantage[0].tolist() == pytest.approx([0.85, 0.9])
+
+
+def test_divergence_weights_scale_the_reward_too():
+    r = batch()
+    objective = Objective(name="shaped", advantage="gae", value_coef=1.0, kl="k1", kl_coef=0.1, kl_in_reward=True)
+    free = replace(objective, kl_coef=0.0).compute_advantages(r).advantage
+    for weight in (0.0, 2.0):
+        weighted = r.replace(extras={"kl_weight": torch.full_like(r.reward, weight)})
+        plain = replace(objective, kl_coef=0.1 * weight).compute_advantages(r.replace(extras={})).advantage
+        torch.testing.assert_close(objective.compute_advantages(weighted).advantage, plain)
+    assert not torch.allclose(plain, free)
+
+
+def test_entropy_is_rewarded_by_a_positive_weight():
+    for kind, key in (("full", "entropy"), ("sampled", "logp")):
+        objective = Objective(name="entropic", entropy=kind, entropy_coef=0.5)
+        rollouts, tensors = scored(objective, batch())
+        output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
+        kept = tensors[key].detach()[rollouts.loss_mask > 0]
+        mean = kept.mean() if kind == "full" else -kept.mean()
+        assert output.metrics["loss/entropy"].value == pytest.approx(-0.5 * mean.item())
+        full = tensors["entropy"].detach()[rollouts.loss_mask > 0].mean().item()
+        assert output.metrics["policy/entropy"].value == pytest.approx(full)
+
+
+def test_turn_critic_learns_at_the_first_decision_of_each_turn():
+    objective = replace(EXTRA["turn critic"], entropy=None, entropy_coef=0.0)
+    rollouts, tensors = scored(objective, batch())
+    counts = objective.denominators(rollouts)
+    output = objective.loss(scores_of(tensors), rollouts, counts)
+    errors = []
+    for i, t in torch.nonzero(rollouts.loss_mask).tolist():
+        earlier = rollouts.turn[i, :t][rollouts.loss_mask[i, :t] > 0]
+        if rollouts.turn[i, t] not in earlier:
+            errors.append((tensors["values"][i, t] - rollouts.returns[i, t]).item() ** 2)
+    assert counts.turns == len(errors)
+    assert output.metrics["loss/value"].value == pytest.approx(0.5 * 0.5 * sum(errors) / len(errors))
+
+
+def test_returns_are_taken_before_whitening():
+    rollouts = get("ppo").compute_advantages(batch())
+    raw = replace(get("ppo"), advantage_options=AdvantageOptions(lam=0.95)).compute_advantages(batch())
+    torch.testing.assert_close(rollouts.returns, raw.returns)
+    mask = rollouts.loss_mask > 0
+    torch.testing.assert_close(rollouts.returns[mask], (raw.advantage + raw.values)[mask])
+    assert rollouts.advantage[mask].std().item() == pytest.approx(1.0, rel=1e-6)
+    assert not torch.allclose(raw.advantage[mask].std(), torch.ones((), dtype=torch.float64))
+
+
+def test_a_batch_without_any_signal_gives_a_zero_gradient():
+    r = random_rollouts()
+    flat = r.replace(reward=torch.full_like(r.reward, 0.1))
+    objective = get("dapo")
+    rollouts, tensors = scored(objective, flat)
+    loss = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts)).loss
+    assert loss.item() == 0.0
+    assert (torch.autograd.grad(loss, tensors["logp"])[0] == 0).all()
+
+
+def test_a_batch_without_any_scored_row_gives_a_finite_zero():
+    r = random_rollouts()
+    unscored = r.replace(reward=torch.full_like(r.reward, float("nan")))
+    for name in CATALOGUE:
+        rollouts, tensors = scored(get(name), unscored)
+        loss = get(name).loss(scores_of(tensors), rollouts, get(name).denominators(rollouts)).loss
+        assert loss.item() == 0.0
+        assert (torch.autograd.grad(loss, tensors["logp"])[0] == 0).all()
+
+
+def test_what_is_missing_is_named():
+    r = random_rollouts()
+    ready = get("grpo").compute_advantages(r)
+    counts = get("grpo").denominators(ready)
+
+    def loss(objective, rollouts, **scores):
+        return objective.loss(TokenScores(**({"logp": r.logp_old} | scores)), rollouts, counts)
+
+    with pytest.raises(ValueError, match=r"rollouts\.advantage is missing: compute_advantages"):
+        loss(get("grpo"), r)
+    with pytest.raises(ValueError, match=r"rollouts\.logp_ref is missing.*kl_coef=0"):
+        loss(get("grpo"), ready.replace(logp_ref=None))
+    with pytest.raises(ValueError, match=r"scores\.entropy is missing"):
+        loss(EXTRA["everything"], ready)
+    with pytest.raises(ValueError, match=r"scores\.kl_ref is missing"):
+        loss(EXTRA["exact divergence"], ready)
+    with pytest.raises(ValueError, match=r"scores\.values is missing"):
+        loss(get("ppo"), ready)
+    with pytest.raises(ValueError, match=r"rollouts\.returns is missing"):
+        loss(get("ppo"), ready, values=r.values)
+    with pytest.raises(ValueError, match=r"scores\.logp must have the shape of the mask, \(12, 6\)"):
+        loss(get("grpo"), ready, logp=r.logp_old[:, :2])
+    with pytest.raises(ValueError, match=r"scores\.logp must be float32 or float64"):
+        loss(get("grpo"), ready, logp=r.logp_old.bfloat16())

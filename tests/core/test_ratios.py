@@ -1,0 +1,164 @@
+import math
+
+import pytest
+import torch
+
+from mmrl.core import RATIOS, SURROGATES, SurrogateInputs, log_ratio, surrogate
+from tests.core.builders import random_rollouts
+
+
+def one(ratio, advantage, name="ppo_clip", **bounds):
+    """Loss of a single decision with a given ratio, and its derivative by logp."""
+    logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.float64)
+    log_rho = log_ratio(logp, torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64), mask, "token")
+    inputs = SurrogateInputs(logp, log_rho, torch.tensor([[advantage]], dtype=torch.float64), mask, **bounds)
+    loss, indicators = surrogate(inputs, name)
+    (slope,) = torch.autograd.grad(loss.sum(), logp)
+    clipped = tuple(int(value.item()) for value in indicators.values())
+    return loss.item(), slope.item(), clipped
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (1.1, 2.0, -2.2, -2.2, (0, 0)),
+        (1.5, 2.0, -2.56, 0.0, (0, 1)),  # bounded at 1.28
+        (0.5, 2.0, -1.0, -1.0, (0, 0)),  # a good decision that became unlikely is still pulled back
+        (0.5, -2.0, 1.6, 0.0, (1, 0)),  # bounded at 0.8
+        (1.5, -2.0, 3.0, 3.0, (0, 0)),
+        (4.0, -2.0, 6.0, 0.0, (0, 0)),  # dual clip at 3
+    ],
+)
+def test_ppo_clip_by_hand(ratio, advantage, loss, slope, clipped):
+    result = one(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    assert result[:2] == pytest.approx((loss, slope), rel=1e-9, abs=1e-12)
+    assert result[2] == clipped
+
+
+def test_without_dual_clip_negative_advantages_are_unbounded():
+    assert one(4.0, -2.0)[:2] == pytest.approx((8.0, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (1.5, 2.0, 2.56, -2.56, (0, 1)),  # weight 1.28, logp -1; the gradient survives the bound
+        (0.5, -2.0, -1.6, 1.6, (1, 0)),
+        (1.1, -2.0, -2.2, 2.2, (0, 0)),
+    ],
+)
+def test_cispo_by_hand(ratio, advantage, loss, slope, clipped):
+    result = one(ratio, advantage, "cispo", clip_low=0.2, clip_high=0.28)
+    assert result[:2] == pytest.approx((loss, slope), rel=1e-9)
+    assert result[2] == clipped
+
+
+def test_cispo_with_the_absolute_bound_of_trl():
+    # An absolute bound of 5 without a lower one is clip_high = 4 with clip_low = 1.
+    assert one(9.0, 1.0, "cispo", clip_low=1.0, clip_high=4.0)[1] == pytest.approx(-5.0)
+    assert one(0.01, 1.0, "cispo", clip_low=1.0, clip_high=4.0)[1] == pytest.approx(-0.01)
+
+
+def test_unbounded_surrogates_by_hand():
+    assert one(3.0, 2.0, "unclipped")[:2] == pytest.approx((-6.0, -6.0))
+    assert one(3.0, 2.0, "policy_gradient")[:2] == pytest.approx((2.0, -2.0))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("ratio", [0.3, 0.75, 0.9, 1.0, 1.15, 1.25, 1.7])
+def test_negating_the_advantage_swaps_the_bounds(name, ratio):
+    # Reflecting the ratio at 1 and exchanging the bounds turns the loss for A into that for -A, up to 2 A.
+    here = one(ratio, 1.5, name, clip_low=0.1, clip_high=0.2)
+    mirrored = one(2 - ratio, -1.5, name, clip_low=0.2, clip_high=0.1)
+    assert mirrored[0] - 2 * 1.5 == pytest.approx(here[0])
+    assert here[2] == mirrored[2][::-1]
+    assert (here[1] == 0) == (mirrored[1] == 0)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("level", RATIOS)
+def test_gradients_match_finite_differences(name, level):
+    r = random_rollouts(seed=2, groups=2, samples=2, width=4)
+    advantage = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    move = 0.1 * torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logp = (r.logp_old + move).requires_grad_()
+    fixed = logp.detach().clone()
+
+    def loss(x):
+        log_rho = log_ratio(x, r.logp_old, r.mask, level)
+        # Stop-gradients are invisible to differences, so the detached factor is held at the base point.
+        held = log_ratio(fixed, r.logp_old, r.mask, level)
+        if name == "cispo":
+            log_rho = held
+        elif level == "sequence":
+            log_rho = held + torch.where(r.mask > 0, x - fixed, 0.0)
+        inputs = SurrogateInputs(x, log_rho, advantage, r.mask, 0.05, 0.05)
+        return (surrogate(inputs, name)[0] * r.mask).sum()
+
+    inputs = SurrogateInputs(logp, log_ratio(logp, r.logp_old, r.mask, level), advantage, r.mask, 0.05, 0.05)
+    (gradient,) = torch.autograd.grad((surrogate(inputs, name)[0] * r.mask).sum(), logp)
+    for i in range(4):
+        for t in range(4):
+            step = torch.zeros_like(fixed)
+            step[i, t] = 1e-6
+            slope = (loss(fixed + step) - loss(fixed - step)) / 2e-6
+            assert gradient[i, t].item() == pytest.approx(slope.item(), rel=1e-5, abs=1e-7)
+
+
+def test_levels_by_hand():
+    mask = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
+    old = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64)
+    new = torch.tensor([[-0.5, -1.8, 40.0]], dtype=torch.float64)
+    assert log_ratio(new, old, mask, "token").tolist() == [pytest.approx([0.5, 0.2, 0.0])]
+    assert log_ratio(new, old, mask, "sequence")[0, :2].tolist() == pytest.approx([0.35, 0.35])
+    assert log_ratio(new, old, mask, "sequence_full")[0, :2].tolist() == pytest.approx([0.35, 0.35])
+    assert log_ratio(new, old, mask, "sequence_product")[0, :2].tolist() == pytest.approx([0.7, 0.7])
+
+
+def test_the_two_sequence_forms_have_equal_gradients_for_row_means():
+    r = random_rollouts(seed=3)
+    row_advantage = torch.randn(12, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def gradient(level):
+        logp = (r.logp_old + 0.3).requires_grad_()
+        log_rho = log_ratio(logp, r.logp_old, r.mask, level)
+        inputs = SurrogateInputs(logp, log_rho, row_advantage.expand(12, 6), r.mask)
+        row_means = (surrogate(inputs, "unclipped")[0] * r.mask).sum(1) / r.lengths
+        return torch.autograd.grad(row_means.mean(), logp)[0]
+
+    torch.testing.assert_close(gradient("sequence"), gradient("sequence_full"))
+
+
+def test_log_ratios_are_limited():
+    mask = torch.ones(1, 2, dtype=torch.float64)
+    far = torch.tensor([[100.0, 100.0]], dtype=torch.float64)
+    old = torch.zeros_like(far)
+    assert log_ratio(far, old, mask, "token").max() == 20
+    assert log_ratio(-far, old, mask, "token").min() == -20
+    assert log_ratio(far, old, mask, "sequence").max() == 10
+    assert log_ratio(far, old, mask, "sequence_product").max() == 20
+
+
+@pytest.mark.parametrize("level", RATIOS)
+def test_the_old_policy_is_constant(level):
+    r = random_rollouts()
+    old = r.logp_old.clone().requires_grad_()
+    assert not log_ratio(r.logp_old, old, r.mask, level).requires_grad
+
+
+@pytest.mark.parametrize("level", RATIOS)
+def test_what_stands_on_untrained_decisions_does_not_matter(level):
+    r = random_rollouts()
+    logp = (r.logp_old + 0.1).masked_fill(r.mask == 0, float("nan")).requires_grad_()
+    log_rho = log_ratio(logp, r.logp_old, r.mask, level)
+    assert torch.isfinite(log_rho).all()
+    (gradient,) = torch.autograd.grad((log_rho * r.mask).sum(), logp)
+    assert torch.isfinite(gradient).all()
+
+
+def test_unknown_names_list_what_exists():
+    with pytest.raises(ValueError, match=r"no ratio 'tokens'. Did you mean 'token'\? Available: sequence"):
+        log_ratio(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), "tokens")
+    with pytest.raises(ValueError, match=r"no surrogate 'ppo'.*ppo_clip"):
+        surrogate(SurrogateInputs(*[torch.zeros(1, 1)] * 4), "ppo")

@@ -1,0 +1,189 @@
+import math
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.rewards import REWARDS, RewardConfig, RewardSum
+from mmrl.rewards.calling import FAILURE_KINDS
+from mmrl.rewards.loading import load_function
+
+
+def constant(values):
+    return lambda prompts, completions, **columns: values[: len(completions)]
+
+
+def test_weighted_sum_with_unweighted_terms():
+    functions = {"one": constant([1.0, 0.0]), "two": constant([0.5, -1.0])}
+    rewards = RewardSum([RewardConfig("one", weight=2.0), RewardConfig("two", weight=0.5)], functions)
+    result = rewards.score(["q"] * 2, ["a", "b"], {})
+    assert result.total == [2.25, -0.5]
+    assert result.terms == {"one": [1.0, 0.0], "two": [0.5, -1.0]}
+    assert result.errors == {}
+
+
+def test_none_is_left_out_and_nothing_left_is_no_zero():
+    functions = {"one": constant([1.0, None, None]), "two": constant([None, 3.0, None])}
+    result = RewardSum([RewardConfig("one"), RewardConfig("two")], functions).score(["q"] * 3, ["a"] * 3, {})
+    assert result.total[:2] == [1.0, 3.0]
+    assert math.isnan(result.total[2])
+    assert math.isnan(result.terms["one"][1])
+    assert result.errors == {"sum/not_applicable": 1}
+
+
+def test_a_failed_term_fails_the_row_unless_it_is_only_logged():
+    functions = {"one": constant([1.0, 1.0]), "two": constant([float("nan"), 2.0])}
+    both = RewardSum([RewardConfig("one"), RewardConfig("two")], functions).score(["q"] * 2, ["a"] * 2, {})
+    assert math.isnan(both.total[0])
+    assert both.total[1] == 3.0
+    logged = RewardSum([RewardConfig("one"), RewardConfig("two", weight=0.0)], functions)
+    result = logged.score(["q"] * 2, ["a"] * 2, {})
+    assert result.total == [1.0, 1.0]
+    assert result.errors == {"two/nan": 1}
+
+
+def test_builtin_rewards_together():
+    rewards = RewardSum(
+        [
+            RewardConfig("format", weight=0.1),
+            RewardConfig("right", "number", weight=0.9),
+            RewardConfig("overlong", options={"max_tokens": 8, "buffer_tokens": 4}),
+        ]
+    )
+    texts = ["<think>a</think><answer>7</answer>", "<answer>7</answer>", "<think>a</think><answer>8</answer>"]
+    result = rewards.score(["q"] * 3, texts, {"answer": [7, 7, 7], "completion_lengths": [4, 6, 8]})
+    assert result.total == pytest.approx([1.0, 0.4, -0.9])
+    assert list(result.terms) == ["format", "right", "overlong"]
+
+
+def test_a_row_with_a_bad_right_answer_does_not_harm_the_others():
+    rewards = RewardSum([RewardConfig("choice"), RewardConfig("exact")])
+    result = rewards.score(["q"] * 3, ["<answer>B</answer>"] * 3, {"answer": ["B", "dog", "B"]})
+    assert result.terms["choice"][::2] == [1.0, 1.0]
+    assert math.isnan(result.total[1])
+    assert result.errors == {"choice/raised": 1}
+    assert "'dog'" in result.examples["choice/raised"]
+
+
+def test_missing_column_names_what_is_there():
+    rewards = RewardSum([RewardConfig("number")])
+    with pytest.raises(UserError, match=r"'number' needs answer.*columns are: level, solution"):
+        rewards.score(["q"], ["a"], {"solution": [1], "level": [2]})
+    with pytest.raises(UserError, match="needs answer"):
+        rewards.check_columns(["solution"])
+    rewards.check_columns(["answer"])
+
+
+def test_options_replace_columns():
+    rewards = RewardSum([RewardConfig("number", options={"answer": [7]})])
+    assert rewards.score(["q"], ["<answer>7</answer>"], {"answer": [8]}).total == [1.0]
+
+
+def test_functions_get_only_the_columns_they_name():
+    def named(prompts, completions, level):
+        return [float(value) for value in level]
+
+    rewards = RewardSum([RewardConfig("named")], {"named": named})
+    assert rewards.score(["q"], ["a"], {"level": [3], "answer": [1]}).total == [3.0]
+
+
+def test_chat_format_of_trl():
+    seen = []
+
+    def spy(prompts, completions):
+        seen.append((prompts, completions))
+        return [1.0]
+
+    RewardSum([RewardConfig("spy", chat=True)], {"spy": spy}).score(["q"], ["a"], {})
+    assert seen == [([[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "a"}]])]
+    turns = [[{"role": "assistant", "content": "<answer>7</answer>"}]]
+    assert RewardSum([RewardConfig("number")]).score(["q"], turns, {"answer": [7]}).total == [1.0]
+
+
+def test_no_rows_and_lists_of_different_length():
+    rewards = RewardSum([RewardConfig("number")])
+    assert rewards.score([], [], {"answer": []}).total == []
+    with pytest.raises(ValueError, match="'answer': 1"):
+        rewards.score(["q"] * 2, ["a"] * 2, {"answer": [1]})
+    with pytest.raises(ValueError, match="no rewards"):
+        RewardSum([]).score(["q"], ["a"], {})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RewardConfig("nuber"), "did you mean 'number'"),
+        (RewardConfig("zzz"), "Known are: format, choice, number, exact, math, overlong"),
+        (RewardConfig(""), "no name"),
+        (RewardConfig("number", weight=float("nan")), "weight is nan"),
+        (RewardConfig("number", timeout_s=0.0), "timeout_s"),
+        (RewardConfig("number", rows="all"), "auto, independent or together"),
+        (RewardConfig("number", options={"absolut": 1}), "did you mean 'absolute'"),
+        (RewardConfig("number", options={"prompts": 1}), "no option 'prompts'"),
+        (RewardConfig("format", options={"style": "xml"}), "style is 'xml'"),
+        (RewardConfig("number", options={"absolute": "much"}), "TypeError"),
+        (RewardConfig("overlong", options={"max_tokens": 8}), "needs the options buffer_tokens"),
+        (RewardConfig("overlong", options={"max_tokens": 8, "buffer_tokens": 9}), "buffer_tokens 9"),
+        (RewardConfig("math", options={"several": "first"}), "wrong or last"),
+        (RewardConfig("mine", "nowhere.module:function"), "no module 'nowhere.module'"),
+        (RewardConfig("mine", "nowhere.py:function"), "no such file"),
+        (RewardConfig("mine", ":function"), "expected module:function"),
+    ],
+)
+def test_mistakes_in_the_configuration(config, message):
+    with pytest.raises(UserError, match=message):
+        RewardSum([config])
+
+
+def test_two_terms_need_two_names():
+    with pytest.raises(UserError, match="two rewards are called 'number'"):
+        RewardSum([RewardConfig("number"), RewardConfig("number")])
+
+
+def test_table_of_rewards_is_complete_and_loads():
+    for name, entry in REWARDS.items():
+        assert callable(load_function(entry.function)), name
+        assert entry.summary
+        assert entry.citation
+        assert "\n" not in entry.summary + entry.citation
+    assert all(sentence.endswith(".") for sentence in FAILURE_KINDS.values())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "from my_helper import two\n\ndef good(prompts, completions, **_):\n    return [two()] * len(completions)\n"
+        "\ndef _hidden(): pass\nnumber = 3\n"
+    )
+    (tmp_path / "my_helper.py").write_text("def two():\n    return 2.0\n")
+    (tmp_path / "broken_rewards.py").write_text("import not_there_at_all\n")
+    (tmp_path / "crashing_rewards.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    return tmp_path
+
+
+def test_loading_from_the_working_directory_or_a_file(folder):
+    for spec in ("my_rewards:good", "my_rewards.py:good", f"{folder}/my_rewards.py:good"):
+        assert load_function(spec)([""], ["a", "b"]) == [2.0, 2.0]
+        rewards = RewardSum([RewardConfig(spec)], workers=1)
+        assert rewards.score(["q"], ["a"], {}).total == [2.0]
+        rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("my_rewards:goood", "did you mean 'good'"),
+        ("my_rewards.py:other", "its functions are: good, two"),
+        ("my_rewards:number", "is a int, not a function"),
+        ("my_reward:good", "no module 'my_reward'"),
+        ("my_reward.py:good", "my_rewards.py"),
+        ("broken_rewards:f", "not_there_at_all"),
+        ("crashing_rewards:f", "ZeroDivisionError"),
+        ("crashing_rewards.py:f", "ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("isolate", [True, False])
+def test_loading_errors_list_what_exists(folder, spec, message, isolate):
+    with pytest.raises(UserError, match=message):
+        RewardSum([RewardConfig("mine", spec, isolate=isolate)], workers=1)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.sampler import Samples, SamplerConfig, sample
+from mmrl.vlm.task import VlmTask
+
+CORPUS = [
+    f"What is the sum of {a} and {b}? Look at the image. <think>{a} and {b}</think><answer>{a + b}</answer>"
+    for a in range(10)
+    for b in range(10)
+]
+
+
+def noise_image(height: int, width: int, seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def make_task(name: str, text: str, sizes: Sequence[tuple[int, int]] = ()) -> VlmTask:
+    """Task with one noise image for each (height, width)."""
+    content = [{"type": "image"} for _ in sizes] + [{"type": "text", "text": text}]
+    images = [noise_image(*size, seed=sum(map(ord, name)) + index) for index, size in enumerate(sizes)]
+    return VlmTask(name, [{"role": "user", "content": content}], images)
+
+
+def ragged_tasks() -> list[VlmTask]:
+    """No, one and two images; prompts of four different lengths."""
+    return [
+        make_task("none", "What is the sum of 3 and 4?"),
+        make_task("one", "Sum?", [(64, 64)]),
+        make_task("two", "What is the sum of 9 and 9 in the image and the sum?", [(64, 96), (128, 64)]),
+        make_task("wide", "1", [(64, 128)]),
+    ]
+
+
+def make_rollouts(
+    tasks: Sequence[VlmTask], prompts: Sequence[Prompt], samples: Samples, **views: list[Prompt | None]
+) -> Rollouts:
+    rows = len(samples.texts)
+    payload = VlmPayload(
+        list(prompts), list(tasks), samples.response_ids, samples.texts, samples.finish, dict(views)
+    )
+    return Rollouts(
+        group=torch.arange(rows) // (rows // len(prompts)),
+        mask=samples.mask,
+        logp_old=samples.logp,
+        reward=torch.zeros(rows),
+        payload=payload,
+    )
+
+
+def draw(policy: VlmPolicy, tasks: Sequence[VlmTask], group: int = 3, seed: int = 0, **options) -> Rollouts:
+    """Rollouts of the tasks with tokens sampled by the policy."""
+    prompts = [policy.encode(task) for task in tasks]
+    config = SamplerConfig(**{"max_new_tokens": 10} | options)
+    samples = sample(policy, prompts, group, config, torch.Generator().manual_seed(seed))
+    return make_rollouts(tasks, prompts, samples)
+
+
+def write_video(path: Path, frames: int = 20, fps: int = 10, height: int = 64, width: int = 96) -> Path:
+    """A grey clip whose frame i has the value 12 * i."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            pixels = np.full((height, width, 3), 12 * index, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return path

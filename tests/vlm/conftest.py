@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm
+from tests.vlm.builders import CORPUS
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model folder of each family; weights large enough that attention is far from uniform."""
+    root = tmp_path_factory.mktemp("tiny")
+    return {
+        family: build_tiny_vlm(
+            root / family, family=family, corpus=CORPUS, vision_depth=2, initializer_range=0.15, max_positions=512
+        )
+        for family in FAMILIES
+    }
+
+
+@pytest.fixture(scope="session")
+def policies(tiny_folders: dict[str, Path]) -> dict[str, VlmPolicy]:
+    """A loaded policy of each family; tests that change weights load their own."""
+    return {family: load_policy(ModelConfig(path=str(path))) for family, path in tiny_folders.items()}
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(family: str, tiny_folders: dict[str, Path]) -> Path:
+    return tiny_folders[family]
+
+
+@pytest.fixture
+def policy(family: str, policies: dict[str, VlmPolicy]) -> VlmPolicy:
+    """The shared policy of the family, unchanged."""
+    return policies[family]

@@ -1,0 +1,59 @@
+"""Configurations of small real runs for the tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from mmrl.rewards.combine import RewardConfig
+from mmrl.training.settings import CheckpointConfig, EvaluationConfig, TrainerConfig
+from mmrl.training.tracking import TrackingConfig
+from mmrl.vlm.data import DataConfig
+from mmrl.vlm.models import ModelConfig
+from mmrl.vlm.sampler import SamplerConfig
+
+
+def write_questions(folder: Path, count: int = 6, text_only_last: bool = True) -> Path:
+    """A few questions with images, the last one without, each with answer and completion."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for index in range(count):
+        image = Image.new("RGB", (56, 56), (40 * index % 256, 90, 160))
+        ImageDraw.Draw(image).text((20, 20), str(index), fill="white")
+        image.save(folder / f"{index}.png")
+        row = {
+            "id": f"q{index}",
+            "problem": "<image>What is 3 plus 4?",
+            "answer": str(index),
+            "images": [f"{index}.png"],
+            "completion": f"<think>3 4</think><answer>{index}</answer>",
+        }
+        if text_only_last and index == count - 1:
+            row |= {"problem": "What is 3 plus 4?", "images": []}
+        rows.append(row)
+    path = folder / "questions.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> Any:
+    """A two-step run of a recipe on a tiny model."""
+    data = write_questions(folder / "data")
+    options = {"steps": 2, "tasks_per_step": 3, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
+    config = kind(
+        recipe="test",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(path=str(data)),
+        eval_data={"heldout": DataConfig(path=str(data))},
+        rewards=[RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)],
+        sampler=SamplerConfig(max_new_tokens=6),
+        trainer=TrainerConfig(**options),
+        evaluation=EvaluationConfig(records=2),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )
+    return config

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.vlm.chat import PromptTooLong
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.processing import ImageOnlyProcessor
+from mmrl.vlm.task import TaskError, VlmTask
+from tests.vlm.builders import make_task, noise_image, write_video
+
+
+def tokens(policy, prompt: Prompt) -> list[str]:
+    return policy.processor.tokenizer.convert_ids_to_tokens(prompt.input_ids)
+
+
+def test_text_only_positions_count_up(policy):
+    prompt = policy.encode(make_task("t", "What is the sum of 3 and 4?"))
+    count = torch.arange(len(prompt))
+    assert torch.equal(prompt.position_ids, count.expand(3, -1))
+    assert prompt.next_position == len(prompt)
+    assert prompt.pixel_values is None
+    assert not prompt.has_vision
+    assert tokens(policy, prompt)[-2:] == ["assistant", "Ċ"]
+
+
+def test_image_tokens_types_and_positions(policy, family):
+    """A still image of 2 x 3 tokens advances the position by max(2, 3)."""
+    side = {"qwen2_5_vl": 28, "qwen3_vl": 32}[family]
+    prompt = policy.encode(make_task("t", "Sum?", [(2 * side, 3 * side)]))
+    start = tokens(policy, prompt).index("<|image_pad|>")
+    assert prompt.image_grid_thw.tolist() == [[1, 4, 6]]
+    assert prompt.mm_token_type_ids.tolist() == [
+        int(start <= place < start + 6) for place in range(len(prompt))
+    ]
+    time, height, width = prompt.position_ids[:, start : start + 6].tolist()
+    assert time == [start] * 6
+    assert height == [start, start, start, start + 1, start + 1, start + 1]
+    assert width == [start, start + 1, start + 2] * 2
+    after = prompt.position_ids[:, start + 6 :]
+    assert torch.equal(after, torch.arange(start + 3, start + 3 + after.shape[1]).expand(3, -1))
+    assert prompt.next_position == start + 3 + after.shape[1]
+
+
+def test_two_images_keep_their_order(policy):
+    task = make_task("t", "Sum?", [(64, 64), (64, 128)])
+    prompt = policy.encode(task)
+    alone = [policy.encode(make_task("t", "Sum?", [(64, 64)])), policy.encode(task, images=[task.images[1]] * 2)]
+    count = alone[0].pixel_values.shape[0]
+    assert torch.equal(prompt.pixel_values[:count], alone[0].pixel_values)
+    assert torch.equal(prompt.pixel_values[count:], alone[1].pixel_values[-(len(prompt.pixel_values) - count) :])
+    assert len(prompt.image_grid_thw) == 2
+
+
+def test_other_pixels_same_tokens(policy):
+    """What PAPO needs: a masked image changes nothing but the pixels."""
+    task = make_task("t", "Sum?", [(100, 70)])
+    original, masked = policy.encode(task), policy.encode(task, images=[Image.new("RGB", (70, 100))])
+    assert torch.equal(original.input_ids, masked.input_ids)
+    assert torch.equal(original.position_ids, masked.position_ids)
+    assert not torch.equal(original.pixel_values, masked.pixel_values)
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "message"),
+    [
+        ([{"type": "image"}, {"type": "text", "text": "x"}], 0, "1 <|image_pad|> for 0 images"),
+        ([{"type": "image"}, {"type": "image"}], 1, "2 <|image_pad|> for 1 images"),
+        ([{"type": "text", "text": "x"}], 1, "0 <|image_pad|> for 1 images"),
+        ([{"type": "text", "text": "a literal <|image_pad|> in the text"}], 0, "1 <|image_pad|> for 0 images"),
+        ([{"type": "video"}, {"type": "text", "text": "x"}], 0, "1 <|video_pad|> for 0 videos"),
+    ],
+)
+def test_places_and_images_must_agree(policy, content, images, message):
+    task = VlmTask("t", [{"role": "user", "content": content}], [noise_image(64, 64, 0)] * images)
+    with pytest.raises(TaskError) as caught:
+        policy.encode(task)
+    assert caught.value.kind == "placeholder_mismatch"
+    assert message in caught.value.message
+
+
+def test_unusable_images_are_task_errors(policy):
+    with pytest.raises(TaskError) as caught:
+        policy.encode(make_task("strip", "Sum?", [(1, 600)]))
+    assert caught.value.kind == "unusable_image"
+    broken = make_task("broken", "Sum?", [(64, 64)])
+    broken.images = [b"not an image"]
+    with pytest.raises(TaskError) as caught:
+        policy.encode(broken)
+    assert caught.value.kind == "unreadable_image"
+
+
+def test_too_long_for_the_setting_and_for_the_model(folder):
+    task = make_task("t", "What is the sum of 3 and 4?")
+    size = len(load_policy(ModelConfig(path=str(folder))).encode(task))
+    assert len(load_policy(ModelConfig(path=str(folder), max_prompt_tokens=size)).encode(task)) == size
+    with pytest.raises(PromptTooLong) as caught:
+        load_policy(ModelConfig(path=str(folder), max_prompt_tokens=size - 1)).encode(task)
+    error = caught.value
+    assert isinstance(error, TaskError)
+    assert (error.kind, error.tokens, error.limit) == ("prompt_too_long", size, size - 1)
+    assert f"{size} tokens" in str(error)
+    assert f"model.max_prompt_tokens is {size - 1}" in str(error)
+    with pytest.raises(PromptTooLong, match="the model's positions leave for a prompt is 511"):
+        load_policy(ModelConfig(path=str(folder), max_prompt_tokens=10_000)).encode(make_task("t", "7 " * 600))
+
+
+def test_videos_take_the_official_processor(policy, family, tmp_path):
+    path = str(write_video(tmp_path / "clip.mp4"))
+    item = {"type": "video", "fps": 2.0, "min_pixels": 32 * 32, "max_pixels": 64 * 96}
+    content = [{"type": "image"}, item, {"type": "text", "text": "Sum?"}, {"type": "image"}]
+    images = [noise_image(64, 64, 0), noise_image(64, 96, 1)]
+    prompt = policy.encode(VlmTask("t", [{"role": "user", "content": content}], images, [path]))
+    merged = int(prompt.video_grid_thw.prod()) // 4
+    assert prompt.video_grid_thw[0, 0] == 2  # four frames, two at a time
+    assert int((prompt.mm_token_type_ids == 2).sum()) == merged
+    assert len(prompt.pixel_values_videos) == 4 * merged
+    names = tokens(policy, prompt)
+    assert names.count("<|video_pad|>") == merged
+    if family == "qwen3_vl":  # it writes the time before each pair of frames
+        assert "seconds" in policy.processor.tokenizer.decode(prompt.input_ids)
+    assert prompt.next_position == int(prompt.position_ids.max()) + 1
+
+
+def test_videos_that_cannot_be_used(policy, tmp_path):
+    messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "x"}]}]
+    with pytest.raises(TaskError) as caught:
+        policy.encode(VlmTask("t", messages, [], [str(tmp_path / "none.mp4")]))
+    assert caught.value.kind == "missing_video"
+    (tmp_path / "text.mp4").write_text("no video")
+    with pytest.raises(TaskError) as caught:
+        policy.encode(VlmTask("t", messages, [], [str(tmp_path / "text.mp4")]))
+    assert caught.value.kind == "unreadable_video"
+
+
+def test_image_only_processor_agrees_with_the_official_one(policy, folder):
+    from transformers import Qwen2VLImageProcessorPil
+
+    official = policy.processor
+    own = ImageOnlyProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder), official.tokenizer)
+    messages = make_task("t", "Sum?", [(64, 64), (64, 64)]).messages
+    text = own.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == official.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    side = 4 * own.image_processor.patch_size
+    for images, tolerance in (
+        ([noise_image(side, side, 0), noise_image(side, 2 * side, 1)], 1e-6),
+        ([noise_image(side + 9, side, 0), noise_image(side, side - 5, 1)], 0.1),  # resized by another library
+    ):
+        one = own(text=[text], images=images, return_tensors="pt")
+        two = official(text=[text], images=images, return_tensors="pt")
+        for name in ("input_ids", "mm_token_type_ids", "image_grid_thw"):
+            assert torch.equal(one[name], two[name])
+        assert (one["pixel_values"] - two["pixel_values"]).abs().max() < tolerance
+    plain = own(text=["hello"])
+    assert plain["mm_token_type_ids"].sum() == 0
+
+
+WITHOUT_TORCHVISION = """
+import sys
+sys.modules["torchvision"] = None  # as if it were not installed
+import torch
+from mmrl.vlm.compat import ensure_torchvision
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.sampler import SamplerConfig, sample
+from mmrl.vlm.tiny import build_tiny_vlm
+from tests.vlm.builders import CORPUS, draw, make_task
+
+assert ensure_torchvision() == "absent"
+for path in (sys.argv[1], str(build_tiny_vlm(sys.argv[2], corpus=CORPUS))):
+    policy = load_policy(ModelConfig(path=path))
+    rollouts = draw(policy, [make_task("t", "Sum?", [(56, 56)])])
+    assert (policy(rollouts).logp - rollouts.logp_old).abs().max() < 1e-5
+    policy.save_pretrained(sys.argv[2] + "-again")
+    load_policy(ModelConfig(path=sys.argv[2] + "-again"))
+print("works")
+"""
+
+
+def test_the_suite_without_torchvision(tiny_folders, tmp_path):
+    command = [sys.executable, "-c", WITHOUT_TORCHVISION, str(tiny_folders["qwen2_5_vl"]), str(tmp_path / "own")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path) or "."}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.stdout.strip() == "works", result.stderr[-2000:]
+    # and a folder written there is complete for a machine with torchvision
+    assert load_policy(ModelConfig(path=str(tmp_path / "own"))).processor.video_processor is not None

@@ -1,0 +1,431 @@
+import base64
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from mmrl.errors import UserError
+from mmrl.vlm.data import TASK_ERRORS, DataConfig, TaskError, VlmTask, load_tasks
+
+
+def png(colour="red", size=(8, 6), mode="RGB"):
+    buffer = io.BytesIO()
+    Image.new(mode, size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, colour in (("red.png", "red"), ("blue.png", "blue")):
+        (tmp_path / name).write_bytes(png(colour))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def cache(folder, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+
+
+def write(rows, name="data.jsonl"):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    with open(name, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines))
+    return name
+
+
+def load(rows, **options):
+    return load_tasks(DataConfig(path=write(rows), **options))
+
+
+def layout(task):
+    """The content of the last turn, media items by their type and texts as they are."""
+    return [item.get("text", item["type"].upper()) for item in task.messages[-1]["content"]]
+
+
+def colours(task):
+    return [image.getpixel((0, 0)) for image in task.load_images()]
+
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+TRL = {"prompt": "What?", "image": "red.png", "answer": "7"}
+EASYR1 = {"problem": "<image>What?", "images": ["red.png"], "answer": "7"}
+
+
+def test_trl_text_gets_all_images_before_it(folder):
+    rows = [
+        {"prompt": "What?", "image": "red.png", "solution": "7", "level": 2},
+        {"prompt": "And?", "image": "blue.png", "solution": "8", "level": 3},
+    ]
+    first, second = load(rows).tasks
+    assert first.messages[0]["role"] == "user"
+    assert layout(first) == ["IMAGE", "What?"]
+    assert colours(first) == [RED]
+    assert colours(second) == [BLUE]
+    assert first.columns == {"solution": "7", "level": 2, "answer": "7"}
+    (both,) = load([{"prompt": "Same?", "images": ["red.png", "blue.png"]}]).tasks
+    assert layout(both) == ["IMAGE", "IMAGE", "Same?"]
+    assert colours(both) == [RED, BLUE]
+
+
+def test_trl_chat_turns(folder):
+    marked = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Look:"}, {"type": "image"}, {"type": "text", "text": "?"}],
+        },
+    ]
+    plain = [
+        {"role": "user", "content": "Hm?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "So?"},
+    ]
+    (task,) = load([{"prompt": marked, "images": ["red.png"], "answer": "7"}]).tasks
+    assert [turn["role"] for turn in task.messages] == ["system", "user"]
+    assert task.messages[0]["content"] == [{"type": "text", "text": "Be brief."}]
+    assert layout(task) == ["Look:", "IMAGE", "?"]
+    (task,) = load([{"prompt": plain, "image": "red.png", "answer": "7"}]).tasks
+    assert task.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Hm?"}]
+    assert layout(task) == ["So?"]
+
+
+def test_chat_items_may_carry_their_images(folder):
+    url = "data:image/png;base64," + base64.b64encode(png("blue")).decode()
+    content = [
+        {"type": "image", "image": "red.png"},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image", "path": f"file://{folder}/red.png"},
+        {"type": "text", "text": "?"},
+    ]
+    (task,) = load([{"prompt": [{"role": "user", "content": content}]}]).tasks
+    assert layout(task) == ["IMAGE", "IMAGE", "IMAGE", "?"]
+    assert colours(task) == [RED, BLUE, RED]
+
+
+def test_easyr1_placeholders_become_items_in_order(folder):
+    row = {"problem": "<image>first, <image>second?<video>", "images": ["red.png", "blue.png"], "answer": "7"}
+    (folder / "clip.mp4").write_bytes(b"video")
+    (task,) = load([row | {"videos": ["clip.mp4"]}]).tasks
+    assert layout(task) == ["IMAGE", "first, ", "IMAGE", "second?", "VIDEO"]
+    assert colours(task) == [RED, BLUE]
+    assert [video.endswith("clip.mp4") for video in task.videos] == [True]
+    assert task.columns == {"answer": "7"}
+
+
+def test_easyr1_rows_without_image_are_text_only(folder):
+    rows = [EASYR1, {"problem": "1+1?", "answer": "2", "images": []}, {"problem": "1+2?", "answer": "3"}]
+    tasks = load(rows).tasks
+    assert [len(task.images) for task in tasks] == [1, 0, 0]
+    assert layout(tasks[2]) == ["1+2?"]
+
+
+def test_system_and_format_prompt(folder):
+    (folder / "wrap.jinja").write_text("{{ content | trim }} Think first.\n")
+    for template in ("{{ content }} Think first.", "wrap.jinja"):
+        (task,) = load([EASYR1], system_prompt="Be brief.", format_prompt=template).tasks
+        assert task.messages[0] == {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+        assert layout(task) == ["IMAGE", "What? Think first."]
+    chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "A"}, {"role": "user", "content": "B"}]
+    (task,) = load([{"prompt": chat}], system_prompt="Be brief.", format_prompt="<{{ content }}>").tasks
+    assert [turn["content"][0]["text"] for turn in task.messages] == ["Own.", "A", "<B>"]
+
+
+def test_keys_can_be_named(folder):
+    row = {"q": "What?", "pic": "red.png", "truth": {"value": 7}, "prompt": "no", "answer": "no"}
+    (task,) = load([row], prompt_key="q", image_key="pic", answer_key="truth.value").tasks
+    assert layout(task) == ["IMAGE", "What?"]
+    assert task.columns == {"truth": {"value": 7}, "prompt": "no", "answer": 7}
+
+
+def test_image_dir_json_and_byte_order_mark(folder):
+    (folder / "sub").mkdir()
+    (folder / "sub" / "green.png").write_bytes(png("#00ff00"))
+    (folder / "list.json").write_text("\ufeff" + json.dumps([TRL | {"image": "green.png"}]), encoding="utf-8")
+    (task,) = load_tasks(DataConfig(path="list.json", image_dir="sub")).tasks
+    assert colours(task) == [(0, 255, 0)]
+    assert len(load(["\ufeff" + json.dumps(TRL), "", "   ", json.dumps(TRL)]).tasks) == 2
+
+
+def test_ids_are_unique_and_max_tasks_counts_good_rows(folder):
+    rows = [TRL | {"id": "a"}, TRL | {"id": "a"}, TRL | {"id": 7}, TRL]
+    ids = [task.id for task in load(rows).tasks]
+    assert ids == ["a", "a (data.jsonl line 2)", "7", "data.jsonl line 4"]
+    loaded = load(["broken", TRL, TRL, TRL], on_bad_row="skip", max_tasks=2)
+    assert [task.id for task in loaded.tasks] == ["data.jsonl line 2", "data.jsonl line 3"]
+
+
+def test_build_writes_a_missing_file_once(folder):
+    (folder / "maker.py").write_text(
+        "import json, pathlib\n"
+        "def make(path, number):\n"
+        "    pathlib.Path(path).write_text(json.dumps({'prompt': 'p', 'answer': number}))\n"
+        "def nothing(path):\n    pass\n"
+    )
+    built = DataConfig(path="made.jsonl", build="maker.py:make", build_options={"number": 3})
+    assert load_tasks(built).tasks[0].columns["answer"] == 3
+    again = DataConfig(path="made.jsonl", build="maker.py:make", build_options={"number": 4})
+    assert load_tasks(again).tasks[0].columns["answer"] == 3
+    with pytest.raises(UserError, match="without writing"):
+        load_tasks(DataConfig(path="other.jsonl", build="maker.py:nothing"))
+
+
+BAD_ROWS = [
+    ("{not json", "invalid_json", "data.jsonl line 2: not valid JSON"),
+    ("[1, 2]", "invalid_json", "found list"),
+    ({"image": "red.png", "answer": "7"}, "missing_prompt", "question is empty"),
+    ({"prompt": "  ", "image": "red.png", "answer": "7"}, "missing_prompt", "blank"),
+    ({"prompt": 3, "image": "red.png", "answer": "7"}, "bad_prompt", "int"),
+    ({"prompt": [{"role": "user"}], "image": "red.png", "answer": "7"}, "bad_prompt", "role and a content"),
+    ({"prompt": [{"role": "user", "content": [3]}], "image": "red.png", "answer": "7"}, "bad_prompt", "found 3"),
+    ({"prompt": "What?", "image": "red.png"}, "missing_answer", "columns are: prompt, image"),
+    ({"prompt": "What?", "image": "red.png", "answer": " "}, "missing_answer", "'answer'"),
+    ({"prompt": "What?", "image": "red.png", "answer": float("nan")}, "missing_answer", "'answer'"),
+    ({"prompt": "What?", "answer": "7"}, "missing_image", "text_only"),
+    ({"prompt": "What?", "image": "", "answer": "7"}, "missing_image", "text_only"),
+    ({"prompt": "What?", "image": "none.png", "answer": "7"}, "missing_image", "none.png"),
+]
+
+
+@pytest.mark.parametrize(("row", "kind", "message"), BAD_ROWS)
+def test_bad_row_stops_or_is_skipped_and_counted(folder, row, kind, message):
+    assert kind in TASK_ERRORS
+    with pytest.raises(UserError, match="line 2") as caught:
+        load([TRL, row, TRL])
+    assert message in str(caught.value)
+    assert "on_bad_row=skip" in str(caught.value)
+    loaded = load([TRL, row, TRL], on_bad_row="skip")
+    assert len(loaded.tasks) == 2
+    assert loaded.skipped == {kind: 1}
+    assert message in loaded.examples[kind]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"problem": "<image><image>What?"}, "2 <image> places but the row has 1 image;"),
+        ({"problem": "What?"}, "0 <image> places but the row has 1 image;"),
+        ({"images": []}, "1 <image> place but the row has 0 images"),
+        ({"images": None}, "1 <image> place but the row has 0 images"),
+        ({"images": ["red.png", "blue.png"]}, "1 <image> place but the row has 2 images"),
+        ({"problem": "<image><video>What?"}, "1 <video> place but the row has 0 videos"),
+    ],
+)
+def test_placeholders_must_match_the_images(folder, change, message):
+    loaded = load([EASYR1, EASYR1 | {"id": "r9"} | change], on_bad_row="skip")
+    assert loaded.skipped == {"placeholder_mismatch": 1}
+    assert message in loaded.examples["placeholder_mismatch"]
+    assert "line 2 (id r9)" in loaded.examples["placeholder_mismatch"]
+
+
+def test_images_both_in_the_chat_and_in_the_column(folder):
+    prompt = [{"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(UserError, match="use one way"):
+        load([{"prompt": prompt, "images": ["red.png"], "answer": "7"}])
+
+
+def test_text_only_can_be_allowed_or_forbidden(folder):
+    rows = [TRL, {"prompt": "1+1?", "answer": "2"}]
+    assert len(load(rows, text_only=True).tasks) == 2
+    assert len(load([{"prompt": "1+1?", "answer": "2"}]).tasks) == 1
+    with pytest.raises(UserError, match="no image"):
+        load([{"prompt": "1+1?", "answer": "2"}], text_only=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "path is not set"),
+        ({"path": "dat.jsonl"}, "did you mean 'data.jsonl'"),
+        ({"path": "nowhere/at/all.jsonl"}, "does not exist either"),
+        ({"path": "red.png"}, r"unknown extension '.png'; known are .jsonl, .json, .parquet"),
+        ({"path": "empty.jsonl"}, "is empty"),
+        ({"path": "empty.json"}, "is empty"),
+        ({"path": "object.json"}, "expected a JSON list"),
+        ({"path": "broken.json"}, "not valid JSON"),
+        ({"path": "broken.parquet"}, "cannot be read as parquet"),
+        ({"path": "data.jsonl", "prompt_key": "text"}, "columns are prompt, image, answer"),
+        ({"path": "data.jsonl", "answer_key": "gold"}, "columns are prompt, image, answer"),
+        ({"path": "data.jsonl", "image_key": "picture"}, "columns are prompt, image, answer"),
+        ({"path": "data.jsonl", "on_bad_row": "ignore"}, "'skip' and 'error'"),
+        ({"path": "data.jsonl", "max_tasks": 0}, "max_tasks"),
+        ({"path": "data.jsonl", "image_dir": "nowhere"}, "not a folder"),
+        ({"path": "data.jsonl", "format_prompt": "Think."}, "never uses"),
+        ({"path": "data.jsonl", "format_prompt": "{{ question }}"}, "question"),
+        ({"path": "data.jsonl", "format_prompt": "{{ content"}, "format_prompt"),
+        ({"path": "data.jsonl", "format_prompt": "none.jinja"}, "does not exist"),
+        ({"path": "unnamed.jsonl"}, "no column for the question"),
+        ({"path": "unanswered.jsonl"}, "no answer column"),
+        ({"path": "two.jsonl"}, "both an image and an images column"),
+        ({"path": "."}, "save_to_disk"),
+    ],
+)
+def test_mistakes_of_the_user(folder, cache, options, message):
+    write([TRL])
+    write([""], "empty.jsonl")
+    write(["[]"], "empty.json")
+    write(['{"prompt": 1}'], "object.json")
+    write(["[1,"], "broken.json")
+    write(["PAR1"], "broken.parquet")
+    write([{"text": "What?"}], "unnamed.jsonl")
+    write([{"problem": "What?"}], "unanswered.jsonl")
+    write([TRL | {"images": ["red.png"]}], "two.jsonl")
+    with pytest.raises(UserError, match=message):
+        load_tasks(DataConfig(**options))
+
+
+def test_nothing_left_is_an_error_with_counts(folder):
+    rows = ["broken", "broken", TRL | {"answer": None}]
+    with pytest.raises(UserError, match=r"2 invalid_json, 1 missing_answer.*not valid JSON"):
+        load(rows, on_bad_row="skip")
+
+
+def test_lines_that_are_not_utf8(folder):
+    (folder / "latin.jsonl").write_bytes(json.dumps(TRL).encode() + b'\n{"prompt": "\xe9"}\n')
+    with pytest.raises(UserError, match="line 2: not UTF-8"):
+        load_tasks(DataConfig(path="latin.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (b"", "empty_image"),
+        (Image.new("RGB", (0, 5)), "empty_image"),
+        ("empty.png", "empty_image"),
+        (b"not an image", "unreadable_image"),
+        (png()[:40], "unreadable_image"),
+        ("cut.png", "unreadable_image"),
+        (".", "unreadable_image"),
+        ("data:image/png;base64,???", "unreadable_image"),
+        (Image.new("F", (4, 4)), "unreadable_image"),
+        ("gone.png", "missing_image"),
+        ("https://example.org/a.png", "missing_image"),
+        ({"bytes": None, "path": None}, "missing_image"),
+        (None, "missing_image"),
+        (3, "missing_image"),
+    ],
+)
+def test_bad_images_are_task_errors_when_they_are_loaded(folder, source, kind):
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "cut.png").write_bytes(png(size=(200, 200))[:100])
+    task = VlmTask("t1", [], [png(), source])
+    with pytest.raises(TaskError, match="image 2 of 2") as caught:
+        task.load_images()
+    assert caught.value.kind == kind
+    assert caught.value.task_id == "t1"
+    assert kind in TASK_ERRORS
+
+
+def test_bad_image_files_do_not_stop_the_loading(folder):
+    (folder / "empty.png").write_bytes(b"")
+    good, bad = load([TRL, TRL | {"image": "empty.png"}]).tasks
+    assert colours(good) == [RED]
+    with pytest.raises(TaskError, match="zero bytes"):
+        bad.load_images()
+
+
+def test_a_decompression_bomb_is_refused(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(TaskError, match="exceeds limit"):
+        VlmTask("t", [], [png()]).load_images()
+
+
+def test_every_kind_of_source_and_mode_becomes_rgb(folder):
+    clear = Image.new("RGBA", (2, 2), (255, 0, 0, 0))
+    palette = Image.new("P", (2, 2))
+    palette.info["transparency"] = 0
+    deep = Image.new("I;16", (2, 2), 65535 // 2)
+    sources = [
+        "red.png",
+        png("blue"),
+        {"bytes": png("blue"), "path": "x"},
+        {"path": "red.png"},
+        Image.new("L", (2, 2), 9),
+    ]
+    images = VlmTask("t", [], [*sources, clear, palette, deep]).load_images()
+    assert {image.mode for image in images} == {"RGB"}
+    pixels = [image.getpixel((0, 0)) for image in images]
+    white = (255, 255, 255)
+    assert pixels[:7] == [RED, BLUE, BLUE, RED, (9, 9, 9), white, white]
+    assert pixels[7][0] in (127, 128)
+
+
+def test_images_stand_upright():
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (8, 6)).save(buffer, "JPEG", exif=exif)
+    assert VlmTask("t", [], [buffer.getvalue()]).load_images()[0].size == (6, 8)
+
+
+def test_parquet_with_stored_images(folder, cache):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    two = [{"bytes": png(), "path": None}, {"bytes": png("blue"), "path": "x"}]
+    rows = [
+        {"problem": "<image>a<image>b", "answer": "1", "images": two},
+        {"problem": "<image>a<image>b", "answer": "1", "images": two[:1]},
+        {"problem": "text", "answer": "2", "images": []},
+        {"problem": "text", "answer": "3", "images": None},
+    ]
+    parquet.write_table(arrow.Table.from_pylist(rows), "data.parquet")
+    loaded = load_tasks(DataConfig(path="data.parquet", on_bad_row="skip"))
+    assert loaded.skipped == {"placeholder_mismatch": 1}
+    assert "data.parquet row 2" in loaded.examples["placeholder_mismatch"]
+    assert [colours(task) for task in loaded.tasks] == [[RED, BLUE], [], []]
+    assert [task.columns for task in loaded.tasks] == [{"answer": "1"}, {"answer": "2"}, {"answer": "3"}]
+    single = [{"prompt": "p", "image": png(), "answer": 1}, {"prompt": "q", "image": None, "answer": 2}]
+    parquet.write_table(arrow.Table.from_pylist(single), "single.parquet")
+    loaded = load_tasks(DataConfig(path="single.parquet", on_bad_row="skip"))
+    assert [colours(task) for task in loaded.tasks] == [[RED]]
+    assert loaded.skipped == {"missing_image": 1}
+    parquet.write_table(arrow.Table.from_pylist(rows)[:0], "empty.parquet")
+    with pytest.raises(UserError, match="is empty"):
+        load_tasks(DataConfig(path="empty.parquet"))
+
+
+@pytest.fixture
+def saved(folder, cache):
+    datasets = pytest.importorskip("datasets")
+    columns = {
+        "prompt": ["a", "b"],
+        "image": [Image.new("RGB", (4, 4), "red"), Image.new("RGB", (5, 4), "blue")],
+        "answer": [1, 2],
+    }
+    dataset = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    dataset.save_to_disk("one")
+    splits = datasets.DatasetDict({"train": dataset.select([0]), "test": dataset.select([1])})
+    splits.save_to_disk("several")
+    return splits
+
+
+def test_folders_of_datasets(saved):
+    tasks = load_tasks(DataConfig(path="one")).tasks
+    assert [layout(task) for task in tasks] == [["IMAGE", "a"], ["IMAGE", "b"]]
+    assert [colours(task) for task in tasks] == [[RED], [BLUE]]
+    (task,) = load_tasks(DataConfig(path="several", split="test")).tasks
+    assert colours(task) == [BLUE]
+    assert task.columns == {"answer": 2}
+    with pytest.raises(UserError, match="has no split 'val'; it has: train, test"):
+        load_tasks(DataConfig(path="several", split="val"))
+
+
+def test_hub_ids(saved, monkeypatch):
+    def fake(name, subset):
+        if (name, subset) != ("owner/name", "small"):
+            raise ConnectionError("no network")
+        return saved
+
+    monkeypatch.setattr("datasets.load_dataset", fake)
+    (task,) = load_tasks(DataConfig(path="owner/name", subset="small", split="test")).tasks
+    assert colours(task) == [BLUE]
+    with pytest.raises(UserError, match=r"no such file or folder: owner/other.*no network"):
+        load_tasks(DataConfig(path="owner/other"))
+
+
+def test_task_errors_survive_pickling():
+    import pickle
+
+    error = pickle.loads(pickle.dumps(TaskError("missing_image", "t1", "no file")))
+    assert (error.kind, error.task_id, str(error)) == ("missing_image", "t1", "t1: no file")

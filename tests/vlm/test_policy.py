@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.vision import encode_vision
+from tests.vlm.builders import draw, make_task, noise_image, ragged_tasks, write_video
+from mmrl.vlm.task import VlmTask
+
+EVERYTHING = frozenset({"logp", "entropy"})
+
+
+@pytest.fixture
+def rollouts(policy: VlmPolicy) -> Rollouts:
+    return draw(policy, ragged_tasks(), temperature=0.8)
+
+
+def reference_logits(policy: VlmPolicy, prompt: Prompt, response: torch.Tensor) -> torch.Tensor:
+    """Logits (T, V) before each response token: the model's own forward on one row without padding."""
+    inputs = {
+        "input_ids": torch.cat([prompt.input_ids, response])[None],
+        "mm_token_type_ids": torch.cat([prompt.mm_token_type_ids, torch.zeros_like(response)])[None],
+        "pixel_values": prompt.pixel_values,
+        "image_grid_thw": prompt.image_grid_thw,
+        "pixel_values_videos": prompt.pixel_values_videos,
+        "video_grid_thw": prompt.video_grid_thw,
+    }
+    output = policy.network(**{name: value for name, value in inputs.items() if value is not None})
+    return output.logits[0, len(prompt) - 1 : -1]
+
+
+def reference_scores(policy: VlmPolicy, rollouts: Rollouts, temperature: float):
+    """Log-probs and entropies (B, T), row by row through the model's own forward."""
+    logp, entropy = torch.zeros_like(rollouts.mask), torch.zeros_like(rollouts.mask)
+    for row, length in enumerate(rollouts.lengths.tolist()):
+        response = rollouts.payload.response_ids[row, :length]
+        prompt = rollouts.payload.prompts[int(rollouts.group[row])]
+        logits = reference_logits(policy, prompt, response) / temperature
+        logits[:, policy.banned_ids] = float("-inf")
+        distribution = torch.distributions.Categorical(logits=logits)
+        logp[row, :length] = distribution.log_prob(response)
+        entropy[row, :length] = distribution.entropy()
+    return logp, entropy
+
+
+def test_scores_are_those_of_the_models_own_forward(policy, rollouts):
+    with torch.no_grad():
+        scores = policy(rollouts, temperature=0.8, want=EVERYTHING)
+        logp, entropy = reference_scores(policy, rollouts, 0.8)
+    assert rollouts.lengths.min() < rollouts.lengths.max() or rollouts.mask.all()
+    torch.testing.assert_close(scores.logp, logp, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores.entropy, entropy, atol=2e-5, rtol=0)
+    assert scores.values is None
+
+
+def test_scores_of_videos_are_those_of_the_models_own_forward(policy, tmp_path):
+    path = str(write_video(tmp_path / "clip.mp4"))
+    item = {"type": "video", "fps": 2.0, "min_pixels": 32 * 32, "max_pixels": 64 * 96}
+    content = [{"type": "image"}, item, {"type": "text", "text": "Sum?"}, {"type": "image"}]
+    tasks = [
+        VlmTask("v", [{"role": "user", "content": content}], [noise_image(64, 64, 0), noise_image(64, 96, 1)], [path]),
+        make_task("i", "Sum?", [(64, 64)]),
+        VlmTask("w", [{"role": "user", "content": content[1:3]}], [], [path]),
+    ]
+    rollouts = draw(policy, tasks, group=1)
+    with torch.no_grad():
+        # one second for each pair of frames, which is also what the model assumes when it is not told
+        logp, _ = reference_scores(policy, rollouts, 1.0)
+        torch.testing.assert_close(policy(rollouts).logp, logp, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollouts.logp_old, logp, atol=1e-5, rtol=0)
+
+
+def test_scores_do_not_depend_on_the_rows_beside(policy, rollouts):
+    with torch.no_grad():
+        whole = policy(rollouts, want=EVERYTHING)
+        for rows in ([0], [7, 1], [11, 3, 4]):
+            part = policy(rollouts.select(torch.tensor(rows)), want=EVERYTHING)
+            torch.testing.assert_close(part.logp, whole.logp[rows], atol=1e-5, rtol=0)
+            torch.testing.assert_close(part.entropy, whole.entropy[rows], atol=2e-5, rtol=0)
+
+
+def test_what_lies_in_the_padding_does_not_matter(policy, rollouts):
+    short = rollouts.replace(mask=rollouts.mask * (torch.arange(rollouts.num_decisions) < 4))
+    payload = short.payload
+    noise = torch.randint_like(payload.response_ids, 256)
+    garbage = torch.where(short.mask.bool(), payload.response_ids, noise)
+    wide = torch.cat([garbage, torch.zeros_like(garbage)], 1)
+    other = VlmPayload(payload.prompts, payload.tasks, wide, payload.texts, payload.finish)
+    with torch.no_grad():
+        assert torch.equal(policy(short.replace(payload=other)).logp, policy(short).logp)
+
+
+def test_masked_decisions_inside_a_row_stay_in_its_context(policy, rollouts):
+    hole = rollouts.mask.clone()
+    hole[:, 1] = 0
+    with torch.no_grad():
+        expected = policy(rollouts).logp * hole
+        torch.testing.assert_close(policy(rollouts.replace(mask=hole)).logp, expected, atol=1e-5, rtol=0)
+
+
+def test_scores_are_zero_off_the_mask(policy, rollouts):
+    rollouts = rollouts.replace(mask=rollouts.mask * (torch.arange(rollouts.num_decisions) < 2))
+    scores = policy(rollouts, want=EVERYTHING)
+    for value in (scores.logp, scores.entropy):
+        assert value.shape == rollouts.mask.shape
+        assert value.dtype == torch.float32
+        assert (value[:, 2:] == 0).all()
+        assert (value[:, :2] != 0).all()
+
+
+def test_micro_batches_have_the_gradient_of_the_whole(folder):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    rollouts = draw(policy, ragged_tasks())
+
+    def gradient(parts) -> torch.Tensor:
+        policy.zero_grad()
+        for part in parts:
+            policy(part).logp.sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+    whole = gradient([rollouts])
+    parts = gradient(rollouts.micro_batches(5))
+    assert (whole - parts).norm() < 1e-5 * whole.norm()
+
+
+def test_a_shared_prompt_has_the_gradient_of_one_prompt_for_each_row(folder):
+    """Once through the tower for a group is the same as once for each row, and is what happens."""
+    policy = load_policy(ModelConfig(path=str(folder)))
+    shared = draw(policy, ragged_tasks())
+    payload, group = shared.payload, shared.group.tolist()
+    copies = VlmPayload(
+        [copy.copy(payload.prompts[index]) for index in group],
+        [payload.tasks[index] for index in group],
+        payload.response_ids,
+        payload.texts,
+        payload.finish,
+    )
+    separate = shared.replace(group=torch.arange(shared.num_rows), payload=copies)
+    patches, gradients = [], []
+    hook = policy.network.model.visual.register_forward_hook(lambda module, inputs, output: patches.append(inputs[0]))
+    for rollouts in (shared, separate):
+        policy.zero_grad()
+        policy(rollouts).logp.sum().backward()
+        tower = policy.network.model.visual.parameters()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in tower]))
+    hook.remove()
+    assert [len(pixels) for pixels in patches] == [
+        sum(len(prompt.pixel_values) for prompt in some.payload.prompts if prompt.has_vision)
+        for some in (shared, separate)
+    ]
+    assert gradients[0].norm() > 0
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_every_weight_gets_a_gradient(folder):
+    policy = load_policy(ModelConfig(path=str(folder)), value_head=True)
+    scores = policy(draw(policy, ragged_tasks()), want=frozenset({"logp", "values"}))
+    (scores.logp.sum() + scores.values.sum()).backward()
+    assert [name for name, parameter in policy.named_parameters() if parameter.grad is None] == []
+
+
+def test_gradient_agrees_with_finite_differences(folder):
+    policy = load_policy(ModelConfig(path=str(folder))).double()
+    for parameter in policy.parameters():
+        parameter.requires_grad_(False)
+    tower = policy.network.model.visual.merger
+    weight = next(parameter for parameter in tower.parameters() if parameter.ndim == 2).requires_grad_(True)
+    rollouts = draw(policy, ragged_tasks()[1:2])
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def total() -> torch.Tensor:
+        return policy(rollouts).logp.sum()
+
+    total().backward()
+    expected = float((weight.grad * direction).sum())
+    step, values = 1e-5, []
+    with torch.no_grad():
+        for sign in (1, -2):
+            weight.add_(sign * step * direction)
+            values.append(float(total()))
+    assert expected == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5)
+
+
+def test_gradient_checkpointing_recomputes_and_changes_nothing(folder):
+    tasks = ragged_tasks()
+    plain = load_policy(ModelConfig(path=str(folder))).train()
+    saving = load_policy(ModelConfig(path=str(folder), gradient_checkpointing=True)).train()
+    rollouts, again = draw(plain, tasks), draw(saving, tasks)
+    assert torch.equal(rollouts.payload.response_ids, again.payload.response_ids)
+    counts = {}
+    for policy in (plain, saving):
+        seen = counts.setdefault(policy, [])
+        visual, language = policy.network.model.visual, policy.network.model.language_model
+        for first in (visual.blocks[0].norm1, language.layers[0].input_layernorm):
+            first.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        policy(rollouts).logp.sum().backward()
+    assert len(counts[plain]) == 2
+    assert len(counts[saving]) == 4
+    for one, two in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_a_frozen_tower_is_passed_once_and_gets_no_gradient(folder):
+    free = load_policy(ModelConfig(path=str(folder)))
+    frozen = load_policy(ModelConfig(path=str(folder), freeze_vision=True))
+    tower, passes = frozen.network.model.visual, []
+    tower.register_forward_hook(lambda *_: passes.append(1))
+    rollouts = draw(frozen, ragged_tasks())
+    for _ in range(2):
+        free.zero_grad()
+        frozen.zero_grad()
+        free(rollouts).logp.sum().backward()
+        frozen(rollouts).logp.sum().backward()
+    assert len(passes) == 1  # in the sampler; the two updates find the features of the same prompts
+    assert all(parameter.grad is None for parameter in tower.parameters())
+    language = [policy.network.model.language_model.parameters() for policy in (free, frozen)]
+    for one, two in zip(*language, strict=True):
+        torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_cached_features_end_with_their_prompts_and_with_the_towers_weights(folder):
+    policy = load_policy(ModelConfig(path=str(folder), freeze_vision=True))
+    rollouts = draw(policy, ragged_tasks())
+    before = policy(rollouts).logp
+    assert len(policy.features) == 3
+    assert len(copy.deepcopy(policy).features) == 0
+    with torch.no_grad():  # as a moving-average reference does
+        for parameter in policy.network.model.visual.parameters():
+            parameter.mul_(0.5)
+    fresh = copy.deepcopy(policy)
+    assert torch.equal(policy(rollouts).logp, fresh(rollouts).logp)
+    assert not torch.equal(policy(rollouts).logp, before)
+    del rollouts
+    assert len(policy.features) == 0
+
+
+def test_features_of_a_group_are_those_of_its_own_images(policy):
+    prompts = [policy.encode(task) for task in ragged_tasks()]
+    together = encode_vision(policy.network.model, prompts)
+    alone = [encode_vision(policy.network.model, [prompt]) for prompt in prompts]
+    assert alone[0] is None
+    torch.testing.assert_close(together.tokens, torch.cat([one.tokens for one in alone[1:]]), atol=1e-5, rtol=0)
+    assert len(together.deepstack) == {"qwen2_5_vl": 0, "qwen3_vl": 1}[policy.network.config.model_type]
+
+
+def test_the_image_matters_in_a_view(policy, rollouts):
+    masked = [
+        policy.encode(task, images=[noise_image(image.height, image.width, 99) for image in task.images])
+        if task.images
+        else None
+        for task in rollouts.payload.tasks
+    ]
+    payload = rollouts.payload
+    viewed = rollouts.replace(
+        payload=VlmPayload(
+            payload.prompts, payload.tasks, payload.response_ids, payload.texts, payload.finish, {"masked": masked}
+        )
+    )
+    with torch.no_grad():
+        original, other = policy(viewed).logp, policy(viewed, view="masked").logp
+    without = viewed.group == 0
+    torch.testing.assert_close(other[without], original[without], atol=1e-5, rtol=0)
+    assert (other[~without] - original[~without]).abs().max(1).values.min() > 1e-4
+    with pytest.raises(ValueError, match="no view 'blurred'"):
+        policy(viewed, view="blurred")
+
+
+def test_values_are_those_of_the_state_before_each_token(folder):
+    policy = load_policy(ModelConfig(path=str(folder)), value_head=True)
+    rollouts = draw(policy, ragged_tasks())
+    assert (policy(rollouts, want=frozenset({"values"})).values == 0).all()
+    torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.constant_(policy.value_head.bias, 0.5)
+    with torch.no_grad():
+        values = policy(rollouts, want=frozenset({"values"})).values
+        length = int(rollouts.lengths[3])
+        prompt, response = rollouts.payload.prompts[1], rollouts.payload.response_ids[3, :length]
+        hidden = policy.network.model(
+            input_ids=torch.cat([prompt.input_ids, response])[None],
+            mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(response)])[None],
+            pixel_values=prompt.pixel_values,
+            image_grid_thw=prompt.image_grid_thw,
+        ).last_hidden_state
+        expected = policy.value_head(hidden[0, len(prompt) - 1 : -1])[:, 0]
+    torch.testing.assert_close(values[3, :length], expected, atol=1e-4, rtol=1e-5)
+
+
+def test_wrong_requests(policy, rollouts):
+    with pytest.raises(ValueError, match="entropy, logp, values"):
+        policy(rollouts, want=frozenset({"logits"}))
+    with pytest.raises(ValueError, match="value_head=True"):
+        policy(rollouts, want=frozenset({"values"}))
+    with pytest.raises(UserError, match="no adapter"), policy.disable_adapter():
+        pass
+
+
+def test_bfloat16_scores_are_float32_and_close(folder, policy, rollouts):
+    half = load_policy(ModelConfig(path=str(folder), dtype="bfloat16"))
+    own = draw(half, ragged_tasks())
+    with torch.no_grad():
+        assert half(rollouts).logp.dtype == torch.float32
+        assert (half(rollouts).logp - policy(rollouts).logp).abs().mean() < 0.1
+        assert (half(own).logp - own.logp_old).abs().mean() < 0.05
+
+
+def test_eager_attention_is_the_same_model(folder, policy, rollouts):
+    eager = load_policy(ModelConfig(path=str(folder), attention="eager"))
+    with torch.no_grad():
+        torch.testing.assert_close(eager(rollouts).logp, policy(rollouts).logp, atol=2e-5, rtol=0)
+    assert torch.equal(
+        draw(eager, ragged_tasks()).payload.response_ids, draw(policy, ragged_tasks()).payload.response_ids
+    )

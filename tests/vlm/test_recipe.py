@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.errors import RunError, UserError
+from mmrl.recipes import RECIPES
+from mmrl.rewards.combine import RewardConfig
+from mmrl.training.runs import evaluate, train
+from mmrl.vlm.apo import ApoConfig
+from mmrl.vlm.compat import ensure_torchvision
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.papo import PapoConfig
+from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe, make_objective
+from mmrl.vlm.sft import SftConfig
+from tests.vlm.runs import run_config
+
+CONFIGS = {"vlm": VlmConfig, "papo": PapoConfig, "apo": ApoConfig}
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    policy = load_policy(ModelConfig(path=str(run_dir / f"checkpoints/step-{step:06d}/model")))
+    return dict(policy.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_run_leaves_a_whole_folder(tmp_path, tiny_folders, name, family):
+    config = run_config(CONFIGS[name], tmp_path, tiny_folders[family])
+    run_dir = train(RECIPES[name], config)
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "done"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["policy/ratio_mean"] == 1.0
+    tags = [json.loads(line)["tag"] for line in (run_dir / "evaluations.jsonl").open()]
+    assert tags == ["before", "after"]
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    assert (run_dir / "config.yaml").read_text().startswith("recipe: test")
+    assert (run_dir / "checkpoints/best.json").is_file()
+
+
+def test_supervised_run_learns_its_answers(tmp_path, tiny_folders):
+    config = run_config(
+        SftConfig, tmp_path, tiny_folders["qwen2_5_vl"], samples_per_task=1, steps=60, tasks_per_step=6, learning_rate=1e-2
+    )
+    config.sampler.max_new_tokens = 24
+    config.validate()
+    run_dir = train(RECIPES["sft"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[-1]["loss/nll"] < 0.3 * rows[0]["loss/nll"]
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
+    assert evaluations[0]["accuracy/greedy"] == 0.0
+    assert evaluations[-1]["accuracy/greedy"] >= 1 / 3  # the image decides which of six answers
+
+
+def test_reloaded_checkpoint_gives_the_same_logits(tmp_path, tiny_folders):
+    run_dir = train(RECIPES["vlm"], run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"]))
+    ensure_torchvision()
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder = run_dir / "checkpoints/step-000002/model"
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(text=["What is 3 plus 4?"], return_tensors="pt")
+    policy = load_policy(ModelConfig(path=str(folder)))
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, policy.network.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"minibatches_per_step": 3, "epochs": 2, "micro_batch": 5}])
+def test_runs_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders, options):
+    final = []
+    for name in ("first", "second", "resumed"):
+        config = run_config(PapoConfig, tmp_path / name, tiny_folders["qwen2_5_vl"], steps=3, **options)
+        if name == "resumed":
+            config.trainer.steps = 2
+            train(RECIPES["papo"], config)
+            config.trainer.steps = 3
+            (tmp_path / name / "run/result.json").unlink()
+        final.append(weights(train(RECIPES["papo"], config, resume=name == "resumed"), 3))
+    for other in final[1:]:
+        assert all(torch.equal(final[0][key], other[key]) for key in final[0])
+
+
+def test_micro_batches_change_only_rounding(tmp_path, tiny_folders):
+    results = []
+    for size in (0, 5):
+        config = run_config(VlmConfig, tmp_path / str(size), tiny_folders["qwen2_5_vl"], steps=1, micro_batch=size)
+        config.trainer.learning_rate = 1e-4
+        results.append(weights(train(RECIPES["vlm"], config), 1))
+    for key in results[0]:
+        torch.testing.assert_close(results[0][key], results[1][key], rtol=0, atol=2e-5)
+
+
+def test_lora_run_trains_the_adapter_only_and_its_reference_is_the_base(tmp_path, tiny_folders):
+    config = run_config(PapoConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.model.lora.enabled = True
+    run_dir = train(RECIPES["papo"], config)
+    assert (run_dir / "checkpoints/step-000002/model/adapter_config.json").is_file()
+    assert not (run_dir / "checkpoints/step-000002/reference").exists()
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-7)
+    assert rows[1]["policy/kl_ref"] > 0
+
+
+def test_critic_objective_runs(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.objective = ObjectiveConfig(preset="ppo")
+    run_dir = train(RECIPES["vlm"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[0]["loss/value"] > 0
+
+
+def test_evaluate_measures_the_best_checkpoint(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    run_dir = train(RECIPES["vlm"], config)
+    metrics = evaluate(RECIPES["vlm"], config, run_dir)
+    last = json.loads((run_dir / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["tag"] == "evaluate"
+    assert metrics["heldout/accuracy/greedy"] == last["accuracy/greedy"]
+    assert metrics["heldout/n"] == 6
+
+
+def test_unreadable_and_missing_images_are_counted_and_skipped(tmp_path, tiny_folders, caplog):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=6)
+    (tmp_path / "data/1.png").write_bytes(b"not an image")
+    (tmp_path / "data/2.png").write_bytes(b"")
+    run_dir = train(RECIPES["vlm"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[-1]["data/skipped"] > 0
+    assert rows[0]["samples/total"] == 4 * 4
+    assert "cannot be decoded" in caplog.text
+    assert "zero bytes" in caplog.text
+
+
+def test_when_nothing_can_be_read_the_run_fails_with_the_reason(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.model.max_prompt_tokens = 3
+    with pytest.raises(RunError, match=r"none of \d+ questions could be used.*max_prompt_tokens is 3"):
+        train(RECIPES["vlm"], config)
+
+
+def test_failing_reward_costs_its_row_and_is_reported(tmp_path, tiny_folders, caplog):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:sometimes", isolate=False, weight=0.0))
+    config.rewards[-1].timeout_s = 5.0
+    config.correct = "exact"
+    run_dir = train(RECIPES["vlm"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[0]["reward/errors"] > 0
+    assert "refused" in caplog.text
+
+
+def test_reward_that_always_fails_stops_the_run(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:always", isolate=False))
+    config.correct = "exact"
+    with pytest.raises(RunError, match="every reward of this step failed"):
+        train(RECIPES["vlm"], config)
+
+
+def test_folder_of_another_run_is_not_overwritten(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=1)
+    train(RECIPES["vlm"], config)
+    with pytest.raises(UserError, match="already holds a run"):
+        train(RECIPES["vlm"], config)
+    config.output_dir = str(tmp_path / "nothing")
+    with pytest.raises(UserError, match="nothing to resume"):
+        train(RECIPES["vlm"], config, resume=True)
+
+
+def test_truncated_checkpoint_is_refused_with_advice(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    run_dir = train(RECIPES["vlm"], config)
+    state = run_dir / "checkpoints/step-000002/state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    config.trainer.steps = 3
+    with pytest.raises(UserError, match=r"state\.pt has 100 bytes instead of \d+; delete .* resume from step 1"):
+        train(RECIPES["vlm"], config, resume=True)
+
+
+def test_group_of_one_needs_another_estimator(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], samples_per_task=1)
+    with pytest.raises(ValueError, match="compares the samples of a group"):
+        config.validate()
+    config.objective.preset = "reinforce_pp"
+    config.validate()
+
+
+def test_objective_overrides():
+    objective = make_objective(ObjectiveConfig(preset="dr_grpo", clip_high=0.4, kl="k3", kl_coef=0.1), 77)
+    assert (objective.fixed_length, objective.clip_high, objective.kl_coef) == (77, 0.4, 0.1)
+    with pytest.raises(ValueError, match="grpo"):
+        make_objective(ObjectiveConfig(preset="grpoo"))
+
+
+def test_greedy_and_sampled_accuracy_have_intervals(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.evaluation.samples = 3
+    recipe = VlmRecipe(config)
+    from mmrl.training.distributed import make_accelerator
+
+    first = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
+    again = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
+    assert first == again
+    for mode in ("greedy", "sampled"):
+        assert 0 <= first[f"accuracy/{mode}/low"] <= first[f"accuracy/{mode}"] <= first[f"accuracy/{mode}/high"] <= 1

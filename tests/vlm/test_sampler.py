@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.vlm import sampler
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.sampler import SamplerConfig, Samples, sample
+from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
+
+
+def run(policy, group: int = 4, seed: int = 0, greedy: bool = False, tasks=None, **options) -> Samples:
+    prompts = [policy.encode(task) for task in (tasks or ragged_tasks())]
+    config = SamplerConfig(**{"max_new_tokens": 12} | options)
+    return sample(policy, prompts, group, config, torch.Generator().manual_seed(seed), greedy)
+
+
+@pytest.fixture
+def chatty(folder):
+    """A policy that takes every eighth token for the end of a turn, so that rows finish at different times."""
+    policy = load_policy(ModelConfig(path=str(folder)))
+    policy.eos_ids = tuple(range(0, 250, 8))
+    return policy
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_p": 0.9, "top_k": 50}])
+def test_recorded_log_probs_are_those_of_scoring(policy, options):
+    rollouts = draw(policy, ragged_tasks(), max_new_tokens=24, **options)
+    with torch.no_grad():
+        scores = policy(rollouts, temperature=options.get("temperature", 1.0))
+    assert (scores.logp - rollouts.logp_old).abs().max() < 1e-5
+
+
+def test_greedy_is_what_transformers_generates(policy):
+    for task in ragged_tasks():
+        prompt = policy.encode(task)
+        inputs = {
+            "input_ids": prompt.input_ids[None],
+            "attention_mask": torch.ones_like(prompt.input_ids)[None],
+            "mm_token_type_ids": prompt.mm_token_type_ids[None],
+        }
+        if prompt.has_vision:
+            inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+        expected = policy.network.generate(
+            **inputs, max_new_tokens=12, do_sample=False, suppress_tokens=policy.banned_ids.tolist()
+        )[0, len(prompt) :]
+        ids = run(policy, group=1, greedy=True, tasks=[task]).response_ids[0]
+        assert ids.tolist() == expected.tolist()
+
+
+def test_greedy_draws_no_random_numbers(policy):
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    config = SamplerConfig(max_new_tokens=4)
+    samples = sample(policy, [policy.encode(ragged_tasks()[1])], 3, config, generator, greedy=True)
+    assert torch.equal(generator.get_state(), before)
+    assert (samples.response_ids == samples.response_ids[0]).all()
+
+
+def test_same_seed_same_responses(policy):
+    one, two, other = run(policy), run(policy), run(policy, seed=1)
+    assert torch.equal(one.response_ids, two.response_ids)
+    assert torch.equal(one.logp, two.logp)
+    assert one.texts == two.texts
+    assert not torch.equal(one.response_ids, other.response_ids)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 3, 4, 7])
+def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows):
+    one, two = run(chatty), run(chatty, batch_rows=batch_rows)
+    assert torch.equal(one.response_ids, two.response_ids)
+    assert torch.equal(one.mask, two.mask)
+    assert one.finish == two.finish
+    torch.testing.assert_close(one.logp, two.logp, atol=1e-5, rtol=0)
+
+
+def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch):
+    dropping = run(chatty, max_new_tokens=30)
+    monkeypatch.setattr(sampler, "COMPACT_BELOW", 0.0)
+    keeping = run(chatty, max_new_tokens=30)
+    assert len(set(dropping.mask.sum(1).tolist())) > 4
+    assert torch.equal(dropping.response_ids, keeping.response_ids)
+    torch.testing.assert_close(dropping.logp, keeping.logp, atol=1e-5, rtol=0)
+
+
+def test_each_prompt_and_image_is_read_once(policy, monkeypatch):
+    tower, lengths = [], []
+    model = policy.network.model
+    hooks = [
+        model.visual.register_forward_hook(lambda module, inputs, output: tower.append(len(inputs[0]))),
+        model.language_model.embed_tokens.register_forward_hook(
+            lambda module, inputs, output: lengths.append(tuple(inputs[0].shape))
+        ),
+    ]
+    run(policy, group=8)
+    for hook in hooks:
+        hook.remove()
+    prompts = [policy.encode(task) for task in ragged_tasks()]
+    assert tower == [sum(len(prompt.pixel_values) for prompt in prompts if prompt.has_vision)]
+    assert lengths[0] == (4, max(len(prompt) for prompt in prompts))
+    assert all(shape[1] == 1 for shape in lengths[1:])
+
+
+def test_ends_at_the_first_end_token(chatty):
+    samples = run(chatty, group=16, max_new_tokens=20)
+    assert set(samples.finish) == {"eos", "length"}
+    assert samples.mask.shape[1] == 20
+    for row, reason in enumerate(samples.finish):
+        length = int(samples.mask[row].sum())
+        ids = samples.response_ids[row].tolist()
+        assert samples.mask[row].tolist() == [1.0] * length + [0.0] * (20 - length)
+        assert [place for place in range(length) if ids[place] in chatty.eos_ids] == (
+            [length - 1] if reason == "eos" else []
+        )
+        assert ids[length:] == [chatty.pad_id] * (20 - length)
+        assert samples.logp[row, length:].abs().sum() == 0
+        assert reason == "eos" or length == 20
+
+
+def test_width_is_that_of_the_longest_response(folder):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    prompt = policy.encode(ragged_tasks()[1])
+    first = sample(policy, [prompt], 1, SamplerConfig(max_new_tokens=9), torch.Generator(), greedy=True)
+    policy.eos_ids = (int(first.response_ids[0, 0]),)
+    samples = sample(policy, [prompt], 2, SamplerConfig(max_new_tokens=9), torch.Generator(), greedy=True)
+    assert samples.response_ids.shape == (2, 1)
+    assert samples.finish == ["eos", "eos"]
+
+
+def test_stop_strings(policy):
+    free = run(policy, group=8, max_new_tokens=30)
+    stops = sorted({text[3:5] for text in free.texts if text[3:5].isascii() and text[3:5].isalnum()})
+    assert stops
+    stopped = run(policy, group=8, max_new_tokens=30, stop=[*stops, "never ever"])
+    assert "stop" in stopped.finish
+    decode = policy.processor.tokenizer.decode
+    for row, reason in enumerate(stopped.finish):
+        length = int(stopped.mask[row].sum())
+        ids = stopped.response_ids[row, :length]
+        assert torch.equal(ids, free.response_ids[row, :length])
+        assert any(stop in stopped.texts[row] for stop in stops) == (reason == "stop")
+        assert not any(stop in decode(ids[:-1], skip_special_tokens=True) for stop in stops)
+
+
+def test_a_stop_string_may_span_tokens(policy):
+    free = run(policy, group=1, tasks=ragged_tasks()[:1], greedy=True)
+    tokenizer = policy.processor.tokenizer
+    pair = tokenizer.decode(free.response_ids[0, 2:4])
+    stopped = run(policy, group=1, tasks=ragged_tasks()[:1], greedy=True, stop=[pair])
+    assert stopped.finish == ["stop"]
+    assert int(stopped.mask.sum()) <= 4
+
+
+def test_banned_tokens_are_never_drawn(folder):
+    """Their rows of the head are made large, so that without the ban about one token in two were one of them."""
+    policy = load_policy(ModelConfig(path=str(folder)))
+    tokenizer = policy.processor.tokenizer
+    with torch.no_grad():
+        policy.network.lm_head.weight[policy.banned_ids] *= 3.0
+    samples = run(policy, group=64, max_new_tokens=16)
+    assert samples.mask.sum() > 3000
+    names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
+    banned = torch.tensor(tokenizer.convert_tokens_to_ids(names))
+    assert not torch.isin(samples.response_ids, banned).any()
+    free = copy.copy(policy)
+    free.banned_ids = torch.zeros(0, dtype=torch.int64)
+    # without the ban they would come, and the sampled text could not be scored
+    config = SamplerConfig(max_new_tokens=1)
+    prompts = [free.encode(task) for task in ragged_tasks()]
+    unbanned = sample(free, prompts, 64, config, torch.Generator().manual_seed(0))
+    assert torch.isin(unbanned.response_ids, banned).float().mean() > 0.05
+
+
+def test_ids_without_a_token_are_banned(policy):
+    tokenizer = policy.processor.tokenizer
+    assert policy.network.config.text_config.vocab_size == len(tokenizer)
+    wide = copy.deepcopy(policy.network.config)
+    wide.text_config.vocab_size += 3
+
+    class Network:
+        config = wide
+
+    from mmrl.vlm.policy import _banned_ids
+
+    assert set(_banned_ids(Network(), tokenizer).tolist()) - set(policy.banned_ids.tolist()) == {
+        len(tokenizer) + extra for extra in range(3)
+    }
+
+
+def test_frequencies_follow_the_probabilities(policy):
+    count = 8000
+    task = ragged_tasks()[:1]
+    samples = run(policy, group=count, tasks=task, max_new_tokens=1, temperature=1.3, batch_rows=count)
+    prompt = policy.encode(task[0])
+    with torch.no_grad():
+        logits = policy.network(input_ids=prompt.input_ids[None]).logits[0, -1] / 1.3
+    logits[policy.banned_ids] = float("-inf")
+    expected = logits.softmax(-1) * count
+    observed = torch.bincount(samples.response_ids[:, 0], minlength=len(expected)).float()
+    common = expected > 20
+    assert common.sum() > 10
+    chi_square = ((observed - expected)[common] ** 2 / expected[common]).sum()
+    freedom = float(common.sum())
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+    torch.testing.assert_close(samples.logp[:, 0].exp() * count, expected[samples.response_ids[:, 0]], rtol=1e-4, atol=0)
+
+
+def test_top_k_and_top_p_keep_the_most_likely_tokens():
+    probability = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]])
+    uniforms = torch.linspace(0, 1, 1001)[:-1]
+
+    def drawn(**options):
+        logp = probability.log().expand(len(uniforms), -1)
+        token, mass = sampler._choose(logp, uniforms, SamplerConfig(**options))
+        counts = torch.bincount(token, minlength=5) / len(uniforms)
+        return counts.tolist(), float(mass[0])
+
+    def near(*values):
+        return pytest.approx(values, abs=2e-3)
+
+    assert drawn() == (near(0.1, 0.4, 0.2, 0.25, 0.05), pytest.approx(1.0))
+    assert drawn(top_k=2) == (near(0, 0.4 / 0.65, 0, 0.25 / 0.65, 0), pytest.approx(0.65))
+    assert drawn(top_k=1) == (near(0, 1, 0, 0, 0), pytest.approx(0.4))
+    assert drawn(top_p=0.6) == (near(0, 0.4 / 0.65, 0, 0.25 / 0.65, 0), pytest.approx(0.65))
+    assert drawn(top_p=0.7) == (near(0, 0.4 / 0.85, 0.2 / 0.85, 0.25 / 0.85, 0), pytest.approx(0.85))
+    assert drawn(top_p=1e-6) == (near(0, 1, 0, 0, 0), pytest.approx(0.4))
+    # within the two most likely, 0.4 alone is less than 0.7 of their mass
+    assert drawn(top_k=2, top_p=0.7) == (near(0, 0.4 / 0.65, 0, 0.25 / 0.65, 0), pytest.approx(0.65))
+
+
+def test_a_token_without_probability_is_never_chosen():
+    logp = torch.tensor([[float("-inf"), 0.5, float("-inf"), 0.5, float("-inf")]]).log_softmax(-1)
+    ends = torch.tensor([0.0, 0.5, 1.0 - 2**-24])
+    token, _ = sampler._choose(logp.expand(3, -1), ends, SamplerConfig())
+    assert set(token.tolist()) <= {1, 3}
+
+
+def test_kept_mass_is_recorded(policy):
+    samples = run(policy, top_k=5)
+    drawn = samples.mask.bool()
+    assert (samples.kept_mass[~drawn] == 1).all()
+    assert (samples.kept_mass[drawn] < 1).all()
+    assert (samples.logp[drawn].exp() <= samples.kept_mass[drawn] + 1e-6).all()
+    assert (run(policy).kept_mass - 1).abs().max() < 1e-6
+
+
+def test_stops_at_the_models_last_position(policy):
+    long = make_task("long", "7 " * 240)
+    prompt = policy.encode(long)
+    left = 512 - len(prompt)
+    assert 0 < left < 30
+    samples = run(policy, group=2, tasks=[long, *ragged_tasks()[:1]], max_new_tokens=40)
+    lengths = samples.mask.sum(1).tolist()
+    assert max(lengths[:2]) <= left
+    assert "length" in samples.finish[:2]
+    assert max(lengths[2:]) > left
+
+
+def test_the_mode_is_handed_back(folder):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    for training in (True, False):
+        policy.train(training)
+        run(policy, group=1, max_new_tokens=2)
+        assert policy.training == training
+        assert policy.network.model.language_model.training == training
+
+
+def test_rows_are_prompt_major(policy):
+    tasks = ragged_tasks()
+    prompts = [policy.encode(task) for task in tasks]
+    samples = run(policy, group=3)
+    swapped = make_rollouts(tasks[::-1], prompts[::-1], samples)
+    with torch.no_grad():
+        right = policy(make_rollouts(tasks, prompts, samples)).logp
+        wrong = policy(swapped).logp
+    assert (right - samples.logp).abs().max() < 1e-5
+    assert (wrong - samples.logp).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\]"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"batch_rows": 0}, "batch_rows is 0"),
+        ({"stop": [""]}, "non-empty"),
+    ],
+)
+def test_settings_out_of_range(policy, options, message):
+    with pytest.raises(UserError, match=message):
+        run(policy, **options)
+
+
+def test_nothing_to_sample(policy):
+    with pytest.raises(UserError, match="0 prompts"):
+        sample(policy, [], 4, SamplerConfig(), torch.Generator())
+    with pytest.raises(UserError, match="0 samples"):
+        run(policy, group=0)

@@ -1,0 +1,13 @@
+"""Rewards that go wrong, as users' do."""
+
+
+def sometimes(prompts, completions, **columns):
+    if len(completions) == 1 and columns["completion_lengths"][0] > 5:
+        raise ValueError("refused: too long")
+    if len(completions) > 1:
+        raise ValueError("refused: too many")
+    return [1.0]
+
+
+def always(prompts, completions, **columns):
+    raise RuntimeError("broken")
