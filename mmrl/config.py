@@ -118,7 +118,7 @@ def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
         merged = OmegaConf.merge(structured, values)
         filled = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
-        raise UserError(f"{where}: {_unknown_key(structured, str(error.full_key))}") from error
+        raise UserError(f"{where}: {_unknown_key(error)}") from error
     except MissingMandatoryValue as error:
         raise UserError(f"{where}: '{error.full_key}' must be given") from error
     except OmegaConfBaseException as error:
@@ -137,12 +137,12 @@ def _validated(config: Any, where: str) -> Any:
     return config
 
 
-def _unknown_key(structured: Any, full_key: str) -> str:
-    from omegaconf import DictConfig, OmegaConf
-
+def _unknown_key(error: Any) -> str:
+    """Name the key and what its place knows; places inside lists and dicts are found through their dataclass."""
+    full_key = str(error.full_key)
     parent, _, key = full_key.rpartition(".")
-    node = OmegaConf.select(structured, parent) if parent else structured
-    known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    kind = error.object_type
+    known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     place = f" under '{parent}'" if parent else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from dataclasses import dataclass
@@ -56,13 +57,20 @@ def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
     if name in RECIPES:
         return RECIPES[name]
     if name.count(":") == 2:
-        module, recipe, config = name.split(":")
-        return RecipeEntry(name, module, recipe, config, "user recipe", "-")
+        return _user_recipe(name, *name.split(":"), where=where)
     close = difflib.get_close_matches(name, RECIPES, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    raise UserError(
-        f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config"
-    )
+    raise UserError(f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config")
+
+
+def _user_recipe(name: str, module: str, recipe: str, config: str, where: str) -> RecipeEntry:
+    entry = RecipeEntry(name, module, recipe, config, "user recipe", "-")
+    try:
+        supervised = not entry.load_recipe_class().uses_rewards
+        entry.load_config_class()
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{where}: recipe '{name}' cannot be loaded: {error}") from error
+    return dataclasses.replace(entry, supervised=supervised)
 
 
 def _entries(*entries: RecipeEntry) -> dict[str, RecipeEntry]:

@@ -84,8 +84,7 @@ def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
 class Refill:
     """Collects kept groups over several rollout batches until a step is full.
 
-    Source: dynamic sampling, DAPO, arXiv 2503.14476, algorithm 1 lines 4-8; EasyR1 ray_trainer (limit of
-        tries, and a batch without any kept group is used as it is when the tries are over).
+    Source: dynamic sampling, DAPO, arXiv 2503.14476, algorithm 1 lines 4-8; the limit of 20 tries is EasyR1's.
     """
 
     target_groups: int

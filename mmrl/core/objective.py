@@ -224,11 +224,12 @@ class Objective:
         self, scores: TokenScores, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
+        advantage = _need(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_rho = log_ratio(scores.logp, logp_old, mask, self.ratio)
         inputs = SurrogateInputs(
             logp=scores.logp,
             log_ratio=log_rho,
-            advantage=_need(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it"),
+            advantage=torch.where(mask > 0, advantage, 0.0),
             mask=mask,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
@@ -253,8 +254,7 @@ class Objective:
         if self.kl == "full":
             divergence = _need(scores.kl_ref, "scores.kl_ref", "kl='full' needs the policy to score it")
         else:
-            reference = torch.where(mask > 0, self._reference(rollouts), 0.0)
-            divergence = kl(scores.logp, reference, self.kl, self.kl_clamp)
+            divergence = kl(scores.logp, self._reference(rollouts), self.kl, self.kl_clamp)
         metrics = {"policy/kl_ref": mean_metric(divergence, mask)}
         if self.kl_in_reward:
             return None, metrics
@@ -287,7 +287,6 @@ class Objective:
         values = _need(scores.values, "scores.values", "the policy needs a value head")
         values_old = _need(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
         returns = _need(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
-        values_old, returns = (torch.where(mask > 0, x, 0.0) for x in (values_old, returns))
         loss = value_loss(values, values_old, returns, self.value_clip)
         return self.value_coef * aggregate(loss, mask, mode, counts), {}
 
@@ -308,7 +307,7 @@ class Objective:
 
 
 def _only(scores: TokenScores, mask: Tensor) -> TokenScores:
-    """Check the scores and put 0 where nothing is trained: 0 times a NaN gradient would be NaN."""
+    """Check the scores and cut them off where nothing is trained, so that no NaN comes back from there."""
     masked = {}
     for name in ("logp", "entropy", "values", "kl_ref"):
         value = getattr(scores, name)

@@ -90,15 +90,11 @@ def render(findings: Sequence[Finding]) -> None:
 def _closing_lines(findings: Sequence[Finding]) -> str:
     # Below the table and never wrapped, so that commands can be copied.
     advice = [f"  {finding.area} {finding.name}: {finding.advice}" for finding in findings if finding.advice]
-    counts = {
-        state: sum(finding.state == state for finding in findings) for state in ("fail", "warn", "note")
-    }
+    counts = {state: sum(finding.state == state for finding in findings) for state in ("fail", "warn", "note")}
     verdict = "ready to train" if is_usable(findings) else "something `mmrl train` needs is broken"
     lines = ["", "what to do:", *advice] if advice else []
     absent = f"{counts['note']} optional parts absent"
-    return "\n".join(
-        [*lines, "", f"{verdict}: {counts['fail']} failures, {counts['warn']} warnings, {absent}"]
-    )
+    return "\n".join([*lines, "", f"{verdict}: {counts['fail']} failures, {counts['warn']} warnings, {absent}"])
 
 
 def _plain_table(findings: Sequence[Finding]) -> str:

@@ -56,12 +56,8 @@ def check_torch() -> list[Finding]:
     if torch.backends.mps.is_available():
         findings.append(Finding("torch", "mps", "ok", "available"))
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
-        advice = (
-            "install a CUDA build of torch that suits the driver: https://pytorch.org/get-started/locally"
-        )
-        findings.append(
-            Finding("torch", "gpu", "warn", "NVIDIA driver found, but torch cannot use it", advice)
-        )
+        advice = "install a CUDA build of torch that suits the driver: https://pytorch.org/get-started/locally"
+        findings.append(Finding("torch", "gpu", "warn", "NVIDIA driver found, but torch cannot use it", advice))
     return findings
 
 
@@ -103,11 +99,7 @@ def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
         return [Finding("torchvision", "import", "ok", "native")]
     if state == "patched":
         found = "patched (its operators do not load beside this torch): images work, nms and roi_align do not"
-        return [
-            Finding(
-                "torchvision", "import", "ok", found, f"optional, for all of it: {_torchvision_command()}"
-            )
-        ]
+        return [Finding("torchvision", "import", "ok", found, f"optional, for all of it: {_torchvision_command()}")]
     found = "absent: images work through the slower processors, videos do not"
     return [Finding("torchvision", "import", "note", found, _torchvision_command())]
 

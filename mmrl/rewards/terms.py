@@ -158,7 +158,7 @@ def _try_options(term: Term) -> None:
     missing = [name for name in term.needs if name not in ROW_COLUMNS]
     if missing:
         raise UserError(f"reward {term.config.name!r} needs the options {' and '.join(missing)}")
-    found = term.callcall_together(Batch([], [], {name: [] for name in term.needs}))
+    found = term.call_together(Batch([], [], {name: [] for name in term.needs}))
     if isinstance(found, Failure):
         raise UserError(f"reward {term.config.name!r}: {found.message}")
 

@@ -1,0 +1,1 @@
+"""The loop: recipe stages, updates, checkpoints, tracking, reports and comparisons."""

@@ -108,9 +108,7 @@ class Checkpoints:
             UserError: a file is missing or has another size; names it and what to do.
         """
         older = [step for step in self.steps() if self.path(step) != path]
-        advice = (
-            f"delete {path} to resume from step {older[-1]}" if older else f"delete {path} and start again"
-        )
+        advice = f"delete {path} to resume from step {older[-1]}" if older else f"delete {path} and start again"
         manifest = path / MANIFEST
         if not manifest.is_file():
             raise UserError(f"checkpoint {path} is damaged: {MANIFEST} is missing; {advice}")

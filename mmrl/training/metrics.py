@@ -9,7 +9,12 @@ import torch
 from mmrl.core.filters import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["batch_metrics"]
+__all__ = ["batch_metrics", "metric_label"]
+
+
+def metric_label(name: str) -> str:
+    """A reward's name as one part of a metric's name: users' functions may be named by path."""
+    return name.replace("/", ".")
 
 
 def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float]:
@@ -42,5 +47,5 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         values = torch.cat([batch.reward_terms[name] for batch in batches])
         finite = values[torch.isfinite(values)]
         if len(finite):
-            metrics[f"reward/{name}"] = float(finite.mean())
+            metrics[f"reward/{metric_label(name)}"] = float(finite.mean())
     return metrics

@@ -97,11 +97,7 @@ def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool) -> Ref
     if kind == "auto":
         kind = ("adapter" if has_adapter else "frozen") if needed else "none"
     if needed and kind == "none":
-        raise UserError(
-            "the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema"
-        )
+        raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
     if kind == "adapter" and not has_adapter:
-        raise UserError(
-            "reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true"
-        )
+        raise UserError("reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true")
     return Reference(kind if needed else "none", policy, config.ema_decay)

@@ -55,9 +55,7 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
             trainer.resume()
         trainer.run()
     except OSError as error:
-        raise RunError(
-            f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint"
-        ) from error
+        raise RunError(f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint") from error
     finally:
         recipe.close()
         if tracker is not None:
@@ -154,9 +152,7 @@ def _tracker(run_dir: Path, config: Any) -> Tracker:
     from mmrl.config import to_container
     from mmrl.training.tracking import build_tracker
 
-    return build_tracker(
-        config.tracking, run_dir, total_steps=config.trainer.steps, run_config=to_container(config)
-    )
+    return build_tracker(config.tracking, run_dir, total_steps=config.trainer.steps, run_config=to_container(config))
 
 
 def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, float]) -> None:

@@ -188,9 +188,7 @@ class EvaluationConfig:
         if self.temperature <= 0:
             raise ValueError(f"evaluation.temperature is {self.temperature}; must be positive")
         if not self.greedy and self.samples == 0:
-            raise ValueError(
-                "evaluation.greedy is false and evaluation.samples is 0; nothing would be measured"
-            )
+            raise ValueError("evaluation.greedy is false and evaluation.samples is 0; nothing would be measured")
 
 
 @dataclass

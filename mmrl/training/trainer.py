@@ -58,9 +58,7 @@ class Trainer:
         self.accelerator = accelerator
         self.tracker = tracker
         self.tasks = TaskStream(recipe.train_tasks, config.seed)
-        self.reference = make_reference(
-            config.reference, recipe.policy, needed=recipe.objective.needs_reference
-        )
+        self.reference = make_reference(config.reference, recipe.policy, needed=recipe.objective.needs_reference)
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         self.step = 0
@@ -93,7 +91,6 @@ class Trainer:
     def train_step(self) -> None:
         """One round of the algorithm."""
         started = time.perf_counter()
-        self._times = {}
         rollouts, metrics = self.collect()
         with self.timed("score"):
             rollouts = self.recipe.annotate(self.policy, self.reference, rollouts)
@@ -201,9 +198,7 @@ class Trainer:
     def _sample(self, attempt: int) -> Rollouts:
         count = self.config.trainer.tasks_per_step
         tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
-        generator = make_generator(
-            self.config.seed, "rollout", self.step, attempt, self.accelerator.process_index
-        )
+        generator = make_generator(self.config.seed, "rollout", self.step, attempt, self.accelerator.process_index)
         self.policy.eval()
         with self.timed("rollout"), torch.no_grad(), self.accelerator.autocast():
             rollouts = self.recipe.rollout(self.policy, tasks, generator)
@@ -234,6 +229,7 @@ class Trainer:
             "samples/total": float(self.totals["samples"]),
             "checkpoint/failed": float(self.failed_checkpoints),
         }
+        self._times = {}  # evaluation and checkpoint times of this step go into the next record
         if self.tracker is not None:
             self.tracker.log(self.step, metrics)
             if self._keeps_samples():
@@ -245,7 +241,6 @@ class Trainer:
         return self.step == 1 or self.step % every == 0 or self.step == self.config.trainer.steps
 
     def _periodic_work(self) -> None:
-        self._times = {}
         last = self.step >= self.config.trainer.steps
         every = self.config.evaluation.every
         if (every and self.step % every == 0 and not last) or (last and self.config.evaluation.at_end):
@@ -256,19 +251,13 @@ class Trainer:
             self._note_best()
 
     def _note_best(self) -> None:
-        if (
-            not self.evaluations
-            or self.evaluations[-1]["step"] != self.step
-            or not self.accelerator.is_main_process
-        ):
+        if not self.evaluations or self.evaluations[-1]["step"] != self.step or not self.accelerator.is_main_process:
             return
         split = next(iter(self.recipe.eval_tasks))
         latest = next(e for e in reversed(self.evaluations) if e["split"] == split)
         metric = self.config.checkpoint.best_metric or _first_accuracy(latest)
         if metric not in latest:
-            raise RunError(
-                f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}"
-            )
+            raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
         best = self.checkpoints.best()
         if self.checkpoints.path(self.step).is_dir() and (best is None or latest[metric] > best["value"]):
             self.checkpoints.mark_best(self.step, metric, latest[metric])

@@ -74,17 +74,13 @@ class Updater:
         failures: folder for the batches of failed optimiser steps.
     """
 
-    def __init__(
-        self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path
-    ) -> None:
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path) -> None:
         self.recipe = recipe
         self.config = recipe.config.trainer
         self.accelerator = accelerator
         self.reference = reference
         self.failures = failures
-        self.policy, self.optimizer = accelerator.prepare(
-            recipe.policy, make_optimizer(recipe.policy, self.config)
-        )
+        self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
         self.optimiser_step = 0
         self.skipped = 0
 
@@ -175,9 +171,7 @@ class Updater:
         if self.config.on_nonfinite == "stop":
             raise RunError(message)
         if self.skipped > self.config.max_nonfinite:
-            raise RunError(
-                f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite"
-            )
+            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite")
         LOGGER.warning("%s; optimiser step skipped", message)
 
     def _set_rate(self) -> None:
@@ -193,6 +187,4 @@ def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
     """Mean over optimiser steps; the largest where the name says max."""
     names = dict.fromkeys(name for metrics in taken for name in metrics)
     columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
-    return {
-        n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()
-    }
+    return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}

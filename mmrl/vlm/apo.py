@@ -52,9 +52,7 @@ class ApoSettings:
         if self.stcr_base < 1:
             raise ValueError(f"apo.stcr_base is {self.stcr_base}; must be at least 1")
         if self.dads not in (*DADS_SHAPES, "off") and ":" not in self.dads:
-            raise ValueError(
-                f"apo.dads is '{self.dads}'; allowed: off, {', '.join(DADS_SHAPES)}, or module:function"
-            )
+            raise ValueError(f"apo.dads is '{self.dads}'; allowed: off, {', '.join(DADS_SHAPES)}, or module:function")
 
 
 def _apo_objective() -> ObjectiveConfig:

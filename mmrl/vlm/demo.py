@@ -70,7 +70,9 @@ def _table(sft: Path, papo: Path) -> list[str]:
         ("after RL (PAPO)", _result(papo)["last_evaluation"][SPLIT]),
     ]
     lines = [f"held-out accuracy, {int(rows[0][1]['n'])} questions (95 % interval)"]
-    lines += [f"  {name:<16} greedy {_cell(row, 'greedy')}   sampled, T=1 {_cell(row, 'sampled')}" for name, row in rows]
+    lines += [
+        f"  {name:<16} greedy {_cell(row, 'greedy')}   sampled, T=1 {_cell(row, 'sampled')}" for name, row in rows
+    ]
     return lines
 
 

@@ -125,9 +125,7 @@ class PapoConfig(VlmConfig):
         self.papo.validate()
 
 
-def blacken_patches(
-    image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator
-) -> Image.Image:
+def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator) -> Image.Image:
     """Set each patch of a grid to black with a probability.
 
     Args:
@@ -168,9 +166,7 @@ def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
     return settings.gamma + (settings.gamma_end - settings.gamma) * min(step / horizon, 1.0)
 
 
-def perception_terms(
-    logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Tensor, settings: PapoSettings
-) -> Tensor:
+def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Tensor, settings: PapoSettings) -> Tensor:
     """Per-token divergence between looking at the image and at its masked copy, to be maximised.
 
     Args:
@@ -224,9 +220,7 @@ class PapoRecipe(VlmRecipe):
             self._masked_prompt(task, prompt, np.random.default_rng([seed, index]))
             for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
         ]
-        has_image = torch.tensor(
-            [float(bool(task.images)) for task in payload.tasks], device=rollouts.mask.device
-        )
+        has_image = torch.tensor([float(bool(task.images)) for task in payload.tasks], device=rollouts.mask.device)
         return rollouts.replace(
             payload=dataclasses.replace(payload, views={**payload.views, MASKED: views}),
             extras={**rollouts.extras, "papo_weight": has_image[rollouts.group]},
@@ -255,9 +249,7 @@ class PapoRecipe(VlmRecipe):
         masked = self._masked_scores(policy, minibatch)
         mask = minibatch.loss_mask
         terms = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
-        parts = {
-            "loss/perception": -self.gamma * aggregate(terms, mask, self.objective.aggregation, denominators)
-        }
+        parts = {"loss/perception": -self.gamma * aggregate(terms, mask, self.objective.aggregation, denominators)}
         rho = self.gamma / settings.gamma if settings.gamma else 1.0
         for name, coef, source in (
             ("loss/entropy_policy", settings.entropy_policy, scores),
@@ -305,10 +297,7 @@ class PapoRecipe(VlmRecipe):
         if not task.images:
             return prompt
         settings = self.config.papo
-        images = [
-            blacken_patches(image, settings.patch_size, settings.mask_ratio, rng)
-            for image in task.load_images()
-        ]
+        images = [blacken_patches(image, settings.patch_size, settings.mask_ratio, rng) for image in task.load_images()]
         return self.policy.encode(task, images)
 
     def _masked_scores(self, policy: nn.Module, minibatch: Rollouts) -> TokenScores:

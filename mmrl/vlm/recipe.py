@@ -23,6 +23,7 @@ from mmrl.core.objective import Objective, TokenScores
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
+from mmrl.training.metrics import metric_label
 from mmrl.training.recipe import Evaluation, Recipe
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
@@ -180,6 +181,7 @@ class VlmRecipe(Recipe):
         self.skipped: Counter[str] = Counter(loaded.skipped)
         self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
         self.rewards = RewardSum(config.rewards)
+        self.rewards.check_columns([*columns_of(self.train_tasks, [])])
         self._errors: Counter[str] = Counter()
 
     def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
@@ -209,8 +211,7 @@ class VlmRecipe(Recipe):
         if bool(torch.isnan(total).all()):
             raise RunError(f"every reward of this step failed: {dict(result.examples)}")
         terms = {
-            name: torch.tensor(values, dtype=torch.float32, device=device)
-            for name, values in result.terms.items()
+            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()
         }
         return rollouts.replace(reward=total, reward_terms=terms)
 
@@ -254,7 +255,7 @@ class VlmRecipe(Recipe):
         return {
             "response/finished_fraction": finished,
             "data/skipped": float(sum(self.skipped.values())),
-        } | {f"reward/errors/{name}": float(count) for name, count in self._errors.items()}
+        } | {_error_metric(name): float(count) for name, count in self._errors.items()}
 
     def encode(self, tasks: Sequence[VlmTask]) -> tuple[list[VlmTask], list[Prompt]]:
         """Tokenise questions with their images.
@@ -301,6 +302,11 @@ class VlmRecipe(Recipe):
             if not self._errors[name]:
                 LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
             self._errors[name] += count
+
+
+def _error_metric(name: str) -> str:
+    term, _, kind = name.rpartition("/")
+    return f"reward/errors/{metric_label(term)}/{kind}"
 
 
 def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:

@@ -70,9 +70,7 @@ class SftConfig(RunConfig):
             )
         names = [reward.name for reward in self.rewards]
         if self.eval_data and not names:
-            raise ValueError(
-                "eval_data is given but rewards is empty; evaluations need a score such as exact"
-            )
+            raise ValueError("eval_data is given but rewards is empty; evaluations need a score such as exact")
         if self.correct and self.correct not in names:
             raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
 

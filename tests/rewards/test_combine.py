@@ -74,8 +74,12 @@ def test_missing_column_names_what_is_there():
 
 
 def test_options_replace_columns():
-    rewards = RewardSum([RewardConfig("number", options={"answer": [7]})])
-    assert rewards.score(["q"], ["<answer>7</answer>"], {"answer": [8]}).total == [1.0]
+    def named(prompts, completions, level):
+        return [float(level)] * len(completions)
+
+    rewards = RewardSum([RewardConfig("named", options={"level": 7})], {"named": named})
+    assert rewards.score(["q"], ["a"], {"level": [3]}).total == [7.0]
+    assert rewards.score(["q"], ["a"], {}).total == [7.0]
 
 
 def test_functions_get_only_the_columns_they_name():

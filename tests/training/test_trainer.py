@@ -220,9 +220,7 @@ def test_resume_with_other_data_is_refused(make_trainer):
 
 
 def test_schedule_factors():
-    config = TrainerConfig(
-        steps=10, learning_rate=1.0, schedule="linear", warmup_steps=2, final_learning_rate=0.2
-    )
+    config = TrainerConfig(steps=10, learning_rate=1.0, schedule="linear", warmup_steps=2, final_learning_rate=0.2)
     assert learning_rate_factor(config, 0) == pytest.approx(0.5)
     assert learning_rate_factor(config, 2) == pytest.approx(1.0)
     assert learning_rate_factor(config, 6) == pytest.approx(0.6)

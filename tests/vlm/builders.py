@@ -10,7 +10,7 @@ from PIL import Image
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import Samples, SamplerConfig, sample
+from mmrl.vlm.sampler import SamplerConfig, Samples, sample
 from mmrl.vlm.task import VlmTask
 
 CORPUS = [
@@ -46,9 +46,7 @@ def make_rollouts(
     tasks: Sequence[VlmTask], prompts: Sequence[Prompt], samples: Samples, **views: list[Prompt | None]
 ) -> Rollouts:
     rows = len(samples.texts)
-    payload = VlmPayload(
-        list(prompts), list(tasks), samples.response_ids, samples.texts, samples.finish, dict(views)
-    )
+    payload = VlmPayload(list(prompts), list(tasks), samples.response_ids, samples.texts, samples.finish, dict(views))
     return Rollouts(
         group=torch.arange(rows) // (rows // len(prompts)),
         mask=samples.mask,

@@ -36,9 +36,7 @@ def test_image_tokens_types_and_positions(policy, family):
     prompt = policy.encode(make_task("t", "Sum?", [(2 * side, 3 * side)]))
     start = tokens(policy, prompt).index("<|image_pad|>")
     assert prompt.image_grid_thw.tolist() == [[1, 4, 6]]
-    assert prompt.mm_token_type_ids.tolist() == [
-        int(start <= place < start + 6) for place in range(len(prompt))
-    ]
+    assert prompt.mm_token_type_ids.tolist() == [int(start <= place < start + 6) for place in range(len(prompt))]
     time, height, width = prompt.position_ids[:, start : start + 6].tolist()
     assert time == [start] * 6
     assert height == [start, start, start, start + 1, start + 1, start + 1]

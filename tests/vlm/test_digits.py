@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, _scan_pool, build_hints, build_questions
 from mmrl.vlm.data import DataConfig, load_tasks
+from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, _scan_pool, build_hints, build_questions
 
 
 def rows(path):
@@ -24,7 +24,8 @@ def test_train_and_test_scans_are_disjoint():
 
 
 @pytest.mark.parametrize(
-    ("kind", "answer"), [("read", "480"), ("add", "12"), ("largest", "8"), ("smallest", "0"), ("even", "3"), ("above", "1")]
+    ("kind", "answer"),
+    [("read", "480"), ("add", "12"), ("largest", "8"), ("smallest", "0"), ("even", "3"), ("above", "1")],
 )
 def test_answers_follow_from_the_digits(kind, answer):
     assert QUESTIONS[kind].answer([4, 8, 0]) == answer

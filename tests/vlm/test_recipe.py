@@ -44,7 +44,13 @@ def test_run_leaves_a_whole_folder(tmp_path, tiny_folders, name, family):
 
 def test_supervised_run_learns_its_answers(tmp_path, tiny_folders):
     config = run_config(
-        SftConfig, tmp_path, tiny_folders["qwen2_5_vl"], samples_per_task=1, steps=60, tasks_per_step=6, learning_rate=1e-2
+        SftConfig,
+        tmp_path,
+        tiny_folders["qwen2_5_vl"],
+        samples_per_task=1,
+        steps=60,
+        tasks_per_step=6,
+        learning_rate=1e-2,
     )
     config.sampler.max_new_tokens = 24
     config.validate()
@@ -109,6 +115,8 @@ def test_lora_run_trains_the_adapter_only_and_its_reference_is_the_base(tmp_path
 def test_critic_objective_runs(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.objective = ObjectiveConfig(preset="ppo")
+    config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:length", isolate=False))
+    config.correct = "exact"
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[0]["loss/value"] > 0

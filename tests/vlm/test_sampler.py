@@ -205,7 +205,9 @@ def test_frequencies_follow_the_probabilities(policy):
     chi_square = ((observed - expected)[common] ** 2 / expected[common]).sum()
     freedom = float(common.sum())
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
-    torch.testing.assert_close(samples.logp[:, 0].exp() * count, expected[samples.response_ids[:, 0]], rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        samples.logp[:, 0].exp() * count, expected[samples.response_ids[:, 0]], rtol=1e-4, atol=0
+    )
 
 
 def test_top_k_and_top_p_keep_the_most_likely_tokens():

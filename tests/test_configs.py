@@ -1,0 +1,72 @@
+"""Every file under configs/ builds its recipe and takes two steps, on a tiny model and a handful of questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrl.config import load_run
+from mmrl.training.experiment import load_experiment, plan_preparations
+from mmrl.training.runs import train
+from mmrl.vlm.tiny import build_tiny_vlm
+from tests.vlm.builders import CORPUS
+from tests.vlm.runs import write_questions
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RUNS = sorted(CONFIGS.glob("vlm/*.yaml"))
+SMALL = [
+    "trainer.steps=2",
+    "trainer.tasks_per_step=2",
+    "trainer.minibatches_per_step=1",
+    "trainer.warmup_steps=0",
+    "trainer.learning_rate=1e-3",
+    "sampler.max_new_tokens=5",
+    "evaluation.max_tasks=2",
+    "filter.max_tries=2",
+    "tracking.quiet=true",
+    "tracking.tensorboard=false",
+    "tracking.strict=true",
+    "model.dtype=float32",
+    "model.min_pixels=null",
+    "model.max_pixels=null",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {f: build_tiny_vlm(root / f, family=f, corpus=CORPUS) for f in ("qwen2_5_vl", "qwen3_vl")}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
+    questions = write_questions(tmp_path / "data", text_only_last=False)
+    family = "qwen3_vl" if "qwen3" in path.stem else "qwen2_5_vl"
+    _, whole = load_run(path)
+    overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
+    overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
+    overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    entry, config = load_run(path, overrides)
+    run_dir = train(entry, config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["loss/total"] is not None for row in rows)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiments/*.yaml")), ids=lambda path: path.stem)
+def test_experiment_is_valid_and_fair(path, tmp_path):
+    experiment = load_experiment(path)
+    assert len(experiment.seeds) >= 8
+    assert experiment.sweep is not None
+    assert experiment.budget
+    for plan in plan_preparations(experiment, tmp_path):
+        load_run(plan.config, plan.overrides)
+    sizes = set()
+    for name in experiment.arms:
+        arm = experiment.arm(name)
+        assert arm.config is not None
+        _, config = load_run((path.parent / arm.config).resolve())
+        sizes.add((config.trainer.steps, config.trainer.tasks_per_step, config.trainer.samples_per_task))
+    assert len(sizes) == 1
