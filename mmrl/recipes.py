@@ -57,13 +57,14 @@ def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
     if name in RECIPES:
         return RECIPES[name]
     if name.count(":") == 2:
-        return _user_recipe(name, *name.split(":"), where=where)
+        return _user_recipe(name, where)
     close = difflib.get_close_matches(name, RECIPES, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     raise UserError(f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config")
 
 
-def _user_recipe(name: str, module: str, recipe: str, config: str, where: str) -> RecipeEntry:
+def _user_recipe(name: str, where: str) -> RecipeEntry:
+    module, recipe, config = name.split(":")
     entry = RecipeEntry(name, module, recipe, config, "user recipe", "-")
     try:
         supervised = not entry.load_recipe_class().uses_rewards

@@ -141,7 +141,8 @@ class Updater:
         loss = torch.stack([output.loss.detach() for output in outputs]).sum()
         norm = self._clip()
         if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
-            return self._on_nonfinite(minibatch, loss, step)
+            self._on_nonfinite(minibatch, loss, step)
+            return None
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.optimiser_step += 1

@@ -73,7 +73,7 @@ def encode_prompt(
         PromptTooLong: more tokens than the model or the settings allow.
     """
     loaded = task.load_images() if images is None else list(images)
-    text = processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
+    text = _render(task, processor)
     _check_places(task, text, processor, len(loaded))
     frames = _load_videos(task, layout.patch_size)
     inputs = _process(task, processor, text, loaded, frames)
@@ -92,6 +92,13 @@ def encode_prompt(
         video_grid_thw=inputs.get("video_grid_thw"),
         text=text,
     )
+
+
+def _render(task: VlmTask, processor: Any) -> str:
+    try:
+        return str(processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template may raise what it likes, for instance on a role that it does not know
+        raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
 
 
 def _check_places(task: VlmTask, text: str, processor: Any, images: int) -> None:

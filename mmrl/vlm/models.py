@@ -195,7 +195,8 @@ def _resolve(path: str) -> tuple[str, Path | None]:
         return str(base), folder
     if folder.is_dir():
         raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
-    if folder.is_file() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
+    if folder.is_file() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         raise UserError(f"there is no model folder {path}; give a folder with config.json or a hub id (owner/name)")
     return path, None
 

@@ -44,6 +44,7 @@ class VlmPolicy(nn.Module):
 
     model: Any
     value_head: nn.Linear | None
+    banned_ids: Tensor
 
     def __init__(
         self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Linear | None = None
@@ -56,7 +57,7 @@ class VlmPolicy(nn.Module):
         tokenizer = processor.tokenizer
         self.eos_ids = _eos_ids(self.network, tokenizer)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
-        self.banned_ids = _banned_ids(self.network, tokenizer)
+        self.register_buffer("banned_ids", _banned_ids(self.network, tokenizer), persistent=False)
         self.features = FeatureCache()
 
     @property
@@ -170,7 +171,7 @@ class VlmPolicy(nn.Module):
             (b, V) float32.
         """
         logits = nn.functional.linear(states, self.network.lm_head.weight).float() / temperature
-        return logits.index_fill(1, self.banned_ids.to(logits.device), float("-inf")).log_softmax(-1)
+        return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
 
     def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
         """Token embeddings with the image features in their places.
@@ -252,7 +253,7 @@ class VlmPolicy(nn.Module):
             self.network.lm_head.weight,
             targets,
             temperature=temperature,
-            banned=self.banned_ids.to(states.device),
+            banned=self.banned_ids,
             entropy="entropy" in want,
         )
         values = None

@@ -3,11 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
+
+# a model this small is slower on several threads, and many times slower where another process uses the cores
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

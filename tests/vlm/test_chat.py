@@ -83,6 +83,12 @@ def test_places_and_images_must_agree(policy, content, images, message):
     assert message in caught.value.message
 
 
+def test_a_template_that_refuses_is_a_task_error(policy):
+    with pytest.raises(TaskError) as caught:
+        policy.encode(VlmTask("t", [{"role": 3, "content": "x"}]))
+    assert caught.value.kind == "bad_prompt"
+
+
 def test_unusable_images_are_task_errors(policy):
     with pytest.raises(TaskError) as caught:
         policy.encode(make_task("strip", "Sum?", [(1, 600)]))

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(output: Path, preset: str, processes: int) -> dict:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.training.two_ranks", preset, str(output)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
+    return torch.load(output)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "reinforce_pp"])
+def test_two_processes_make_the_update_of_one(tmp_path, preset):
+    one, two = (start(tmp_path / f"{count}.pt", preset, count) for count in (1, 2))
+    for name, value in one["weights"].items():
+        assert value.abs().max() > 0
+        torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)
+    for name in ("loss/total", "policy/ratio_mean", "policy/entropy", "optim/grad_norm"):
+        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-7)

@@ -1,0 +1,38 @@
+"""One update of the toy recipe on fixed rollouts, shared by however many processes this is started with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from mmrl.training.distributed import make_accelerator, shard
+from mmrl.training.settings import TrainerConfig
+from mmrl.training.trainer import Trainer
+from tests.training.toy import ToyConfig, ToyRecipe
+
+
+def main(preset: str, output: Path) -> None:
+    accelerator = make_accelerator()
+    config = ToyConfig(
+        preset=preset,
+        trainer=TrainerConfig(steps=1, tasks_per_step=6, samples_per_task=4, learning_rate=0.1, micro_batch=5),
+    )
+    recipe = ToyRecipe(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, generator))
+    rollouts.mask[::3, 2:] = 0.0  # ragged rows, so that ranks hold different numbers of tokens
+    rollouts.reward[5] = float("nan")
+    trainer = Trainer(recipe, config, output, accelerator, None)
+    mine = rollouts.select_groups(torch.tensor(shard(range(6), accelerator)))
+    mine = recipe.annotate(trainer.policy, trainer.reference, mine)
+    mine = recipe.advantages(mine, accelerator)
+    metrics = trainer.updater.update(mine, 0)
+    if accelerator.is_main_process:
+        torch.save({"weights": recipe.policy.state_dict(), "metrics": metrics}, output)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
