@@ -54,7 +54,7 @@ def build_questions(
     split: str = "train",
     max_digits: int = 3,
     kinds: Sequence[str] = ("read", "add", "largest", "smallest", "even", "above"),
-    noise: float = 0.25,
+    noise: float = 0.1,
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
@@ -101,7 +101,7 @@ def build_hints(
     hint: str = "none",
     hint_rate: float = 0.5,
     blind: bool = False,
-    noise: float = 0.25,
+    noise: float = 0.1,
     scans: int = 0,
     seed: int = 0,
 ) -> Path:

@@ -26,4 +26,4 @@ def test_two_processes_make_the_update_of_one(tmp_path, preset):
         assert value.abs().max() > 0
         torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)
     for name in ("loss/total", "policy/ratio_mean", "policy/entropy", "optim/grad_norm"):
-        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-7)
+        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-6)

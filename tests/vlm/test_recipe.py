@@ -152,12 +152,13 @@ def test_when_nothing_can_be_read_the_run_fails_with_the_reason(tmp_path, tiny_f
 
 
 def test_failing_reward_costs_its_row_and_is_reported(tmp_path, tiny_folders, caplog):
-    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=6)
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:sometimes", isolate=False))
     config.correct = "exact"
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    assert rows[0]["reward/errors"] > 0
+    assert rows[0]["reward/errors"] == 4  # the four samples of the question whose answer is 1
+    assert rows[0]["reward/errors/tests.vlm.user_reward.py:sometimes/raised"] == 4
     assert "refused" in caplog.text
 
 

@@ -1,12 +1,10 @@
 """Rewards that go wrong, as users' do."""
 
 
-def sometimes(prompts, completions, **columns):
-    if len(completions) == 1 and columns["completion_lengths"][0] > 5:
-        raise ValueError("refused: too long")
-    if len(completions) > 1:
-        raise ValueError("refused: too many")
-    return [1.0]
+def sometimes(prompts, completions, *, answer, **columns):
+    if "1" in answer:
+        raise ValueError("refused: an answer of 1")
+    return [1.0 for _ in completions]
 
 
 def always(prompts, completions, **columns):
