@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import shlex
 import sys
@@ -28,6 +29,7 @@ DISTRIBUTION = "mmrl-suite"
 DEMO_DIR = Path("runs/demo")
 QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",  # else each retry of an unreachable hub is a line
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(arguments)
         _quieten_libraries()
+        _show_log()
         return int(args.run(args))
     except SystemExit as stop:  # argparse leaves this way after --help and --version
         return int(stop.code or 0)
@@ -56,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"error: {error}", code=2)
     except RunError as error:
         return _complain(f"run failed: {error}", code=1)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return _complain(f"interrupted; {_how_to_continue(arguments)}", code=130)
 
@@ -127,6 +133,29 @@ def _quieten_libraries() -> None:
         warnings.simplefilter("ignore", FutureWarning)
 
 
+class _LogLines(logging.Handler):
+    """One line a message on the streams of the moment, which a progress bar redirects; warnings on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())
+        if record.levelno < logging.WARNING:
+            _say(text)
+        else:
+            sys.stderr.write(f"mmrl: {record.levelname.lower()}: {text}\n")
+
+
+def _show_log() -> None:
+    """Show the suite's own messages; of several processes, all but the first show warnings only."""
+    logger = logging.getLogger("mmrl")
+    logger.setLevel(logging.INFO if _is_first_process() else logging.WARNING)
+    if not any(isinstance(handler, _LogLines) for handler in logger.handlers):
+        logger.addHandler(_LogLines())
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _how_to_continue(arguments: list[str]) -> str:
     command = shlex.join(["mmrl", *arguments])
     if arguments and arguments[0] in ("train", "sft"):
@@ -174,7 +203,12 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     from mmrl.training.runs import train
 
-    _say(f"run folder: {train(entry, config, resume=args.resume)}")
+    if _is_first_process():
+        _say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
+    run_dir = train(entry, config, resume=args.resume)
+    if _is_first_process():
+        _say(f"run folder: {run_dir}")
+        _say(f"report: {run_dir / 'report.html'}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,7 +103,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     except Exception as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, DictConfig):
-        raise UserError(f"{path} holds a {type(content).__name__}; expected keys and values")
+        raise UserError(f"{path} holds a list; expected keys and values")
     base = content.pop("extends", None)
     if base is None:
         return content
@@ -121,9 +122,9 @@ def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
         raise UserError(f"{where}: {_unknown_key(error)}") from error
     except MissingMandatoryValue as error:
         raise UserError(f"{where}: '{error.full_key}' must be given") from error
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise UserError(f"{where}: '{key}': {_first_line(error)}{_expected(structured, key)}") from error
+    except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf lets some of Python's own through
+        key = getattr(error, "full_key", None) or _culprit(structured, values)
+        raise UserError(f"{where}: '{key}': {_wrong_type(error, structured, key)}") from error
     return _validated(filled, where)  # type: ignore[no-any-return]
 
 
@@ -149,16 +150,42 @@ def _unknown_key(error: Any) -> str:
     return f"unknown key '{full_key}'; {hint}known keys{place}: {', '.join(known)}"
 
 
-def _expected(structured: Any, key: str | None) -> str:
-    from omegaconf import OmegaConf
+def _wrong_type(error: Exception, structured: Any, key: str) -> str:
+    """Say what the place takes; omegaconf's words for lists and nested parts are those of its own classes."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 
-    if not key:
-        return ""
     try:
         default = OmegaConf.select(structured, key)
     except Exception:
-        return ""
-    return "" if default is None else f" (default: {default!r})"
+        default = None
+    if isinstance(default, ListConfig):
+        return f"expected a list such as [a, b] (default: {default!r})"
+    if isinstance(default, DictConfig):
+        known = dataclasses.is_dataclass(OmegaConf.get_type(default))
+        return f"expected keys and values{_listed(default) if known else ' such as {a: 1}'}"
+    named = re.match(r"Invalid type assigned: (\w+) is not a subclass of (\w+)", str(error))
+    if named is not None:
+        return f"expected keys and values of {named[2]}, got the {named[1]} {str(error).splitlines()[0].split()[-1]!r}"
+    return f"{_first_line(error)}{'' if default is None else f' (default: {default!r})'}"
+
+
+def _listed(part: Any) -> str:
+    return f"; known keys: {', '.join(map(str, part))}"
+
+
+def _culprit(structured: Any, values: Any) -> str:
+    """Dotted key of the first part of the values that does not fit, for errors that do not name it."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for name, value in OmegaConf.to_container(values).items():  # type: ignore[union-attr]
+        key = str(name)
+        place = structured.get(key) if key in structured else None
+        try:
+            OmegaConf.merge(structured, {key: value})
+        except Exception:
+            inner = isinstance(value, dict) and isinstance(place, DictConfig) and OmegaConf.get_type(place) is not dict
+            return f"{key}.{_culprit(place, OmegaConf.create(value))}" if inner else key
+    return "?"
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ class ToyConfig(RunConfig):
     slope: float = 1.0
 
 class ToyRecipe:
-    pass
+    uses_rewards = True
 """
 
 
@@ -143,7 +143,10 @@ def test_existing_run_is_not_overwritten(toy_config, capsys):
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text("{}\n")
     assert main(["train", str(toy_config)]) == 2
-    assert "--resume" in one_error_line(capsys)
+    assert "already holds a run; it has no checkpoint to continue from" in one_error_line(capsys)
+    (run_dir / "checkpoints/step-000001").mkdir(parents=True)
+    assert main(["train", str(toy_config)]) == 2
+    assert "already holds a run; add --resume" in one_error_line(capsys)
     assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
 
 
@@ -191,7 +194,9 @@ def test_overrides_arrive_wherever_the_option_stands(order, toy_config, recorded
     assert main([str(toy_config) if text == "CONFIG" else text for text in order]) == 0
     assert (recorded_train.config.slope, recorded_train.config.trainer.steps) == (2.0, 7)
     assert recorded_train.resume is True
-    assert capsys.readouterr().out == "run folder: somewhere\n"
+    first, *last = capsys.readouterr().out.splitlines()
+    assert first == f"{toy_config}: recipe toy_recipe:ToyRecipe:ToyConfig, 7 steps, into {toy_config.parent}/run"
+    assert last == ["run folder: somewhere", "report: somewhere/report.html"]
 
 
 @pytest.mark.parametrize(

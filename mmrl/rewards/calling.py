@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 __all__ = ["FAILURE_KINDS", "Batch", "Failure", "Outcome", "Signature", "call", "signature_of"]
 
 MAX_MESSAGE_CHARS = 400
+ROWS = ("prompts", "completions")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Signature:
     optional: tuple[str, ...]
     takes_all: bool
     """Whether it has **kwargs, so that it gets every column."""
+    refused: tuple[str, ...] = ()
+    """Those of prompts and completions that it does not take, although every call gives both."""
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
@@ -61,11 +64,14 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     except (TypeError, ValueError):
         return Signature((), (), takes_all=True)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    named = [p for p in named if p.name not in ("prompts", "completions")]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in named]
+    named = [p for p in named if p.name not in ROWS]
     return Signature(
         required=tuple(p.name for p in named if p.default is p.empty),
         optional=tuple(p.name for p in named if p.default is not p.empty),
-        takes_all=any(p.kind == p.VAR_KEYWORD for p in parameters),
+        takes_all=takes_all,
+        refused=() if takes_all else tuple(name for name in ROWS if name not in names),
     )
 
 

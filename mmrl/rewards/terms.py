@@ -164,6 +164,11 @@ def _try_options(term: Term) -> None:
 
 
 def _check_options(config: RewardConfig, signature: Signature) -> None:
+    if signature.refused:
+        raise UserError(
+            f"reward {config.name!r} takes no {' and no '.join(signature.refused)}; it is called with prompts, "
+            "completions and the data columns by name, write it as f(prompts, completions, **columns)"
+        )
     known = [*signature.required, *signature.optional]
     strict = not signature.takes_all or (config.function or config.name) in REWARDS
     for key in config.options:

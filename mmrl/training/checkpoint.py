@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from mmrl.errors import UserError
 
@@ -54,9 +55,7 @@ class Checkpoints:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
-            write_parts(temporary)
-            torch.save(state, temporary / STATE)
-            _write_manifest(temporary)
+            _write(temporary, state, write_parts)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
         except BaseException:
@@ -84,9 +83,13 @@ class Checkpoints:
         temporary.replace(self.folder / "best.json")
 
     def best(self) -> dict[str, Any] | None:
-        """What `mark_best` wrote last, or None."""
+        """What `mark_best` wrote last, or None; a checkpoint that was deleted since is not the best any more."""
         path = self.folder / "best.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            best = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}; delete it, the newest checkpoint then counts") from error
+        return best if best is not None and self.path(int(best["step"])).is_dir() else None
 
     def latest(self) -> Path:
         """The newest checkpoint, checked to be whole.
@@ -114,7 +117,9 @@ class Checkpoints:
             raise UserError(f"checkpoint {path} is damaged: {MANIFEST} is missing; {advice}")
         try:
             sizes = json.loads(manifest.read_text(encoding="utf-8"))
-        except ValueError as error:
+            if STATE not in sizes:
+                raise ValueError(f"it does not list {STATE}")
+        except (TypeError, ValueError) as error:
             raise UserError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read; {advice}") from error
         for name, size in sizes.items():
             found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -124,8 +129,18 @@ class Checkpoints:
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
-        """Read the state of a checked checkpoint."""
-        return torch.load(path / STATE, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        """Read the state of a checked checkpoint.
+
+        Raises:
+            UserError: the file has its size but not its content.
+        """
+        try:
+            return torch.load(path / STATE, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        except Exception as error:  # torch, zipfile and pickle each raise their own
+            raise UserError(
+                f"checkpoint {path} is damaged: {STATE} cannot be read ({type(error).__name__}); delete {path} to "
+                "resume from the one before it"
+            ) from error
 
     def remove_partial(self) -> None:
         """Delete what a killed writer left behind."""
@@ -155,6 +170,15 @@ def link_or_copy(source: Path, target: Path) -> None:
             os.link(file, place)
         except OSError:
             shutil.copy2(file, place)
+
+
+def _write(folder: Path, state: dict[str, Any], write_parts: Callable[[Path], None]) -> None:
+    try:
+        write_parts(folder)
+        torch.save(state, folder / STATE)
+        _write_manifest(folder)
+    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
+        raise OSError(f"{type(error).__name__}, as on a full disk: {error}") from error
 
 
 def _write_manifest(folder: Path) -> None:

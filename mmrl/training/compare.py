@@ -18,7 +18,7 @@ from typing import Any
 from mmrl.errors import RunError, UserError
 from mmrl.training import ledger
 from mmrl.training.comparison import chosen_values, draw, plan_comparison, plan_sweep, summarise
-from mmrl.training.experiment import ExperimentConfig, RunPlan, load_experiment, plan_preparations
+from mmrl.training.experiment import ExperimentConfig, RunPlan, load_experiment, plan_arm_run, plan_preparations
 from mmrl.training.jsonlines import finite_or_none, write_atomically
 from mmrl.training.processes import Job, JobResult, run_jobs
 
@@ -71,6 +71,8 @@ def run_experiment(
     """
     experiment = load_experiment(path)
     folder = Path(output_dir)
+    if command is train_command and not only_report:
+        _check_configurations(experiment, folder)
     folder.mkdir(parents=True, exist_ok=True)
     invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
     session = _Session(experiment, folder, invocation, jobs or experiment.jobs, command, announce or _say)
@@ -186,6 +188,21 @@ class _Session:
 
     def _log(self, plan: RunPlan) -> Path:
         return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
+
+
+def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
+    """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
+    from mmrl.config import load_run
+
+    values = [None] if experiment.sweep is None else experiment.sweep.values
+    seed = experiment.seeds[0]
+    plans = plan_preparations(experiment, folder)
+    plans += [plan_arm_run(experiment, folder, arm, seed, value) for arm in experiment.arms for value in values]
+    for plan in plans:
+        try:
+            load_run(plan.config, plan.overrides)
+        except UserError as error:
+            raise UserError(f"run {plan.label} would be rejected: {error}") from error
 
 
 def _shown(command: Sequence[str]) -> str:

@@ -94,7 +94,7 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     rows = [("time of all steps", _duration(seconds), f"{seconds / len(metrics):.3g} s a step")]
     tokens = _finite(metrics, "tokens/total")[1]
     if tokens:
-        rows.append(("tokens per second", f"{tokens[-1] / seconds:,.0f}", "over all seconds of the steps"))
+        rows.append(("tokens per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
     shares = [f"{stage} {100 * share:.1f} %" for stage, share in stage_shares(metrics).items()]
     if shares:
         rows.append(("time by stage", shares[0], ", ".join(shares[1:])))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.rollouts import Rollouts
@@ -33,7 +33,10 @@ def make_accelerator(mixed_precision: str = "no") -> Accelerator:
     Returns:
         The accelerator; on a machine without a GPU it runs on the CPU.
     """
-    return Accelerator(mixed_precision=mixed_precision)
+    # a micro-batch without images leaves the vision tower unused; buffers are constants, and writing them between
+    # two forward passes of one loss would break the backward pass of the first
+    options = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
+    return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[options])
 
 
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:

@@ -32,6 +32,10 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
         value = getattr(minibatch, name)
         if value is not None and name != "reward":
             checks.append((f"rollouts.{name}", _visible(value, minibatch.mask)[scored]))
+    checks += [
+        (f"rollouts.extras[{name!r}]", _visible(value, minibatch.mask)[scored])
+        for name, value in minibatch.extras.items()
+    ]
     checks += [(f"weight {name}", parameter.detach()) for name, parameter in policy.named_parameters()]
     if loss is not None:
         checks.append(("loss", loss.detach().reshape(1)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmrl.errors import RunError, UserError
+from mmrl.training.jsonlines import finite_or_none
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,25 +44,31 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
 
     run_dir = Path(config.output_dir)
     _check_folder(run_dir, resume)
+    changed = _changed_settings(run_dir, config) if resume else {}
     accelerator, recipe = _build(entry, config)
     main = accelerator.is_main_process
-    if main:
-        _prepare_folder(run_dir, config)
-    accelerator.wait_for_everyone()
-    tracker = _tracker(run_dir, config) if main else None
+    if main and changed:
+        told = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+        LOGGER.warning("resuming with other settings than before: %s", told)
+    tracker: Tracker | None = None
     try:
+        if main:
+            _prepare_folder(run_dir, config)
+        accelerator.wait_for_everyone()
+        tracker = _tracker(run_dir, config) if main else None
         trainer = Trainer(recipe, config, run_dir, accelerator, tracker)
         if resume:
             trainer.resume()
         trainer.run()
+        if main:
+            write_report(run_dir)
+        accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
     except OSError as error:
         raise RunError(f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint") from error
     finally:
         recipe.close()
         if tracker is not None:
             tracker.close()
-    if main:
-        write_report(run_dir)
     return run_dir
 
 
@@ -88,15 +95,19 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             raise UserError("this configuration has no evaluation data; set eval_data")
         if run_dir is not None:
             checkpoints = Checkpoints(run_dir / "checkpoints")
+            if not checkpoints.steps():
+                raise UserError(f"{run_dir} has no checkpoint to evaluate")
             best = checkpoints.best()
             folder = checkpoints.path(best["step"]) if best else checkpoints.latest()
             checkpoints.check(folder)
             recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
+            LOGGER.info("evaluating %s", folder)
             step = int(folder.name.removeprefix("step-"))
         policy = recipe.policy.to(accelerator.device).eval()
         results: dict[str, float] = {}
         for split in recipe.eval_tasks:
-            metrics = recipe.evaluate(policy, split, accelerator).metrics
+            with accelerator.autocast():
+                metrics = recipe.evaluate(policy, split, accelerator).metrics
             results |= {f"{split}/{name}": value for name, value in metrics.items()}
             if accelerator.is_main_process:
                 _append_evaluation(run_dir or Path(config.output_dir), step, split, metrics)
@@ -128,14 +139,40 @@ def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
 
 
 def _check_folder(run_dir: Path, resume: bool) -> None:
-    taken = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
+    saved = any((run_dir / "checkpoints").glob("step-*"))
+    taken = saved or (run_dir / "metrics.jsonl").exists()
     if taken and not resume:
-        raise UserError(
-            f"{run_dir} already holds a run; add --resume to continue it, or choose another output_dir=..., "
-            "or delete the folder"
-        )
-    if resume and not (run_dir / "checkpoints").is_dir():
-        raise UserError(f"nothing to resume: {run_dir} has no checkpoints")
+        way = "add --resume to continue it, or" if saved else "it has no checkpoint to continue from;"
+        raise UserError(f"{run_dir} already holds a run; {way} choose another output_dir=..., or delete the folder")
+    if resume and not taken:
+        raise UserError(f"nothing to resume: {run_dir} holds no run")
+
+
+def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
+    """Old and new value of each setting that differs from the run's; another recipe cannot continue it."""
+    from omegaconf import OmegaConf
+
+    from mmrl.config import to_container
+
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
+    except Exception as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    new = _flat(to_container(config))
+    if old.get("recipe") != new["recipe"]:
+        raise UserError(f"{run_dir} is a run of recipe '{old.get('recipe')}', '{new['recipe']}' cannot continue it")
+    keys = [key for key in new if not key.startswith(("output_dir", "tracking."))]
+    return {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items() if isinstance(values, dict) else ():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _prepare_folder(run_dir: Path, config: Any) -> None:
@@ -159,4 +196,4 @@ def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, f
     folder.mkdir(parents=True, exist_ok=True)
     row = {"step": step, "time": time.time(), "tag": "evaluate", "split": split, **metrics}
     with (folder / "evaluations.jsonl").open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(row) + "\n")
+        handle.write(json.dumps(finite_or_none(row), allow_nan=False) + "\n")

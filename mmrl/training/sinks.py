@@ -26,7 +26,8 @@ __all__ = [
     "tensorboard_installed",
 ]
 
-STAGES = ("rollout", "score", "advantages", "update", "evaluate", "checkpoint")
+STAGES = ("rollout", "score", "advantages", "update")
+STAGES_BETWEEN = ("evaluate", "checkpoint")  # took place since the step before, not inside the step's seconds
 _HEADER_EVERY = 25
 
 
@@ -266,12 +267,14 @@ def _cell(value: float | None, width: int, form: str) -> str:
 
 
 def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
-    stages = [
-        f"{stage} {metrics[f'time/{stage}']:.2f}" for stage in STAGES if metrics.get(f"time/{stage}", 0.0) >= 0.005
-    ]
+    inside, between = (
+        [f"{stage} {metrics[f'time/{stage}']:.2f}" for stage in stages if metrics.get(f"time/{stage}", 0.0) >= 0.005]
+        for stages in (STAGES, STAGES_BETWEEN)
+    )
     total = metrics.get("time/step")
     shown = "" if total is None else f" {total:.2f}"
-    return f"{shown} ({', '.join(stages)})" if stages else shown
+    shown += f" ({', '.join(inside)})" if inside else ""
+    return shown + "".join(f" + {stage}" for stage in between)
 
 
 def _accuracy(name: str, metrics: Mapping[str, float]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.checkpoint import Checkpoints, link_or_copy
 from mmrl.training.distributed import all_ranks, merge_lists
+from mmrl.training.jsonlines import finite_or_none, write_atomically
 from mmrl.training.metrics import batch_metrics
 from mmrl.training.recipe import Recipe
 from mmrl.training.reference import make_reference
@@ -81,8 +84,8 @@ class Trainer:
         Raises:
             RunError: the run cannot go on.
         """
-        if self.step == 0 and self.config.evaluation.at_start:
-            self.evaluate("before")
+        if self.step == 0:
+            self._start()
         while self.step < self.config.trainer.steps:
             self.train_step()
             self._periodic_work()
@@ -92,7 +95,7 @@ class Trainer:
         """One round of the algorithm."""
         started = time.perf_counter()
         rollouts, metrics = self.collect()
-        with self.timed("score"):
+        with self.timed("score"), self.accelerator.autocast():
             rollouts = self.recipe.annotate(self.policy, self.reference, rollouts)
         with self.timed("advantages"):
             rollouts = self.recipe.advantages(rollouts, self.accelerator)
@@ -115,14 +118,15 @@ class Trainer:
         done = False
         while not done:
             batch = self._sample(attempt=len(sampled))
-            sampled.append(batch)
+            sampled.append(batch.replace(payload=None).to("cpu"))
             refill.add(batch, self._informative(batch, kind))
             done = all_ranks(refill.full or refill.counts.tries >= refill.max_tries, self.accelerator)
-        metrics = batch_metrics(sampled, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
-        self.totals["samples"] += int(self._sum_ranks(sum(part.num_rows for part in sampled)))
-        self.totals["tokens"] += int(self._sum_ranks(sum(float(part.mask.sum()) for part in sampled)))
-        # with nothing to learn from, the zero-advantage batch keeps the KL and entropy terms and the log going
-        return refill.take() if refill.counts.kept else sampled[-1], metrics
+        everywhere = merge_lists(sampled, self.accelerator)
+        metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
+        self.totals["samples"] += sum(part.num_rows for part in everywhere)
+        self.totals["tokens"] += int(sum(float(part.mask.sum()) for part in everywhere))
+        # with nothing kept, the last batch as it is keeps the KL and entropy terms and the log going, as in EasyR1
+        return refill.take() if refill.counts.kept else batch, metrics
 
     def evaluate(self, tag: str) -> None:
         """Measure every held-out split and remember the best checkpoint's score.
@@ -166,10 +170,17 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the newest checkpoint, bit for bit as if the run had never stopped.
 
+        A run that was stopped before its first checkpoint starts again from the beginning.
+
         Raises:
-            UserError: there is no checkpoint, or it is damaged, or the data differs.
+            UserError: the checkpoint is damaged, or the data differs.
         """
         self.checkpoints.remove_partial()
+        if not self.checkpoints.steps():
+            LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning", self.run_dir)
+            if self.tracker is not None:
+                self.tracker.truncate_after(-1)
+            return
         folder = self.checkpoints.latest()
         state = Checkpoints.load_state(folder)
         self.policy.load_weights(folder / "model")
@@ -184,6 +195,7 @@ class Trainer:
         restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
         if self.tracker is not None:
             self.tracker.truncate_after(self.step)
+        self._note_best()  # a run killed right after writing the checkpoint had no time to
         LOGGER.info("resumed at step %d from %s", self.step, folder)
 
     @contextmanager
@@ -194,6 +206,12 @@ class Trainer:
             yield
         finally:
             self._times[stage] = self._times.get(stage, 0.0) + time.perf_counter() - started
+
+    def _start(self) -> None:
+        if self.accelerator.is_main_process:
+            shutil.rmtree(self.run_dir / "reference", ignore_errors=True)  # of a run that was deleted or cut short
+        if self.config.evaluation.at_start:
+            self.evaluate("before")
 
     def _sample(self, attempt: int) -> Rollouts:
         count = self.config.trainer.tasks_per_step
@@ -259,8 +277,13 @@ class Trainer:
         if metric not in latest:
             raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
         best = self.checkpoints.best()
-        if self.checkpoints.path(self.step).is_dir() and (best is None or latest[metric] > best["value"]):
-            self.checkpoints.mark_best(self.step, metric, latest[metric])
+        if not self.checkpoints.path(self.step).is_dir() or not math.isfinite(latest[metric]):
+            return
+        if best is None or latest[metric] > best["value"]:
+            try:
+                self.checkpoints.mark_best(self.step, metric, latest[metric])
+            except OSError as error:
+                LOGGER.error("checkpoint at step %d is the best so far but cannot be noted: %s", self.step, error)
 
     def _write_parts(self, folder: Path) -> None:
         self.policy.save_pretrained(folder / "model")
@@ -303,8 +326,7 @@ class Trainer:
             "last_evaluation": _per_split(self.evaluations[::-1]),
         }
         if self.accelerator.is_main_process:
-            path = self.run_dir / "result.json"
-            path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+            write_atomically(self.run_dir / "result.json", json.dumps(finite_or_none(result), indent=1))
         return result
 
     def _sum_ranks(self, value: float) -> float:

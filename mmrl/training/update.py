@@ -123,6 +123,8 @@ class Updater:
         count = self.config.minibatches_per_step
         if count == 1:
             return [rollouts]
+        # a filter may leave the processes unequal numbers of groups, but every one has to take the same steps
+        count = min(merge_lists([min(count, rollouts.num_groups)], self.accelerator))
         seed = self.recipe.config.seed
         return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
 
@@ -131,14 +133,15 @@ class Updater:
         if denominators.tokens == 0:
             return None
         self._set_rate()
-        outputs = []
+        losses, parts = [], []
         for chunk, sync in self._chunks(minibatch):
             with sync:
                 output = self.recipe.loss(self.policy, chunk, denominators)
                 # data-parallel wrappers average gradients, the denominators already count every process
                 self.accelerator.backward(output.loss * self.accelerator.num_processes)
-            outputs.append(output)
-        loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+            losses.append(output.loss.detach())
+            parts.append(output.metrics)
+        loss = torch.stack(losses).sum()
         norm = self._clip()
         if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
             self._on_nonfinite(minibatch, loss, step)
@@ -147,7 +150,7 @@ class Updater:
         self.optimizer.zero_grad()
         self.optimiser_step += 1
         self.reference.update()
-        metrics = merge_metrics(merge_lists([merge_metrics([o.metrics for o in outputs])], self.accelerator))
+        metrics = merge_metrics(merge_lists([_plain(merge_metrics(parts))], self.accelerator))
         return metrics | {"optim/grad_norm": Metric.summed(norm)}
 
     def _chunks(self, minibatch: Rollouts) -> Iterator[tuple[Rollouts, Any]]:
@@ -157,18 +160,22 @@ class Updater:
             yield chunk, contextlib.nullcontext() if last else self.accelerator.no_sync(self.policy)
 
     def _clip(self) -> Tensor:
-        limit = self.config.max_grad_norm or float("inf")
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
-        if not parameters:
-            return torch.zeros(())
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # scaling by a NaN norm would spread it over every gradient and hide where it came from
+        if self.config.max_grad_norm and bool(torch.isfinite(norm)):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        return norm
 
     def _on_nonfinite(self, minibatch: Rollouts, loss: Tensor, step: int) -> None:
         cause = describe_nonfinite(minibatch, loss, self.recipe.policy) or "another process reported it"
         self.optimizer.zero_grad()
-        path = save_failure(self.failures, step, minibatch, cause, {"loss": float(loss)})
+        try:
+            kept = f"batch saved to {save_failure(self.failures, step, minibatch, cause, {'loss': float(loss)})}"
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+            kept = f"the batch could not be saved: {error}"
         self.skipped += 1
-        message = f"step {step}: {cause}; batch saved to {path}"
+        message = f"step {step}: {cause}; {kept}"
         if self.config.on_nonfinite == "stop":
             raise RunError(message)
         if self.skipped > self.config.max_nonfinite:
@@ -182,6 +189,11 @@ class Updater:
 
     def _current_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics as Python numbers: tensors of two devices cannot be added after they have travelled."""
+    return {name: Metric(float(m.total), float(m.weight), m.kind) for name, m in metrics.items()}
 
 
 def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:

@@ -94,15 +94,16 @@ def difficulty(correct: Tensor, group: Tensor) -> Tensor:
     """Share of wrong samples in each row's group.
 
     Args:
-        correct: (B,) 1 for right, 0 for wrong.
+        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be judged, which do not count.
         group: (B,) group of each row.
 
     Returns:
-        (B,) d in [0, 1].
+        (B,) d in [0, 1]; 1 where no sample of the group was judged.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
-    return 1.0 - _group_sum(correct, group) / _group_sum(torch.ones_like(correct), group)
+    judged = torch.isfinite(correct).to(correct.dtype)
+    return 1.0 - _group_sum(correct.nan_to_num(), group) / _group_sum(judged, group).clamp(min=1)
 
 
 def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: float) -> Tensor:
@@ -110,19 +111,20 @@ def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: fl
 
     Args:
         lengths: (B,) response tokens with the end token.
-        correct: (B,) 1 for right, 0 for wrong.
+        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be judged, which do not count.
         group: (B,) group of each row.
         base: b of 1 - b^-delta.
 
     Returns:
-        (B,) 1 + s, s in [0, 1); 1 in groups without a correct sample.
+        (B,) 1 + s, s in [0, 1); 1 in groups without a correct sample and where nobody judged.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
     lengths = lengths.to(torch.float32)
-    solved = _group_sum(correct, group)
-    mean_correct = _group_sum(lengths * correct, group) / (solved + 1e-9)
-    excess = ((lengths - mean_correct) * (1.0 - correct)).clamp(min=0.0)
+    right, wrong = (correct == 1.0).to(lengths.dtype), (correct == 0.0).to(lengths.dtype)
+    solved = _group_sum(right, group)
+    mean_correct = _group_sum(lengths * right, group) / (solved + 1e-9)
+    excess = ((lengths - mean_correct) * wrong).clamp(min=0.0)
     extra = -torch.expm1(-excess * math.log(base))
     return 1.0 + torch.where(solved > 0, extra, torch.zeros_like(extra))
 
@@ -153,7 +155,8 @@ class ApoRecipe(VlmRecipe):
         """Group advantages times the STCR factor, with the DADS weights beside them."""
         rollouts = super().advantages(rollouts, accelerator)
         term = self.config.correct or self.config.rewards[-1].name
-        correct = (rollouts.reward_terms[term] == 1.0).to(torch.float32)
+        judged = rollouts.scored & torch.isfinite(rollouts.reward_terms[term])
+        correct = torch.where(judged, (rollouts.reward_terms[term] == 1.0).to(torch.float32), float("nan"))
         factor = length_multipliers(rollouts.mask.sum(1), correct, rollouts.group, self.config.apo.stcr_base)
         assert rollouts.advantage is not None
         advantage = rollouts.advantage * factor[:, None]

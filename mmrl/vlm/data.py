@@ -169,9 +169,18 @@ def _build_if_missing(config: DataConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
-            function(str(path), **dict(config.build_options))
+            log.info("building %s with %s", path, config.build)
+            _call_build(function, path, config)
     if not path.exists():
         raise UserError(f"data.build {config.build!r} returned without writing {path}")
+
+
+def _call_build(function: Callable[..., Any], path: Path, config: DataConfig) -> None:
+    try:
+        function(str(path), **dict(config.build_options))
+    except (TypeError, ValueError, KeyError, ImportError) as error:  # options that do not fit, a package that lacks
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"data.build {config.build!r} with data.build_options failed: {reason}") from error
 
 
 @contextmanager

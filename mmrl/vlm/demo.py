@@ -51,7 +51,8 @@ def _stage(config: str, run_dir: Path, data: str, overrides: list[str]) -> Path:
     entry, options = load_run(CONFIGS / config, [*filled, f"output_dir={run_dir}"])
     if _result(run_dir).get("status") == "done":
         return run_dir
-    return train(entry, options, resume=(run_dir / "checkpoints").is_dir())
+    started = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").is_dir()
+    return train(entry, options, resume=started)
 
 
 def _result(run_dir: Path) -> dict[str, Any]:

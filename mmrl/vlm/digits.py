@@ -54,6 +54,7 @@ def build_questions(
     split: str = "train",
     max_digits: int = 3,
     kinds: Sequence[str] = ("read", "add", "largest", "smallest", "even", "above"),
+    worked_share: float = 1.0,
     noise: float = 0.1,
     scans: int = 0,
     seed: int = 0,
@@ -66,6 +67,7 @@ def build_questions(
         split: "train" or "test", which choose disjoint scans.
         max_digits: scenes have 1 to this many digits.
         kinds: keys of `QUESTIONS`, drawn evenly.
+        worked_share: share of completions that first read the digits in a think block; the others answer at once.
         noise: strength of background texture and pixel noise, share of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
         seed: seed of everything drawn.
@@ -82,10 +84,11 @@ def build_questions(
         scene = _draw_scene(rng, pool, int(rng.integers(question.min_digits, max_digits + 1)), noise)
         answer = question.answer(scene.digits)
         seen = " ".join(str(digit) for digit in scene.digits)
+        thought = f"<think>{seen}</think>" if rng.random() < worked_share else ""
         return scene.image, {
             "problem": f"<image>{rng.choice(question.texts)}",
             "answer": answer,
-            "completion": f"<think>{seen}</think><answer>{answer}</answer>",
+            "completion": f"{thought}<answer>{answer}</answer>",
             "kind": kind,
         }
 

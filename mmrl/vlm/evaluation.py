@@ -36,6 +36,9 @@ def evaluate_split(recipe: Any, tasks: Sequence[VlmTask], split: str, accelerato
     Returns:
         accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions,
         response length, the counts n, skipped and unscored, and records of the first questions.
+
+    Raises:
+        RunError: no question of the split could be used.
     """
     settings = recipe.config.evaluation
     mine = shard(list(enumerate(tasks)), accelerator)
@@ -44,6 +47,8 @@ def evaluate_split(recipe: Any, tasks: Sequence[VlmTask], split: str, accelerato
         batch = mine[start : start + settings.batch_tasks]
         rows += _answer_batch(recipe, batch, split, start)
     rows = sorted(merge_lists(rows, accelerator), key=lambda row: row["index"])
+    if tasks and not rows:
+        recipe.encode(tasks)  # raises with the cause
     metrics = _metrics(rows, len(tasks), stream_seed(recipe.config.seed, "bootstrap", split))
     records = [_record(row) for row in rows[: settings.records]]
     return Evaluation(metrics, records)
@@ -53,7 +58,9 @@ def _answer_batch(
     recipe: VlmRecipe, batch: Sequence[tuple[int, VlmTask]], split: str, start: int
 ) -> list[dict[str, Any]]:
     settings, config = recipe.config.evaluation, recipe.config
-    usable, prompts = recipe.encode([task for _, task in batch])
+    usable, prompts = recipe.encode([task for _, task in batch], allow_none=True)
+    if not prompts:
+        return []
     index_of = {task.id: index for index, task in batch}
     rows: list[dict[str, Any]] = [
         {"index": index_of[task.id], "task": task, "prompt": prompt.text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from mmrl.errors import UserError
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "load_policy"]
+
+LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
@@ -163,12 +166,16 @@ def _build_if_missing(config: ModelConfig) -> None:
         inspect.signature(build).bind(unfinished, **config.build_options)
     except TypeError as error:
         raise UserError(f"model.build_options do not fit {config.build}: {error}") from error
+    LOGGER.info("building %s with %s", folder, config.build)
     try:
         build(unfinished, **config.build_options)
         (unfinished / BUILD_FILE).write_text(recipe, encoding="utf-8")
         if not (folder / "config.json").is_file():  # another process may have been quicker
             folder.parent.mkdir(parents=True, exist_ok=True)
             os.replace(unfinished, folder)
+    except (TypeError, ValueError, KeyError, ImportError) as error:  # options that do not fit, a package that lacks
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"model.build {config.build!r} with model.build_options failed: {reason}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

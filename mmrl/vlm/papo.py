@@ -112,7 +112,7 @@ def _papo_objective() -> ObjectiveConfig:
 
 @dataclass
 class PapoConfig(VlmConfig):
-    """A PAPO run; PAPO_D is `objective: {preset: dapo, ...}`."""
+    """A PAPO run; PAPO_D is `objective: {preset: dapo, clip_high: 0.28, kl_coef: 0}`."""
 
     papo: PapoSettings = field(default_factory=PapoSettings)
     """The perception term."""

@@ -170,7 +170,9 @@ class VlmPolicy(nn.Module):
         Returns:
             (b, V) float32.
         """
-        logits = nn.functional.linear(states, self.network.lm_head.weight).float() / temperature
+        weight = self.network.lm_head.weight
+        with _no_autocast(states):
+            logits = nn.functional.linear(states, weight.to(states.dtype)).float() / temperature
         return logits.index_fill(1, self.banned_ids, float("-inf")).log_softmax(-1)
 
     def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
@@ -258,9 +260,15 @@ class VlmPolicy(nn.Module):
         )
         values = None
         if "values" in want and self.value_head is not None:
-            values = spread(self.value_head(states.float()).squeeze(-1))
+            with _no_autocast(states):
+                values = spread(self.value_head(states.float()).squeeze(-1))
         entropy = spread(result.entropy) if result.entropy is not None else None
         return TokenScores(logp=spread(result.logp), entropy=entropy, values=values)
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Heads work in the precision of the states, as `linear_logprobs` does, so that all scores agree."""
+    return torch.autocast(device_type=x.device.type, enabled=False)
 
 
 def _eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:

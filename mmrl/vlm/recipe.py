@@ -112,11 +112,14 @@ class VlmConfig(RunConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
+        self.sampler.validate()
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
         names = [reward.name for reward in self.rewards]
         if self.correct and self.correct not in names:
             raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
+        if self.filter.key not in ("reward", *names):
+            raise ValueError(f"filter.key is '{self.filter.key}'; allowed: reward, {', '.join(names)}")
         objective = make_objective(self.objective)
         if objective.kl == "full":
             raise ValueError("objective.kl is 'full', which needs every logit of both policies; use k1, k2 or k3")
@@ -153,7 +156,10 @@ def make_objective(config: ObjectiveConfig, max_new_tokens: int | None = None) -
         changes["dual_clip"] = None
     if changes.get("kl_coef") == 0:
         changes |= {"kl": None, "kl_in_reward": False}
-    if objective.fixed_length and max_new_tokens:
+    modes = [changes.get(key, getattr(objective, key)) for key in ("aggregation", "kl_aggregation")]
+    if objective.fixed_length and "fixed_length" not in modes:
+        changes.setdefault("fixed_length", None)
+    elif objective.fixed_length and max_new_tokens:
         changes.setdefault("fixed_length", max_new_tokens)
     objective = dataclasses.replace(objective, **changes)
     objective.validate()
@@ -209,7 +215,8 @@ class VlmRecipe(Recipe):
         device = rollouts.mask.device
         total = torch.tensor(result.total, dtype=torch.float32, device=device)
         if bool(torch.isnan(total).all()):
-            raise RunError(f"every reward of this step failed: {dict(result.examples)}")
+            reasons = "; ".join(f"{name}: {message}" for name, message in result.examples.items())
+            raise RunError(f"every reward of this step failed: {reasons}")
         terms = {
             name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()
         }
@@ -257,17 +264,18 @@ class VlmRecipe(Recipe):
             "data/skipped": float(sum(self.skipped.values())),
         } | {_error_metric(name): float(count) for name, count in self._errors.items()}
 
-    def encode(self, tasks: Sequence[VlmTask]) -> tuple[list[VlmTask], list[Prompt]]:
+    def encode(self, tasks: Sequence[VlmTask], *, allow_none: bool = False) -> tuple[list[VlmTask], list[Prompt]]:
         """Tokenise questions with their images.
 
         Args:
             tasks: questions.
+            allow_none: return two empty lists where none of them can be used.
 
         Returns:
             Those that could be encoded, and their prompts.
 
         Raises:
-            RunError: none of them could be.
+            RunError: none of them could be, and that is not allowed.
         """
         usable, prompts = [], []
         last: TaskError | None = None
@@ -280,7 +288,7 @@ class VlmRecipe(Recipe):
                 if not self.skipped[error.kind]:
                     LOGGER.warning("question skipped (%s): %s", error.kind, error)
                 self.skipped[error.kind] += 1
-        if not prompts:
+        if not prompts and not allow_none:
             raise RunError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
 
@@ -312,10 +320,13 @@ def _error_metric(name: str) -> str:
 def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
     """Load the held-out splits of a configuration, cut to `evaluation.max_tasks`."""
     limit = config.evaluation.max_tasks or None
-    try:
-        return {name: load_tasks(data).tasks[:limit] for name, data in config.eval_data.items()}
-    except UserError as error:
-        raise UserError(f"eval_data: {error}") from error
+    splits: dict[str, Sequence[VlmTask]] = {}
+    for name, data in config.eval_data.items():
+        try:
+            splits[name] = load_tasks(data).tasks[:limit]
+        except UserError as error:
+            raise UserError(f"eval_data.{name}: {error}") from error
+    return splits
 
 
 def columns_of(tasks: Sequence[VlmTask], lengths: Sequence[int]) -> dict[str, list[Any]]:

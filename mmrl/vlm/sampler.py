@@ -62,7 +62,7 @@ class SamplerConfig:
             ("stop", all(self.stop), "made of non-empty strings"),
         ):
             if not valid:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {expected}.")
+                raise ValueError(f"sampler.{name} is {getattr(self, name)}; it must be {expected}")
 
 
 @dataclass
@@ -127,7 +127,7 @@ def _check_request(prompts: Sequence[Prompt], samples_per_prompt: int, config: S
     try:
         config.validate()
     except ValueError as error:
-        raise UserError(f"sampler.{error}") from error
+        raise UserError(str(error)) from error
     if not prompts or samples_per_prompt < 1:
         raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
 

@@ -63,6 +63,7 @@ class SftConfig(RunConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
+        self.sampler.validate()
         if self.trainer.samples_per_task != 1:
             raise ValueError(
                 f"trainer.samples_per_task is {self.trainer.samples_per_task}; supervised runs have one completion a "

@@ -46,7 +46,11 @@ def test_damage_is_named_with_advice(checkpoints, kind):
         (newest / "model" / "weights").unlink()
     else:
         (newest / "manifest.json").write_text("{")
-    culprit = {"truncated": "has 10 bytes instead of 1000", "missing": "model/weights is missing", "manifest": "manifest"}
+    culprit = {
+        "truncated": "has 10 bytes instead of 1000",
+        "missing": "model/weights is missing",
+        "manifest": "manifest",
+    }
     with pytest.raises(UserError, match=f"{culprit[kind]}.*resume from step 2"):
         checkpoints.latest()
 

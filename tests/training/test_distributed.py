@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 def start(output: Path, preset: str, processes: int) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.training.two_ranks", preset, str(output)]
+    command = [
+        sys.executable,
+        *(launcher if processes > 1 else []),
+        "-m",
+        "tests.training.two_ranks",
+        preset,
+        str(output),
+    ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
     return torch.load(output)

@@ -32,6 +32,7 @@ def main(preset: str, output: Path) -> None:
     metrics = trainer.updater.update(mine, 0)
     if accelerator.is_main_process:
         torch.save({"weights": recipe.policy.state_dict(), "metrics": metrics}, output)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,265 @@
+"""What the README says exists, parses and runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mmrl.cli import COMMANDS, _parse, main
+from mmrl.config import load_run
+from mmrl.core import CATALOGUE
+from mmrl.recipes import RECIPES, find_recipe
+from mmrl.rewards import REWARDS
+from mmrl.training.tracking import describe_metric
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
+PARTS = ("trainer.", "data.", "model.", "sampler.", "evaluation.", "tracking.")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def section(title):
+    """Text below a heading, up to the next heading of any level."""
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", README, re.MULTILINE | re.DOTALL)
+    assert found is not None, title
+    return found[1]
+
+
+def table(title):
+    """Cells of the rows of a section's table."""
+    rows = [line.strip("| \n").split(" | ") for line in section(title).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows[1:]]
+
+
+def code(text):
+    return re.findall(r"`([^`]+)`", text)
+
+
+LINES = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+COMMAND_LINES = [line for line in LINES if line.startswith("mmrl ")]
+MAKE_LINES = [line for line in LINES if line.startswith("make ")]
+
+
+def test_every_line_of_the_shell_blocks_is_looked_at():
+    assert len(COMMAND_LINES) + len(MAKE_LINES) == len([line for line in LINES if line])
+    assert {line.split()[1] for line in COMMAND_LINES} == set(COMMANDS) - {"demo"}
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_command_parses_and_names_what_exists(line):
+    arguments = shlex.split(line)[1:]
+    args = _parse(arguments)
+    for text in arguments:
+        if text.endswith(".yaml"):
+            assert (ROOT / text).is_file()
+        if text.startswith("runs/"):
+            configs = [load_run(path)[1].output_dir for path in (ROOT / "configs/vlm").glob("*.yaml")]
+            assert text in configs
+    if arguments[0] in ("train", "sft"):
+        entry, _ = load_run(ROOT / args.config, args.overrides)
+        assert entry.supervised == (arguments[0] == "sft")
+
+
+@pytest.mark.parametrize("text", [text for text in code(PROSE) if text.startswith(("mmrl ", "accelerate "))])
+def test_commands_in_the_text_parse(text):
+    words = shlex.split(text)
+    _parse(words[words.index("mmrl.cli") + 1 :] if words[0] == "accelerate" else words[1:])
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert MAKE_LINES
+    assert {line.split()[1] for line in MAKE_LINES} <= set(targets)
+
+
+def test_files_and_modules_that_are_named_exist():
+    for name in code(PROSE):
+        if name.startswith(("configs/", "mmrl/", "tests/")):
+            assert (ROOT / name).exists(), name
+        elif re.fullmatch(r"[a-z0-9_]+\.yaml", name) and name != "config.yaml":
+            assert (ROOT / "configs/vlm" / name).is_file(), name
+        elif re.fullmatch(r"mmrl(\.\w+)+", name) and name != "mmrl.cli":
+            module, _, attribute = name.rpartition(".")
+            loaded = __import__(module, fromlist=[attribute])
+            assert hasattr(loaded, attribute) or __import__(name), name
+
+
+def test_python_of_the_import_section_runs(capsys):
+    (snippet,) = [text for text in blocks("python") if "CATALOGUE" in text]
+    names = {}
+    exec(snippet, names)
+    assert "arXiv 2503.14476" in capsys.readouterr().out
+    assert torch.isfinite(names["logp"].grad).all()
+    assert names["logp"].grad.abs().sum() > 0
+
+
+def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch):
+    from mmrl.rewards.combine import RewardConfig, RewardSum
+
+    (snippet,) = [text for text in blocks("python") if "completions" in text]
+    (settings,) = blocks("yaml")
+    (tmp_path / "my_rewards.py").write_text(snippet)
+    monkeypatch.chdir(tmp_path)
+    rewards = RewardSum([RewardConfig(**reward) for reward in yaml.safe_load(settings)["rewards"]], workers=1)
+    try:
+        result = rewards.score(["What is 3 plus 4?"] * 2, ["\\boxed{7}", "x" * 300], {"answer": ["7", "7"]})
+    finally:
+        rewards.close()
+    assert result.errors == {}
+    assert result.total == pytest.approx([1.0, 0.0])
+
+
+def test_own_recipes_are_named_as_the_readme_says():
+    entry = find_recipe("mmrl.vlm.recipe:VlmRecipe:VlmConfig")
+    recipe = entry.load_recipe_class()
+    (sentence,) = re.findall(r"overrides the stages that it changes \((.*?)\)", README, re.DOTALL)
+    assert all(hasattr(recipe, stage) for stage in code(sentence))
+
+
+def test_recipes_of_the_table_are_those_that_exist():
+    rows = table("Recipes")
+    assert {code(row[0])[0] for row in rows} == set(RECIPES)
+    for name, _, paper, configs in rows:
+        entry = RECIPES[code(name)[0]]
+        for number in re.findall(r"arXiv (\d+\.\d+)", paper):
+            assert number in entry.citation
+        assert code(configs)
+        for config in code(configs):
+            loaded, _ = load_run(ROOT / "configs/vlm" / config)
+            assert loaded.name == entry.name
+
+
+def test_objectives_that_are_named_exist():
+    (names,) = re.findall(r"any objective of the catalogue \((.*?)\)", README, re.DOTALL)
+    keys = [name.strip().lower().replace("++", "_pp").replace("dr.", "dr_") for name in names.split(",")]
+    assert set(keys) <= set(CATALOGUE)
+    assert set(CATALOGUE) - set(keys) == {"reinforce_pp_baseline"}
+
+
+def test_rewards_that_are_named_are_those_that_exist():
+    assert set(code(section("Rewards").partition("your own")[0])) == set(REWARDS)
+
+
+def test_settings_and_metrics_that_are_named_exist():
+    settings = [
+        name for name in code(PROSE) if re.match(r"(trainer|data|model|sampler|evaluation|tracking)\.\w+", name)
+    ]
+    _, config = load_run(ROOT / "configs/vlm/digits_papo.yaml")
+    assert settings
+    for name in settings:
+        part, key = re.split(r"[:= ]", name)[0].split(".")
+        assert hasattr(getattr(config, part), key), name
+    metrics = [
+        name for name in code(section("When something is wrong")) if re.match(r"(reward|checkpoint|data)/", name)
+    ]
+    assert metrics
+    for name in metrics:
+        assert describe_metric(name) is not None, name
+    for name in ("tasks_per_step", "samples_per_task", "minibatches_per_step", "micro_batch"):
+        assert name in section("Batch sizes")
+        assert hasattr(config.trainer, name)
+
+
+def test_version_table_agrees_with_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(text for extra in extras.values() for text in extra)]
+    floors = {re.split(r"[>=\[]", text)[0]: text.partition(">=")[2] for text in wanted}
+    floors["Python"] = project["requires-python"].removeprefix(">=")
+    rows = table("Tested versions")
+    assert len(rows) >= 5
+    for package, floor, tested in rows:
+        assert package in floors
+        assert floor == (floors[package] or "the one that goes with torch")
+        assert re.match(r"\d+\.\d+", tested)
+
+
+def test_exit_codes_are_those_of_the_help(capsys):
+    assert main(["--help"]) == 0
+    assert re.search(r"Exit codes: 0 done, 1 failed run, 2 bad usage or configuration\.", README)
+    assert "Exit codes: 0 done, 1 failed run, 2 bad usage or configuration." in capsys.readouterr().out
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """Overrides that make a configuration of the README tiny and keep its files in a temporary folder."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.chdir(ROOT)
+    torch.set_num_threads(1)
+    logger = logging.getLogger("mmrl")
+    handlers, level = list(logger.handlers), logger.level
+
+    def overrides(name, run_dir, model):
+        _, config = load_run(ROOT / "configs/vlm" / name)
+        data = tmp_path / "data"
+        texts = [
+            *(f"output_dir={run_dir}", f"model.path={model}", "trainer.steps=2", "trainer.tasks_per_step=2"),
+            *("trainer.minibatches_per_step=1", f"trainer.samples_per_task={min(2, config.trainer.samples_per_task)}"),
+            *("evaluation.max_tasks=4", "sampler.max_new_tokens=6", "tracking.strict=true"),
+            *(f"data.path={data}/{run_dir.name}.jsonl", "data.build_options.count=8"),
+        ]
+        for split in config.eval_data:
+            place = f"eval_data.{split}"
+            texts += [f"{place}.path={data}/{split}.jsonl", f"{place}.build_options.count=6"]
+        return texts
+
+    with warnings.catch_warnings():
+        yield overrides
+    logger.handlers, logger.level = handlers, level
+
+
+def test_the_chain_of_the_readme_runs(quick, tmp_path, capsys):
+    sft, papo = tmp_path / "digits-sft", tmp_path / "digits-papo"
+    assert main(["sft", "configs/vlm/digits_sft.yaml", *quick("digits_sft.yaml", sft, tmp_path / "model")]) == 0
+    model = sft / "checkpoints/step-000002/model"
+    rl = ["train", "configs/vlm/digits_papo.yaml", *quick("digits_papo.yaml", papo, model)]
+    assert main(rl) == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    assert f"report: {papo}/report.html" in out.out
+    assert out.out.count("evaluation at step") == 4
+    listed = re.search(r"A run folder holds (.*?)\.\n", README, re.DOTALL)
+    for name in code(listed[1]):
+        if name not in ("model/", "from_pretrained", "failures/"):
+            assert (papo / name).exists(), name
+    assert json.loads((papo / "result.json").read_text())["status"] == "done"
+
+    assert main([*rl, "trainer.steps=3", "--resume"]) == 0
+    out = capsys.readouterr()
+    assert "resumed at step 2" in out.out
+    assert "trainer.steps 2 -> 3" in out.err
+    steps = [json.loads(line)["step"] for line in (papo / "metrics.jsonl").open()]
+    assert steps == [1, 2, 3]
+
+    assert main(["evaluate", str(papo)]) == 0
+    shown = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert 0 <= float(shown["heldout/accuracy/greedy"]) <= 1
+    assert float(shown["heldout/n"]) == 4
+
+    (papo / "report.html").unlink()
+    assert main(["report", str(sft), str(papo)]) == 0
+    assert capsys.readouterr().out == f"report: {papo}/report.html\n"
+    page = (papo / "report.html").read_text()
+    for text in ("before digits-sft", "after digits-papo", "Sample rollouts", "advantage"):
+        assert text in page
+
+
+@pytest.mark.parametrize("line", [line for line in COMMAND_LINES if line.split()[1] == "list"])
+def test_list_runs(line, capsys):
+    assert main(shlex.split(line)[1:]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in (*RECIPES, *CATALOGUE, *REWARDS))

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(output: Path, minibatches: int, processes: int) -> dict:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    script = ["-m", "tests.training.two_ranks_loop", str(minibatches), str(output)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *(launcher if processes > 1 else []), *script]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
+    return torch.load(output)
+
+
+def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path):
+    # the process with one group left can take one step only, so both do
+    one, two = run(tmp_path / "one.pt", 1, 1), run(tmp_path / "two.pt", 2, 2)
+    assert one["steps"] == two["steps"] == 2
+    for name, value in one["weights"].items():
+        assert value.abs().max() > 0
+        torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)
+    for name, value in one["metrics"].items():  # of the samples of all processes, not of the first one's
+        assert two["metrics"][name] == pytest.approx(value, rel=1e-5)

@@ -1,0 +1,89 @@
+"""Two steps of the whole loop where the processes have unequal work, shared by however many this is started with.
+
+`seen` is used by the first task only: one process never needs it, and the other one in its first micro-batch only.
+A filter leaves the processes unequal numbers of groups, fewer than the minibatches that are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mmrl.core.aggregation import aggregate
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.settings import GroupFilterConfig, TrainerConfig
+from mmrl.training.trainer import Trainer
+from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
+
+
+class Looking(ToyPolicy):
+    def __init__(self, tasks: int) -> None:
+        super().__init__(tasks)
+        self.seen = nn.Parameter(torch.zeros(()))
+        self.register_buffer("scale", torch.ones(LENGTH))
+
+    def forward(self, rollouts, **options):
+        scores = super().forward(rollouts, **options)
+        first = (torch.tensor(rollouts.payload.tasks)[rollouts.group] == 0)[:, None].float()
+        if bool(first.any()):
+            scores.logp.add_(self.seen * first * (rollouts.payload.ids - 1.5))
+        return dataclasses.replace(scores, logp=scores.logp * self.scale)
+
+
+class FixedRecipe(ToyRecipe):
+    """Every response and reward follows from its task, so that the processes share what one would have drawn."""
+
+    def rollout(self, policy, tasks, generator):
+        parts = [
+            super(FixedRecipe, self).rollout(policy, [task], torch.Generator().manual_seed(task)) for task in tasks
+        ]
+        return type(parts[0]).concat(parts)
+
+    def score(self, rollouts):
+        rollouts = super().score(rollouts)
+        tasks = torch.tensor(rollouts.payload.tasks)[rollouts.group]
+        flat = (tasks == 1) | (tasks == 3)  # the second process keeps one group of three
+        return rollouts.replace(reward=torch.where(flat, torch.ones(()), rollouts.reward))
+
+    def loss(self, policy, minibatch, denominators):
+        output = super().loss(policy, minibatch, denominators)
+        again = self.scores(policy, minibatch, self.wanted_scores)  # two forward passes for one backward pass
+        extra = aggregate(again.logp**2, minibatch.loss_mask, "token_mean", denominators)
+        return dataclasses.replace(output, loss=output.loss + 0.1 * extra)
+
+
+def main(minibatches: int, output: Path) -> None:
+    accelerator = make_accelerator()
+    config = ToyConfig(
+        preset="grpo",
+        filter=GroupFilterConfig(kind="drop"),
+        trainer=TrainerConfig(
+            steps=2,
+            tasks_per_step=6,
+            samples_per_task=4,
+            learning_rate=0.1,
+            micro_batch=5,
+            minibatches_per_step=minibatches,
+        ),
+    )
+    recipe = FixedRecipe(config)
+    recipe.policy = Looking(6)
+    recipe.train_tasks = list(range(6))
+    trainer = Trainer(recipe, config, output.parent, accelerator, None)
+    trainer.tasks.shuffle = False
+    _, collected = trainer.collect()
+    trainer.tasks.position = 0
+    for _ in range(config.trainer.steps):
+        trainer.train_step()
+    if accelerator.is_main_process:
+        steps = trainer.updater.optimiser_step
+        torch.save({"weights": recipe.policy.state_dict(), "metrics": collected, "steps": steps}, output)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,88 @@
+"""Rows that cannot be judged, questions that cannot be shown, mixed precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mmrl.errors import RunError
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.settings import GroupFilterConfig
+from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
+from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe, make_objective
+from tests.vlm.builders import draw, make_task
+from tests.vlm.runs import run_config
+
+NAN = float("nan")
+
+
+def test_unjudged_samples_count_neither_as_right_nor_as_wrong():
+    group = torch.tensor([0, 0, 0, 1, 1])
+    correct = torch.tensor([1.0, NAN, 0.0, NAN, NAN])
+    assert difficulty(correct, group).tolist() == [0.5] * 3 + [1.0] * 2
+    lengths = torch.tensor([10, 90, 30, 5, 60])
+    found = length_multipliers(lengths, correct, group, base=1.05)
+    assert found[[0, 1, 3, 4]].tolist() == [1.0] * 4
+    assert float(found[2]) == pytest.approx(2 - 1.05**-20, rel=1e-5)
+
+
+def test_apo_leaves_unscored_rows_out_of_their_group(tmp_path, tiny_folders):
+    config = run_config(ApoConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    recipe = ApoRecipe(config)
+    rollouts = draw(recipe.policy, [make_task("a", "Sum?"), make_task("b", "1")], group=4)
+    exact = torch.tensor([1.0, 0.0, NAN, 0.0, 1.0, 0.0, 0.0, 0.0])
+    reward = exact.clone()
+    reward[3] = NAN  # another term failed
+    rollouts = rollouts.replace(reward=reward, reward_terms={"format": exact * 0, "exact": exact})
+    rollouts = recipe.advantages(rollouts, make_accelerator())
+    assert rollouts.extras["apo_difficulty"].tolist() == [0.5] * 4 + [0.75] * 4
+    weight = rollouts.extras["kl_weight"]
+    assert float(weight[0]) == pytest.approx(1 - math.exp(-math.e * 0.5), rel=1e-5)
+    assert weight[[1, 2, 3]].tolist() == [1.0] * 3
+    assert all(bool(torch.isfinite(value).all()) for value in rollouts.extras.values())
+    assert bool(torch.isfinite(rollouts.advantage).all())
+
+
+def test_evaluation_goes_on_after_a_batch_without_a_usable_question(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.evaluation.batch_tasks = 5
+    (tmp_path / "data/4.png").write_bytes(b"not an image")
+    recipe = VlmRecipe(config)
+    recipe.eval_tasks = {"heldout": [*recipe.train_tasks[:4], recipe.train_tasks[5], recipe.train_tasks[4]]}
+    metrics = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
+    assert (metrics["n"], metrics["skipped"]) == (5, 1)
+    recipe.eval_tasks = {"heldout": [recipe.train_tasks[4]]}
+    with pytest.raises(RunError, match=r"none of 1 questions could be used.*cannot be decoded"):
+        recipe.evaluate(recipe.policy, "heldout", make_accelerator())
+
+
+def test_heads_keep_their_precision_under_autocast(tiny_folders):
+    policy = load_policy(ModelConfig(path=str(tiny_folders["qwen2_5_vl"])), value_head=True)
+    torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
+    rollouts = draw(policy, [make_task("a", "Sum?")])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        scores = policy(rollouts, want=frozenset({"logp", "values"}))
+    assert scores.values.dtype == torch.float32
+    states = torch.randn(3, policy.network.lm_head.in_features, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = policy.next_logp(states, 1.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(policy.next_logp(states, 1.0), expected)
+
+
+def test_filter_on_a_reward_that_does_not_exist_is_a_configuration_error(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.filter = GroupFilterConfig(kind="resample", key="accuracy")
+    with pytest.raises(ValueError, match=r"filter\.key is 'accuracy'; allowed: reward, format, exact"):
+        config.validate()
+    config.filter.key = "exact"
+    config.validate()
+
+
+def test_another_aggregation_needs_no_fixed_length():
+    objective = make_objective(ObjectiveConfig(preset="dr_grpo", aggregation="token_mean"), 77)
+    assert (objective.aggregation, objective.fixed_length) == ("token_mean", None)
+    assert make_objective(ObjectiveConfig(preset="dr_grpo"), 77).fixed_length == 77
