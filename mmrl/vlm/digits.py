@@ -54,7 +54,8 @@ def build_questions(
     split: str = "train",
     max_digits: int = 3,
     kinds: Sequence[str] = ("read", "add", "largest", "smallest", "even", "above"),
-    worked_share: float = 1.0,
+    hint_share: float = 0.0,
+    hint_rate: float = 1.0,
     noise: float = 0.1,
     scans: int = 0,
     seed: int = 0,
@@ -67,7 +68,8 @@ def build_questions(
         split: "train" or "test", which choose disjoint scans.
         max_digits: scenes have 1 to this many digits.
         kinds: keys of `QUESTIONS`, drawn evenly.
-        worked_share: share of completions that first read the digits in a think block; the others answer at once.
+        hint_share: share of questions that carry a hint, a claimed answer that may be wrong.
+        hint_rate: probability that a hint is right.
         noise: strength of background texture and pixel noise, share of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
         seed: seed of everything drawn.
@@ -84,12 +86,15 @@ def build_questions(
         scene = _draw_scene(rng, pool, int(rng.integers(question.min_digits, max_digits + 1)), noise)
         answer = question.answer(scene.digits)
         seen = " ".join(str(digit) for digit in scene.digits)
-        thought = f"<think>{seen}</think>" if rng.random() < worked_share else ""
+        hint = ""
+        if rng.random() < hint_share:
+            hint = f"Hint: {_claim(rng, question, scene.digits, hint_rate)}. "
         return scene.image, {
-            "problem": f"<image>{rng.choice(question.texts)}",
+            "problem": f"<image>{hint}{rng.choice(question.texts)}",
             "answer": answer,
-            "completion": f"{thought}<answer>{answer}</answer>",
+            "completion": f"<think>{seen}</think><answer>{answer}</answer>",
             "kind": kind,
+            "hint": "none" if not hint else "right" if hint == f"Hint: {answer}. " else "wrong",
         }
 
     return _write(Path(path), count, make_row)
@@ -170,6 +175,16 @@ def build_model(path: str | Path, **options: Any) -> Path:
     from mmrl.vlm.tiny import build_tiny_vlm
 
     return build_tiny_vlm(path, corpus=corpus(), **options)
+
+
+def _claim(rng: np.random.Generator, question: Question, digits: Sequence[int], rate: float) -> str:
+    """The right answer with probability `rate`, else the answer to other digits."""
+    answer = question.answer(digits)
+    claim = answer
+    if rng.random() >= rate:
+        while claim == answer:
+            claim = question.answer([int(digit) for digit in rng.integers(0, 10, len(digits))])
+    return claim
 
 
 def _hint(rng: np.random.Generator, answer: str, kind: str, rate: float) -> tuple[str, bool]:
