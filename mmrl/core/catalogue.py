@@ -27,7 +27,7 @@ def get(name: str) -> Objective:
 _ROWS = (
     Objective(
         name="grpo",
-        citation="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3-4 (clip 0.2, KL 0.04)",
+        citation="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3-4",
         advantage="group_mean_std",
         kl="k3",
         kl_coef=0.04,

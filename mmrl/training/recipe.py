@@ -156,6 +156,10 @@ class Recipe(ABC):
             values=_stack([part.values for part in parts], length) if "values" in want else None,
         )
 
+    def describe(self) -> str:
+        """Formula of the loss with its constants, for the report."""
+        return self.objective.describe()
+
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Metrics of this recipe beside those of the loop."""
         return {}

@@ -314,7 +314,7 @@ class Trainer:
             "status": "done",
             "recipe": self.config.recipe,
             "objective": self.recipe.objective.name,
-            "objective_formula": self.recipe.objective.describe(),
+            "objective_formula": self.recipe.describe(),
             "steps": self.step,
             "samples": self.totals["samples"],
             "tokens": self.totals["tokens"],

@@ -166,6 +166,16 @@ class ApoRecipe(VlmRecipe):
             extras["kl_weight"] = kl_weights(advantage[:, 0], hardness, self._shape())
         return rollouts.replace(advantage=advantage, extras=extras)
 
+    def describe(self) -> str:
+        """The objective's formula and the two asymmetric parts."""
+        return "\n".join(
+            [
+                super().describe(),
+                f"APO: KL of positive samples times {self.config.apo.dads}(share of wrong samples in the group);",
+                f"     A of wrong samples times 2 - {self.config.apo.stcr_base:g}^-(tokens beyond the mean correct one)",
+            ]
+        )
+
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Means of the factors beside the usual metrics."""
         metrics = super().step_metrics(rollouts) | {

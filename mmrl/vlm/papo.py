@@ -265,6 +265,23 @@ class PapoRecipe(VlmRecipe):
         metrics["papo/kl_masked"] = mean_metric(kl(scores.logp.detach(), masked.logp.detach()), mask)
         return LossOutput(total, metrics)
 
+    def describe(self) -> str:
+        """The objective's formula and the terms that PAPO adds."""
+        settings = self.config.papo
+        inside = "exp(a_it - l_it) - (a_it - l_it) - 1"
+        if settings.orientation == "paper":
+            inside = "exp(l_it - a_it) - (l_it - a_it) - 1"
+        lines = [
+            f"PAPO adds, with l = logp and a = logp with {settings.mask_ratio:.0%} of the patches black:",
+            f"          - {settings.gamma:g} * mean {inside}"
+            + (f", weight falling to {settings.gamma_end:g}" if settings.schedule == "annealing" else ""),
+        ]
+        names = {"entropy_policy": "H(policy)", "entropy_masked": "H(masked)", "sft_coef": "nll of correct samples"}
+        lines += [
+            f"          + {getattr(settings, key):g} * {text}" for key, text in names.items() if getattr(settings, key)
+        ]
+        return "\n".join([super().describe(), *lines])
+
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """The weight of the term beside the usual metrics."""
         used = gamma_at(self.config.papo, self._step - 1, self.config.trainer.steps)
