@@ -164,8 +164,13 @@ class Recipe(ABC):
         """Metrics of this recipe beside those of the loop."""
         return {}
 
-    def advance(self, step: int) -> None:  # noqa: B027
-        """Called after each step with the number of steps done; schedules and adaptive coefficients move here."""
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
+        """Move schedules and adaptive coefficients; called after each step.
+
+        Args:
+            step: steps done.
+            metrics: metrics of the step.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers that a resumed run needs (adaptive coefficients, trackers)."""

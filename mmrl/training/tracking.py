@@ -253,6 +253,7 @@ METRICS: dict[str, str] = {
     "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
     "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
     "policy/entropy": "Mean entropy of the policy at the sampled positions, in nats.",
+    "policy/kl_coef": "Weight of the KL to the reference in use; moves only with adaptive_kl.target.",
     "papo/kl_masked": "k3 between the policy on the image and on the masked image, in nats a decision.",
     "papo/gamma": "Weight of the implicit-perception term after annealing.",
     "papo/masked_fraction": "Share of image patches that were masked.",

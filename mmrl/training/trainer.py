@@ -102,7 +102,7 @@ class Trainer:
         with self.timed("update"), self.accelerator.autocast():
             metrics |= self.updater.update(rollouts, self.step)
         self.step += 1
-        self.recipe.advance(self.step)
+        self.recipe.advance(self.step, metrics)
         self._record(rollouts, metrics, time.perf_counter() - started)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:

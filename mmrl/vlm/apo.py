@@ -4,7 +4,7 @@ Positive and negative samples are treated differently inside GRPO:
 
 - DADS, difficulty-adaptive divergence shaping: the KL penalty of positive samples is weighted by
   w = 1 - exp(-e (1 - d)), d the share of wrong answers in the group; 1 for negatives and for d in {0, 1}.
-- STCR, suboptimal trajectory complexity regularisation: the advantage of a wrong sample longer than the mean correct
+- STCR, suboptimal  complexity regularisation: the advantage of a wrong sample longer than the mean correct
   one by delta tokens is multiplied by 1 + (1 - base^-delta).
 
 The policy term is a token mean, the KL (k3, unclamped) a mean of per-sample means, as in the code. Difference from
@@ -172,7 +172,7 @@ class ApoRecipe(VlmRecipe):
             [
                 super().describe(),
                 f"APO: KL of positive samples times {self.config.apo.dads}(share of wrong samples in the group);",
-                f"     A of wrong samples times 2 - {self.config.apo.stcr_base:g}^-(tokens beyond the mean correct one)",
+                f"     A of wrong ones times 2 - {self.config.apo.stcr_base:g}^-(tokens beyond the mean correct one)",
             ]
         )
 

@@ -18,7 +18,7 @@ denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,8 +287,9 @@ class PapoRecipe(VlmRecipe):
         used = gamma_at(self.config.papo, self._step - 1, self.config.trainer.steps)
         return super().step_metrics(rollouts) | {"papo/gamma": used}
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move along the annealing schedule."""
+        super().advance(step, metrics)
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:

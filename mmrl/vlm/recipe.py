@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch import nn
 from mmrl.core.advantages import AdvantageOptions
 from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective, TokenScores
+from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
@@ -91,6 +93,16 @@ class ObjectiveConfig:
 
 
 @dataclass
+class AdaptiveKlConfig:
+    """Moves the KL coefficient so that the KL to the reference meets a target (Ziegler et al., arXiv 1909.08593)."""
+
+    target: float | None = None
+    """Wanted KL in nats a token; empty keeps the coefficient fixed."""
+    horizon: float = 10_000.0
+    """Samples over which the coefficient moves by the relative error."""
+
+
+@dataclass
 class VlmConfig(RunConfig):
     """A reinforcement-learning run of a vision-language model."""
 
@@ -108,6 +120,8 @@ class VlmConfig(RunConfig):
     """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
+    adaptive_kl: AdaptiveKlConfig = field(default_factory=AdaptiveKlConfig)
+    """Controller of objective.kl_coef."""
 
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
@@ -123,6 +137,8 @@ class VlmConfig(RunConfig):
         objective = make_objective(self.objective)
         if objective.kl == "full":
             raise ValueError("objective.kl is 'full', which needs every logit of both policies; use k1, k2 or k3")
+        if self.adaptive_kl.target is not None and not (objective.kl and objective.kl_coef > 0):
+            raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl and kl_coef")
         estimators = ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
         if self.trainer.samples_per_task == 1 and objective.advantage in estimators:
             raise ValueError(
@@ -189,6 +205,7 @@ class VlmRecipe(Recipe):
         self.rewards = RewardSum(config.rewards)
         self.rewards.check_columns([*columns_of(self.train_tasks, [])])
         self._errors: Counter[str] = Counter()
+        self._controller = _kl_controller(config, self.objective)
 
     def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Sample G responses to each question; questions that cannot be shown to the model are counted and left out."""
@@ -262,6 +279,7 @@ class VlmRecipe(Recipe):
         return {
             "response/finished_fraction": finished,
             "data/skipped": float(sum(self.skipped.values())),
+            "policy/kl_coef": self.objective.kl_coef,
         } | {_error_metric(name): float(count) for name, count in self._errors.items()}
 
     def encode(self, tasks: Sequence[VlmTask], *, allow_none: bool = False) -> tuple[list[VlmTask], list[Prompt]]:
@@ -292,14 +310,28 @@ class VlmRecipe(Recipe):
             raise RunError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
 
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the KL coefficient towards its target."""
+        divergence = metrics.get("policy/kl_ref", float("nan"))
+        if self._controller is not None and math.isfinite(divergence):
+            trainer = self.config.trainer
+            self._set_kl_coef(self._controller.update(divergence, trainer.tasks_per_step * trainer.samples_per_task))
+
     def state_dict(self) -> dict[str, Any]:
-        """Counts of skipped questions and failed rewards."""
-        return {"skipped": dict(self.skipped), "errors": dict(self._errors)}
+        """Counts of skipped questions and failed rewards, and the adaptive coefficient."""
+        controller = None if self._controller is None else self._controller.state_dict()
+        return {"skipped": dict(self.skipped), "errors": dict(self._errors), "adaptive_kl": controller}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.skipped = Counter(state["skipped"])
         self._errors = Counter(state["errors"])
+        if self._controller is not None and state["adaptive_kl"] is not None:
+            self._controller.load_state_dict(state["adaptive_kl"])
+            self._set_kl_coef(self._controller.coefficient)
+
+    def _set_kl_coef(self, value: float) -> None:
+        self.objective = dataclasses.replace(self.objective, kl_coef=value)
 
     def close(self) -> None:
         """End the reward workers."""
@@ -310,6 +342,11 @@ class VlmRecipe(Recipe):
             if not self._errors[name]:
                 LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
             self._errors[name] += count
+
+
+def _kl_controller(config: VlmConfig, objective: Objective) -> AdaptiveKL | None:
+    chosen = config.adaptive_kl
+    return None if chosen.target is None else AdaptiveKL(objective.kl_coef, chosen.target, chosen.horizon)
 
 
 def _error_metric(name: str) -> str:

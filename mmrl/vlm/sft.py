@@ -105,6 +105,7 @@ class SftRecipe(VlmRecipe):
         self.policy: VlmPolicy = load_policy(config.model)
         self.rewards = RewardSum(config.rewards)
         self._errors = Counter()
+        self._controller = None
 
     def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Tokenise the given completions as if they had been sampled."""

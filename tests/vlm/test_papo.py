@@ -162,7 +162,7 @@ def test_entropy_anneals_with_gamma(papo):
     rollouts = prepared(recipe)
     denominators = recipe.objective.denominators(rollouts)
     first = recipe.loss(recipe.policy, rollouts, denominators).metrics["loss/entropy_policy"].value
-    recipe.advance(recipe.config.trainer.steps // 2)
+    recipe.advance(recipe.config.trainer.steps // 2, {})
     half = recipe.loss(recipe.policy, rollouts, denominators).metrics["loss/entropy_policy"].value
     assert half == pytest.approx(first / 2, rel=1e-4)
     state = recipe.state_dict()

@@ -216,3 +216,23 @@ def test_greedy_and_sampled_accuracy_have_intervals(tmp_path, tiny_folders):
     assert first == again
     for mode in ("greedy", "sampled"):
         assert 0 <= first[f"accuracy/{mode}/low"] <= first[f"accuracy/{mode}"] <= first[f"accuracy/{mode}/high"] <= 1
+
+
+def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=3)
+    config.objective.kl_coef = 0.1
+    config.adaptive_kl.target = 1e-6
+    config.adaptive_kl.horizon = 24.0
+    config.validate()
+    run_dir = train(RECIPES["vlm"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    coefficients = [row["policy/kl_coef"] for row in rows]
+    # the first KL is 0: 20 % below the target, over 12 samples of a horizon of 24; afterwards it is far above
+    assert coefficients == pytest.approx([0.09, 0.099, 0.1089])
+    config.trainer.steps = 4
+    train(RECIPES["vlm"], config, resume=True)
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["policy/kl_coef"] == pytest.approx(0.11979)
+    config.objective.kl_coef = 0.0
+    with pytest.raises(ValueError, match="adaptive_kl"):
+        config.validate()
