@@ -223,6 +223,8 @@ def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, t
     config.objective.kl_coef = 0.1
     config.adaptive_kl.target = 1e-6
     config.adaptive_kl.horizon = 24.0
+    config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:characters", isolate=False))
+    config.correct = "exact"
     config.validate()
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]

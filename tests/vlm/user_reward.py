@@ -13,3 +13,7 @@ def always(prompts, completions, **columns):
 
 def length(prompts, completions, **columns):
     return [float(tokens) for tokens in columns["completion_lengths"]]
+
+
+def characters(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
