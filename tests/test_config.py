@@ -59,6 +59,11 @@ def test_saved_configuration_loads_again(write, tmp_path):
         (GOOD, ["objective.preset=grppo"], "grpo"),
         (GOOD, ["correct=maths"], "correct is 'maths' but the rewards are: exact"),
         (GOOD, ["rewards=[]"], "rewards is empty"),
+        (
+            GOOD,
+            ["model.dtype=bfloat16"],
+            "round such steps away; use model.dtype=float32 with trainer.mixed_precision=bf16",
+        ),
         (GOOD, ["objective.kl=full"], "k1, k2 or k3"),
         (GOOD, ["trainer.minibatches_per_step=99"], "cut by whole groups"),
     ],
@@ -66,6 +71,11 @@ def test_saved_configuration_loads_again(write, tmp_path):
 def test_mistakes_are_named(write, text, overrides, message):
     with pytest.raises(UserError, match=message):
         load_run(write(text), overrides)
+
+
+def test_bfloat16_weights_are_fine_with_lora(write):
+    _, config = load_run(write(GOOD), ["model.dtype=bfloat16", "model.lora.enabled=true"])
+    assert config.model.dtype == "bfloat16"
 
 
 def test_missing_file():

@@ -29,6 +29,7 @@ SMALL = [
     "tracking.tensorboard=false",
     "tracking.strict=true",
     "model.dtype=float32",
+    "trainer.mixed_precision=no",
     "model.min_pixels=null",
     "model.max_pixels=null",
 ]

@@ -18,9 +18,12 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
-__all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "load_policy"]
+__all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "check_update_precision", "load_policy"]
 
 LOGGER = logging.getLogger("mmrl")
+
+
+SMALLEST_BF16_STEP = 1e-4
 
 
 @dataclass
@@ -92,6 +95,26 @@ class ModelConfig:
 
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`, after the path."""
+
+
+def check_update_precision(config: ModelConfig, learning_rate: float) -> None:
+    """Refuse full fine-tuning whose steps are too small for the weights' own precision.
+
+    Neighbouring bfloat16 numbers near a typical weight of 0.02 are 1e-4 apart and AdamW moves a weight by about the
+    learning rate, so smaller steps are rounded away and nothing is learned. LoRA weights are float32 in any case.
+
+    Args:
+        config: the model's precision and adapter.
+        learning_rate: peak learning rate of AdamW.
+
+    Raises:
+        ValueError: bfloat16 weights are trained with a rate below 1e-4.
+    """
+    if config.dtype == "bfloat16" and not config.lora.enabled and learning_rate < SMALLEST_BF16_STEP:
+        raise ValueError(
+            f"model.dtype is bfloat16 and trainer.learning_rate {learning_rate:g}: bfloat16 weights round such steps "
+            "away; use model.dtype=float32 with trainer.mixed_precision=bf16, or model.lora.enabled=true"
+        )
 
 
 def load_policy(config: ModelConfig, *, value_head: bool = False) -> Any:

@@ -11,8 +11,9 @@ sampled with the original images only.
 Differences from the paper, following the released code: the k3 estimator is exp(logp_masked - logp) - ... (the paper's
 ratio is the inverse; `orientation: paper`); the entropy terms lower the entropy (the paper's sign would raise it); the
 masked log-probs are constants of the update (`recompute_masked: true` sends gradient through them). Difference from
-the code: means are taken over the whole optimiser step, not per micro-batch. Questions without image count in the
-denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3, dual clip 3.
+the code: means are taken over the whole optimiser step, not per micro-batch; a PAPO_D step that is not full after
+`filter.max_tries` sampling rounds goes on with the groups it has instead of failing. Questions without image count
+in the denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3, dual clip 3.
 """
 
 from __future__ import annotations

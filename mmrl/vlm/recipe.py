@@ -31,7 +31,7 @@ from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.evaluation import evaluate_split
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import SamplerConfig, sample
@@ -126,6 +126,7 @@ class VlmConfig(RunConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
+        check_update_precision(self.model, self.trainer.learning_rate)
         self.sampler.validate()
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")

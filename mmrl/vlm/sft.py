@@ -24,7 +24,7 @@ from mmrl.rewards.combine import RewardConfig, RewardSum
 from mmrl.training.reference import Reference
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmRecipe, load_splits
@@ -63,6 +63,7 @@ class SftConfig(RunConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
+        check_update_precision(self.model, self.trainer.learning_rate)
         self.sampler.validate()
         if self.trainer.samples_per_task != 1:
             raise ValueError(

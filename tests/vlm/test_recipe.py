@@ -238,3 +238,17 @@ def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, t
     config.objective.kl_coef = 0.0
     with pytest.raises(ValueError, match="adaptive_kl"):
         config.validate()
+
+
+@pytest.mark.parametrize("name", ["vlm", "papo"])
+def test_tiny_model_learns_what_is_rewarded(tmp_path, tiny_folders, name):
+    config = run_config(
+        CONFIGS[name], tmp_path, tiny_folders["qwen2_5_vl"], steps=25, samples_per_task=12, learning_rate=5e-3
+    )
+    config.objective.kl_coef = 0.0
+    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
+    config.eval_data = {}
+    config.checkpoint.every = 0
+    run_dir = train(RECIPES[name], config)
+    rewards = [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").open()]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3

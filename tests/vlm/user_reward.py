@@ -17,3 +17,7 @@ def length(prompts, completions, **columns):
 
 def characters(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
+
+
+def letters(prompts, completions, **columns):
+    return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
