@@ -14,12 +14,17 @@ from torch import nn
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput, Objective, TokenScores
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError
 from mmrl.training.distributed import global_advantages
 from mmrl.training.reference import Reference
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
 
-__all__ = ["Evaluation", "Recipe"]
+__all__ = ["Evaluation", "NoUsableTasksError", "Recipe"]
+
+
+class NoUsableTasksError(RunError):
+    """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
 
 
 @dataclass
@@ -60,6 +65,9 @@ class Recipe(ABC):
 
         Returns:
             Rollouts with `logp_old` as sampled and `reward` not yet set (NaN).
+
+        Raises:
+            NoUsableTasksError: none of the tasks can be used.
         """
 
     @abstractmethod

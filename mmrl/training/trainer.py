@@ -22,7 +22,7 @@ from mmrl.training.checkpoint import Checkpoints, link_or_copy
 from mmrl.training.distributed import all_ranks, merge_lists
 from mmrl.training.jsonlines import finite_or_none, write_atomically
 from mmrl.training.metrics import batch_metrics
-from mmrl.training.recipe import Recipe
+from mmrl.training.recipe import NoUsableTasksError, Recipe
 from mmrl.training.reference import make_reference
 from mmrl.training.samples import write_samples
 from mmrl.training.seeds import capture_global_rng, make_generator, restore_global_rng
@@ -34,6 +34,8 @@ from mmrl.training.update import Updater
 __all__ = ["Trainer"]
 
 LOGGER = logging.getLogger("mmrl")
+MAX_DRAWS = 10
+"""Draws of tasks in a row without a usable one after which the run stops."""
 
 
 class Trainer:
@@ -214,14 +216,27 @@ class Trainer:
             self.evaluate("before")
 
     def _sample(self, attempt: int) -> Rollouts:
-        count = self.config.trainer.tasks_per_step
-        tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
-        generator = make_generator(self.config.seed, "rollout", self.step, attempt, self.accelerator.process_index)
+        rank = self.accelerator.process_index
+        generator = make_generator(self.config.seed, "rollout", self.step, attempt, rank)
         self.policy.eval()
-        with self.timed("rollout"), torch.no_grad(), self.accelerator.autocast():
-            rollouts = self.recipe.rollout(self.policy, tasks, generator)
+        for draws_left in reversed(range(MAX_DRAWS)):
+            rollouts, failure = self._draw(generator)
+            if all_ranks(rollouts is not None, self.accelerator):
+                break
+            if not draws_left:
+                raise failure or RunError("another process found no usable task")
+        assert rollouts is not None
         with self.timed("score"):
             return self.recipe.score(rollouts)
+
+    def _draw(self, generator: torch.Generator) -> tuple[Rollouts | None, NoUsableTasksError | None]:
+        count = self.config.trainer.tasks_per_step
+        tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
+        with self.timed("rollout"), torch.no_grad(), self.accelerator.autocast():
+            try:
+                return self.recipe.rollout(self.policy, tasks, generator), None
+            except NoUsableTasksError as error:
+                return None, error
 
     def _filter_kind(self) -> str:
         if not self.recipe.uses_rewards:

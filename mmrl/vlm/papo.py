@@ -13,7 +13,8 @@ ratio is the inverse; `orientation: paper`); the entropy terms lower the entropy
 masked log-probs are constants of the update (`recompute_masked: true` sends gradient through them). Difference from
 the code: means are taken over the whole optimiser step, not per micro-batch; a PAPO_D step that is not full after
 `filter.max_tries` sampling rounds goes on with the groups it has instead of failing. Questions without image count
-in the denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3, dual clip 3.
+in the denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3 and
+dual clip 3.
 """
 
 from __future__ import annotations

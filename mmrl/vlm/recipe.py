@@ -26,7 +26,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
 from mmrl.training.metrics import metric_label
-from mmrl.training.recipe import Evaluation, Recipe
+from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_tasks
@@ -294,7 +294,7 @@ class VlmRecipe(Recipe):
             Those that could be encoded, and their prompts.
 
         Raises:
-            RunError: none of them could be, and that is not allowed.
+            NoUsableTasksError: none of them could be, and that is not allowed.
         """
         usable, prompts = [], []
         last: TaskError | None = None
@@ -308,7 +308,7 @@ class VlmRecipe(Recipe):
                     LOGGER.warning("question skipped (%s): %s", error.kind, error)
                 self.skipped[error.kind] += 1
         if not prompts and not allow_none:
-            raise RunError(f"none of {len(tasks)} questions could be used; the last one: {last}")
+            raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:

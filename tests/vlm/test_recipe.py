@@ -144,6 +144,17 @@ def test_unreadable_and_missing_images_are_counted_and_skipped(tmp_path, tiny_fo
     assert "zero bytes" in caplog.text
 
 
+def test_a_step_without_a_usable_question_draws_others(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=1, steps=4)
+    for index in (0, 1, 2):
+        (tmp_path / f"data/{index}.png").write_bytes(b"not an image")
+    run_dir = train(RECIPES["vlm"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert len(rows) == 4
+    assert rows[-1]["samples/total"] == 4 * 4
+    assert rows[-1]["data/skipped"] > 3  # the evaluation skips the three, and steps met some of them
+
+
 def test_when_nothing_can_be_read_the_run_fails_with_the_reason(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.model.max_prompt_tokens = 3
