@@ -201,6 +201,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     entry, config = load_run(args.config, args.overrides)
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
+    from mmrl.training.distributed import leave
     from mmrl.training.runs import train
 
     if _is_first_process():
@@ -209,6 +210,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if _is_first_process():
         _say(f"run folder: {run_dir}")
         _say(f"report: {run_dir / 'report.html'}")
+    leave()
     return 0
 
 

@@ -29,7 +29,7 @@ SMALL = [
     "tracking.tensorboard=false",
     "tracking.strict=true",
     "model.dtype=float32",
-    "trainer.mixed_precision=no",
+    "trainer.mixed_precision=none",
     "model.min_pixels=null",
     "model.max_pixels=null",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ __all__ = [
     "all_ranks",
     "global_advantages",
     "global_denominators",
+    "leave",
     "make_accelerator",
     "merge_lists",
     "shard",
@@ -24,11 +27,11 @@ __all__ = [
 ItemT = TypeVar("ItemT")
 
 
-def make_accelerator(mixed_precision: str = "no") -> Accelerator:
+def make_accelerator(mixed_precision: str = "none") -> Accelerator:
     """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for.
 
     Args:
-        mixed_precision: "no" or "bf16".
+        mixed_precision: "none" or "bf16".
 
     Returns:
         The accelerator; on a machine without a GPU it runs on the CPU.
@@ -36,7 +39,24 @@ def make_accelerator(mixed_precision: str = "no") -> Accelerator:
     # a micro-batch without images leaves the vision tower unused; buffers are constants, and writing them between
     # two forward passes of one loss would break the backward pass of the first
     options = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
-    return Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[options])
+    return Accelerator(
+        mixed_precision="no" if mixed_precision == "none" else mixed_precision, kwargs_handlers=[options]
+    )
+
+
+def leave(code: int = 0) -> None:
+    """End this process at once if it is one of several, else do nothing; call it when all work is on disk.
+
+    With gloo a communication thread may outlive the interpreter, whose teardown then aborts about one run in ten
+    ("terminate called without an active exception", torch 2.13), after everything has succeeded.
+
+    Args:
+        code: exit code.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:

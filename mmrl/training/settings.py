@@ -20,7 +20,7 @@ NONFINITE_POLICIES = ("skip", "stop")
 OLD_LOGP_SOURCES = ("recompute", "sampler")
 REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
 FILTER_KINDS = ("none", "drop", "resample")
-PRECISIONS = ("no", "bf16")
+PRECISIONS = ("none", "bf16")  # not "no": YAML reads that as false
 
 
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -71,8 +71,8 @@ class TrainerConfig:
     """What a NaN or infinite loss or gradient does: skip that optimiser step, or stop the run."""
     max_nonfinite: int = 10
     """Skipped optimiser steps after which the run stops."""
-    mixed_precision: str = "no"
-    """Autocast: no or bf16."""
+    mixed_precision: str = "none"
+    """Autocast: none or bf16."""
     threads: int = 0
     """CPU threads of torch; 0 = leave as it is."""
 

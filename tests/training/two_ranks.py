@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mmrl.training.distributed import make_accelerator, shard
+from mmrl.training.distributed import leave, make_accelerator, shard
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import Trainer
 from tests.training.toy import ToyConfig, ToyRecipe
@@ -32,7 +32,8 @@ def main(preset: str, output: Path) -> None:
     metrics = trainer.updater.update(mine, 0)
     if accelerator.is_main_process:
         torch.save({"weights": recipe.policy.state_dict(), "metrics": metrics}, output)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmrl.core.aggregation import aggregate
-from mmrl.training.distributed import make_accelerator
+from mmrl.training.distributed import leave, make_accelerator
 from mmrl.training.settings import GroupFilterConfig, TrainerConfig
 from mmrl.training.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
@@ -82,7 +82,8 @@ def main(minibatches: int, output: Path) -> None:
     if accelerator.is_main_process:
         steps = trainer.updater.optimiser_step
         torch.save({"weights": recipe.policy.state_dict(), "metrics": collected, "steps": steps}, output)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
+    leave()
 
 
 if __name__ == "__main__":
