@@ -236,6 +236,7 @@ METRICS: dict[str, str] = {
     "response/length_max": "Longest response of the step in decisions.",
     "response/length_<protocol>": "Mean length of the answers of an evaluation in decisions.",
     "response/finished_fraction": "Share of responses that ended before the length limit.",
+    "response/kept_mass": "Mean probability of the tokens that top_p and top_k left to draw from; 1 is on-policy.",
     "loss/total": "The scalar that is differentiated, summed over its terms.",
     "loss/policy": "The surrogate's part of the loss.",
     "loss/kl": "The reference-KL part of the loss, coefficient included.",

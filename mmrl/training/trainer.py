@@ -122,7 +122,7 @@ class Trainer:
             batch = self._sample(attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
             refill.add(batch, self._informative(batch, kind))
-            done = all_ranks(refill.full or refill.counts.tries >= refill.max_tries, self.accelerator)
+            done = all_ranks(refill.full or refill.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
         metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
         self.totals["samples"] += sum(part.num_rows for part in everywhere)

@@ -220,6 +220,7 @@ class VlmRecipe(Recipe):
             logp_old=samples.logp,
             reward=torch.full((len(samples.texts),), float("nan"), device=samples.mask.device),
             payload=payload,
+            extras={"kept_mass": samples.kept_mass} if self._truncates else {},
         )
 
     def score(self, rollouts: Rollouts) -> Rollouts:
@@ -281,6 +282,7 @@ class VlmRecipe(Recipe):
             "response/finished_fraction": finished,
             "data/skipped": float(sum(self.skipped.values())),
             "policy/kl_coef": self.objective.kl_coef,
+            **self._kept_mass(rollouts),
         } | {_error_metric(name): float(count) for name, count in self._errors.items()}
 
     def encode(self, tasks: Sequence[VlmTask], *, allow_none: bool = False) -> tuple[list[VlmTask], list[Prompt]]:
@@ -330,6 +332,16 @@ class VlmRecipe(Recipe):
         if self._controller is not None and state["adaptive_kl"] is not None:
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)
+
+    @property
+    def _truncates(self) -> bool:
+        return self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
+
+    def _kept_mass(self, rollouts: Rollouts) -> dict[str, float]:
+        if not self._truncates or "kept_mass" not in rollouts.extras:
+            return {}
+        total = (rollouts.extras["kept_mass"] * rollouts.mask).sum() / rollouts.mask.sum().clamp(min=1)
+        return {"response/kept_mass": float(total)}
 
     def _set_kl_coef(self, value: float) -> None:
         self.objective = dataclasses.replace(self.objective, kl_coef=value)

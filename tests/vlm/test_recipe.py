@@ -263,3 +263,11 @@ def test_tiny_model_learns_what_is_rewarded(tmp_path, tiny_folders, name):
     run_dir = train(RECIPES[name], config)
     rewards = [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").open()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+def test_truncated_sampling_reports_the_mass_it_kept(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    config.sampler.top_p = 0.5
+    run_dir = train(RECIPES["vlm"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert all(0.5 <= row["response/kept_mass"] < 0.9 for row in rows)
