@@ -27,6 +27,7 @@ __all__ = ["main"]
 
 DISTRIBUTION = "mmrl-suite"
 DEMO_DIR = Path("runs/demo")
+BENCH_DIR = Path("runs/bench")
 QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",  # else each retry of an unreachable hub is a line
@@ -303,6 +304,17 @@ def _doctor(args: argparse.Namespace) -> int:
     return run(runs_dir=args.output, as_json=args.json)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    """Measure time and memory against row-per-sample code, or another library, and print JSON."""
+    from mmrl.bench import run
+    from mmrl.bench.harness import BenchOptions
+
+    names = ("blocks", "repetitions", "threads", "quick", "device", "only", "against", "model", "family", "folder")
+    text, passed = run(args.room, BenchOptions(**{name: getattr(args, name) for name in names}), args.out)
+    _say(text)
+    return 0 if passed else 1
+
+
 def _demo(args: argparse.Namespace) -> int:
     """Warm start and PAPO on real images with a tiny model, then a report."""
     from mmrl.vlm.demo import run
@@ -347,6 +359,21 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs will go")
 
 
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("room", choices=["vlm", "diffusion", "sim"], help="what is measured")
+    parser.add_argument("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
+    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
+    parser.add_argument("--blocks", metavar="N", type=int, default=5, help="processes of each arm, in turns; default 5")
+    parser.add_argument("--repetitions", metavar="N", type=int, default=2, help="that count in each; default 2")
+    parser.add_argument("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
+    parser.add_argument("--family", choices=["qwen2_5_vl", "qwen3_vl"], default="qwen2_5_vl", help="of the built model")
+    parser.add_argument("--model", metavar="DIR", type=Path, help="model folder in place of a built one")
+    parser.add_argument("--folder", metavar="DIR", type=Path, default=BENCH_DIR, help=f"built things; {BENCH_DIR}")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON to a file as well")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes that only show that everything runs")
+
+
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, default=DEMO_DIR, help=f"default: {DEMO_DIR}")
 
@@ -366,6 +393,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[a
     "list": (_add_list_arguments, _list),
     "doctor": (_add_doctor_arguments, _doctor),
     "demo": (_add_demo_arguments, _demo),
+    "bench": (_add_bench_arguments, _bench),
 }
 
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "robotics": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm", "diffusion"),
 }
 # These stand on top of the rooms: they may import everything and no room may import them.
-TOP = ("mmrl.cli", "mmrl.doctor")
+TOP = ("mmrl.cli", "mmrl.doctor", "mmrl.bench")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 

@@ -184,19 +184,20 @@ class Rollouts:
     def micro_batches(self, rows: int) -> Iterator[Rollouts]:
         """Cut into chunks that fit into memory; the sum of their losses is the loss of the whole.
 
-        A chunk may split a group and its T is trimmed to its own longest row, so it is only fit for
-        the loss: advantages and denominators have to be there before.
+        A chunk holds whole groups, so that each prompt is in one chunk; a group of more than `rows` rows is cut
+        into even parts, each a chunk of its own. T is trimmed to the chunk's own longest row. So a chunk is only
+        fit for the loss: advantages and denominators have to be there before.
 
         Args:
             rows: Largest number of rows of a chunk.
 
         Returns:
-            An iterator over consecutive rows.
+            An iterator over consecutive rows, in order.
         """
         if rows < 1:
             raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
-        for start in range(0, self.num_rows, rows):
-            stop = min(start + rows, self.num_rows)
+        stops = list(accumulate(_chunk_sizes(self.group, rows)))
+        for start, stop in zip([0, *stops], stops, strict=False):
             yield self.select(torch.arange(start, stop))._trim()
 
     @staticmethod
@@ -257,6 +258,20 @@ class Rollouts:
         for name in ("reward_terms", "extras"):
             changes[name] = {key: function(key, value) for key, value in getattr(self, name).items()}
         return self.replace(**changes)
+
+
+def _chunk_sizes(group: Tensor, rows: int) -> list[int]:
+    sizes: list[int] = []
+    room = 0
+    for length in torch.unique_consecutive(group, return_counts=True)[1].tolist():
+        if length <= room:
+            sizes[-1] += length
+            room -= length
+            continue
+        parts = -(-length // rows)
+        sizes += [length // parts + (part < length % parts) for part in range(parts)]
+        room = max(rows - length, 0)
+    return sizes
 
 
 def _as_indices(selection: Tensor, size: int, what: str, device: torch.device) -> Tensor:

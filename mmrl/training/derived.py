@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mmrl.training.stopwatch import STAGES, STAGES_BETWEEN
+
 __all__ = ["derived_numbers", "stage_shares"]
 
 Row = tuple[str, str, str]
@@ -36,12 +38,11 @@ def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics: Records of metrics.jsonl.
 
     Returns:
-        Stage to share; what no stage accounts for is "other".
+        Stage to share, without parts of stages; what no stage accounts for is "other".
     """
-    total = _total(metrics, "time/step")
-    names = sorted({name for record in metrics for name in record if name.startswith("time/")} - {"time/step"})
-    seconds = {name.removeprefix("time/"): _total(metrics, name) for name in names}
-    total = max(total, sum(seconds.values()))
+    seconds = {stage: _total(metrics, f"time/{stage}") for stage in (*STAGES, *STAGES_BETWEEN)}
+    between = sum(seconds[stage] for stage in STAGES_BETWEEN)
+    total = max(_total(metrics, "time/step") + between, sum(seconds.values()))
     if total <= 0:
         return {}
     seconds["other"] = total - sum(seconds.values())

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.rollouts import Rollouts
 
 __all__ = [
     "all_ranks",
+    "average_gradients",
     "global_advantages",
     "global_denominators",
     "leave",
@@ -25,6 +27,8 @@ __all__ = [
 ]
 
 ItemT = TypeVar("ItemT")
+BUCKET_ELEMENTS = 2**24
+"""Gradient entries that travel in one message."""
 
 
 def make_accelerator(mixed_precision: str = "none") -> Accelerator:
@@ -79,6 +83,30 @@ def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
     return list(gather_object(items))
 
 
+def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:
+    """Replace each gradient by its mean over all processes, as a data-parallel wrapper does during backward.
+
+    Args:
+        parameters: the same ones in the same order on every process; one without a gradient counts as zero, and
+            keeps none where no process has one.
+        accelerator: the process group.
+    """
+    if accelerator.num_processes == 1:
+        return
+    used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=accelerator.device)
+    torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
+    gradients = []
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket]) / accelerator.num_processes
+        torch.distributed.all_reduce(flat)
+        for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
 def global_denominators(local: Denominators, accelerator: Accelerator) -> Denominators:
     """Sum this optimiser step's counts over all processes; the row length is common to them.
 
@@ -120,6 +148,19 @@ def global_advantages(
     return rollouts.replace(
         advantage=_cut(mine.advantage, length, accelerator), returns=_cut(mine.returns, length, accelerator)
     )
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, about `BUCKET_ELEMENTS` at a time: few messages, and little memory for the copy."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(other.numel() for other in bucket) + tensor.numel() > BUCKET_ELEMENTS
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def _cut(values: Any, length: int, accelerator: Accelerator) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from mmrl.core.filters import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["batch_metrics", "metric_label"]
+__all__ = ["batch_metrics", "metric_label", "peak_memory_mb", "restart_peak_memory"]
 
 
 def metric_label(name: str) -> str:
@@ -49,3 +51,32 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         if len(finite):
             metrics[f"reward/{metric_label(name)}"] = float(finite.mean())
     return metrics
+
+
+def restart_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory_mb` look for a new peak, where the device can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Largest memory in use so far.
+
+    Args:
+        device: where the run computes.
+
+    Returns:
+        Megabytes (10^6 bytes): on a GPU those of tensors since `restart_peak_memory`, else the resident ones of this
+        process since it began; NaN where the system does not tell.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    status = Path("/proc/self/status")  # getrusage also counts the process that started this one
+    if status.is_file():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        return int(fields["VmHWM"].split()[0]) * 1024 / 1e6
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return float("nan")

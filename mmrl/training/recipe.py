@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
+from mmrl.core.groups import group_sum
 from mmrl.core.objective import LossOutput, Objective, TokenScores
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
@@ -19,8 +21,9 @@ from mmrl.training.distributed import global_advantages
 from mmrl.training.reference import Reference
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
+from mmrl.training.stopwatch import stopwatch
 
-__all__ = ["Evaluation", "NoUsableTasksError", "Recipe"]
+__all__ = ["Evaluation", "NoUsableTasksError", "Recipe", "SharedWork"]
 
 
 class NoUsableTasksError(RunError):
@@ -35,6 +38,19 @@ class Evaluation:
     """Names such as accuracy/greedy with /low and /high interval ends, and `n`."""
     records: list[SampleRecord] = field(default_factory=list)
     """A few rollouts for the report, the same tasks at every evaluation."""
+
+
+class SharedWork(Protocol):
+    """What the chunks of a batch have in common, such as the forward pass of a prompt that several of them need."""
+
+    def backward(self) -> None:
+        """Differentiate what the chunks' own backward passes have left undone; called once, after the last of them."""
+        ...
+
+
+class _NothingShared:
+    def backward(self) -> None:
+        """Nothing is left undone."""
 
 
 class Recipe(ABC):
@@ -115,14 +131,16 @@ class Recipe(ABC):
         old_pass = self.config.trainer.old_logp == "recompute" and not self.config.trainer.single_update
         if old_pass or self.objective.needs_values or self.objective.kl_in_reward:
             wanted = frozenset({"logp", "values"} if self.objective.needs_values else {"logp"})
-            scores = self.scores_in_chunks(policy, rollouts, wanted)
+            with stopwatch("old_logp"):
+                scores = self.scores_in_chunks(policy, rollouts, wanted)
             changes["values"] = scores.values
             if self.config.trainer.old_logp == "recompute":
                 changes["logp_old"] = scores.logp
         if self.objective.needs_reference:
-            changes["logp_ref"] = reference.score(
-                lambda module: self.scores_in_chunks(module, rollouts, frozenset({"logp"}))
-            ).logp
+            with stopwatch("ref_logp"):
+                changes["logp_ref"] = reference.score(
+                    lambda module: self.scores_in_chunks(module, rollouts, frozenset({"logp"}))
+                ).logp
         return rollouts.replace(**changes)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
@@ -143,6 +161,21 @@ class Recipe(ABC):
         scores = self.scores(policy, minibatch, self.wanted_scores)
         return self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
 
+    def teaches(self, minibatch: Rollouts) -> Tensor:
+        """Say which groups can have a gradient; the update may leave out the others.
+
+        Args:
+            minibatch: rows with advantages.
+
+        Returns:
+            (N,) bool: groups with an advantage other than 0. All true where the loss also has a KL, entropy or value
+            term, and for a recipe with a loss of its own, which may override this too.
+        """
+        if type(self).loss is not Recipe.loss or _is_regularised(self.objective) or minibatch.advantage is None:
+            return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+        moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
+        return group_sum(moved.long(), minibatch.group) > 0
+
     def with_old_logp(self, minibatch: Rollouts, scores: TokenScores) -> Rollouts:
         """Old log-probs of an update that is its rollouts' only one are the new ones, so the ratio is exactly 1."""
         trainer = self.config.trainer
@@ -154,15 +187,33 @@ class Recipe(ABC):
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
     ) -> TokenScores:
         """`scores` without gradient in micro-batches of `trainer.micro_batch` rows, padded back to (B, T)."""
-        size = self.config.trainer.micro_batch or rollouts.num_rows
+        chunks = list(rollouts.micro_batches(self.config.trainer.micro_batch or rollouts.num_rows))
         length = rollouts.mask.shape[1]
-        with torch.no_grad():
-            parts = [self.scores(policy, chunk, want, view) for chunk in rollouts.micro_batches(size)]
+        with torch.no_grad(), self.shared_by(chunks, policy):
+            parts = [self.scores(policy, chunk, want, view) for chunk in chunks]
         return TokenScores(
             logp=_stack([part.logp for part in parts], length),
             entropy=_stack([part.entropy for part in parts], length) if "entropy" in want else None,
             values=_stack([part.values for part in parts], length) if "values" in want else None,
         )
+
+    def shared_work(self, policy: nn.Module) -> AbstractContextManager[SharedWork]:
+        """Open the work that chunks scored inside the context share; a recipe without such work keeps this default.
+
+        Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient,
+        each chunk's loss is differentiated before the next one is scored.
+
+        Args:
+            policy: the module that scores, unwrapped: the policy or its reference.
+
+        Returns:
+            A context manager; what it yields has gradients left over only where the chunks were scored with gradient.
+        """
+        return nullcontext(_NothingShared())
+
+    def shared_by(self, chunks: Sequence[Rollouts], policy: nn.Module) -> AbstractContextManager[SharedWork]:
+        """`shared_work` where there is more than one chunk to share it."""
+        return self.shared_work(policy) if len(chunks) > 1 else nullcontext(_NothingShared())
 
     def describe(self) -> str:
         """Formula of the loss with its constants, for the report."""
@@ -189,6 +240,12 @@ class Recipe(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free worker processes."""
+
+
+def _is_regularised(objective: Objective) -> bool:
+    divergence = objective.needs_reference and not objective.kl_in_reward
+    entropy = objective.entropy is not None and objective.entropy_coef != 0
+    return divergence or entropy or (objective.needs_values and objective.value_coef != 0)
 
 
 def _stack(parts: list[Any], length: int) -> Any:

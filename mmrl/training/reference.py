@@ -24,15 +24,19 @@ class Reference:
 
     Args:
         kind: none, frozen, adapter or ema.
-        policy: the trained policy, unwrapped; copied unless kind is none or adapter.
+        policy: the trained policy, unwrapped; copied unless kind is none or adapter. The copy may share frozen
+            weights with it.
         decay: share of the old average that an ema update keeps.
+
+    Raises:
+        RuntimeError: the copy shares weights that are trained, so that it would move with the policy.
     """
 
     def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
         self.kind = kind
         self.decay = decay
         self._policy = policy
-        self._copy = copy.deepcopy(policy).eval().requires_grad_(False) if kind in ("frozen", "ema") else None
+        self._copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
 
     def score(self, scorer: Scorer) -> TokenScores:
         """Evaluate `scorer` on the reference, without gradient.
@@ -60,7 +64,8 @@ class Reference:
             return
         with torch.no_grad():
             for mean, value in zip(self._copy.parameters(), self._policy.parameters(), strict=True):
-                mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
+                if value.requires_grad:
+                    mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
 
     @property
     def needs_saving(self) -> bool:
@@ -76,6 +81,15 @@ class Reference:
         """Read weights written by `save`."""
         if self._copy is not None:
             self._copy.load_weights(folder)  # type: ignore[operator]
+
+
+def _frozen_copy(policy: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(policy)
+    own = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    shared = [name for name, parameter in copied.named_parameters() if parameter is own.get(name)]
+    if shared:
+        raise RuntimeError(f"a copy of the policy shares weights that are trained: {', '.join(shared[:4])}")
+    return copied.eval().requires_grad_(False)
 
 
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool) -> Reference:

@@ -16,6 +16,7 @@ from mmrl.training.derived import derived_numbers
 from mmrl.training.gallery import before_after, sample_gallery
 from mmrl.training.jsonlines import write_atomically
 from mmrl.training.statistics import difference_interval
+from mmrl.training.stopwatch import STAGES, STAGES_BETWEEN
 from mmrl.training.tracking import describe_metric, read_evaluations, read_metrics
 
 __all__ = ["read_metrics", "write_report"]
@@ -171,7 +172,7 @@ def _estimate(record: Mapping[str, Any], name: str) -> tuple[float, float, float
 def _charts(run: _Run) -> list[dict[str, Any]]:
     names = {name for record in run.metrics for name, value in record.items() if _is_number(value)}
     names -= {"step", "time", *UNCHARTED}
-    stages = sorted(name for name in names if name.startswith("time/") and name != "time/step")
+    times = {name for name in names if name.startswith("time/") and _is_telling(run, name)} - {"time/step"}
     names = {name for name in names if not name.startswith("time/")}
     charts = _accuracy_charts(run)
     exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
@@ -185,8 +186,17 @@ def _charts(run: _Run) -> list[dict[str, Any]]:
         chosen = [name for name in sorted(names) if name.split("/")[0] == family and _is_telling(run, name)]
         if chosen:
             charts.append(_figure(family, chosen, line_chart(_series(run, chosen))))
-    if stages and len(run.metrics) > 1:
-        charts.append(_figure("Seconds by stage", stages, stacked_chart(_series(run, stages))))
+    return charts + _time_charts(run, times)
+
+
+def _time_charts(run: _Run, names: set[str]) -> list[dict[str, Any]]:
+    stages = [name for stage in (*STAGES, *STAGES_BETWEEN) if (name := f"time/{stage}") in names]
+    parts = sorted(names - set(stages))
+    if len(run.metrics) < 2:
+        return []
+    charts = [_figure("Seconds by stage", stages, stacked_chart(_series(run, stages)))] if stages else []
+    if parts:
+        charts.append(_figure("Seconds of parts of stages", parts, line_chart(_series(run, parts))))
     return charts
 
 
@@ -278,6 +288,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
         "Shares",
         (
             "reward/zero_variance_groups",
+            "update/dead_groups",
             "response/finished_fraction",
             "policy/clip_fraction_low",
             "policy/clip_fraction_high",
@@ -290,4 +301,5 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("PAPO", ("papo/*",), False),
     ("APO", ("apo/*",), False),
     ("Tokens per second", ("tokens/per_second",), False),
+    ("Peak memory in megabytes", ("memory/peak_mb",), False),
 )

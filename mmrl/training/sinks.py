@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from mmrl.errors import UserError
 from mmrl.training.jsonlines import JsonLines
+from mmrl.training.stopwatch import STAGES, STAGES_BETWEEN
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -26,8 +27,6 @@ __all__ = [
     "tensorboard_installed",
 ]
 
-STAGES = ("rollout", "score", "advantages", "update")
-STAGES_BETWEEN = ("evaluate", "checkpoint")  # took place since the step before, not inside the step's seconds
 _HEADER_EVERY = 25
 
 

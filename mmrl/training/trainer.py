@@ -6,9 +6,6 @@ import json
 import logging
 import math
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,13 @@ from mmrl.errors import RunError
 from mmrl.training.checkpoint import Checkpoints, link_or_copy
 from mmrl.training.distributed import all_ranks, merge_lists
 from mmrl.training.jsonlines import finite_or_none, write_atomically
-from mmrl.training.metrics import batch_metrics
+from mmrl.training.metrics import batch_metrics, peak_memory_mb, restart_peak_memory
 from mmrl.training.recipe import NoUsableTasksError, Recipe
 from mmrl.training.reference import make_reference
 from mmrl.training.samples import write_samples
 from mmrl.training.seeds import capture_global_rng, make_generator, restore_global_rng
 from mmrl.training.settings import RunConfig
+from mmrl.training.stopwatch import STAGES_BETWEEN, Stopwatch, stopwatch
 from mmrl.training.tasks import TaskStream
 from mmrl.training.tracking import Tracker
 from mmrl.training.update import Updater
@@ -36,6 +34,8 @@ __all__ = ["Trainer"]
 LOGGER = logging.getLogger("mmrl")
 MAX_DRAWS = 10
 """Draws of tasks in a row without a usable one after which the run stops."""
+LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
+"""Stages of every run; one that a run does not need takes 0 seconds."""
 
 
 class Trainer:
@@ -70,7 +70,7 @@ class Trainer:
         self.totals = {"samples": 0, "tokens": 0, "seconds": 0.0}
         self.evaluations: list[dict[str, Any]] = []
         self.failed_checkpoints = 0
-        self._times: dict[str, float] = {}
+        self.watch = Stopwatch(accelerator.device)
 
     @property
     def policy(self) -> Any:
@@ -95,17 +95,18 @@ class Trainer:
 
     def train_step(self) -> None:
         """One round of the algorithm."""
-        started = time.perf_counter()
-        rollouts, metrics = self.collect()
-        with self.timed("score"), self.accelerator.autocast():
-            rollouts = self.recipe.annotate(self.policy, self.reference, rollouts)
-        with self.timed("advantages"):
-            rollouts = self.recipe.advantages(rollouts, self.accelerator)
-        with self.timed("update"), self.accelerator.autocast():
-            metrics |= self.updater.update(rollouts, self.step)
+        restart_peak_memory(self.accelerator.device)
+        with self.watch.running(), stopwatch("step"):
+            rollouts, metrics = self.collect()
+            with self.accelerator.autocast():
+                rollouts = self.recipe.annotate(self.policy, self.reference, rollouts)
+            with stopwatch("advantages"):
+                rollouts = self.recipe.advantages(rollouts, self.accelerator)
+            with stopwatch("update"), self.accelerator.autocast():
+                metrics |= self.updater.update(rollouts, self.step)
         self.step += 1
         self.recipe.advance(self.step, metrics)
-        self._record(rollouts, metrics, time.perf_counter() - started)
+        self._record(rollouts, metrics)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
         """Sample and score the groups of a step, dropping or redrawing those that cannot teach.
@@ -139,7 +140,7 @@ class Trainer:
         if not self.recipe.eval_tasks:
             return
         self.policy.eval()
-        with self.timed("evaluate"), self.accelerator.autocast():
+        with self.watch.stage("evaluate"), self.accelerator.autocast():
             for index, split in enumerate(self.recipe.eval_tasks):
                 result = self.recipe.evaluate(self.policy, split, self.accelerator)
                 self.evaluations.append({"step": self.step, "tag": tag, "split": split, **result.metrics})
@@ -163,7 +164,7 @@ class Trainer:
             "evaluations": self.evaluations,
             "rng": rng,
         }
-        with self.timed("checkpoint"):
+        with self.watch.stage("checkpoint"):
             try:
                 self.checkpoints.save(self.step, state, self._write_parts)
             except OSError as error:
@@ -200,15 +201,6 @@ class Trainer:
         self._note_best()  # a run killed right after writing the checkpoint had no time to
         LOGGER.info("resumed at step %d from %s", self.step, folder)
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds spent inside to `time/<stage>` of the current step."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._times[stage] = self._times.get(stage, 0.0) + time.perf_counter() - started
-
     def _start(self) -> None:
         if self.accelerator.is_main_process:
             shutil.rmtree(self.run_dir / "reference", ignore_errors=True)  # of a run that was deleted or cut short
@@ -226,13 +218,13 @@ class Trainer:
             if not draws_left:
                 raise failure or RunError("another process found no usable task")
         assert rollouts is not None
-        with self.timed("score"):
+        with stopwatch("score"):
             return self.recipe.score(rollouts)
 
     def _draw(self, generator: torch.Generator) -> tuple[Rollouts | None, NoUsableTasksError | None]:
         count = self.config.trainer.tasks_per_step
         tasks = self.tasks.next(count)[self.accelerator.process_index :: self.accelerator.num_processes]
-        with self.timed("rollout"), torch.no_grad(), self.accelerator.autocast():
+        with stopwatch("rollout"), torch.no_grad(), self.accelerator.autocast():
             try:
                 return self.recipe.rollout(self.policy, tasks, generator), None
             except NoUsableTasksError as error:
@@ -251,18 +243,20 @@ class Trainer:
         high = objective.filter_high if chosen.high is None else chosen.high
         return zero_variance_groups(rollouts, key=chosen.key, low=low, high=high)
 
-    def _record(self, rollouts: Rollouts, metrics: dict[str, float], seconds: float) -> None:
+    def _record(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
+        times = dict.fromkeys((*LOOP_STAGES, *STAGES_BETWEEN), 0.0) | self.watch.take()
+        seconds = times["step"]
         self.totals["seconds"] += seconds
         metrics |= self.recipe.step_metrics(rollouts)
         tokens = self._sum_ranks(float(rollouts.mask.sum()))
-        metrics |= {f"time/{stage}": value for stage, value in self._times.items()} | {
-            "time/step": seconds,
+        # evaluation and checkpoint times are those since the step before
+        metrics |= {f"time/{stage}": value for stage, value in times.items()} | {
             "tokens/per_second": tokens / seconds,
             "tokens/total": float(self.totals["tokens"]),
             "samples/total": float(self.totals["samples"]),
             "checkpoint/failed": float(self.failed_checkpoints),
+            "memory/peak_mb": peak_memory_mb(self.accelerator.device),
         }
-        self._times = {}  # evaluation and checkpoint times of this step go into the next record
         if self.tracker is not None:
             self.tracker.log(self.step, metrics)
             if self._keeps_samples():

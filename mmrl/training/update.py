@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,18 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.aggregation import Denominators
+from mmrl.core.groups import group_sum
 from mmrl.core.metrics import Metric, merge_metrics, metric_values
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
-from mmrl.training.distributed import all_ranks, global_denominators, merge_lists
+from mmrl.training.distributed import all_ranks, average_gradients, global_denominators, merge_lists
 from mmrl.training.guard import describe_nonfinite, save_failure
 from mmrl.training.recipe import Recipe
 from mmrl.training.reference import Reference
 from mmrl.training.seeds import make_generator
 from mmrl.training.settings import TrainerConfig
+from mmrl.training.stopwatch import stopwatch
 
 __all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
 
@@ -81,6 +83,7 @@ class Updater:
         self.reference = reference
         self.failures = failures
         self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
+        self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
         self.optimiser_step = 0
         self.skipped = 0
 
@@ -133,31 +136,67 @@ class Updater:
         if denominators.tokens == 0:
             return None
         self._set_rate()
-        losses, parts = [], []
-        for chunk, sync in self._chunks(minibatch):
-            with sync:
-                output = self.recipe.loss(self.policy, chunk, denominators)
-                # data-parallel wrappers average gradients, the denominators already count every process
-                self.accelerator.backward(output.loss * self.accelerator.num_processes)
-            losses.append(output.loss.detach())
-            parts.append(output.metrics)
-        loss = torch.stack(losses).sum()
-        norm = self._clip()
+        live = self._live(minibatch)
+        loss, metrics = self._accumulate(live, denominators)
+        metrics["update/dead_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
+        with stopwatch("optimizer"):
+            self._complete_gradients()
+            norm = self._clip()
         if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
             self._on_nonfinite(minibatch, loss, step)
             return None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with stopwatch("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.reference.update()
         self.optimiser_step += 1
-        self.reference.update()
-        metrics = merge_metrics(merge_lists([_plain(merge_metrics(parts))], self.accelerator))
+        metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
         return metrics | {"optim/grad_norm": Metric.summed(norm)}
 
-    def _chunks(self, minibatch: Rollouts) -> Iterator[tuple[Rollouts, Any]]:
+    def _live(self, minibatch: Rollouts) -> Rollouts:
+        """Groups that the forward pass is needed of; one at least, so that a step without gradient is taken too."""
+        if not self.config.skip_dead_groups:
+            return minibatch
+        live = self.recipe.teaches(minibatch)
+        if bool(live.all()):
+            return minibatch
+        if not bool(live.any()):
+            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group)
+            live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
+        return minibatch.select_groups(live)
+
+    def _accumulate(self, minibatch: Rollouts, denominators: Denominators) -> tuple[Tensor, dict[str, Metric]]:
+        """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
+        losses, parts = [], []
         chunks = list(minibatch.micro_batches(self.config.micro_batch or minibatch.num_rows))
-        for index, chunk in enumerate(chunks):
-            last = index == len(chunks) - 1
-            yield chunk, contextlib.nullcontext() if last else self.accelerator.no_sync(self.policy)
+        # work that micro-batches share is differentiated after the last of them, too late for the wrapper's own
+        # averaging; the configuration decides, because every process has to take the same way
+        by_hand = self.config.micro_batch > 0
+        alone = self.accelerator.no_sync(self.policy) if by_hand else contextlib.nullcontext()
+        with alone, self.recipe.shared_by(chunks, self.recipe.policy) as shared:
+            for chunk in chunks:
+                with stopwatch("forward"):
+                    output = self.recipe.loss(self.policy, chunk, denominators)
+                with stopwatch("backward"):
+                    # gradients are averaged over processes, the denominators already count every one
+                    self.accelerator.backward(output.loss * self.accelerator.num_processes)
+                losses.append(output.loss.detach())
+                parts.append(output.metrics)
+            with stopwatch("backward"):
+                shared.backward()
+        if by_hand:
+            with stopwatch("backward"):
+                average_gradients(self._trained, self.accelerator)
+        return torch.stack(losses).sum(), merge_metrics(parts)
+
+    def _complete_gradients(self) -> None:
+        """Give weights that have been trained before a gradient of 0 where this minibatch does not use them.
+
+        AdamW would leave them out, but a skipped group might have used them: their momentum decays either way.
+        """
+        for parameter in self._trained:
+            if parameter.grad is None and parameter in self.optimizer.state:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _clip(self) -> Tensor:
         parameters = [p for p in self.policy.parameters() if p.grad is not None]

@@ -75,6 +75,9 @@ class ModelConfig:
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters in place of full fine-tuning."""
 
+    shared_prefix: bool = True
+    """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
+
     freeze_vision: bool = False
     """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
 
@@ -303,9 +306,31 @@ def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
         model = _with_adapter(network, config, adapter)
     if config.freeze_vision:
         network.model.visual.requires_grad_(False)
+    _share_prefix(network, config)
     if config.gradient_checkpointing:
         _checkpoint_activations(network)
     return model
+
+
+def _share_prefix(network: Any, config: ModelConfig) -> None:
+    """Let the language model share prompts where it can, and say so where it cannot."""
+    from mmrl.vlm.shared_attention import register_attention
+
+    text = network.config.text_config
+    obstacle = None
+    if not config.shared_prefix:
+        obstacle = "model.shared_prefix is false"
+    elif config.attention != "sdpa":
+        obstacle = f"model.attention is {config.attention}, sharing needs sdpa"
+    elif "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        obstacle = "some layers attend through a sliding window"
+    elif getattr(text, "attention_dropout", 0.0):
+        obstacle = f"the model's attention_dropout is {text.attention_dropout}"
+    if obstacle is None:
+        text._attn_implementation = register_attention()
+        LOGGER.info("each prompt is computed once for its group (shared prefix)")
+    else:
+        LOGGER.info("prompts are computed once for each response (flat rows): %s", obstacle)
 
 
 def _checkpoint_activations(network: Any) -> None:

@@ -1,7 +1,8 @@
 """Rows of prompt and response tokens for one forward pass, built without a loop over rows.
 
-Each row is its prompt followed directly by its response, padded only on the right. No token that counts comes
-after a pad, so the causal mask alone keeps padding out and no attention mask is needed.
+Flat rows are a prompt followed directly by its response, padded only on the right. No token that counts comes
+after a pad, so the causal mask alone keeps padding out and no attention mask is needed. Where prompts are shared,
+all prompts lie in one row without padding, and all responses in another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mmrl.vlm.payload import Prompt
 
-__all__ = ["PackedRows", "PromptTable", "pack_rows", "tabulate"]
+__all__ = ["PackedRows", "PromptTable", "pack_prompts", "pack_responses", "pack_rows", "tabulate"]
 
 
 @dataclass
@@ -106,3 +107,42 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
     feature = table.feature[group].gather(1, inner).masked_fill(~in_prompt, -1)
     visual = feature >= 0
     return PackedRows(ids=ids, positions=positions, visual=visual, features=feature[visual])
+
+
+def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
+    """Lay prompts end to end in one row.
+
+    Args:
+        prompts: N prompts.
+        device: where the row goes.
+
+    Returns:
+        One row of all their tokens, without padding.
+    """
+    types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
+    visual = types > 0
+    return PackedRows(
+        ids=torch.cat([prompt.input_ids for prompt in prompts])[None].to(device),
+        positions=torch.cat([prompt.position_ids for prompt in prompts], 1)[:, None].to(device),
+        visual=visual[None].to(device),
+        features=torch.arange(int(visual.sum()), device=device),
+    )
+
+
+def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -> PackedRows:
+    """Lay responses end to end in one row.
+
+    Args:
+        responses: (B, T) int64.
+        lengths: (B,) int64, tokens of each response that are fed to the model.
+        first_position: (B,) int64, rotary position of each response's first token.
+
+    Returns:
+        One row of all their tokens, without padding.
+    """
+    column = torch.arange(responses.shape[1], device=responses.device)
+    fed = column < lengths[:, None]
+    positions = (first_position[:, None] + column)[fed]
+    ids = responses[fed][None]
+    nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
+    return PackedRows(ids, positions.expand(3, 1, -1), torch.zeros_like(ids, dtype=torch.bool), nothing)

@@ -35,6 +35,7 @@ from mmrl.core.objective import LossOutput, TokenScores
 from mmrl.core.regularizers import kl
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.reference import Reference
+from mmrl.training.stopwatch import stopwatch
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe
 from mmrl.vlm.task import VlmTask
@@ -236,7 +237,8 @@ class PapoRecipe(VlmRecipe):
             term = self.config.correct or self.config.rewards[-1].name
             extras["papo_weight"] = extras["papo_weight"] * (rollouts.reward_terms[term] == 1.0)
         if not self.config.papo.recompute_masked:
-            scores = self.scores_in_chunks(policy, rollouts, self._masked_scores_wanted, MASKED)
+            with stopwatch("masked_logp"):
+                scores = self.scores_in_chunks(policy, rollouts, self._masked_scores_wanted, MASKED)
             extras["logp_masked"] = scores.logp
             if scores.entropy is not None:
                 extras["entropy_masked"] = scores.entropy

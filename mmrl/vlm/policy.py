@@ -1,8 +1,9 @@
-"""The policy: a vision-language model that scores rollouts, with the prompt's images seen once per group."""
+"""The policy: a vision-language model that scores rollouts and computes each prompt once for its whole group."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.chat import PromptLayout, encode_prompt
-from mmrl.vlm.packing import PackedRows, pack_rows, tabulate
+from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt
+from mmrl.vlm.prefix import Prefix, PrefixStore
+from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_places, response_places
 from mmrl.vlm.storage import load_policy_weights, save_policy
 from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
 
@@ -59,6 +62,19 @@ class VlmPolicy(nn.Module):
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
         self.register_buffer("banned_ids", _banned_ids(self.network, tokenizer), persistent=False)
         self.features = FeatureCache()
+        self.prefixes = PrefixStore(self)
+        self._adapter_off = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VlmPolicy:
+        """A copy shares a frozen vision tower and its features with the original, and starts without prefixes."""
+        tower = self.network.model.visual
+        if not any(parameter.requires_grad for parameter in tower.parameters()):
+            memo[id(tower)], memo[id(self.features)] = tower, self.features
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "prefixes"})
+        copied.prefixes = PrefixStore(copied)
+        return copied
 
     @property
     def network(self) -> Any:
@@ -74,6 +90,11 @@ class VlmPolicy(nn.Module):
     def device(self) -> torch.device:
         """Device of the language model's head."""
         return self.network.lm_head.weight.device
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether the prompt is computed once for its group; else once for each response."""
+        return self.network.config.text_config._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
 
     @property
     def layout(self) -> PromptLayout:
@@ -126,7 +147,8 @@ class VlmPolicy(nn.Module):
         Raises:
             ValueError: unknown score or view, or values without a value head.
 
-        Gradient: flows into all trainable weights; each distinct prompt passes the vision tower once.
+        Gradient: flows into all trainable weights; each distinct prompt passes the vision tower once, and where
+        `shares_prefix` the language model too.
         """
         self._check_wanted(want)
         payload = rollouts.payload
@@ -135,29 +157,99 @@ class VlmPolicy(nn.Module):
         mask = rollouts.mask.to(device)
         group = rollouts.group.to(device)
         responses = payload.response_ids[:, : mask.shape[1]].to(device)
-        table = tabulate(prompts, self.pad_id, device)
         columns = torch.arange(1, mask.shape[1] + 1, device=device)
-        lengths = (mask * columns).amax(1).long()
         # the last token of a response is predicted but predicts nothing
-        rows = pack_rows(table, group, responses, (lengths - 1).clamp(min=0), self.pad_id)
-        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        fed = ((mask * columns).amax(1).long() - 1).clamp(min=0)
         row, step = torch.nonzero(mask, as_tuple=True)
-        states = hidden[row, table.lengths[group][row] - 1 + step]
-        return self._score(states, responses[row, step], (row, step), mask.shape, temperature, want)
+        places = (row, step)
+        states = self._shared_states if self.shares_prefix else self._flat_states
+        chosen = states(prompts, view, group, responses, fed, places)
+        return self._score(chosen, responses[places], places, mask.shape, temperature, want)
 
-    def run(self, rows: PackedRows, features: VisionFeatures | None) -> Tensor:
+    def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
+        """Run prompts through the vision tower and the language model, each once.
+
+        Args:
+            prompts: N prompts.
+
+        Returns:
+            Their keys, values and last states.
+
+        Gradient: flows into all trainable weights.
+        """
+        device = self.device
+        rows = pack_prompts(prompts, device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        shared = PromptRow(prompt_places(lengths))
+        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features), shared=shared)
+        layers = range(len(shared.keys))
+        return Prefix(
+            keys=[shared.keys[layer] for layer in layers],
+            values=[shared.values[layer] for layer in layers],
+            lengths=lengths,
+            next_position=torch.tensor([prompt.next_position for prompt in prompts], device=device),
+            last_state=hidden[0, lengths.cumsum(0) - 1],
+        )
+
+    def weights_state(self) -> tuple[object, ...]:
+        """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""
+        kind = self.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return sum(p._version for p in self.parameters()), self._adapter_off, precision
+
+    def _flat_states(
+        self,
+        prompts: Sequence[Prompt],
+        view: str,
+        group: Tensor,
+        responses: Tensor,
+        fed: Tensor,
+        places: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """States before the chosen tokens, every row with a prompt of its own."""
+        table = tabulate(prompts, self.pad_id, group.device)
+        rows = pack_rows(table, group, responses, fed, self.pad_id)
+        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        row, step = places
+        return hidden[row, table.lengths[group][row] - 1 + step]
+
+    def _shared_states(
+        self,
+        prompts: Sequence[Prompt],
+        view: str,
+        group: Tensor,
+        responses: Tensor,
+        fed: Tensor,
+        places: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """States before the chosen tokens, with each prompt computed once."""
+        prefix = self.prefixes.get(prompts, view)
+        row, step = places
+        states = prefix.last_state
+        if int(fed.sum()):
+            shared = ResponseRow(response_places(fed, group, len(prefix)), prefix.real, prefix.keys, prefix.values)
+            rows = pack_responses(responses, fed, prefix.next_position[group])
+            states = torch.cat([states, self.run(rows, None, shared=shared)[0]])
+        starts = len(prefix) + fed.cumsum(0) - fed
+        # the first token of a response is predicted by the prompt's last state, which the group shares
+        return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
+
+    def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
         """Last hidden states of packed rows.
 
         Args:
             rows: B rows of L tokens, right-padded.
             features: features of the prompts, numbered as in the rows; None without images.
+            options: further arguments of the language model.
 
         Returns:
             (B, L, H).
         """
         embeddings, extra = self.embed(rows, features)
         language_model = self.network.model.language_model
-        output = language_model(inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra)
+        output = language_model(
+            inputs_embeds=embeddings, position_ids=rows.positions, use_cache=False, **extra, **options
+        )
         return output.last_hidden_state
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
@@ -208,8 +300,12 @@ class VlmPolicy(nn.Module):
         """
         if not self.has_adapter:
             raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
-        with self.model.disable_adapter():
-            yield
+        self._adapter_off = True
+        try:
+            with self.model.disable_adapter():
+                yield
+        finally:
+            self._adapter_off = False
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write model, processor and value head to a folder.

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,9 +27,10 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
 from mmrl.training.metrics import metric_label
-from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
+from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe, SharedWork
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
+from mmrl.training.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.evaluation import evaluate_split
 from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
@@ -210,9 +212,10 @@ class VlmRecipe(Recipe):
 
     def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Sample G responses to each question; questions that cannot be shown to the model are counted and left out."""
-        usable, prompts = self.encode(tasks)
+        with stopwatch("encode"):
+            usable, prompts = self.encode(tasks)
         size = self.config.trainer.samples_per_task
-        samples = sample(self.policy, prompts, size, self.config.sampler, generator)
+        samples = sample(self.policy, prompts, size, self.config.sampler, generator, keep_prefix=self._kept_prefix)
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
         return Rollouts(
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
@@ -246,6 +249,11 @@ class VlmRecipe(Recipe):
     ) -> TokenScores:
         """Teacher-forced scores at the sampling temperature."""
         return policy(rollouts, view=view, temperature=self.config.sampler.temperature, want=want)  # type: ignore[no-any-return]
+
+    def shared_work(self, policy: nn.Module) -> AbstractContextManager[SharedWork]:
+        """Hold the prompt of a group while the micro-batches of its responses run."""
+        scorer: Any = getattr(policy, "module", policy)
+        return scorer.prefixes.open()  # type: ignore[no-any-return]
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
         """Greedy and sampled accuracy on held-out questions."""
@@ -332,6 +340,22 @@ class VlmRecipe(Recipe):
         if self._controller is not None and state["adaptive_kl"] is not None:
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)
+
+    @property
+    def _kept_prefix(self) -> str:
+        """What the sampler leaves of the prompts for the passes before the first update.
+
+        With its history a prompt serves the update too. That is for steps of one update with all rows at once, whose
+        memory it does not raise, and where sampling computes what training does: no dropout, no checkpointing.
+        """
+        trainer, model = self.config.trainer, self.config.model
+        if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
+            return "none"
+        filter_kind = self.config.filter.kind or self.objective.filter
+        once = trainer.single_update and trainer.micro_batch == 0 and filter_kind != "resample"
+        same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
+        alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
+        return "graph" if once and same and alone else "values"
 
     @property
     def _truncates(self) -> bool:

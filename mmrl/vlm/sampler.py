@@ -1,24 +1,32 @@
-"""Sampling responses: each prompt is read once, its cache is shared by its samples, finished rows leave the batch."""
+"""Sampling responses: each prompt is read once, its keys are shared by its samples, finished rows leave the batch."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmrl.errors import UserError
+from mmrl.training.stopwatch import stopwatch
+from mmrl.vlm.decoder import LeanBatch, lean_obstacle, lean_weights
 from mmrl.vlm.packing import PromptTable, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.vision import gather_features
 
 if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
+    from mmrl.vlm.prefix import Prefix
 
 __all__ = ["FINISH_REASONS", "SamplerConfig", "Samples", "sample"]
+
+LOGGER = logging.getLogger("mmrl")
 
 COMPACT_BELOW = 0.75
 """Finished rows are dropped once less than this share of a batch is still running."""
@@ -46,6 +54,12 @@ class SamplerConfig:
 
     batch_rows: int = 256
     """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
+
+    lean: bool = True
+    """Decode with the project's own lean decoder where the model allows it; else through transformers."""
+
+    keep_prefill: bool = True
+    """Use what sampling computed of the prompts until the weights change; with one update on all rows, in it too."""
 
     def validate(self) -> None:
         """Check ranges.
@@ -90,6 +104,8 @@ def sample(
     config: SamplerConfig,
     generator: torch.Generator,
     greedy: bool = False,
+    *,
+    keep_prefix: str = "none",
 ) -> Samples:
     """Draw responses.
 
@@ -100,14 +116,19 @@ def sample(
         config: lengths, temperature and truncation.
         generator: CPU generator; B * max_new_tokens uniform numbers are drawn from it, none when greedy.
         greedy: take the most likely token; the recorded log-probabilities keep the temperature.
+        keep_prefix: what `policy.prefixes` is given of the prompts: "none", "values" or "graph", which is the values
+            with their history; without the lean decoder nothing.
 
     Returns:
         The responses of prompt 0, then those of prompt 1, and so on, on the policy's device.
 
     Raises:
         UserError: a setting is out of range, or there are no prompts.
+        ValueError: unknown keep_prefix.
     """
     _check_request(prompts, samples_per_prompt, config)
+    if keep_prefix not in KEEP_PREFIX:
+        raise ValueError(f"keep_prefix={keep_prefix!r}; there are: {', '.join(KEEP_PREFIX)}.")
     total = len(prompts) * samples_per_prompt
     uniforms = None if greedy else torch.rand(total, config.max_new_tokens, generator=generator)
     draw = _Draw(policy, config, total, uniforms)
@@ -115,9 +136,10 @@ def sample(
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         with torch.no_grad():
-            together = max(config.batch_rows // samples_per_prompt, 1)
-            for first in range(0, len(prompts), together):
-                _sample_prompts(draw, prompts[first : first + together], first, samples_per_prompt)
+            if _is_lean(policy, config):
+                _sample_lean(draw, prompts, samples_per_prompt, keep_prefix)
+            else:
+                _sample_through_modules(draw, prompts, samples_per_prompt)
     finally:
         policy.train(training)
     return draw.collect()
@@ -132,76 +154,168 @@ def _check_request(prompts: Sequence[Prompt], samples_per_prompt: int, config: S
         raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
 
 
+def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:
+    obstacle = lean_obstacle(policy) if config.lean else "sampler.lean is false"
+    if obstacle is not None:
+        _log_once("responses are decoded through transformers' modules: %s", obstacle)
+    return obstacle is None
+
+
+@functools.cache
+def _log_once(message: str, reason: str) -> None:
+    LOGGER.info(message, reason)
+
+
 class _Draw:
-    """One call of `sample`: its settings and, row by row, what was drawn."""
+    """One call of `sample`: its settings and, step by step, what was drawn."""
 
     def __init__(self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor | None) -> None:
-        device, width = policy.device, config.max_new_tokens
+        device, shape = policy.device, (config.max_new_tokens, total)
         self.policy = policy
         self.config = config
-        self.uniforms = None if uniforms is None else uniforms.to(device)
-        self.eos = torch.tensor(policy.eos_ids, device=device)
-        self.max_positions = int(policy.network.config.text_config.max_position_embeddings)
-        self.ids = torch.full((total, width), policy.pad_id, device=device)
-        self.mask = torch.zeros((total, width), device=device)
-        self.logp = torch.zeros((total, width), device=device)
-        self.kept = torch.ones((total, width), device=device)
+        self.uniforms = None if uniforms is None else uniforms.t().to(device, torch.float64).contiguous()
+        text = policy.network.config.text_config
+        self.is_eos = torch.zeros(text.vocab_size, dtype=torch.bool, device=device)
+        self.is_eos[list(policy.eos_ids)] = True
+        self.max_positions = int(text.max_position_embeddings)
+        self.ids = torch.full(shape, policy.pad_id, device=device)
+        self.mask = torch.zeros(shape, device=device)
+        self.logp = torch.zeros(shape, device=device)
+        self.kept = torch.ones(shape, device=device)
         self.reason = torch.zeros(total, dtype=torch.int64, device=device)
 
-    def choose(self, rows: Tensor, step: int, hidden: Tensor, running: Tensor) -> Tensor:
+    def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
         """Draw and record the next token of the rows; those that ended before get the pad token."""
-        logp = self.policy.next_logp(hidden, self.config.temperature)
-        uniform = None if self.uniforms is None else self.uniforms[rows, step]
+        uniform = None if self.uniforms is None else self.uniforms[step][rows]
         token, kept = _choose(logp, uniform, self.config)
         token = token.where(running, self.policy.pad_id)
-        self.ids[rows, step] = token
-        self.mask[rows, step] = running.float()
-        self.logp[rows, step] = logp.gather(1, token[:, None])[:, 0].where(running, 0.0)
-        self.kept[rows, step] = kept.where(running, 1.0)
+        chosen = logp.gather(1, token[:, None])[:, 0]
+        self.ids[step].index_copy_(0, rows, token)
+        self.mask[step].index_copy_(0, rows, running.float())
+        self.logp[step].index_copy_(0, rows, chosen.where(running, 0.0))
+        self.kept[step].index_copy_(0, rows, kept.where(running, 1.0))
         return token
 
-    def ended(self, rows: Tensor, step: int, running: Tensor) -> Tensor:
+    def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:
         """Rows whose response is complete with the token of this step."""
-        at_eos = torch.isin(self.ids[rows, step], self.eos) & running
-        self.reason[rows] = torch.where(at_eos, EOS, self.reason[rows])
+        at_eos = self.is_eos[token] & running
+        self.reason[rows[at_eos]] = EOS
         if not self.config.stop:
             return at_eos
         at_stop = self._at_stop(rows, step) & running & ~at_eos
-        self.reason[rows] = torch.where(at_stop, STOP, self.reason[rows])
+        self.reason[rows[at_stop]] = STOP
         return at_eos | at_stop
 
     def collect(self) -> Samples:
         """The responses, no wider than the longest."""
-        width = max(int(self.mask.sum(1).max()), 1)
-        ids, mask = self.ids[:, :width], self.mask[:, :width]
-        lengths = mask.sum(1).long().tolist()
+        lengths = self.mask.sum(0).long().tolist()
+        width = max(*lengths, 1)
+        ids, mask, logp, kept = (x[:width].t().contiguous() for x in (self.ids, self.mask, self.logp, self.kept))
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
         tokenizer = self.policy.processor.tokenizer
         return Samples(
             response_ids=ids,
             mask=mask,
-            logp=self.logp[:, :width],
+            logp=logp,
             finish=[FINISH_REASONS[code] for code in self.reason.tolist()],
             texts=tokenizer.batch_decode(responses, skip_special_tokens=True),
-            kept_mass=self.kept[:, :width],
+            kept_mass=kept,
         )
 
     def _at_stop(self, rows: Tensor, step: int) -> Tensor:
         # a token has at least one byte, so a string that ends here began within its number of bytes
         reach = max(len(text.encode()) for text in self.config.stop)
-        tails = self.ids[rows, max(step + 1 - reach, 0) : step + 1].tolist()
+        tails = self.ids[max(step + 1 - reach, 0) : step + 1, rows].t().tolist()
         texts = self.policy.processor.tokenizer.batch_decode(tails, skip_special_tokens=True)
         found = [any(stop in text for stop in self.config.stop) for text in texts]
         return torch.tensor(found, device=rows.device)
 
 
-def _sample_prompts(draw: _Draw, prompts: Sequence[Prompt], first: int, group: int) -> None:
-    """Read some prompts once, then decode their samples, at most `batch_rows` at a time."""
+class _Decoder(Protocol):
+    """Rows that are decoded together."""
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but some."""
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row and return the states (b, H) that predict the next."""
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+
+
+def _decode(draw: _Draw, decoder: _Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
+    """Draw the responses of some rows, which have `budget` (b,) positions each."""
+    running = torch.ones_like(rows, dtype=torch.bool)
+    for step in range(draw.config.max_new_tokens):
+        token = draw.choose(rows, step, decoder.next_logp(states, draw.config.temperature), running)
+        running = running & ~draw.ended(rows, step, token, running) & (step + 1 < budget)
+        left = int(running.sum())
+        if left == 0 or step + 1 == draw.config.max_new_tokens:
+            return
+        if left < COMPACT_BELOW * len(running):
+            index = torch.nonzero(running).flatten()
+            decoder.keep(index)
+            rows, token, budget, running = rows[index], token[index], budget[index], running[index]
+        states = decoder.advance(token)
+
+
+def _sample_lean(draw: _Draw, prompts: Sequence[Prompt], group: int, keep_prefix: str) -> None:
+    """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
+    most = draw.config.batch_rows
+    # what is kept is kept whole; otherwise no more prompts are held than are decoded together
+    together = max(most // group, 1) if keep_prefix == "none" else len(prompts)
+    for first in range(0, len(prompts), together):
+        part = prompts[first : first + together]
+        with stopwatch("prefill"):
+            prefix = _read_prompts(draw.policy, part, keep_prefix)
+        with stopwatch("decode"):
+            rows = torch.arange(len(part) * group, device=draw.policy.device)
+            for chunk in rows.split(max(most - most % group, min(most, group))):
+                _decode_lean(draw, prefix, chunk // group, chunk + first * group)
+
+
+def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep_prefix: str) -> Prefix:
+    with torch.set_grad_enabled(keep_prefix == "graph"):
+        prefix = policy.encode_prefix(prompts)
+    if keep_prefix != "none":
+        policy.prefixes.keep(prompts, prefix)
+    return prefix.detach()
+
+
+def _decode_lean(draw: _Draw, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+    live, own = torch.unique_consecutive(prompt, return_inverse=True)
+    prefix = prefix if len(live) == len(prefix) else prefix.select(live)
+    weights = lean_weights(draw.policy)
+    decoder = LeanBatch(weights, prefix, own, draw.config.max_new_tokens - 1, draw.policy.banned_ids)
+    _decode(draw, decoder, rows, draw.max_positions - prefix.lengths[own], prefix.last_state[own])
+
+
+def _sample_through_modules(draw: _Draw, prompts: Sequence[Prompt], group: int) -> None:
+    """Read some prompts at a time, each once, then decode their samples, at most `batch_rows` at a time."""
+    together = max(draw.config.batch_rows // group, 1)
+    for first in range(0, len(prompts), together):
+        part = prompts[first : first + together]
+        table = tabulate(part, draw.policy.pad_id, draw.policy.device)
+        with stopwatch("prefill"):
+            cache, last = _fill_cache(draw.policy, part, table)
+        rows = torch.arange(len(part) * group, device=draw.policy.device)
+        chunks = rows.split(draw.config.batch_rows)
+        with stopwatch("decode"):
+            for number, chunk in enumerate(chunks):
+                prompt = chunk // group
+                shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
+                shared.batch_select_indices(prompt)
+                decoder = _ModuleBatch(draw, table, prompt, shared)
+                budget = draw.max_positions - table.lengths[prompt]
+                _decode(draw, decoder, chunk + first * group, budget, last[prompt])
+
+
+def _fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable) -> tuple[Any, Tensor]:
+    """Cache of the prompts and (N, H) the states of their last tokens."""
     from transformers import DynamicCache
 
-    policy = draw.policy
     network = policy.network
-    table = tabulate(prompts, policy.pad_id, policy.device)
     own = torch.arange(len(prompts), device=policy.device)
     nothing = torch.zeros((len(prompts), 0), dtype=torch.int64, device=policy.device)
     packed = pack_rows(table, own, nothing, torch.zeros_like(own), policy.pad_id)
@@ -214,47 +328,43 @@ def _sample_prompts(draw: _Draw, prompts: Sequence[Prompt], first: int, group: i
         use_cache=True,
         **extra,
     )
-    last = output.last_hidden_state[own, table.lengths - 1]
-    rows = torch.arange(len(prompts) * group, device=policy.device)
-    chunks = rows.split(draw.config.batch_rows)
-    for number, chunk in enumerate(chunks):
-        prompt = chunk // group
-        shared = cache if number == len(chunks) - 1 else copy.deepcopy(cache)
-        shared.batch_select_indices(prompt)
-        _decode(draw, _Batch(draw, table, prompt, chunk + first * group, shared), last[prompt])
+    return cache, output.last_hidden_state[own, table.lengths - 1]
 
 
-class _Batch:
-    """Rows that are decoded together: their cache, positions and which cached columns they see."""
+class _ModuleBatch:
+    """Rows that the transformers modules decode together: their cache, positions and which cached columns they see."""
 
-    def __init__(self, draw: _Draw, table: PromptTable, prompt: Tensor, rows: Tensor, cache: Any) -> None:
+    def __init__(self, draw: _Draw, table: PromptTable, prompt: Tensor, cache: Any) -> None:
         self.policy = draw.policy
-        self.rows = rows
         self.cache = cache
+        self.step = 0
         self.width = table.ids.shape[1]
         self.next_position = table.next_position[prompt]
-        self.budget = draw.max_positions - table.lengths[prompt]
         self.visible = _visible(table, prompt, draw.config.max_new_tokens)
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some."""
         self.cache.batch_select_indices(index)
-        self.rows, self.next_position = self.rows[index], self.next_position[index]
-        self.budget = self.budget[index]
+        self.next_position = self.next_position[index]
         self.visible = None if self.visible is None else self.visible[index]
 
-    def advance(self, token: Tensor, step: int) -> Tensor:
+    def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row and return the states (b, H) that predict the next."""
         network = self.policy.network
         seen = self.visible
         output = network.model.language_model(
             inputs_embeds=network.get_input_embeddings()(token[:, None]),
-            position_ids=(self.next_position + step)[None, :, None].expand(3, -1, -1),
-            attention_mask=None if seen is None else seen[:, : self.width + step + 1],
+            position_ids=(self.next_position + self.step)[None, :, None].expand(3, -1, -1),
+            attention_mask=None if seen is None else seen[:, : self.width + self.step + 1],
             past_key_values=self.cache,
             use_cache=True,
         )
+        self.step += 1
         return output.last_hidden_state[:, -1]
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+        return self.policy.next_logp(states, temperature)
 
 
 def _visible(table: PromptTable, prompt: Tensor, steps: int) -> Tensor | None:
@@ -264,21 +374,6 @@ def _visible(table: PromptTable, prompt: Tensor, steps: int) -> Tensor | None:
         return None
     columns = torch.arange(width + steps, device=prompt.device)[None]
     return (columns < table.lengths[prompt][:, None]) | (columns >= width)
-
-
-def _decode(draw: _Draw, batch: _Batch, hidden: Tensor) -> None:
-    running = torch.ones_like(batch.rows, dtype=torch.bool)
-    for step in range(draw.config.max_new_tokens):
-        token = draw.choose(batch.rows, step, hidden, running)
-        running = running & ~draw.ended(batch.rows, step, running) & (step + 1 < batch.budget)
-        left = int(running.sum())
-        if left == 0 or step + 1 == draw.config.max_new_tokens:
-            return
-        if left < COMPACT_BELOW * len(running):
-            index = torch.nonzero(running).flatten()
-            batch.keep(index)
-            token, running = token[index], running[index]
-        hidden = batch.advance(token, step)
 
 
 def _choose(logp: Tensor, uniform: Tensor | None, config: SamplerConfig) -> tuple[Tensor, Tensor]:
@@ -291,28 +386,48 @@ def _choose(logp: Tensor, uniform: Tensor | None, config: SamplerConfig) -> tupl
     """
     if uniform is None:
         return logp.argmax(-1), torch.ones_like(logp[:, 0])
-    # float64: in float32 the running sum over a large vocabulary loses the tail
-    probability = logp.double().exp()
+    probability = logp.exp()
     if config.top_k or config.top_p < 1.0:
         probability = _truncate(probability, config)
-    cumulative = probability.cumsum(-1)
-    mass = cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, uniform.double()[:, None] * mass, right=True)
-    return index[:, 0].clamp(max=logp.shape[1] - 1), mass[:, 0].to(logp.dtype)
+    token, mass = _invert(probability, uniform.double())
+    return token, mass.to(logp.dtype)
+
+
+def _invert(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest token whose running sum exceeds the fraction `uniform` (b,) of the total, and the total.
+
+    Sums over blocks find the block, a running sum inside it finds the token: both in float64, because in float32 the
+    running sum over a large vocabulary loses the tail, but only over a few numbers.
+    """
+    blocks = functional.pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = uniform[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    before = functional.pad(ends, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
+    # the two ways to add up a block differ in the last bit; past its end lie tokens without probability
+    last = inside[:, -1:]
+    target = (target - before).clamp_(min=0.0).minimum(last.nextafter(torch.zeros_like(last)))
+    token = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    return token[:, 0], ends[:, -1]
 
 
 def _truncate(probability: Tensor, config: SamplerConfig) -> Tensor:
     """Zero all but the top_k most likely tokens, and of those all but the smallest set with mass top_p."""
-    ordered, index = probability.sort(-1, descending=True)
-    kept = torch.ones_like(ordered, dtype=torch.bool)
-    if config.top_k:
-        kept[:, config.top_k :] = False
+    count = min(config.top_k or probability.shape[1], probability.shape[1])
+    ordered, index = probability.topk(count) if config.top_k else probability.sort(-1, descending=True)
     if config.top_p < 1.0:
-        inside = ordered * kept
-        before = inside.cumsum(-1) - inside
-        kept &= before < config.top_p * inside.sum(-1, keepdim=True)
-    return torch.zeros_like(probability).scatter(1, index, ordered * kept)
+        ends = ordered.cumsum(-1, dtype=torch.float64)
+        before = ends - ordered
+        ordered = ordered.where(before < config.top_p * ends[:, -1:], 0.0)
+    return torch.zeros_like(probability).scatter(1, index, ordered)
 
+
+BLOCK = 128
+"""Tokens whose probabilities are added up before the search."""
+
+KEEP_PREFIX = ("none", "values", "graph")
 
 LENGTH, EOS, STOP = range(3)
 FINISH_REASONS = ("length", "eos", "stop")

@@ -7,6 +7,7 @@ released models, so whatever runs on the folder also runs on a downloaded one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,21 @@ def build_tiny_vlm(
     layers: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
+    intermediate: int | None = None,
     vision_hidden: int = 48,
     vision_depth: int = 1,
+    vision_heads: int | None = None,
+    vision_intermediate: int | None = None,
+    full_attention: Sequence[int] | None = None,
     patch_size: int | None = None,
     vocab_size: int = 400,
+    embedding_rows: int | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     max_positions: int = 4096,
     initializer_range: float = 0.05,
+    attention_gain: float = 1.0,
+    dtype: str = "float32",
     seed: int = 0,
 ) -> Path:
     """Build a small random vision-language model with its own tokenizer and save it as a model folder.
@@ -77,14 +85,25 @@ def build_tiny_vlm(
         layers: decoder layers.
         heads: query heads.
         kv_heads: key and value heads, a divisor of heads.
-        vision_hidden: width of the vision tower; a multiple of 4 * heads.
+        intermediate: width of the gated layers; None is 2 * hidden.
+        vision_hidden: width of the vision tower; a multiple of 4 * vision_heads.
         vision_depth: blocks of the vision tower.
+        vision_heads: heads of the vision tower; None is as many as heads.
+        vision_intermediate: width of the tower's feed-forward layers; None is 2 * vision_hidden.
+        full_attention: tower blocks that attend over the whole image, the others over windows of 112 pixels
+            (Qwen2.5-VL only); None is all blocks, since windows only pay on large images.
         patch_size: pixels on a side of one patch; None is the released one (14, or 16 for Qwen3-VL).
         vocab_size: most tokens, counting the 256 bytes and the control tokens.
+        embedding_rows: rows of the embedding and the head, the last of them without a token, as released models
+            have; None is one a token.
         min_pixels: smallest image area in pixels after resizing; None is 2 x 2 image tokens.
         max_pixels: largest image area in pixels after resizing; None is 16 x 16 image tokens.
         max_positions: longest sequence in tokens.
         initializer_range: standard deviation of the random weights.
+        attention_gain: factor on the query and key weights of decoder and tower; random weights attend almost
+            uniformly without, which hides errors in masks and positions. Qwen3-VL's decoder normalises both after
+            these weights and does not change.
+        dtype: precision of the saved weights, float32 or bfloat16.
         seed: seed of the random weights.
 
     Returns:
@@ -95,15 +114,17 @@ def build_tiny_vlm(
     """
     if family not in FAMILIES:
         raise UserError(f"unknown model family {family!r}; there are: {', '.join(FAMILIES)}")
-    _check_sizes(hidden, heads, kv_heads, vision_hidden, layers, vision_depth)
+    vision_heads = vision_heads or heads
+    _check_sizes(hidden, heads, kv_heads, layers)
+    _check_tower(vision_hidden, vision_heads, vision_depth)
     ensure_torchvision()
     path = Path(path)
     patch = patch_size or DEFAULT_PATCH[family]
     tokenizer = train_tokenizer(corpus, vocab_size)
     text = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": embedding_rows or len(tokenizer),
         "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
+        "intermediate_size": intermediate or 2 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -117,31 +138,45 @@ def build_tiny_vlm(
     vision = {
         "depth": vision_depth,
         "hidden_size": vision_hidden,
-        "intermediate_size": 2 * vision_hidden,
-        "num_heads": heads,
+        "intermediate_size": vision_intermediate or 2 * vision_hidden,
+        "num_heads": vision_heads,
         "patch_size": patch,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
         "out_hidden_size": hidden,
         "initializer_range": initializer_range,
     }
+    if family == "qwen2_5_vl":
+        vision["fullatt_block_indexes"] = list(range(vision_depth) if full_attention is None else full_attention)
     token = (MERGE * patch) ** 2
     pixels = {"shortest_edge": min_pixels or 4 * token, "longest_edge": max_pixels or 256 * token}
     path.mkdir(parents=True, exist_ok=True)
-    _save_model(FAMILIES[family](text, vision), tokenizer, path, seed)
+    _save_model(FAMILIES[family](text, vision), tokenizer, path, _Weights(attention_gain, dtype, seed))
     _save_processor(family, tokenizer, patch, pixels, path)
     return path
 
 
-def _check_sizes(hidden: int, heads: int, kv_heads: int, vision_hidden: int, layers: int, depth: int) -> None:
-    if min(hidden, heads, kv_heads, vision_hidden, layers, depth) < 1:
-        raise UserError("hidden, layers, heads, kv_heads, vision_hidden and vision_depth must be at least 1")
+@dataclass(frozen=True)
+class _Weights:
+    attention_gain: float
+    dtype: str
+    seed: int
+
+
+def _check_sizes(hidden: int, heads: int, kv_heads: int, layers: int) -> None:
+    if min(hidden, heads, kv_heads, layers) < 1:
+        raise UserError("hidden, layers, heads and kv_heads must be at least 1")
     if hidden % (2 * heads) or hidden // heads < 6:
         raise UserError(f"hidden={hidden} must be a multiple of 2*heads={2 * heads} with at least 6 per head")
     if heads % kv_heads:
         raise UserError(f"kv_heads={kv_heads} must divide heads={heads}")
-    if vision_hidden % (4 * heads):
-        raise UserError(f"vision_hidden={vision_hidden} must be a multiple of 4*heads={4 * heads}")
+
+
+def _check_tower(hidden: int, heads: int, depth: int) -> None:
+    if min(hidden, heads, depth) < 1:
+        raise UserError("vision_hidden, vision_heads and vision_depth must be at least 1")
+    if hidden % (4 * heads):
+        raise UserError(f"vision_hidden={hidden} must be a multiple of 4*heads={4 * heads}")
 
 
 def _rope(head_dim: int) -> dict[str, Any]:
@@ -198,8 +233,7 @@ def train_tokenizer(corpus: Sequence[str], vocab_size: int) -> Any:
 def _qwen2_5_config(text: dict[str, Any], vision: dict[str, Any]) -> Any:
     from transformers import Qwen2_5_VLConfig
 
-    # every block attends over the whole image: windows only pay on large images
-    vision = vision | {"window_size": 112, "fullatt_block_indexes": list(range(vision["depth"]))}
+    vision = vision | {"window_size": 112}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
 
 
@@ -215,7 +249,7 @@ def _qwen3_config(text: dict[str, Any], vision: dict[str, Any]) -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
 
 
-def _save_model(config: Any, tokenizer: Any, path: Path, seed: int) -> None:
+def _save_model(config: Any, tokenizer: Any, path: Path, weights: _Weights) -> None:
     import torch
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
@@ -225,8 +259,9 @@ def _save_model(config: Any, tokenizer: Any, path: Path, seed: int) -> None:
     config.vision_start_token_id = ids["<|vision_start|>"]
     config.vision_end_token_id = ids["<|vision_end|>"]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        torch.manual_seed(weights.seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, weights.dtype))
+    _sharpen_attention(model, weights.attention_gain)
     model.generation_config = GenerationConfig(
         do_sample=True,
         top_k=0,
@@ -235,6 +270,17 @@ def _save_model(config: Any, tokenizer: Any, path: Path, seed: int) -> None:
     )
     with quiet_transformers():
         model.save_pretrained(path)
+
+
+def _sharpen_attention(model: Any, gain: float) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(gain)
+            elif name.endswith("attn.qkv.weight"):
+                parameter[: 2 * parameter.shape[0] // 3].mul_(gain)
 
 
 def _save_processor(family: str, tokenizer: Any, patch: int, pixels: dict[str, int], path: Path) -> None:

@@ -78,13 +78,45 @@ def test_more_minibatches_than_groups_gives_one_group_each():
 
 def test_micro_batches_cover_all_rows_and_trim_to_their_longest():
     rollouts = random_rollouts()
-    chunks = list(rollouts.micro_batches(5))
-    assert [chunk.num_rows for chunk in chunks] == [5, 5, 2]
+    chunks = list(rollouts.micro_batches(7))
+    assert [chunk.num_rows for chunk in chunks] == [6, 6]
     assert torch.cat([chunk.payload.ids for chunk in chunks]).tolist() == list(range(12))
     for chunk in chunks:
         assert chunk.num_decisions == int(chunk.lengths.max())
         assert chunk.logp_old.shape == chunk.extras["noise"].shape == chunk.mask.shape
     assert torch.equal(torch.cat([chunk.lengths for chunk in chunks]), rollouts.lengths)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (1, [[0]] * 5 + [[1]] * 2 + [[2]] + [[3]] * 9),
+        (3, [[0]] * 2 + [[1, 2]] + [[3]] * 3),
+        (4, [[0]] * 2 + [[1, 2]] + [[3]] * 3),
+        (6, [[0], [1, 2], [3], [3]]),
+        (8, [[0, 1, 2], [3], [3]]),
+        (9, [[0, 1, 2], [3]]),
+        (17, [[0, 1, 2, 3]]),
+    ],
+)
+def test_micro_batches_hold_whole_groups_or_a_part_of_one(rows, expected):
+    sizes = torch.tensor([5, 2, 1, 9])
+    rollouts = Rollouts(
+        group=torch.arange(4).repeat_interleave(sizes),
+        mask=torch.ones(17, 1),
+        logp_old=torch.zeros(17, 1),
+        reward=torch.arange(17.0),  # says which rows a chunk holds
+    )
+    chunks = list(rollouts.micro_batches(rows))
+    assert torch.equal(torch.cat([chunk.reward for chunk in chunks]), rollouts.reward)
+    assert [rollouts.group[chunk.reward.long()].unique().tolist() for chunk in chunks] == expected
+    assert max(chunk.num_rows for chunk in chunks) <= rows
+
+
+def test_parts_of_a_cut_group_are_even():
+    rollouts = random_rollouts(groups=1).select(torch.tensor([0, 1, 2, 0, 1, 2, 0]))
+    assert [chunk.num_rows for chunk in rollouts.micro_batches(5)] == [4, 3]
+    assert [chunk.num_rows for chunk in rollouts.micro_batches(3)] == [3, 2, 2]
 
 
 def test_micro_batch_of_empty_rows_keeps_one_column():

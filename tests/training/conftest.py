@@ -14,10 +14,10 @@ from tests.training.toy import ToyConfig, ToyRecipe
 
 @pytest.fixture
 def make_trainer(tmp_path: Path):
-    """Trainer of the toy recipe; keyword arguments are fields of TrainerConfig or ToyConfig."""
+    """Trainer of a toy recipe; keyword arguments are fields of TrainerConfig or ToyConfig."""
     count = iter(range(1000))
 
-    def make(folder: str | None = None, **options) -> Trainer:
+    def make(folder: str | None = None, recipe: type[ToyRecipe] = ToyRecipe, **options) -> Trainer:
         names = TrainerConfig.__dataclass_fields__
         trainer = TrainerConfig(
             **{"steps": 4, "tasks_per_step": 3, "samples_per_task": 4, "learning_rate": 0.1}
@@ -27,7 +27,7 @@ def make_trainer(tmp_path: Path):
         config.validate()
         seed_everything(config.seed)
         run_dir = tmp_path / (folder or f"run{next(count)}")
-        return Trainer(ToyRecipe(config), config, run_dir, make_accelerator(), None)
+        return Trainer(recipe(config), config, run_dir, make_accelerator(), None)
 
     return make
 

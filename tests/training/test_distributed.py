@@ -11,7 +11,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def start(output: Path, preset: str, processes: int) -> dict:
+def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [
         sys.executable,
@@ -19,6 +19,7 @@ def start(output: Path, preset: str, processes: int) -> dict:
         "-m",
         "tests.training.two_ranks",
         preset,
+        str(micro_batch),
         str(output),
     ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -26,11 +27,14 @@ def start(output: Path, preset: str, processes: int) -> dict:
     return torch.load(output)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "reinforce_pp"])
-def test_two_processes_make_the_update_of_one(tmp_path, preset):
-    one, two = (start(tmp_path / f"{count}.pt", preset, count) for count in (1, 2))
+# without micro-batches the wrapper averages the gradients, with them the loop does and they share the bias;
+# two processes leave out the groups without a gradient, which DAPO has and one process does not leave out
+@pytest.mark.parametrize(("preset", "micro_batch"), [("grpo", 0), ("reinforce_pp", 3), ("dapo", 0), ("dapo", 5)])
+def test_two_processes_make_the_update_of_one(tmp_path, preset, micro_batch):
+    one, two = start(tmp_path / "1.pt", preset, 0, 1), start(tmp_path / "2.pt", preset, micro_batch, 2)
     for name, value in one["weights"].items():
         assert value.abs().max() > 0
         torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)
+    assert two["metrics"]["update/dead_groups"] == (pytest.approx(1 / 3) if preset == "dapo" else 0)
     for name in ("loss/total", "policy/ratio_mean", "policy/entropy", "optim/grad_norm"):
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-6)

@@ -11,18 +11,19 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def run(output: Path, minibatches: int, processes: int) -> dict:
+def run(output: Path, minibatches: int, micro_batch: int, processes: int) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    script = ["-m", "tests.training.two_ranks_loop", str(minibatches), str(output)]
+    script = ["-m", "tests.training.two_ranks_loop", str(minibatches), str(micro_batch), str(output)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *(launcher if processes > 1 else []), *script]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)
     return torch.load(output)
 
 
-def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path):
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path, micro_batch):
     # the process with one group left can take one step only, so both do
-    one, two = run(tmp_path / "one.pt", 1, 1), run(tmp_path / "two.pt", 2, 2)
+    one, two = run(tmp_path / "one.pt", 1, 5, 1), run(tmp_path / "two.pt", 2, micro_batch, 2)
     assert one["steps"] == two["steps"] == 2
     for name, value in one["weights"].items():
         assert value.abs().max() > 0

@@ -52,10 +52,13 @@ class ToyPolicy(nn.Module):
         self.table = nn.Parameter(torch.zeros(tasks, LENGTH, WORDS))
         self.shared = nn.Parameter(torch.zeros(WORDS))
 
+    def bias(self):
+        return self.shared
+
     def forward(self, rollouts, *, view="original", temperature=1.0, want=frozenset({"logp"})):
         payload = rollouts.payload
         rows = torch.tensor(payload.tasks)[rollouts.group]
-        logp = torch.log_softmax((self.table[rows] + self.shared) / temperature, -1)
+        logp = torch.log_softmax((self.table[rows] + self.bias()) / temperature, -1)
         picked = logp.gather(-1, payload.ids[..., None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1) if "entropy" in want else None
         return TokenScores(picked, entropy, None)

@@ -10,21 +10,31 @@ import torch
 from mmrl.training.distributed import leave, make_accelerator, shard
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.trainer import Trainer
-from tests.training.toy import ToyConfig, ToyRecipe
+from tests.training.sharing import SharingRecipe
+from tests.training.toy import ToyConfig
 
 
-def main(preset: str, output: Path) -> None:
+def main(preset: str, micro_batch: int, output: Path) -> None:
     accelerator = make_accelerator()
     config = ToyConfig(
         preset=preset,
-        trainer=TrainerConfig(steps=1, tasks_per_step=6, samples_per_task=4, learning_rate=0.1, micro_batch=5),
+        trainer=TrainerConfig(
+            steps=1,
+            tasks_per_step=6,
+            samples_per_task=4,
+            learning_rate=0.1,
+            micro_batch=micro_batch,
+            skip_dead_groups=accelerator.num_processes > 1,
+        ),
     )
-    recipe = ToyRecipe(config)
+    recipe = SharingRecipe(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks, generator))
     rollouts.mask[::3, 2:] = 0.0  # ragged rows, so that ranks hold different numbers of tokens
     rollouts.reward[5] = float("nan")
+    if recipe.objective.kl is None:
+        rollouts.reward[rollouts.group % 2 == 1] = 1.0  # the second process has nothing to learn from
     trainer = Trainer(recipe, config, output, accelerator, None)
     mine = rollouts.select_groups(torch.tensor(shard(range(6), accelerator)))
     mine = recipe.annotate(trainer.policy, trainer.reference, mine)
@@ -37,4 +47,4 @@ def main(preset: str, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,6 +1,7 @@
 """Two steps of the whole loop where the processes have unequal work, shared by however many this is started with.
 
-`seen` is used by the first task only: one process never needs it, and the other one in its first micro-batch only.
+`seen` is used by the first task only: one process never needs it, and the other one in its first micro-batch only,
+where there are several.
 A filter leaves the processes unequal numbers of groups, fewer than the minibatches that are asked for.
 """
 
@@ -56,7 +57,7 @@ class FixedRecipe(ToyRecipe):
         return dataclasses.replace(output, loss=output.loss + 0.1 * extra)
 
 
-def main(minibatches: int, output: Path) -> None:
+def main(minibatches: int, micro_batch: int, output: Path) -> None:
     accelerator = make_accelerator()
     config = ToyConfig(
         preset="grpo",
@@ -66,7 +67,7 @@ def main(minibatches: int, output: Path) -> None:
             tasks_per_step=6,
             samples_per_task=4,
             learning_rate=0.1,
-            micro_batch=5,
+            micro_batch=micro_batch,
             minibatches_per_step=minibatches,
         ),
     )
@@ -87,4 +88,4 @@ def main(minibatches: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

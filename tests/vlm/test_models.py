@@ -96,7 +96,7 @@ def test_an_adapter_is_sampled_with(folder, policy):
     adapted = lora(folder)
     scramble(adapted, 0.2)
     rollouts = draw(adapted, ragged_tasks())
-    assert (scores(adapted, rollouts) - rollouts.logp_old).abs().max() < 1e-5
+    assert (scores(adapted, rollouts) - rollouts.logp_old).abs().max() < 3e-5
     assert (scores(policy, rollouts) - rollouts.logp_old).abs().max() > 0.01
 
 

@@ -197,8 +197,8 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(folder):
         for first in (visual.blocks[0].norm1, language.layers[0].input_layernorm):
             first.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         policy(rollouts).logp.sum().backward()
-    assert len(counts[plain]) == 2
-    assert len(counts[saving]) == 4
+    assert len(counts[plain]) == 3  # the tower, the prompts and the responses, each once
+    assert len(counts[saving]) == 6
     for one, two in zip(plain.parameters(), saving.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-5)
 
@@ -226,15 +226,37 @@ def test_cached_features_end_with_their_prompts_and_with_the_towers_weights(fold
     rollouts = draw(policy, ragged_tasks())
     before = policy(rollouts).logp
     assert len(policy.features) == 3
-    assert len(copy.deepcopy(policy).features) == 0
-    with torch.no_grad():  # as a moving-average reference does
+    with torch.no_grad():  # as loading other weights does
         for parameter in policy.network.model.visual.parameters():
             parameter.mul_(0.5)
-    fresh = copy.deepcopy(policy)
+    fresh = load_policy(ModelConfig(path=str(folder), freeze_vision=True))
+    fresh.load_state_dict(policy.state_dict())
     assert torch.equal(policy(rollouts).logp, fresh(rollouts).logp)
     assert not torch.equal(policy(rollouts).logp, before)
     del rollouts
     assert len(policy.features) == 0
+
+
+def test_a_copy_shares_a_frozen_tower_and_its_features(folder):
+    frozen = load_policy(ModelConfig(path=str(folder), freeze_vision=True))
+    rollouts = draw(frozen, ragged_tasks())
+    passes = []
+    frozen.network.model.visual.register_forward_hook(lambda *_: passes.append(1))
+    copied = copy.deepcopy(frozen)
+    assert torch.equal(copied(rollouts).logp, frozen(rollouts).logp)
+    assert not passes
+    free = copy.deepcopy(load_policy(ModelConfig(path=str(folder))))
+    assert free.features is not frozen.features
+    assert copied.prefixes is not frozen.prefixes
+
+
+def test_a_copy_of_a_trained_tower_is_its_own(folder):
+    free = load_policy(ModelConfig(path=str(folder)))
+    copied = copy.deepcopy(free)
+    with torch.no_grad():
+        next(free.network.model.visual.parameters()).add_(1.0)
+    mine, other = (next(p.network.model.visual.parameters()) for p in (free, copied))
+    assert not torch.equal(mine, other)
 
 
 def test_features_of_a_group_are_those_of_its_own_images(policy):

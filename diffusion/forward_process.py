@@ -1,0 +1,141 @@
+"""Noisy versions of finished images, for the methods that learn from x_0 alone (AWM, DiffusionNFT, ORW-CFM, AC-Flow).
+
+Shapes: B images, K draws of each, R = K * B rows, C channels, H x W latent pixels. sigma runs from 1 (noise) to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+__all__ = ["NoisyRows", "matched_velocities", "stack_timesteps"]
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""(latents (R, C, H, W), sigma (R,)) -> velocity (R, C, H, W)."""
+
+
+@dataclass(frozen=True)
+class NoisyRows:
+    """K noisy versions of each of B images as one batch, draw by draw: k0b0 k0b1 .. k1b0 .."""
+
+    latents: Tensor
+    """x_t = (1 - sigma) x_0 + sigma noise (R, C, H, W)."""
+    target: Tensor
+    """Velocity to match, noise - x_0 (R, C, H, W)."""
+    sigma: Tensor
+    """Time (R,) float32."""
+    image: Tensor
+    """Image that each row is a version of (R,) int64, on the CPU; selects its text rows and its advantage."""
+
+    def __len__(self) -> int:
+        return len(self.sigma)
+
+    def select(self, rows: slice) -> NoisyRows:
+        """Some of the rows, for a smaller batch; the draws stay what they are."""
+        return NoisyRows(self.latents[rows], self.target[rows], self.sigma[rows], self.image[rows])
+
+    def matching_error(self, velocity: Tensor) -> Tensor:
+        """Mean squared distance to the target over all but the first dimension.
+
+        Args:
+            velocity: (R, C, H, W).
+
+        Returns:
+            (R,) float32.
+        """
+        return (velocity.float() - self.target.float()).square().flatten(1).mean(1)
+
+
+def stack_timesteps(
+    images: Tensor,
+    draws: int,
+    *,
+    generator: torch.Generator,
+    sigma: Tensor | None = None,
+    group: Tensor | None = None,
+) -> NoisyRows:
+    """Draw K pairs of time and noise for each image and stack the noisy images as one batch.
+
+    Args:
+        images: x_0 (B, C, H, W).
+        draws: K, at least 1.
+        generator: source of times and noise; its device decides where they are drawn.
+        sigma: times (K,) for all images or (K, B), between 0 and 1; None draws them uniformly, one from each of K
+            equal intervals.
+        group: group of each image (B,) int64; images of a group then get the same K pairs, so that what differs
+            between them is the image alone. None = every image its own.
+
+    Returns:
+        The K * B rows. Cutting them into smaller batches changes none of them.
+
+    Raises:
+        UserError: shapes that do not fit, or times outside 0..1.
+    """
+    if draws < 1 or images.ndim < 2:
+        raise UserError(
+            f"draws={draws} must be at least 1 and images need a batch, their shape is {tuple(images.shape)}"
+        )
+    count = len(images)
+    sources, source = (count, torch.arange(count)) if group is None else _groups(group, count)
+    times = _stratified(draws, sources, generator)[:, source] if sigma is None else _checked(sigma, draws, count)
+    shape = (draws, sources, *images.shape[1:])
+    noise = torch.randn(shape, generator=generator, device=generator.device)[:, source]
+    noise, times = noise.to(images.device), times.to(images.device)
+    clean = images.detach().float().expand(draws, *images.shape)
+    weight = times.reshape(draws, count, *[1] * (images.ndim - 1))
+    return NoisyRows(
+        latents=((1 - weight) * clean + weight * noise).flatten(0, 1).to(images.dtype),
+        target=(noise - clean).flatten(0, 1),
+        sigma=times.flatten(),
+        image=torch.arange(count).repeat(draws),
+    )
+
+
+def matched_velocities(
+    policy: Velocity, anchors: Mapping[str, Velocity], noisy: NoisyRows
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Evaluate policy and anchors on the same pairs of time and noise.
+
+    With separate draws the distance between two velocities would contain the noise of both; with the same pair it is
+    zero for equal models.
+
+    Args:
+        policy: the model that learns.
+        anchors: models that it is compared with, by name: reference, EMA, old policy.
+        noisy: the rows.
+
+    Returns:
+        The policy's velocity and those of the anchors, each (R, C, H, W).
+
+    Gradient: through the policy only.
+    """
+    with torch.no_grad():
+        fixed = {name: anchor(noisy.latents, noisy.sigma) for name, anchor in anchors.items()}
+    return policy(noisy.latents, noisy.sigma), fixed
+
+
+def _groups(group: Tensor, count: int) -> tuple[int, Tensor]:
+    if group.shape != (count,):
+        raise UserError(f"group has the shape {tuple(group.shape)}; must be ({count},), one for each image")
+    distinct, source = torch.unique(group.cpu(), return_inverse=True)
+    return len(distinct), source
+
+
+def _stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
+    """One time in each of K equal intervals of 0..1 for each source (K, count)."""
+    offset = torch.rand(draws, count, generator=generator, device=generator.device)
+    lower = torch.arange(draws, device=generator.device)[:, None]
+    return (lower + offset) / draws
+
+
+def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
+    if sigma.shape not in ((draws,), (draws, count)):
+        raise UserError(f"sigma has the shape {tuple(sigma.shape)}; must be ({draws},) or ({draws}, {count})")
+    if not bool(((sigma >= 0) & (sigma <= 1)).all()):
+        raise UserError(f"sigma must be between 0 and 1, it runs from {sigma.min():.3g} to {sigma.max():.3g}")
+    return sigma.float().reshape(draws, -1).expand(draws, count)

@@ -1,0 +1,165 @@
+"""Velocities of a flow model: one transformer call with or without classifier-free guidance.
+
+Shapes: B rows (images), C channels, H x W latent pixels, L text tokens of width D, P width of the pooled embedding.
+sigma runs from 1 (noise) to 0 (image); velocity = noise - image, as Stable Diffusion 3 and FLUX have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.conditioning import TextRows
+from mmrl.errors import UserError
+
+__all__ = ["GuidedVelocity", "Sd3Transformer", "VelocityModel", "euler_ode"]
+
+VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(latents (B, C, H, W), sigma (B,), tokens (B, L, D), pooled (B, P)) -> velocity (B, C, H, W)."""
+
+
+class Sd3Transformer:
+    """A diffusers SD3Transformer2DModel as `VelocityModel`.
+
+    Args:
+        transformer: the module, plain or wrapped.
+        train_timesteps: what sigma = 1 is called in the transformer's own time.
+    """
+
+    def __init__(self, transformer: Any, train_timesteps: int = 1000) -> None:
+        self.transformer = transformer
+        self.train_timesteps = train_timesteps
+
+    def __call__(self, latents: Tensor, sigma: Tensor, tokens: Tensor, pooled: Tensor) -> Tensor:
+        """Velocity (B, C, H, W) in the transformer's dtype."""
+        velocity: Tensor = self.transformer(
+            hidden_states=latents,
+            timestep=sigma * self.train_timesteps,
+            encoder_hidden_states=tokens,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+class GuidedVelocity:
+    """Velocity of fixed text rows, negative + scale * (positive - negative), from one call of twice the rows.
+
+    The text rows are laid out at the first step and then serve every one. Scale 1 needs the positive half only, scale 0
+    the negative half only; the other half is then not computed.
+
+    Args:
+        model: the flow model.
+        text: positive text of B rows.
+        negative: negative text of the same B rows, or of one row that all share; not needed with scale 1.
+        scale: guidance scale w; 1 = no guidance.
+        together: whether both halves go through the model in one call of 2 B rows or in two of B.
+        detach_negative: leave the negative half out of the gradient. It then gets a call of its own without a graph
+            wherever gradients are on, which saves its backward pass.
+
+    Raises:
+        UserError: the scale is not finite, or guidance without a negative prompt for every row.
+
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598), eq. 6 with w = 1 + theirs;
+        `detach_negative` as in yifan123/flow_grpo scripts/train_sd3.py.
+    """
+
+    def __init__(
+        self,
+        model: VelocityModel,
+        text: TextRows,
+        negative: TextRows | None = None,
+        scale: float = 1.0,
+        *,
+        together: bool = True,
+        detach_negative: bool = False,
+    ) -> None:
+        if not math.isfinite(scale):
+            raise UserError(f"guidance scale is {scale}; must be finite")
+        self.model = model
+        self.scale = scale
+        self.together = together
+        self.detach_negative = detach_negative
+        self._positive = None if scale == 0.0 else text
+        self._negative = None if scale == 1.0 else _negative_rows(negative, len(text), scale)
+
+    @property
+    def halves(self) -> int:
+        """Model rows that one image costs at each step: 1 or 2."""
+        return (self._positive is not None) + (self._negative is not None)
+
+    def __call__(self, latents: Tensor, sigma: Tensor) -> Tensor:
+        """Evaluate the guided velocity.
+
+        Args:
+            latents: x_t (B, C, H, W).
+            sigma: time of each row (B,), or of all of them ().
+
+        Returns:
+            Velocity (B, C, H, W) in the model's dtype.
+
+        Gradient: through both halves, or with `detach_negative` through the positive one only.
+        """
+        sigma = sigma.expand(len(latents))
+        if self._negative is None:
+            return self.model(latents, sigma, *self._positive_text)
+        if self._positive is None:
+            return self.model(latents, sigma, *self._negative_text)
+        apart = not self.together or (self.detach_negative and torch.is_grad_enabled())
+        if apart:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach_negative):
+                negative = self.model(latents, sigma, *self._negative_text)
+            positive = self.model(latents, sigma, *self._positive_text)
+        else:
+            both = self.model(torch.cat([latents, latents]), torch.cat([sigma, sigma]), *self._both_texts)
+            negative, positive = both.chunk(2)
+        return negative + self.scale * (positive - negative)
+
+    @cached_property
+    def _positive_text(self) -> tuple[Tensor, Tensor]:
+        assert self._positive is not None
+        return self._positive.expanded()
+
+    @cached_property
+    def _negative_text(self) -> tuple[Tensor, Tensor]:
+        assert self._negative is not None
+        return self._negative.expanded()
+
+    @cached_property
+    def _both_texts(self) -> tuple[Tensor, Tensor]:
+        assert self._negative is not None
+        assert self._positive is not None
+        return self._negative.followed_by(self._positive).expanded()
+
+
+def euler_ode(velocity: Callable[[Tensor, Tensor], Tensor], latents: Tensor, sigmas: Tensor) -> Tensor:
+    """Follow the flow from noise to image: x <- x + (sigma' - sigma) v(x, sigma).
+
+    Args:
+        velocity: (latents (B, C, H, W), sigma ()) -> velocity (B, C, H, W).
+        latents: noise (B, C, H, W).
+        sigmas: grid (S + 1,) float32, descending from about 1 to 0; `scheduler.sigmas` after `set_timesteps(S)`.
+
+    Returns:
+        Latents of the images (B, C, H, W) in the dtype of `latents`; the steps are added up in float32.
+    """
+    for sigma, following in pairwise(sigmas):
+        step = (following - sigma) * velocity(latents, sigma.to(latents.device)).float()
+        latents = (latents.float() + step).to(latents.dtype)
+    return latents
+
+
+def _negative_rows(negative: TextRows | None, rows: int, scale: float) -> TextRows:
+    if negative is None:
+        raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
+    if len(negative) == 1:
+        return negative.select(torch.zeros(rows, dtype=torch.int64))
+    if len(negative) != rows:
+        raise UserError(f"there are {len(negative)} negative text rows for {rows} rows; must be 1 or {rows}")
+    return negative

@@ -1,0 +1,358 @@
+"""Tiny random Stable Diffusion 3 pipelines, saved as ordinary pipeline folders.
+
+Only sizes and weights are toy: transformer, autoencoder, text encoders, tokenizers, scheduler and the files are of the
+released classes, so whatever runs on the folder also runs on a downloaded one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+
+__all__ = ["TinySd3Sizes", "build_tiny_sd3", "clip_text_model", "clip_tokenizer", "t5_text_model", "t5_tokenizer"]
+
+CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
+CLIP_WORD_END = "</w>"
+T5_PAD, T5_END, T5_UNKNOWN, T5_SPACE = "<pad>", "</s>", "<unk>", "▁"
+PIXELS_PER_LATENT_DOUBLING = 2
+
+
+@dataclass(frozen=True)
+class TinySd3Sizes:
+    """Sizes of a tiny Stable Diffusion 3 pipeline; the defaults give 0.6 million parameters in the transformer."""
+
+    layers: int = 4
+    """Blocks of the transformer."""
+    heads: int = 4
+    """Attention heads of the transformer and of the text encoders."""
+    head_width: int = 16
+    """Width of one head of the transformer."""
+    patch: int = 2
+    """Latent pixels on a side of one image token."""
+    latent_size: int = 8
+    """Latent pixels on a side; images have 2 ** (len(vae_widths) - 1) times as many."""
+    latent_channels: int = 4
+    """Channels of a latent."""
+    vae_widths: tuple[int, ...] = (8, 16, 16)
+    """Channels of the autoencoder's levels, multiples of 4."""
+    text_width: int = 128
+    """Width of a text token as the transformer gets it; each CLIP encoder is half as wide."""
+    clip_layers: int = 2
+    """Layers of the two CLIP text encoders; the embedding is the state before the last one."""
+    clip_tokens: int = 16
+    """Longest prompt of the CLIP encoders in tokens, start and end counted."""
+    pooled_width: int = 64
+    """Width of the pooled text embedding, half of it from each CLIP encoder."""
+    t5_layers: int = 1
+    """Layers of the T5 encoder; with 0 the pipeline has none and puts zeros in the place of its tokens."""
+    vocab_size: int = 1000
+    """Most tokens of each tokenizer, counting the 512 byte symbols of CLIP."""
+
+    @property
+    def width(self) -> int:
+        """Width of the transformer."""
+        return self.heads * self.head_width
+
+    def validate(self) -> None:
+        """Check that the sizes fit together; raises UserError."""
+        for name, value in vars(self).items():
+            if name not in ("vae_widths", "t5_layers") and value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if not self.vae_widths or any(width < 4 or width % 4 for width in self.vae_widths):
+            raise UserError(f"vae_widths={self.vae_widths} must be multiples of 4")
+        if self.text_width % (2 * self.heads) or self.pooled_width % 2:
+            raise UserError(
+                f"text_width={self.text_width} must be a multiple of 2*heads={2 * self.heads}, "
+                f"pooled_width={self.pooled_width} of 2"
+            )
+        if self.latent_size % self.patch:
+            raise UserError(f"latent_size={self.latent_size} must be a multiple of patch={self.patch}")
+
+
+def build_tiny_sd3(
+    path: Path | str,
+    *,
+    corpus: Sequence[str],
+    sizes: TinySd3Sizes | None = None,
+    shift: float = 3.0,
+    seed: int = 0,
+) -> Path:
+    """Build a small random Stable Diffusion 3 pipeline with its own tokenizers and save it as a pipeline folder.
+
+    Args:
+        path: folder to write; created with its parents.
+        corpus: captions that the tokenizers learn their words from.
+        sizes: sizes; None is `TinySd3Sizes()`.
+        shift: timestep shift of the scheduler; 3 is that of the released models.
+        seed: seed of the random weights; the global generator is left alone.
+
+    Returns:
+        The folder, which `StableDiffusion3Pipeline.from_pretrained` loads; without a T5 encoder only when it is told
+        `text_encoder_3=None, tokenizer_3=None`, as with a released folder without one.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+    import torch
+
+    ensure_torchvision()
+    sizes = sizes or TinySd3Sizes()
+    sizes.validate()
+    path = Path(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = _assemble(sizes, corpus, shift)
+    path.mkdir(parents=True, exist_ok=True)
+    with quiet_transformers():
+        pipeline.save_pretrained(path)
+    return path
+
+
+def _assemble(sizes: TinySd3Sizes, corpus: Sequence[str], shift: float) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    tokenizer = clip_tokenizer(corpus, sizes.vocab_size, sizes.clip_tokens)
+    projection = sizes.pooled_width // 2
+    encoders = [
+        clip_text_model(
+            tokenizer, sizes.text_width // 2, sizes.clip_layers, sizes.heads, sizes.clip_tokens, projection=projection
+        )
+        for _ in range(2)
+    ]
+    long_tokenizer, long_encoder = None, None
+    if sizes.t5_layers:
+        long_tokenizer = t5_tokenizer(corpus, sizes.vocab_size)
+        long_encoder = t5_text_model(long_tokenizer, sizes.text_width, sizes.t5_layers, sizes.heads)
+    return StableDiffusion3Pipeline(
+        transformer=_transformer(sizes),
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=shift),
+        vae=_autoencoder(sizes),
+        text_encoder=encoders[0],
+        tokenizer=tokenizer,
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizer,
+        text_encoder_3=long_encoder,
+        tokenizer_3=long_tokenizer,
+    )
+
+
+def _transformer(sizes: TinySd3Sizes) -> Any:
+    from diffusers import SD3Transformer2DModel
+
+    transformer: Any = SD3Transformer2DModel(
+        sample_size=sizes.latent_size,
+        patch_size=sizes.patch,
+        in_channels=sizes.latent_channels,
+        out_channels=sizes.latent_channels,
+        num_layers=sizes.layers,
+        attention_head_dim=sizes.head_width,
+        num_attention_heads=sizes.heads,
+        joint_attention_dim=sizes.text_width,
+        caption_projection_dim=sizes.width,
+        pooled_projection_dim=sizes.pooled_width,
+        pos_embed_max_size=sizes.latent_size // sizes.patch,
+        qk_norm="rms_norm",
+    )
+    return transformer.eval()
+
+
+def _autoencoder(sizes: TinySd3Sizes) -> Any:
+    from diffusers import AutoencoderKL
+
+    levels = len(sizes.vae_widths)
+    autoencoder: Any = AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
+        block_out_channels=sizes.vae_widths,
+        layers_per_block=1,
+        latent_channels=sizes.latent_channels,
+        norm_num_groups=4,
+        sample_size=sizes.latent_size * PIXELS_PER_LATENT_DOUBLING ** (levels - 1),
+        scaling_factor=1.0,
+        shift_factor=0.0,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    return autoencoder.eval()
+
+
+def clip_text_model(
+    tokenizer: Any, width: int, layers: int, heads: int, tokens: int, *, projection: int | None = None
+) -> Any:
+    """Build a random CLIP text encoder.
+
+    Args:
+        tokenizer: its tokenizer.
+        width: width of a token.
+        layers: layers.
+        heads: attention heads, a divisor of width.
+        tokens: longest prompt in tokens.
+        projection: width of the pooled output; None is a model without projection, as FLUX has it.
+
+    Returns:
+        CLIPTextModelWithProjection, or CLIPTextModel without a projection, in evaluation mode.
+    """
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=tokens,
+        projection_dim=projection or width,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = CLIPTextModel(config) if projection is None else CLIPTextModelWithProjection(config)
+    _spread_embeddings(model)
+    return model.eval()
+
+
+def t5_text_model(tokenizer: Any, width: int, layers: int, heads: int) -> Any:
+    """Build a random T5 encoder.
+
+    Args:
+        tokenizer: its tokenizer.
+        width: width of a token, a multiple of heads.
+        layers: layers.
+        heads: attention heads.
+
+    Returns:
+        T5EncoderModel in evaluation mode.
+    """
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_heads=heads,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return T5EncoderModel(config).eval()
+
+
+def _spread_embeddings(model: Any) -> None:
+    """Draw token embeddings so large that prompts differ; at the usual 0.02 all of them look alike."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("token_embedding.weight"):
+                weight.normal_(0.0, 1.0)
+            elif name.endswith("position_embedding.weight"):
+                weight.normal_(0.0, 0.3)
+
+
+def clip_tokenizer(corpus: Sequence[str], vocab_size: int, max_tokens: int) -> Any:
+    """Train a CLIP tokenizer: byte-level BPE with an end-of-word mark, start and end tokens last.
+
+    Args:
+        corpus: texts to learn merges from.
+        vocab_size: most tokens; 514 of them are the bytes inside and at the end of a word, start and end.
+        max_tokens: longest prompt in tokens, start and end counted.
+
+    Returns:
+        A CLIPTokenizer that pads with its end token.
+
+    Raises:
+        UserError: the vocabulary is too small for the bytes.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols = [*alphabet, *(symbol + CLIP_WORD_END for symbol in alphabet)]
+    room = vocab_size - len(symbols) - 2
+    if room < 0:
+        raise UserError(f"vocab_size={vocab_size} is too small: CLIP's bytes and marks are {len(symbols) + 2} tokens")
+    core = CLIPTokenizer().backend_tokenizer
+    words = Counter(
+        word for text in corpus for word, _ in core.pre_tokenizer.pre_tokenize_str(core.normalizer.normalize_str(text))
+    )
+    merges = learn_merges(words, room)
+    tokens = dict.fromkeys([*symbols, *map("".join, merges), CLIP_START, CLIP_END])
+    pairs: Any = merges
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocabulary, merges=pairs, model_max_length=max_tokens)
+
+
+def learn_merges(words: Mapping[str, int], most: int) -> list[tuple[str, str]]:
+    """Learn byte-pair merges; ties are broken by spelling, so that equal words give equal merges.
+
+    The trainer of the tokenizers library numbers end-of-word symbols in the order of a hash table, differently in
+    every process.
+
+    Args:
+        words: how often each word occurs, one character a byte.
+        most: merges at most.
+
+    Returns:
+        Pairs in the order in which they were learnt.
+    """
+    spelled = {word: [*word[:-1], word[-1] + CLIP_WORD_END] for word in sorted(words)}
+    merges: list[tuple[str, str]] = []
+    while len(merges) < most:
+        pairs = Counter[tuple[str, str]]()
+        for word, parts in spelled.items():
+            for pair in pairwise(parts):
+                pairs[pair] += words[word]
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        spelled = {word: _joined(parts, best) for word, parts in spelled.items()}
+    return merges
+
+
+def _joined(parts: list[str], pair: tuple[str, str]) -> list[str]:
+    joined: list[str] = []
+    for part in parts:
+        if joined and (joined[-1], part) == pair:
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
+
+
+def t5_tokenizer(corpus: Sequence[str], vocab_size: int) -> Any:
+    """Count a T5 tokenizer: a unigram model of the corpus's words, and its characters for all other words.
+
+    Args:
+        corpus: texts whose words are counted.
+        vocab_size: most tokens.
+
+    Returns:
+        A T5Tokenizer without sentinels.
+    """
+    from transformers import T5Tokenizer
+
+    counts = Counter(word for text in corpus for word in re.findall(r"\S+", text))
+    characters = sorted({character for word in counts for character in word} | set(map(chr, range(33, 127))))
+    total = sum(counts.values()) + 1
+    special = [(token, 0.0) for token in (T5_PAD, T5_END, T5_UNKNOWN)]
+    # a word's own piece beats its characters, whatever its length
+    single = [(character, -math.log(total) - 10.0) for character in [T5_SPACE, *characters]]
+    room = max(vocab_size - len(special) - len(single), 0)
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:room]
+    words = [(T5_SPACE + word, math.log(count / total)) for word, count in ranked]
+    return T5Tokenizer(vocab=[*special, *single, *words], extra_ids=0)

@@ -1,0 +1,56 @@
+"""Benchmarks that anyone can repeat: arms in processes of their own, in turns, with counted floors beside the times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mmrl.bench.harness import BenchOptions
+
+__all__ = ["ROOMS", "run"]
+
+ROOMS = ("vlm", "diffusion", "sim")
+
+
+def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str, bool]:
+    """Run the comparisons of a room; progress and a table go to standard error.
+
+    Args:
+        room: row of `ROOMS`.
+        options: what to run and how often.
+        out: file that the result is written to as well.
+
+    Returns:
+        The result as JSON text, and whether every arm ran and every check passed.
+
+    Raises:
+        UserError: an option does not fit, or the room is not installed.
+    """
+    from mmrl.bench.harness import progress
+    from mmrl.bench.report import describe_machine, describe_versions, settings_of, table
+
+    options.validate()
+    try:
+        module = importlib.import_module(f"mmrl.bench.{room}")
+    except ModuleNotFoundError as error:
+        raise UserError(f"`mmrl bench {room}` needs {error.name}, which is not installed") from error
+    comparisons = module.compare(options)
+    result = {
+        "bench": room,
+        "settings": settings_of(options),
+        "versions": describe_versions(),
+        "machine": describe_machine(options),
+        "comparisons": comparisons,
+        "failed": [name for name, found in comparisons.items() if found["failed"]],
+    }
+    text = json.dumps(result, indent=1)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(f"{text}\n", encoding="utf-8")
+    progress(table(comparisons))
+    return text, not result["failed"]

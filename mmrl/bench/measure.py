@@ -1,0 +1,238 @@
+"""What an arm measures inside its own process: CPU seconds, wall seconds and peak memory, all by stage."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PeakMemory", "Recorder", "Stopwatch", "repeat"]
+
+MEBIBYTE = 2**20
+WHOLE = "total"
+"""Stage that spans a repetition."""
+
+
+class PeakMemory:
+    """Largest memory in MB while each stage was open, over that at the start.
+
+    Resident memory of the process, or allocated memory of the GPU. Where the system does not let a process reset its
+    own peak, the peak of a stage is the largest until its end.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.by_stage: dict[str, float] = {}
+        self._read = _CudaMemory() if device == "cuda" else _ResidentMemory()
+        self._open: list[str] = []
+        self._start = 0.0
+
+    def start(self) -> None:
+        """Count from here: memory that nobody uses any more is given back first."""
+        gc.collect()
+        self._read.trim()
+        self._read.reset()
+        self._start = self._read.now_mb()
+
+    def held_mb(self) -> float:
+        """What is in use now, over the start."""
+        gc.collect()
+        self._read.trim()
+        return self._read.now_mb() - self._start
+
+    def enter(self, stage: str) -> None:
+        """A stage begins; stages may lie in one another."""
+        self._note()
+        self._open.append(stage)
+
+    def leave(self, stage: str) -> None:
+        """A stage ends."""
+        self._note()
+        self._open.remove(stage)
+
+    def _note(self) -> None:
+        peak = self._read.peak_mb() - self._start
+        for stage in self._open:
+            self.by_stage[stage] = max(self.by_stage.get(stage, 0.0), peak)
+        self._read.reset()
+
+
+class Stopwatch:
+    """Seconds of one repetition by stage; a stage that is entered again adds up.
+
+    Args:
+        memory: told when stages begin and end.
+        device: "cpu" or "cuda"; on a GPU wall seconds are those between two CUDA events.
+    """
+
+    def __init__(self, memory: PeakMemory, device: str = "cpu") -> None:
+        self.cpu_s: dict[str, float] = {}
+        self.wall_s: dict[str, float] = {}
+        self._memory = memory
+        self._clock = _CudaClock if device == "cuda" else _WallClock
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to a stage."""
+        self._memory.enter(name)
+        clock = self._clock()
+        cpu = time.process_time()
+        try:
+            yield
+        finally:
+            wall = clock.stop()
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + time.process_time() - cpu
+            self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
+            self._memory.leave(name)
+
+
+class Recorder:
+    """Measures the repetitions of an arm; the first one warms up and counts for memory only.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.memory = PeakMemory(device)
+        self.watch = Stopwatch(self.memory, device)
+        self._laps: list[Stopwatch] = []
+        self._held = 0.0
+        self._whole = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Begin the warm-up; whatever the repetitions share has been set up."""
+        self.memory.start()
+        self._begin()
+
+    def lap(self) -> None:
+        """End a repetition and begin the next."""
+        self._whole.close()
+        self._laps.append(self.watch)
+        if len(self._laps) == 1:
+            self._held = self.memory.held_mb()
+        self._begin()
+
+    def result(self) -> dict[str, Any]:
+        """What was measured.
+
+        Returns:
+            cpu_s and wall_s: median seconds of a repetition by stage, the whole of it as "total"; peak_mb: peak
+            memory by stage over what was in use before the warm-up, so gradients and optimiser states count;
+            held_mb: what the warm-up left in use, such as optimiser states.
+        """
+        counted = self._laps[1:]
+        return {
+            "cpu_s": _medians([watch.cpu_s for watch in counted]),
+            "wall_s": _medians([watch.wall_s for watch in counted]),
+            "peak_mb": dict(self.memory.by_stage),
+            "held_mb": self._held,
+        }
+
+    def _begin(self) -> None:
+        self.watch = Stopwatch(self.memory, self.device)
+        self._whole.enter_context(self.watch.stage(WHOLE))
+
+
+def repeat(body: Callable[[Stopwatch], None], repetitions: int, device: str = "cpu") -> dict[str, Any]:
+    """Run a body once to warm up and then some times that count.
+
+    Args:
+        body: one repetition; it may time stages with the stopwatch that it is given.
+        repetitions: repetitions that count, at least 1.
+        device: "cpu" or "cuda".
+
+    Returns:
+        `Recorder.result`.
+    """
+    recorder = Recorder(device)
+    recorder.start()
+    for _ in range(repetitions + 1):
+        body(recorder.watch)
+        recorder.lap()
+    return recorder.result()
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+
+
+class _WallClock:
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._started
+
+
+class _CudaClock:
+    def __init__(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._start.record()
+
+    def stop(self) -> float:
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1000.0
+
+
+class _ResidentMemory:
+    """Resident set of this process as Linux counts it."""
+
+    def now_mb(self) -> float:
+        return self._status("VmRSS")
+
+    def peak_mb(self) -> float:
+        return self._status("VmHWM")
+
+    def reset(self) -> None:
+        with contextlib.suppress(OSError):  # a container may forbid it
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def trim(self) -> None:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has no such call
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    def _status(self, key: str) -> float:
+        try:
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        except OSError:  # not Linux
+            return float("nan")
+        return next((float(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:")), float("nan"))
+
+
+class _CudaMemory:
+    """Memory that torch has allocated on the current GPU."""
+
+    def now_mb(self) -> float:
+        import torch
+
+        return torch.cuda.memory_allocated() / MEBIBYTE
+
+    def peak_mb(self) -> float:
+        import torch
+
+        return torch.cuda.max_memory_allocated() / MEBIBYTE
+
+    def reset(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def trim(self) -> None:
+        pass

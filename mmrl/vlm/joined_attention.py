@@ -1,0 +1,313 @@
+"""Attention of responses that share a prompt: the prompt's keys and values exist once for the whole group.
+
+A response attends to its prompt and to itself. The two parts run as two ordinary attention kernels and are joined
+through their log-sum-exps; in the backward pass each part's own backward kernel is given the joined output and
+log-sum-exp, so that its softmax is that of the whole and the gradients of the two parts add up.
+
+Source: the joining rule of blockwise attention (Liu et al., Ring Attention, arXiv 2310.01889, section 3); one prefix
+for many continuations as in Hydragen (arXiv 2402.05099) and Prefix Grouper (arXiv 2506.05433).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+__all__ = ["joined_attention"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def joined_attention(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, prompt_real: Tensor | None, scale: float
+) -> Tensor:
+    """Attend from every response to its prompt and, causally, to itself.
+
+    Args:
+        q: (N, G, T, H, d) queries of G responses to each of N prompts, padded at the end.
+        k: (N, G, T, Hk, d) their keys; Hk divides H.
+        v: (N, G, T, Hk, d) their values.
+        prompt_k: (N, Hk, P, d) keys of the prompts, padded at the end.
+        prompt_v: (N, Hk, P, d) values of the prompts.
+        prompt_real: (N, P) bool, False on padding; None where nothing is padded.
+        scale: factor of the products of queries and keys.
+
+    Returns:
+        (N, G, T, H, d); what stands at padded places has no meaning.
+
+    Gradient: through all five, into prompt_k and prompt_v summed over the group; once (no second derivatives).
+    """
+    kernels = kernels_for(q.device.type, q.dtype)
+    if kernels is None:
+        return _dense(q, k, v, prompt_k, prompt_v, prompt_real, scale)
+    return _Joined.apply(q, k, v, prompt_k, prompt_v, _bias(prompt_real, q), scale, kernels)  # type: ignore[no-any-return]
+
+
+class Kernels(NamedTuple):
+    """Attention kernels that give and take log-sum-exps."""
+
+    forward: Callable[..., tuple[Any, ...]]
+    """q, k, v, bias, causal, scale -> output, log-sum-exp, further tensors for the backward pass."""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """gradient, q, k, v, bias, output, log-sum-exp, further tensors, causal, scale -> gradients of q, k, v."""
+
+
+class _Joined(torch.autograd.Function):
+    """Attention of responses (N, G, T, H, d) to prompts (N, Hk, P, d) and to themselves (N, G, T, Hk, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompt_k: Tensor,
+        prompt_v: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        ctx.options = (scale, kernels)
+        shape = q.shape
+        heads = k.shape[3]
+        far, far_lse, far_rest = kernels.forward(_fold(q, heads), prompt_k, prompt_v, bias, False, scale)
+        near, near_lse, near_rest = kernels.forward(_rows(q), *_repeat(k, v, shape[3]), None, True, scale)
+        far_lse, near_lse = _unfold_lse(far_lse, shape, heads), near_lse.unflatten(0, shape[:2])
+        lse = torch.logaddexp(far_lse, near_lse)  # (N, G, H, T)
+        out = _unfold(far, shape, heads).to(lse.dtype) * _weight(far_lse, lse)
+        out += near.transpose(1, 2).unflatten(0, shape[:2]).to(lse.dtype) * _weight(near_lse, lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, prompt_k, prompt_v, bias, out, lse, *far_rest, *near_rest)
+        ctx.rest = len(far_rest)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, prompt_k, prompt_v, bias, out, lse, *rest = ctx.saved_tensors
+        scale, kernels = ctx.options
+        shape, heads = q.shape, k.shape[3]
+        grad = grad.to(q.dtype)
+        far_q, far_k, far_v = kernels.backward(
+            _fold(grad, heads),
+            _fold(q, heads),
+            prompt_k,
+            prompt_v,
+            bias,
+            _fold(out, heads),
+            _fold_lse(lse, heads),
+            rest[: ctx.rest],
+            False,
+            scale,
+        )
+        near_q, near_k, near_v = kernels.backward(
+            _rows(grad),
+            _rows(q),
+            *_repeat(k, v, shape[3]),
+            None,
+            _rows(out),
+            lse.flatten(0, 1),
+            rest[ctx.rest :],
+            True,
+            scale,
+        )
+        grad_q = _unfold(far_q, shape, heads) + near_q.transpose(1, 2).unflatten(0, shape[:2])
+        grad_k, grad_v = (_sum_repeats(x, k.shape) for x in (near_k, near_v))
+        return grad_q, grad_k, grad_v, far_k, far_v, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(N, G, T, H, d) as (N G, H, T, d)."""
+    return x.flatten(0, 1).transpose(1, 2)
+
+
+def _repeat(k: Tensor, v: Tensor, query_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (N, G, T, Hk, d), one for each query head: (N G, H, T, d)."""
+    times = query_heads // k.shape[3]
+    return tuple(_rows(x.repeat_interleave(times, 3) if times > 1 else x) for x in (k, v))  # type: ignore[return-value]
+
+
+def _sum_repeats(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Gradient (N G, H, T, d) of repeated heads as that of the heads, (N, G, T, Hk, d)."""
+    return grad.transpose(1, 2).unflatten(0, shape[:2]).unflatten(3, (shape[3], -1)).sum(4)
+
+
+def _fold(x: Tensor, heads: int) -> Tensor:
+    """Queries of a group as one long query sequence for each key head: (N, G, T, H, d) to (N, Hk, r G T, d)."""
+    return x.unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5).flatten(2, 4)
+
+
+def _unfold(x: Tensor, shape: torch.Size, heads: int) -> Tensor:
+    """Inverse of `_fold`."""
+    _, g, t, h, _ = shape
+    return x.unflatten(2, (h // heads, g, t)).permute(0, 3, 4, 1, 2, 5).flatten(3, 4)
+
+
+def _fold_lse(lse: Tensor, heads: int) -> Tensor:
+    """(N, G, H, T) to (N, Hk, r G T)."""
+    return lse.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 4)
+
+
+def _unfold_lse(lse: Tensor, shape: torch.Size, heads: int) -> Tensor:
+    """Inverse of `_fold_lse`."""
+    _, g, t, h, _ = shape
+    return lse.unflatten(2, (h // heads, g, t)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _weight(part: Tensor, whole: Tensor) -> Tensor:
+    """Share of a part in the softmax, (N, G, H, T) to (N, G, T, H, 1)."""
+    return (part - whole).exp_().transpose(2, 3)[..., None]
+
+
+def _bias(real: Tensor | None, like: Tensor) -> Tensor | None:
+    """Additive mask (N, 1, 1, P) of the prompts' padding."""
+    if real is None:
+        return None
+    bias = torch.zeros(real.shape, dtype=like.dtype, device=like.device)
+    return bias.masked_fill(~real, float("-inf"))[:, None, None]
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, real: Tensor | None, scale: float
+) -> Tensor:
+    """The same attention with one dense mask over prompt and responses, for devices without the kernels."""
+    n, g, t = q.shape[:3]
+    own = torch.eye(g, dtype=torch.bool, device=q.device)[:, None, :, None]
+    causal = torch.ones(t, t, dtype=torch.bool, device=q.device).tril()[None, :, None, :]
+    near = (own & causal).reshape(g * t, g * t).expand(n, -1, -1)
+    width = prompt_k.shape[2]
+    far = torch.ones((n, 1, width), dtype=torch.bool, device=q.device) if real is None else real[:, None]
+    mask = torch.cat([far.expand(n, g * t, width), near], 2)[:, None]
+    keys, values = (
+        torch.cat([prompt, x.flatten(1, 2).transpose(1, 2)], 2) for prompt, x in ((prompt_k, k), (prompt_v, v))
+    )
+    out = functional.scaled_dot_product_attention(
+        q.flatten(1, 2).transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2).unflatten(1, (g, t))
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Any, ...]:
+    mask = None if bias is None else bias.expand(-1, -1, q.shape[2], -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return out, lse, ()
+
+
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rest: tuple[Tensor, ...],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = None if bias is None else bias.expand(-1, -1, q.shape[2], -1)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Any, ...]:
+    out, lse, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, _aligned(bias, q), True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]], (seed, offset)
+
+
+def _cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rest: tuple[Tensor, ...],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = -(-lse.shape[-1] // 32) * 32  # the kernel lays its log-sum-exps out in blocks of 32 queries
+    lse = functional.pad(lse, (0, padded - lse.shape[-1]), value=float("inf")).contiguous()
+    needed = (True, True, True, False)
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, _aligned(bias, q), out, lse, *rest, 0.0, needed, causal, scale=scale
+    )
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask whose rows start at multiples of 16 elements, which the kernel asks for."""
+    if bias is None:
+        return None
+    width = bias.shape[-1]
+    padded = functional.pad(bias, (0, -width % 16))[..., :width]
+    return padded.expand(-1, q.shape[1], q.shape[2], -1)
+
+
+@functools.cache
+def kernels_for(device: str, dtype: torch.dtype) -> Kernels | None:
+    """Kernels of a device that agree with the dense form; None where there are none.
+
+    Args:
+        device: type of device, such as "cpu".
+        dtype: of queries, keys and values.
+    """
+    kernels = KERNELS.get(device)
+    if kernels is None:
+        return None
+    try:
+        error = _largest_error(kernels, device, dtype)
+        problem = f"is off by {error:.1e}" if error > TOLERANCE.get(dtype, 1e-4) else ""
+    except (RuntimeError, NotImplementedError) as failure:
+        problem = f"failed: {failure}"
+    if problem:
+        LOGGER.warning("joined attention on %s for %s %s; dense masks are used instead", device, dtype, problem)
+        return None
+    return kernels
+
+
+def _largest_error(kernels: Kernels, device: str, dtype: torch.dtype) -> float:
+    """Relative error of output and gradients against the dense form, on a small ragged case."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 5, 4, 32), (2, 3, 5, 2, 32), (2, 3, 5, 2, 32), (2, 2, 11, 32), (2, 2, 11, 32)]
+    exact: Any = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    joined = [x.detach().clone().requires_grad_() for x in exact]
+    weight = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    real = torch.arange(11, device=device) < torch.tensor([[11], [7]], device=device)
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        q, k, v, prompt_k, prompt_v = exact
+        outputs = [
+            _dense(q, k, v, prompt_k, prompt_v, real, 0.3),
+            _Joined.apply(*joined, _bias(real, joined[0]), 0.3, kernels),
+        ]
+        for out in outputs:
+            (out * weight).sum().backward()
+    pairs = [outputs, *zip([x.grad for x in exact], [x.grad for x in joined], strict=True)]
+    return max(float((b.detach() - a.detach()).norm() / a.detach().norm()) for a, b in pairs)
+
+
+KERNELS: dict[str, Kernels] = {
+    "cpu": Kernels(_cpu_forward, _cpu_backward),
+    "cuda": Kernels(_cuda_forward, _cuda_backward),
+}
+
+TOLERANCE: dict[torch.dtype, float] = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 5e-3,
+}
+"""Relative error of output and gradients up to which kernels are trusted."""

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.core.catalogue import get
+from mmrl.training.distributed import _buckets
+from mmrl.training.recipe import Recipe
+from tests.training.conftest import weights
+from tests.training.sharing import SharingRecipe
+from tests.training.toy import ToyPolicy, ToyRecipe
+
+
+def prepared(trainer, solved=()):
+    """Rollouts of a step with advantages; the groups named are solved by all of their samples."""
+    rollouts, _ = trainer.collect()
+    for group in solved:
+        rollouts.reward[rollouts.group == group] = 1.0
+    rollouts = trainer.recipe.annotate(trainer.policy, trainer.reference, rollouts)
+    return trainer.recipe.advantages(rollouts, trainer.accelerator)
+
+
+def as_close(first, second):
+    for a, b in zip(weights(first), weights(second), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [5, 3])
+def test_what_micro_batches_share_is_computed_once_and_changes_nothing(make_trainer, size):
+    whole, cut = (make_trainer(recipe=SharingRecipe, micro_batch=micro_batch, epochs=2) for micro_batch in (0, size))
+    for trainer in (whole, cut):
+        start = weights(trainer)
+        trainer.updater.update(prepared(trainer), 0)
+        assert all(not torch.equal(a, b) for a, b in zip(start, weights(trainer), strict=True))
+    as_close(whole, cut)
+    # the pass for old log-probs and one pass an epoch; the reference is another module
+    assert whole.policy.computed == cut.policy.computed == 3
+    assert cut.reference._copy.computed == 1
+
+
+def test_shared_work_ends_with_the_optimiser_step_even_when_it_fails(make_trainer, monkeypatch):
+    trainer = make_trainer(recipe=SharingRecipe, micro_batch=4)
+    rollouts = prepared(trainer)
+    monkeypatch.setattr(trainer.accelerator, "backward", lambda loss: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.updater.update(rollouts, 0)
+    assert trainer.policy.work is None
+
+
+class PlainRecipe(ToyRecipe):
+    loss = Recipe.loss
+
+
+class Looking(ToyPolicy):
+    """`seen` is used by the rows of task 0 only."""
+
+    def __init__(self, tasks):
+        super().__init__(tasks)
+        self.seen = nn.Parameter(torch.zeros(()))
+
+    def forward(self, rollouts, **options):
+        scores = super().forward(rollouts, **options)
+        first = (torch.tensor(rollouts.payload.tasks)[rollouts.group] == 0)[:, None].float()
+        if not bool(first.any()):
+            return scores
+        return dataclasses.replace(scores, logp=scores.logp + self.seen * first * (rollouts.payload.ids - 1.5))
+
+
+class LookingRecipe(PlainRecipe):
+    def __init__(self, config):
+        super().__init__(config)
+        self.policy = Looking(6)
+
+
+def steps(trainer, solved_by_step):
+    """Updates on task 0 and two others with some groups solved; returns the metrics and the rows of each update."""
+    trainer.tasks.shuffle = False
+    metrics, rows = [], []
+    scores = trainer.recipe.scores
+    trainer.recipe.scores = lambda policy, chunk, *rest: rows.append(chunk.num_rows) or scores(policy, chunk, *rest)
+    for step, solved in enumerate(solved_by_step):
+        trainer.tasks.position = 0
+        rollouts = prepared(trainer, solved)
+        rows.clear()
+        metrics.append((trainer.updater.update(rollouts, step), sum(rows)))
+        trainer.step += 1
+    return metrics
+
+
+@pytest.mark.parametrize("micro_batch", [0, 4])
+def test_skipping_dead_groups_is_exact(make_trainer, micro_batch):
+    # the second step does not use `seen` once the first group is left out, yet its momentum has to go on
+    solved = [[1], [0, 2], [0, 1, 2], []]
+    options = {"recipe": LookingRecipe, "preset": "dapo", "weight_decay": 0.1, "micro_batch": micro_batch}
+    skipping, whole = make_trainer(**options), make_trainer(skip_dead_groups=False, **options)
+    skipped, kept = steps(skipping, solved), steps(whole, solved)
+    as_close(skipping, whole)
+    assert float(skipping.policy.seen.detach()) != 0
+    assert [rows for _, rows in skipped] == [8, 4, 4, 12]
+    assert [rows for _, rows in kept] == [12] * 4
+    assert [metrics["update/dead_groups"] for metrics, _ in skipped] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 0])
+    assert [metrics["update/dead_groups"] for metrics, _ in kept] == [0] * 4
+    for name in ("loss/total", "optim/grad_norm", "policy/ratio_mean"):
+        expected = pytest.approx([metrics[name] for metrics, _ in kept], rel=1e-5, abs=1e-7)
+        assert [metrics[name] for metrics, _ in skipped] == expected
+
+
+def test_group_kept_for_a_step_without_gradient_has_scored_rows(make_trainer):
+    trainer = make_trainer(recipe=PlainRecipe, preset="dapo")
+    rollouts, _ = trainer.collect()
+    rollouts.reward[:] = 1.0
+    rollouts.reward[rollouts.group == 0] = float("nan")
+    rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
+    assert trainer.updater.update(rollouts, 0)["policy/ratio_mean"] == 1.0
+    assert trainer.updater.optimiser_step == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "skips"),
+    [
+        ("dapo", {}, True),
+        ("rloo", {}, True),  # its KL is part of the reward
+        ("grpo", {}, False),
+        ("grpo", {"kl": None}, True),
+        ("dapo", {"entropy": "sampled", "entropy_coef": 0.01}, False),
+        ("dapo", {"entropy": "full", "entropy_coef": 0.0}, True),
+    ],
+)
+def test_only_a_loss_without_further_terms_lets_groups_be_skipped(make_trainer, preset, changes, skips):
+    trainer = make_trainer(recipe=PlainRecipe)
+    rollouts = prepared(trainer)
+    rollouts.advantage[rollouts.group == 1] = 0.0
+    rollouts.advantage[rollouts.group != 1] = 0.5
+    trainer.recipe.objective = dataclasses.replace(get(preset), **changes)
+    assert trainer.recipe.teaches(rollouts).tolist() == [True, not skips, True]
+
+
+def test_a_value_loss_or_a_loss_of_its_own_needs_every_group(make_trainer):
+    trainer = make_trainer(recipe=PlainRecipe)
+    dead = prepared(trainer, solved=[0, 1, 2])
+    trainer.recipe.objective = dataclasses.replace(get("dapo"), advantage="gae", value_coef=0.5)
+    assert trainer.recipe.teaches(dead).all()
+    trainer.recipe.objective = get("dapo")
+    assert not trainer.recipe.teaches(dead).any()
+    own = make_trainer(preset="dapo").recipe  # overrides `loss`
+    assert own.teaches(dead).all()
+
+
+def test_a_nan_advantage_is_not_skipped(make_trainer):
+    trainer = make_trainer(recipe=PlainRecipe, preset="dapo")
+    rollouts = prepared(trainer, solved=[0, 1, 2])
+    rollouts.advantage[5, 1] = float("nan")
+    assert trainer.recipe.teaches(rollouts).tolist() == [False, True, False]
+
+
+def test_messages_hold_neighbours_of_one_type_up_to_a_size(monkeypatch):
+    monkeypatch.setattr("mmrl.training.distributed.BUCKET_ELEMENTS", 5)
+    tensors = [*map(torch.zeros, [2, 3, 1, 9, 1]), torch.zeros(1, dtype=torch.float64)]
+    assert [[len(tensor) for tensor in bucket] for bucket in _buckets(tensors)] == [[2, 3], [1], [9], [1], [1]]
+    assert list(_buckets([])) == []
