@@ -66,8 +66,7 @@ class GuidedVelocity:
     Raises:
         UserError: the scale is not finite, or guidance without a negative prompt for every row.
 
-    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598), eq. 6 with w = 1 + theirs;
-        `detach_negative` as in yifan123/flow_grpo scripts/train_sd3.py.
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598), eq. 6 with scale = 1 + their w.
     """
 
     def __init__(

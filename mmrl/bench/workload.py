@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 
 __all__ = ["MODELS", "Shape", "build_model", "checksum_reward", "questions_file", "shape_of", "suppressed_tokens"]
 
-ATTENTION_GAIN = 5.0
+ATTENTION_GAIN = 3.0
 """Factor on query and key weights: attention logits then spread over several nats instead of a fraction of one."""
 QUESTIONS = 4
 

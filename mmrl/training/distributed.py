@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.rollouts import Rollouts
+from mmrl.training.machine import avoid_refused_instructions
 
 __all__ = [
     "all_ranks",
@@ -40,6 +41,8 @@ def make_accelerator(mixed_precision: str = "none") -> Accelerator:
     Returns:
         The accelerator; on a machine without a GPU it runs on the CPU.
     """
+    if mixed_precision == "bf16":
+        avoid_refused_instructions()
     # a micro-batch without images leaves the vision tower unused; buffers are constants, and writing them between
     # two forward passes of one loss would break the backward pass of the first
     options = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.training.machine import avoid_refused_instructions
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "check_update_precision", "load_policy"]
@@ -78,6 +79,9 @@ class ModelConfig:
     shared_prefix: bool = True
     """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
 
+    patch_product: bool = True
+    """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
+
     freeze_vision: bool = False
     """Keep the vision tower as it is; its features are then computed once for each prompt and step."""
 
@@ -138,6 +142,8 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> Any:
     from mmrl.vlm.storage import VALUE_HEAD_FILE, load_value_head
 
     _check(config)
+    if config.dtype == "bfloat16":
+        avoid_refused_instructions()
     ensure_torchvision()
     _build_if_missing(config)
     base, adapter = _resolve(config.path)
@@ -300,12 +306,16 @@ def _set_pixels(processor: Any, config: ModelConfig) -> None:
 
 
 def _prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
-    """Freeze what is not trained, add adapters and switch on checkpointing."""
+    """Freeze what is not trained, add adapters and switch on checkpointing and what saves time."""
+    from mmrl.vlm.vision import multiply_patches
+
     model = network
     if config.lora.enabled or adapter is not None:
         model = _with_adapter(network, config, adapter)
     if config.freeze_vision:
         network.model.visual.requires_grad_(False)
+    if config.patch_product:
+        multiply_patches(network.model.visual)
     _share_prefix(network, config)
     if config.gradient_checkpointing:
         _checkpoint_activations(network)

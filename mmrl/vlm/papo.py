@@ -219,10 +219,11 @@ class PapoRecipe(VlmRecipe):
         rollouts = super().rollout(policy, tasks, generator)
         payload: Any = rollouts.payload
         seed = int(torch.randint(2**62, (), generator=generator))
-        views = [
-            self._masked_prompt(task, prompt, np.random.default_rng([seed, index]))
-            for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
-        ]
+        with stopwatch("encode"):
+            views = [
+                self._masked_prompt(task, prompt, np.random.default_rng([seed, index]))
+                for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
+            ]
         has_image = torch.tensor([float(bool(task.images)) for task in payload.tasks], device=rollouts.mask.device)
         return rollouts.replace(
             payload=dataclasses.replace(payload, views={**payload.views, MASKED: views}),

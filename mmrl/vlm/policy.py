@@ -162,7 +162,9 @@ class VlmPolicy(nn.Module):
         fed = ((mask * columns).amax(1).long() - 1).clamp(min=0)
         row, step = torch.nonzero(mask, as_tuple=True)
         places = (row, step)
-        states = self._shared_states if self.shares_prefix else self._flat_states
+        # responses that are alone with their prompt have nothing to share, and one row each is one pass less
+        sharing = self.shares_prefix and (len(mask) > len(prompts) or self.prefixes.is_open)
+        states = self._shared_states if sharing else self._flat_states
         chosen = states(prompts, view, group, responses, fed, places)
         return self._score(chosen, responses[places], places, mask.shape, temperature, want)
 

@@ -145,9 +145,10 @@ class PrefixStore:
         for index, prompt in enumerate(prompts):
             self._kept[prompt] = (prefix, index)
 
-    def clear(self) -> None:
-        """Forget what was kept."""
-        self._kept.clear()
+    @property
+    def is_open(self) -> bool:
+        """Whether micro-batches are running that may belong to one group."""
+        return self._shared is not None
 
     def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
         """Prefix of the prompts, with history where gradients are enabled.

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.training.stopwatch import stopwatch
-from mmrl.vlm.decoder import LeanBatch, lean_obstacle, lean_weights
+from mmrl.vlm.decoder import LeanBatch
+from mmrl.vlm.lean_weights import lean_obstacle, lean_weights
 from mmrl.vlm.packing import PromptTable, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.vision import gather_features

@@ -8,11 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from mmrl.vlm.payload import Prompt
 
-__all__ = ["FeatureCache", "VisionFeatures", "encode_vision", "gather_features"]
+__all__ = ["FeatureCache", "VisionFeatures", "encode_vision", "gather_features", "multiply_patches"]
+
+
+class _PatchProduct(nn.Conv3d):
+    """A convolution whose kernel covers its input: one matrix product, which convolution kernels are slow at."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        if patches.shape[2:] != self.kernel_size:
+            return super().forward(patches)
+        product = functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+        return product[..., None, None, None]
+
+
+def multiply_patches(tower: Any) -> None:
+    """Have a vision tower compute its patch embedding as a matrix product; weights and their names stay.
+
+    Args:
+        tower: module with `patch_embed.proj`, a Conv3d.
+    """
+    if type(tower.patch_embed.proj) is nn.Conv3d:
+        tower.patch_embed.proj.__class__ = _PatchProduct
 
 
 @dataclass

@@ -68,7 +68,8 @@ def test_cached_path_gives_the_pipelines_own_images_from_a_generator(sd3, cache,
     with torch.no_grad():
         latents = euler_ode(velocity, noise(3, seed=7), sigmas_of(sd3))
         images = sd3.vae.decode(latents / sd3.vae.config.scaling_factor + sd3.vae.config.shift_factor).sample
-    torch.testing.assert_close((images / 2 + 0.5).clamp(0, 1), expected, rtol=0, atol=1e-6)
+    # the pipeline encodes the three prompts as one batch, so the text may differ in its last bit
+    torch.testing.assert_close((images / 2 + 0.5).clamp(0, 1), expected, rtol=0, atol=1e-5)
 
 
 def test_one_call_of_both_halves_equals_two_calls(cache, model, sd3):

@@ -259,6 +259,18 @@ def test_a_copy_of_a_trained_tower_is_its_own(folder):
     assert not torch.equal(mine, other)
 
 
+def test_patches_are_multiplied_as_they_are_convolved(folder):
+    gradients, features = [], []
+    for product in (True, False):
+        policy = load_policy(ModelConfig(path=str(folder), patch_product=product))
+        tokens = encode_vision(policy.network.model, [policy.encode(make_task("one", "Sum?", [(64, 96)]))]).tokens
+        tokens.square().sum().backward()
+        features.append(tokens)
+        gradients.append(policy.network.model.visual.patch_embed.proj.weight.grad)
+    torch.testing.assert_close(*features, atol=1e-5, rtol=1e-5)
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
+
+
 def test_features_of_a_group_are_those_of_its_own_images(policy):
     prompts = [policy.encode(task) for task in ragged_tasks()]
     together = encode_vision(policy.network.model, prompts)

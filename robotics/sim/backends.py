@@ -1,0 +1,181 @@
+"""Which OpenGL draws the pictures: tried in a process of its own first, because a broken driver may crash its process.
+
+MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is not set, which fails on a machine
+without a screen. Here the contexts are opened directly, so the choice may also be made after the import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+
+__all__ = ["Backend", "find_backend", "open_context", "probe_backend", "require_backend"]
+
+PROBE_SECONDS = 60.0
+OFF = ("disable", "disabled", "off", "false", "0")
+DEBIAN_PACKAGES = {"egl": "libegl1", "osmesa": "libosmesa6"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to draw that has been seen to work in this environment."""
+
+    name: str
+    """egl, osmesa, glfw or cgl: what `MUJOCO_GL` is called for it."""
+    device: str
+    """What OpenGL says of itself, such as `llvmpipe (LLVM 15.0.6, 256 bits), 4.5 ... Mesa 22.3.6`."""
+
+
+def find_backend(preferred: str | None = None) -> Backend | None:
+    """Choose how to draw and set `MUJOCO_GL` to it, for child processes and for mujoco's own renderer.
+
+    Args:
+        preferred: the only one to try; that of `MUJOCO_GL` when None, and where neither is set those that this
+            system can have, EGL before OSMesa.
+
+    Returns:
+        The first one that drew a picture in a process of its own; None when none did or `MUJOCO_GL` says off.
+
+    Raises:
+        UserError: there is no backend of the preferred name.
+    """
+    for name in _candidates(preferred):
+        backend, _ = probe_backend(name)
+        if backend is not None:
+            os.environ["MUJOCO_GL"] = backend.name
+            return backend
+    return None
+
+
+def require_backend(preferred: str | None = None) -> Backend:
+    """Choose how to draw, or say what was tried.
+
+    Args:
+        preferred: as in `find_backend`.
+
+    Returns:
+        What `find_backend` found.
+
+    Raises:
+        UserError: nothing works; the message lists each attempt and the packages that help.
+    """
+    backend = find_backend(preferred)
+    if backend is not None:
+        return backend
+    tried = [f"  {name}: {probe_backend(name)[1]}" for name in _candidates(preferred)]
+    asked = f"MUJOCO_GL={os.environ['MUJOCO_GL']}" if "MUJOCO_GL" in os.environ else "MUJOCO_GL is not set"
+    packages = " ".join(DEBIAN_PACKAGES.values())
+    lines = [
+        f"no OpenGL renders on this machine without a screen ({asked})" + ("; tried:" if tried else ""),
+        *tried,
+        f"on Debian or Ubuntu: sudo apt-get install {packages}; states without pictures need no renderer",
+    ]
+    raise UserError("\n".join(lines))
+
+
+@functools.cache
+def probe_backend(name: str) -> tuple[Backend | None, str]:
+    """Draw a small picture in a process of its own; each name is tried once.
+
+    Args:
+        name: egl, osmesa, glfw or cgl.
+
+    Returns:
+        The backend, or None and why it does not work.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
+    environment["MUJOCO_GL"] = name
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"hung for {PROBE_SECONDS:.0f} s"
+    found = [line.removeprefix("device: ") for line in done.stdout.splitlines() if line.startswith("device: ")]
+    # A driver that drew but dies when its process ends would take a training run's exit code with it.
+    if done.returncode == 0 and found:
+        return Backend(name, found[0]), ""
+    return None, _why(done.returncode, done.stderr)
+
+
+def open_context(name: str, width: int, height: int) -> Any:
+    """Open an off-screen OpenGL context; it belongs to the calling thread.
+
+    Args:
+        name: name of a backend that was probed.
+        width: pixels.
+        height: pixels.
+
+    Returns:
+        mujoco's context object with `make_current`, `as_current` and `free`.
+
+    Raises:
+        UserError: there is no such backend.
+    """
+    _check_name(name)
+    return importlib.import_module(CONTEXT_MODULES[name]).GLContext(width, height)
+
+
+def _candidates(preferred: str | None) -> tuple[str, ...]:
+    if preferred is not None:
+        _check_name(preferred)
+        return (preferred,)
+    asked = os.environ.get("MUJOCO_GL", "").lower().strip()
+    if asked in OFF:
+        return ()
+    # PyOpenGL binds to one platform for the life of a process; what is loaded already leaves no choice.
+    for fixed in (asked, os.environ.get("PYOPENGL_PLATFORM", "")):
+        if fixed in CONTEXT_MODULES:
+            return (fixed,)
+    system = platform.system()
+    if system == "Linux":
+        return ("egl", "osmesa", "glfw") if os.environ.get("DISPLAY") else ("egl", "osmesa")
+    return ("cgl", "glfw") if system == "Darwin" else ("glfw",)
+
+
+def _check_name(name: str) -> None:
+    if name not in CONTEXT_MODULES:
+        raise UserError(f"unknown renderer {name!r}; there are: {', '.join(CONTEXT_MODULES)}")
+
+
+def _why(code: int, errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    if code < 0:
+        return f"crashed with {signal.Signals(-code).name}"
+    return lines[-1][:300] if lines else f"ended with code {code} without a picture"
+
+
+CONTEXT_MODULES = {"egl": "mujoco.egl", "osmesa": "mujoco.osmesa", "glfw": "mujoco.glfw", "cgl": "mujoco.cgl"}
+
+PROBE = """
+import mujoco
+scene = '<mujoco><worldbody><light pos="0 0 3"/><geom size="0.5" rgba="1 0 0 1"/></worldbody></mujoco>'
+model = mujoco.MjModel.from_xml_string(scene)
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+with mujoco.Renderer(model, 32, 32) as renderer:
+    renderer.update_scene(data)
+    picture = renderer.render()
+    try:
+        from OpenGL import GL
+        texts = [GL.glGetString(name).decode() for name in (GL.GL_RENDERER, GL.GL_VERSION)]
+    except Exception:
+        texts = ["unknown device"]
+assert picture.max() > 0, "the picture is black"
+print("device: " + ", ".join(texts))
+"""

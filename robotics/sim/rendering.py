@@ -1,0 +1,352 @@
+"""Pictures of MuJoCo scenes at a fraction of the default cost, and how they differ from the default ones.
+
+With default settings a software renderer spends nearly all of a frame on one shadow map of 4096 x 4096 pixels. Three
+things are left out here, each with a switch:
+
+- shadows: the light that would be blocked arrives; colours of shaded parts change, shapes do not;
+- multisampling: edges are not smoothed;
+- parts that never move: they are drawn once, with their distances, and every later picture takes over the moving
+  parts where these are nearer. No pixel changes by it. Where one would (shadows, smoothed edges, transparent or
+  mirroring surfaces) and where camera, lights or a fixed part move from picture to picture, everything is drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.sim.backends import open_context, require_backend
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+__all__ = ["FrameRenderer", "RenderSettings", "fast_visuals", "update_poses"]
+
+FREE_CAMERA = -1
+BACKGROUND_ID = -1
+SpecOrModel = TypeVar("SpecOrModel")
+
+
+@dataclass(frozen=True)
+class RenderSettings:
+    """What a picture shows and what is left out of it to save time."""
+
+    width: int = 128
+    """Pixels."""
+    height: int = 128
+    """Pixels."""
+    camera: str | int = FREE_CAMERA
+    """Name or number of a camera of the model; -1 is the free camera at its default place."""
+    shadows: bool = False
+    """Draw the shadows of the lights that cast one."""
+    multisampling: bool = False
+    """Smooth edges with as many samples as the model says."""
+    reuse_static: bool = True
+    """Draw what never moves once; changes no pixel."""
+
+    def validate(self) -> None:
+        """Check ranges; raises UserError."""
+        for name in ("width", "height"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} of a picture is {getattr(self, name)}; must be at least 1 pixel")
+
+
+def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = None) -> SpecOrModel:
+    """Switch off shadows and multisampling in a model, for renderers other than `FrameRenderer`.
+
+    Args:
+        spec_or_model: MjSpec or MjModel; changed in place. The off-screen buffer grows where the picture needs it.
+        settings: which of the two stay on; the defaults of `RenderSettings` when None.
+
+    Returns:
+        The argument. It takes effect in renderers that are made afterwards.
+    """
+    chosen = settings or RenderSettings()
+    visual: Any = spec_or_model.visual if hasattr(spec_or_model, "visual") else spec_or_model.vis  # type: ignore[attr-defined]
+    if not chosen.multisampling:
+        visual.quality.offsamples = 0
+    visual.global_.offwidth = max(visual.global_.offwidth, chosen.width)
+    visual.global_.offheight = max(visual.global_.offheight, chosen.height)
+    if not chosen.shadows:
+        _stop_shadows(spec_or_model)
+    return spec_or_model
+
+
+def _stop_shadows(spec_or_model: Any) -> None:
+    if hasattr(spec_or_model, "light_castshadow"):
+        spec_or_model.light_castshadow[:] = False
+        return
+    for light in spec_or_model.lights:
+        light.castshadow = False
+
+
+@dataclass
+class _Background:
+    """The parts that never move, seen from one place; rows run from the bottom of the picture up."""
+
+    view: NDArray[np.float64]
+    """Where camera, lights and those parts were."""
+    rgb: NDArray[np.uint8]
+    """(H*W, 3)."""
+    nearness: NDArray[np.float32]
+    """(H*W,) depth buffer, larger is nearer; 0 where nothing was drawn."""
+
+
+class FrameRenderer:
+    """Draws pictures of one model, with one OpenGL context and one scene; belongs to the thread that made it.
+
+    Poses are taken from the MjData as they are: after `mj_step` they are those at the start of the last step
+    (`update_poses` brings them up to date). Sizes, textures and meshes are those of the model at the start;
+    call `refresh` after a change of colours or materials.
+
+    Args:
+        model: MjModel; not changed.
+        settings: size, camera and what to leave out.
+        backend: name of one that was probed; chosen and probed when None.
+        max_geoms: most shapes in a scene.
+
+    Raises:
+        UserError: the camera does not exist, or there is no renderer.
+    """
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        settings: RenderSettings | None = None,
+        backend: str | None = None,
+        max_geoms: int = 10000,
+    ) -> None:
+        self.settings = settings or RenderSettings()
+        self.settings.validate()
+        self.backend = backend or require_backend().name
+
+        import mujoco
+
+        self._lib = mujoco
+        self._model = model
+        self._camera = _find_camera(model, self.settings.camera)
+        self._option = mujoco.MjvOption()
+        self._scene = mujoco.MjvScene(model, maxgeom=max_geoms)
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = self.settings.shadows
+        self._everything = int(mujoco.mjtCatBit.mjCAT_ALL)
+        self._static = int(mujoco.mjtCatBit.mjCAT_STATIC)
+        self._sky = bool(self._scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX])
+        self._rect = mujoco.MjrRect(0, 0, self.settings.width, self.settings.height)
+        self._gl, self._mjr = self._open()
+        # Also at the end of the interpreter, before the OpenGL bindings fall apart.
+        self._free = weakref.finalize(self, _free_context, self._gl, self._mjr, threading.get_ident())
+
+        height, width = self.settings.height, self.settings.width
+        self._rows = np.empty((height, width, 3), np.uint8)
+        self._spare_rows = np.empty((height, width, 3), np.uint8)
+        self._nearness = np.empty((height, width), np.float32)
+        self._picture = np.empty((height, width, 3), np.uint8)
+        self._background: _Background | None = None
+        self.refresh()
+
+    def rgb(self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Draw the colours.
+
+        Args:
+            data: state whose poses are drawn.
+            out: (H, W, 3) uint8 to write to; a buffer of the renderer, which the next call overwrites, when None.
+
+        Returns:
+            (H, W, 3) uint8 RGB, the top row first.
+        """
+        out = self._picture if out is None else out
+        self._make_current()
+        background = self._background_of(data)
+        if background is None:
+            self._draw(data, self._everything, self._sky)
+            self._lib.mjr_readPixels(self._rows, None, self._rect, self._mjr)
+        else:
+            self._draw(data, self._everything & ~self._static, sky=False)
+            self._lib.mjr_readPixels(self._rows, self._nearness, self._rect, self._mjr)
+            self._lay_over(background)
+        out[:] = self._rows[::-1]
+        return out
+
+    def depth(self, data: mujoco.MjData, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Measure the distance of what is seen, along the viewing direction.
+
+        Args:
+            data: state whose poses are drawn.
+            out: (H, W) float32 to write to; a new array when None.
+
+        Returns:
+            (H, W) float32 metres, the top row first; the far end of the view where there is nothing.
+        """
+        out = np.empty(self._nearness.shape, np.float32) if out is None else out
+        self._draw_identities(data)
+        self._lib.mjr_readPixels(None, self._nearness, self._rect, self._mjr)
+        extent, clip = self._model.stat.extent, self._model.vis.map
+        near, far = np.float64(np.float32(clip.znear * extent)), np.float64(np.float32(clip.zfar * extent))
+        nearness = self._nearness[::-1].astype(np.float64)
+        # The buffer holds 1 at the near end of the view, 0 at the far one and a + b / distance in between.
+        if self._scene.camera[0].orthographic:
+            out[:] = far - nearness * (far - near)
+        else:
+            out[:] = near * far / (near + nearness * (far - near))
+        return out
+
+    def segmentation(self, data: mujoco.MjData, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+        """Tell which object each pixel shows.
+
+        Args:
+            data: state whose poses are drawn.
+            out: (H, W, 2) int32 to write to; a new array when None.
+
+        Returns:
+            (H, W, 2) int32 of object number and object type (mjtObj), the top row first; -1 where there is nothing.
+        """
+        out = np.empty((*self._nearness.shape, 2), np.int32) if out is None else out
+        self._draw_identities(data)
+        self._lib.mjr_readPixels(self._rows, None, self._rect, self._mjr)
+        codes = self._rows[::-1].astype(np.int64) @ np.array([1, 2**8, 2**16])
+        shapes = [geom for geom in self._scene.geoms[: self._scene.ngeom] if geom.segid >= 0]
+        table = np.full((self._scene.ngeom + 1, 2), BACKGROUND_ID, np.int32)
+        for shape in shapes:
+            table[shape.segid + 1] = shape.objid, shape.objtype
+        out[:] = table[codes]
+        return out
+
+    def refresh(self) -> None:
+        """Draw everything anew the next time, because colours, materials or what is visible have changed."""
+        self._background = None
+        self._last_view: NDArray[np.float64] | None = None
+        self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
+        self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
+
+    def close(self) -> None:
+        """Free the context; from the thread that made the renderer."""
+        self._free()
+        self._mjr = self._gl = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> tuple[Any, Any]:
+        settings, library = self.settings, self._lib
+        visual = fast_visuals(copy.copy(self._model), settings)
+        # A buffer of the picture's own size, and none for shadows that nobody asked for (64 MB by default).
+        visual.vis.global_.offwidth, visual.vis.global_.offheight = settings.width, settings.height
+        visual.vis.quality.shadowsize = visual.vis.quality.shadowsize if settings.shadows else 0
+        gl = open_context(self.backend, settings.width, settings.height)
+        gl.make_current()
+        mjr = library.MjrContext(visual, library.mjtFontScale.mjFONTSCALE_50)
+        library.mjr_setBuffer(library.mjtFramebuffer.mjFB_OFFSCREEN, mjr)
+        mjr.readDepthMap = library.mjtDepthMap.mjDEPTH_ZEROFAR
+        return gl, mjr
+
+    def _make_current(self) -> None:
+        if self._gl is None:
+            raise RuntimeError("this FrameRenderer has been closed")
+        self._gl.make_current()
+
+    def _draw(self, data: mujoco.MjData, categories: int, sky: bool) -> None:
+        self._scene.flags[self._lib.mjtRndFlag.mjRND_SKYBOX] = sky
+        self._lib.mjv_updateScene(self._model, data, self._option, None, self._camera, int(categories), self._scene)
+        self._lib.mjr_render(self._rect, self._scene, self._mjr)
+
+    def _draw_identities(self, data: mujoco.MjData) -> None:
+        # Depth too is read from this picture: with its flat colours it is more accurate far away.
+        self._make_current()
+        flags = [int(self._lib.mjtRndFlag.mjRND_SEGMENT), int(self._lib.mjtRndFlag.mjRND_IDCOLOR)]
+        self._scene.flags[flags] = True
+        try:
+            self._draw(data, self._everything, self._sky)
+        finally:
+            self._scene.flags[flags] = False
+
+    def _background_of(self, data: mujoco.MjData) -> _Background | None:
+        if not self._separable:
+            return None
+        view = self._view(data)
+        if self._background is not None and np.array_equal(view, self._background.view):
+            return self._background
+        # Worth drawing only for a view that stays: a camera on a moving hand would pay for it in every picture.
+        stays = self._last_view is not None and np.array_equal(view, self._last_view)
+        self._last_view = view
+        self._background = self._draw_background(data, view) if stays else None
+        return self._background
+
+    def _view(self, data: mujoco.MjData) -> NDArray[np.float64]:
+        camera = self._camera.fixedcamid
+        parts = [data.xpos[self._fixed_bodies], data.xquat[self._fixed_bodies], data.light_xpos, data.light_xdir]
+        if camera != FREE_CAMERA:
+            parts += [data.cam_xpos[camera], data.cam_xmat[camera]]
+        return np.concatenate([np.ravel(part) for part in parts])
+
+    def _draw_background(self, data: mujoco.MjData, view: NDArray[np.float64]) -> _Background | None:
+        self._draw(data, self._everything, self._sky)
+        self._separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
+        if not self._separable:
+            return None
+        self._draw(data, self._static, self._sky)
+        rgb, nearness = np.empty_like(self._rows), np.empty_like(self._nearness)
+        self._lib.mjr_readPixels(rgb, nearness, self._rect, self._mjr)
+        return _Background(view, rgb.reshape(-1, 3), nearness.reshape(-1))
+
+    def _mixes(self, shape: Any) -> bool:
+        # `transparent` is set by mjr_render itself; a plane seen from behind counts. Only planes and boxes mirror.
+        mirrors = shape.reflectance > 0 and shape.type in (self._lib.mjtGeom.mjGEOM_PLANE, self._lib.mjtGeom.mjGEOM_BOX)
+        return bool(shape.transparent or mirrors)
+
+    def _lay_over(self, background: _Background) -> None:
+        nearer = np.flatnonzero(self._nearness.reshape(-1) > background.nearness)
+        merged = self._spare_rows.reshape(-1, 3)
+        np.copyto(merged, background.rgb)
+        merged[nearer] = self._rows.reshape(-1, 3)[nearer]
+        self._rows, self._spare_rows = self._spare_rows, self._rows
+
+
+def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
+    """Compute the poses of everything that is drawn from the positions; `mj_step` leaves those of the step before.
+
+    Args:
+        model: MjModel.
+        data: MjData; nothing that the next `mj_step` starts from is changed.
+    """
+    import mujoco
+
+    mujoco.mj_kinematics(model, data)
+    mujoco.mj_comPos(model, data)
+    mujoco.mj_camlight(model, data)
+    mujoco.mj_flex(model, data)
+    mujoco.mj_tendon(model, data)
+
+
+def _free_context(gl: Any, mjr: Any, owner: int) -> None:
+    # A thread that ended without closing may still hold the context, and EGL lets no other thread have it then.
+    if threading.get_ident() != owner:
+        return
+    gl.make_current()
+    mjr.free()
+    gl.free()
+
+
+def _find_camera(model: mujoco.MjModel, camera: str | int) -> Any:
+    import mujoco
+
+    names = [model.camera(number).name for number in range(model.ncam)]
+    number = names.index(camera) if camera in names else camera
+    if isinstance(number, str) or not FREE_CAMERA <= number < model.ncam:
+        raise UserError(f"the model has no camera {camera!r}; it has: {', '.join(names) or 'none'}; -1 is the free one")
+    found = mujoco.MjvCamera()
+    found.fixedcamid = number
+    if number == FREE_CAMERA:
+        mujoco.mjv_defaultFreeCamera(model, found)
+    else:
+        found.type = mujoco.mjtCamera.mjCAMERA_FIXED
+    return found

@@ -1,0 +1,453 @@
+"""Many scenes of one model at once: physics in threads, pictures only at the end of an action chunk.
+
+Each scene keeps its own MjData, each worker thread its own renderer, and an idle worker takes the next scene that is
+still running. Both the physics (`mujoco.rollout`, one call a chunk) and the drawing release Python's lock. Which worker
+takes a scene changes nothing in it: the same seeds and actions give the same bits with any number of workers, the bits
+of a plain `mj_step` loop. `mujoco.rollout` starts its contact solver from zero in each call unless it is told
+otherwise, so every call is given the accelerations that the scene's last step left.
+
+What differs from such a loop: pictures show the poses of the state they come with, where a loop that draws after
+`mj_step` shows those of one physics step before; and where MuJoCo warns (numbers that blow up, full contact buffers) a
+loop goes on from a reset state, while here the scene has failed and is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, Self
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.sim.backends import require_backend
+from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask"]
+
+
+@dataclass(frozen=True)
+class SceneSteps:
+    """What happened to one scene in K control steps."""
+
+    actions: NDArray[np.float64]
+    """(K, nu) controls."""
+    qpos: NDArray[np.float64]
+    """(K, nq) positions after each control step."""
+    qvel: NDArray[np.float64]
+    """(K, nv) velocities after each control step."""
+    sensordata: NDArray[np.float64]
+    """(K, nsensordata) sensor values; as `mj_step` leaves them, those at the start of the last physics step."""
+
+
+class SceneTask(Protocol):
+    """What is to be done in a scene. Methods are called from several threads, so they keep nothing between calls."""
+
+    def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
+        """Write the state at the start of an episode into data that has been reset."""
+        ...
+
+    def score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Return (K,) rewards and (K,) whether the episode ended with that control step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the scenes look like at one moment; the arrays are the caller's to keep."""
+
+    scenes: NDArray[np.int64]
+    """(R,) number of the scene in each row, ascending."""
+    qpos: NDArray[np.float64]
+    """(R, nq)."""
+    qvel: NDArray[np.float64]
+    """(R, nv)."""
+    sensordata: NDArray[np.float64]
+    """(R, nsensordata) with the delay described in `SceneSteps`."""
+    frames: NDArray[np.uint8] | None
+    """(R, H, W, 3) RGB; None without pictures."""
+
+    def of(self, scenes: ArrayLike) -> Observation:
+        """Rows of some of the scenes.
+
+        Args:
+            scenes: numbers of scenes that are in this observation, ascending.
+
+        Returns:
+            Observation of these, sharing memory where it is all of them.
+        """
+        wanted = np.asarray(scenes, np.int64)
+        if np.array_equal(wanted, self.scenes):
+            return self
+        rows = np.searchsorted(self.scenes, wanted)
+        frames = None if self.frames is None else self.frames[rows]
+        return Observation(wanted, self.qpos[rows], self.qvel[rows], self.sensordata[rows], frames)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What L scenes did with a chunk of K actions each; control steps after the end of an episode do not count."""
+
+    scenes: NDArray[np.int64]
+    """(L,) number of the scene in each row, ascending."""
+    rewards: NDArray[np.float64]
+    """(L, K); 0 after the end, NaN throughout where the scene failed."""
+    dones: NDArray[np.bool_]
+    """(L, K); True at the control step with which the task said that the episode ended."""
+    steps: NDArray[np.int64]
+    """(L,) control steps that count; 0 where the scene failed."""
+    truncated: NDArray[np.bool_]
+    """(L,) whether the horizon was reached without the task's end."""
+    failed: NDArray[np.bool_]
+    """(L,) whether MuJoCo warned; such an episode has no result and must not be taken for one without success."""
+    observation: Observation
+    """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
+    recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    """(steps, H, W, 3) a picture of each control step, by the number of a scene that is recorded."""
+
+
+@dataclass
+class _Output:
+    """Arrays that the workers fill row by row."""
+
+    rewards: NDArray[np.float64]
+    dones: NDArray[np.bool_]
+    steps: NDArray[np.int64]
+    failed: NDArray[np.bool_]
+    observation: Observation
+    recorded: dict[int, NDArray[np.uint8]]
+
+
+class ImageRollout:
+    """Steps scenes of one model in parallel and draws them where somebody looks.
+
+        with ImageRollout(model, ReachCube(model), scenes=16, settings=RenderSettings(camera="front")) as sim:
+            observation = sim.reset(seeds=range(16))
+            while len(sim.live):
+                chunk = sim.step_chunk(policy(observation))
+                observation = chunk.observation.of(sim.live)
+
+    Args:
+        model: MjModel that all scenes share; not changed.
+        task: start, rewards and end of the episodes.
+        scenes: number of scenes.
+        settings: pictures; None for states only.
+        substeps: physics steps in a control step.
+        horizon: control steps after which an episode is truncated; None for no limit.
+        workers: threads; the usable cores when None.
+        backend: name of a renderer that was probed; chosen and probed when None.
+
+    Raises:
+        UserError: a number is out of range, or there is no renderer.
+    """
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        task: SceneTask,
+        scenes: int,
+        settings: RenderSettings | None,
+        *,
+        substeps: int = 10,
+        horizon: int | None = None,
+        workers: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        count = workers if workers is not None else min(_usable_cores(), scenes)
+        for name, value in (("scenes", scenes), ("substeps", substeps), ("workers", count), ("horizon", horizon)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; must be at least 1")
+        name = backend or (require_backend().name if settings is not None else "")
+
+        import mujoco
+
+        self.model, self.task, self.settings = model, task, settings
+        self.substeps, self.horizon = substeps, horizon
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Numbers of the scenes whose episode goes on, ascending; `step_chunk` takes their actions in this order."""
+        self._data = [mujoco.MjData(model) for _ in range(scenes)]
+        self._elapsed = np.zeros(scenes, np.int64)
+        self._workers = [_Worker(model, settings, name) for _ in range(count)]
+        self._close = weakref.finalize(self, _close_workers, self._workers)
+        # The interpreter ends the threads first, and with them what could free their contexts.
+        self._close.atexit = False
+
+    @property
+    def scenes(self) -> int:
+        """Number of scenes."""
+        return len(self._data)
+
+    def data(self, scene: int) -> mujoco.MjData:
+        """State of a scene after the last call; writing to it changes what comes next."""
+        return self._data[scene]
+
+    def reset(self, seeds: Sequence[int]) -> Observation:
+        """Begin an episode in every scene.
+
+        Args:
+            seeds: one a scene; equal seeds give equal starts.
+
+        Returns:
+            Observation of all scenes.
+
+        Raises:
+            UserError: the number of seeds is another.
+        """
+        if len(seeds) != self.scenes:
+            raise UserError(f"{len(seeds)} seeds for {self.scenes} scenes")
+        self.live = np.arange(self.scenes)
+        self._elapsed[:] = 0
+        observation = self._allocate(self.live)
+
+        def begin(worker: _Worker, row: int) -> None:
+            import mujoco
+
+            data = self._data[row]
+            mujoco.mj_resetData(self.model, data)
+            self.task.reset(self.model, data, np.random.default_rng(seeds[row]))
+            mujoco.mj_forward(self.model, data)
+            _observe(worker, data, data.sensordata, observation, row)
+
+        self._in_parallel(begin, self.scenes)
+        return observation
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> Chunk:
+        """Step the live scenes through a chunk of actions; those whose episode ends leave `live`.
+
+        Args:
+            actions: (L, K, nu) controls of the L live scenes, each held for `substeps` physics steps.
+            record: numbers of scenes of which every control step is drawn.
+
+        Returns:
+            Rewards, ends and the observation at the end of the chunk.
+
+        Raises:
+            UserError: the shape does not fit, or no scene is live.
+        """
+        controls = np.ascontiguousarray(actions, np.float64)
+        self._check(controls)
+        scenes, length = self.live, controls.shape[1]
+        room = np.full(len(scenes), length) if self.horizon is None else self.horizon - self._elapsed[scenes]
+        taken = np.minimum(room, length)
+        output = _Output(
+            rewards=np.zeros((len(scenes), length)),
+            dones=np.zeros((len(scenes), length), bool),
+            steps=np.zeros(len(scenes), np.int64),
+            failed=np.zeros(len(scenes), bool),
+            observation=self._allocate(scenes),
+            recorded={},
+        )
+
+        def advance(worker: _Worker, row: int) -> None:
+            self._advance(worker, row, controls[row, : taken[row]], output, scenes[row] in record)
+
+        self._in_parallel(advance, len(scenes))
+        return self._finish(scenes, output)
+
+    def close(self) -> None:
+        """Stop the threads and free the renderers."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check(self, controls: NDArray[np.float64]) -> None:
+        if not len(self.live):
+            raise UserError("no scene is live; reset first")
+        expected = (len(self.live), self.model.nu)
+        if controls.ndim != 3 or (controls.shape[0], controls.shape[2]) != expected or controls.shape[1] < 1:
+            raise UserError(
+                f"actions have the shape {controls.shape}; expected ({expected[0]} live scenes, K >= 1, "
+                f"{expected[1]} actuators)"
+            )
+
+    def _allocate(self, scenes: NDArray[np.int64]) -> Observation:
+        rows, model = len(scenes), self.model
+        shape = None if self.settings is None else (rows, self.settings.height, self.settings.width, 3)
+        return Observation(
+            scenes=scenes,
+            qpos=np.empty((rows, model.nq)),
+            qvel=np.empty((rows, model.nv)),
+            sensordata=np.empty((rows, model.nsensordata)),
+            frames=None if shape is None else np.empty(shape, np.uint8),
+        )
+
+    def _in_parallel(self, work: Callable[[_Worker, int], None], rows: int) -> None:
+        if not self._workers:
+            raise RuntimeError("this ImageRollout has been closed")
+        waiting = deque(range(rows))
+        running = [worker.start(work, waiting) for worker in self._workers[:rows]]
+        wait(running)
+        for future in running:
+            future.result()
+
+    def _advance(self, worker: _Worker, row: int, controls: NDArray[np.float64], output: _Output, record: bool) -> None:
+        scene = int(output.observation.scenes[row])
+        data = self._data[scene]
+        states, sensors = worker.physics.run(data, controls, self.substeps)
+        if any(warning.number for warning in data.warning):
+            output.failed[row], output.rewards[row] = True, np.nan
+            _observe(worker, data, sensors[-1], output.observation, row)
+            return
+        split = worker.physics.split
+        qpos, qvel = states[:, split[0]], states[:, split[1]]
+        rewards, ends = self.task.score(SceneSteps(controls, qpos, qvel, sensors))
+        last = int(np.argmax(ends)) if np.any(ends) else len(controls) - 1
+        output.rewards[row, : last + 1] = rewards[: last + 1]
+        output.dones[row, last] = ends[last]
+        output.steps[row] = last + 1
+        if record and worker.renderer is not None:
+            output.recorded[scene] = worker.draw_all(data, states[: last + 1])
+        if last + 1 < len(controls):
+            worker.physics.restore(data, states[last])
+        _observe(worker, data, sensors[last], output.observation, row)
+
+    def _finish(self, scenes: NDArray[np.int64], output: _Output) -> Chunk:
+        self._elapsed[scenes] += output.steps
+        ended = output.dones.any(axis=1)
+        late = np.zeros(len(scenes), bool) if self.horizon is None else self._elapsed[scenes] >= self.horizon
+        truncated = late & ~ended & ~output.failed
+        self.live = scenes[~(ended | truncated | output.failed)]
+        return Chunk(
+            scenes=scenes,
+            rewards=output.rewards,
+            dones=output.dones,
+            steps=output.steps,
+            truncated=truncated,
+            failed=output.failed,
+            observation=output.observation,
+            recorded=output.recorded,
+        )
+
+
+class _Physics:
+    """Runs a scene through control steps with one call of `mujoco.rollout`."""
+
+    def __init__(self, model: mujoco.MjModel) -> None:
+        import mujoco
+        from mujoco import rollout
+
+        state = mujoco.mjtState
+        self._lib, self._model = mujoco, model
+        self._full, self._user = int(state.mjSTATE_FULLPHYSICS), int(state.mjSTATE_USER)
+        self._sizes = [mujoco.mj_stateSize(model, int(kind)) for kind in (self._full, self._user)]
+        # Without a pool of its own: this thread is one of several that each run a scene.
+        self._rollout = rollout.Rollout(nthread=0)
+        time = mujoco.mj_stateSize(model, int(state.mjSTATE_TIME))
+        self.split = (slice(time, time + model.nq), slice(time + model.nq, time + model.nq + model.nv))
+
+    def run(
+        self, data: mujoco.MjData, controls: NDArray[np.float64], substeps: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Step a scene; its data is left as a `mj_step` loop would leave it.
+
+        Args:
+            data: state of the scene.
+            controls: (K, nu), each held for the substeps.
+            substeps: physics steps in a control step.
+
+        Returns:
+            (K, nstate) full physics states and (K, nsensordata) sensor values after each control step.
+        """
+        size, inputs = self._sizes
+        steps = len(controls) * substeps
+        start, held = np.empty((1, size)), np.empty(inputs)
+        self._lib.mj_getState(self._model, data, start[0], self._full)
+        # All that a user may have set counts (forces, mocap poses, equalities); rollout clears what it is not given.
+        self._lib.mj_getState(self._model, data, held, self._user)
+        given = np.tile(held, (1, steps, 1))
+        given[0, :, : self._model.nu] = np.repeat(controls, substeps, axis=0)
+        states, sensors = np.empty((1, steps, size)), np.empty((1, steps, self._model.nsensordata))
+        self._rollout.rollout(
+            [self._model],
+            [data],
+            start,
+            given,
+            control_spec=self._user,
+            skip_checks=True,
+            nstep=steps,
+            initial_warmstart=np.array(data.qacc_warmstart)[None],
+            state=states,
+            sensordata=sensors,
+        )
+        return states[0, substeps - 1 :: substeps], sensors[0, substeps - 1 :: substeps]
+
+    def restore(self, data: mujoco.MjData, state: NDArray[np.float64]) -> None:
+        """Put a scene back into a state that `run` returned."""
+        self._lib.mj_setState(self._model, data, np.ascontiguousarray(state), self._full)
+
+
+class _Worker:
+    """A thread with what belongs to it: the renderer's OpenGL context, and one scene at a time."""
+
+    def __init__(self, model: mujoco.MjModel, settings: RenderSettings | None, backend: str) -> None:
+        self._model = model
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="image-rollout")
+        self.physics = _Physics(model)
+        self.renderer: FrameRenderer | None = None
+        self._shape: tuple[int, ...] = ()
+        if settings is not None:
+            self._shape = (settings.height, settings.width, 3)
+            self.renderer = self._thread.submit(FrameRenderer, model, settings, backend).result()
+
+    def start(self, work: Callable[[_Worker, int], None], waiting: deque[int]) -> Future[None]:
+        """Take rows that wait until none is left."""
+        return self._thread.submit(self._drain, work, waiting)
+
+    def draw(self, data: mujoco.MjData, out: NDArray[np.uint8]) -> None:
+        """Draw a scene as it is now."""
+        if self.renderer is not None:
+            update_poses(self._model, data)
+            self.renderer.rgb(data, out)
+
+    def draw_all(self, data: mujoco.MjData, states: NDArray[np.float64]) -> NDArray[np.uint8]:
+        """Draw a scene in each of some states, and leave it in the last one."""
+        frames = np.empty((len(states), *self._shape), np.uint8)
+        for state, frame in zip(states, frames, strict=True):
+            self.physics.restore(data, state)
+            self.draw(data, frame)
+        return frames
+
+    def close(self) -> None:
+        """Free the renderer in its own thread and end the thread."""
+        if self.renderer is not None:
+            self._thread.submit(self.renderer.close).result()
+        self._thread.shutdown()
+
+    def _drain(self, work: Callable[[_Worker, int], None], waiting: deque[int]) -> None:
+        while True:
+            try:
+                row = waiting.popleft()
+            except IndexError:
+                return
+            work(self, row)
+
+
+def _close_workers(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().close()
+
+
+def _observe(
+    worker: _Worker, data: mujoco.MjData, sensors: NDArray[np.float64], observation: Observation, row: int
+) -> None:
+    observation.qpos[row] = data.qpos
+    observation.qvel[row] = data.qvel
+    observation.sensordata[row] = sensors
+    if observation.frames is not None:
+        worker.draw(data, observation.frames[row])
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

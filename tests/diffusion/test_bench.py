@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from mmrl.bench import diffusion
+from mmrl.bench.harness import BenchOptions, run_arms
+from mmrl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def comparisons(request):
+    """Every comparison at its quick size, the arms in this process in place of one of their own."""
+
+    def in_process(title, arms, options):
+        runs = {}
+        for arm in arms:
+            module, _, name = arm.function.partition(":")
+            asked = json.loads(json.dumps({"repetitions": 1, "device": "cpu", **arm.options}))
+            found = json.loads(json.dumps(getattr(importlib.import_module(module), name)(asked)))
+            runs[arm.name] = found | {"blocks": [{key: found[key] for key in ("cpu_s", "wall_s")}]}
+        return runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diffusion, "run_arms", in_process)
+        return diffusion.compare(BenchOptions(quick=True))
+
+
+def counts(comparisons, name):
+    return {arm: run["counts"] for arm, run in comparisons[name]["arms"].items()}
+
+
+def test_every_comparison_ends_with_its_checks_passed(comparisons):
+    assert tuple(comparisons) == diffusion.NAMES
+    for name, found in comparisons.items():
+        assert not found["failed"], (name, found["checks"])
+        assert found["ratios"]
+        assert all(entry["median"] > 0 for entry in found["ratios"].values())
+    json.dumps(comparisons)
+
+
+def test_rollouts_compute_the_same_latents_with_fewer_text_rows(comparisons):
+    found = counts(comparisons, "rollout")
+    steps, halves = diffusion.QUICK["steps"], 2
+    assert {run["forward_rows"] for run in found.values()} == {steps * halves}
+    assert found["pipeline"]["text_rows"] * 4 == 2 * 2
+    assert found["text of each image"]["text_rows"] * 4 == 4 + 1
+    assert found["shared"]["text_rows"] * 4 == 2
+    assert found["shared"]["transformer_calls"] == 2 * steps
+    assert found["shared, group at once"]["transformer_calls"] == steps
+    checks = comparisons["rollout"]["checks"]
+    assert {"latents of the pipeline", "another prompt"} <= set(checks)
+
+
+def test_each_prompt_is_embedded_once(comparisons):
+    found = counts(comparisons, "encoding")
+    assert found["each image"]["text_rows"] == 1
+    assert found["each prompt"]["text_rows"] == pytest.approx(1 / diffusion.QUICK["images"])
+    assert found["each prompt"]["text_encoder_mb"] > 0
+    assert comparisons["encoding"]["ratios"]["time"]["bound"] == pytest.approx(diffusion.QUICK["images"])
+
+
+def test_a_detached_half_costs_no_backward_rows(comparisons):
+    found = counts(comparisons, "guidance")
+    assert (found["one call"]["transformer_calls"], found["two calls"]["transformer_calls"]) == (2, 4)
+    assert found["train, detached after"]["train_rows"] == 2
+    assert (found["train, no graph"]["train_rows"], found["train, no graph"]["forward_rows"]) == (1, 1)
+    assert comparisons["guidance"]["ratios"]["no graph for the negative half"]["bound"] == pytest.approx(1.5, abs=0.05)
+
+
+def test_stacked_draws_are_one_call(comparisons):
+    found = counts(comparisons, "stacking")
+    assert (found["each draw"]["transformer_calls"], found["stacked"]["transformer_calls"]) == (6, 1)
+    assert found["each draw"]["train_rows"] == found["stacked"]["train_rows"] == 6
+    assert found["stacked"]["transformer_calls"] == 1
+
+
+def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(tmp_path, folder):
+    from mmrl.bench.diffusion_arms import recipe_arm
+
+    options = diffusion.QUICK | {"steps": 10, "rows": 1, "model": str(folder), "device": "cpu", "repetitions": 1}
+    rows = {way: recipe_arm(options | {"way": way})["counts"] for way in ("flow-grpo", "flow-grpo-fast", "awm")}
+    # a row with a graph costs three, its forward and a backward pass of two
+    cost = {way: found["forward_rows"] + 3 * found["train_rows"] for way, found in rows.items()}
+    assert cost == {"flow-grpo": 92, "flow-grpo-fast": 36, "awm": 44}
+
+
+def test_operations_of_a_row_are_counted(comparisons):
+    cost = comparisons["rollout"]["floor"]["of_one_row"]
+    assert cost["train_flops"] == pytest.approx(3 * cost["forward_flops"], rel=0.05)
+    assert cost["text_flops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [({"only": ["speed"]}, "--only speed"), ({"against": "trl"}, "--against trl")],
+)
+def test_unknown_comparisons_and_libraries_are_refused(options, culprit):
+    with pytest.raises(UserError, match=culprit):
+        diffusion.compare(BenchOptions(quick=True, **options))
+
+
+def test_a_folder_that_is_no_pipeline_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(diffusion, "run_arms", lambda *_: {"cost": {"error": "OSError: no model_index.json"}})
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be used: OSError"):
+        diffusion.compare(BenchOptions(quick=True, model=tmp_path))
+    assert diffusion.run_arms is not run_arms
