@@ -54,14 +54,17 @@ class TextEncoders:
         max_sequence_length: tokens of the T5 encoder; None = the pipeline's own default.
 
     Raises:
-        UserError: another pipeline, or one without a text encoder that it needs.
+        UserError: another pipeline, one without a text encoder that it needs, or no room for a token.
     """
 
     def __init__(self, pipeline: Any, max_sequence_length: int | None = None) -> None:
         self.pipeline = pipeline
         self.freed = False
         self._family = _family_of(pipeline)
-        self.max_sequence_length = max_sequence_length or self._family.max_sequence_length
+        default = self._family.max_sequence_length
+        self.max_sequence_length = default if max_sequence_length is None else max_sequence_length
+        if self.max_sequence_length < 1:
+            raise UserError(f"max_sequence_length={max_sequence_length} must be at least 1")
         for part in self._family.parts:
             if getattr(pipeline, part.encoder) is None and not part.optional:
                 raise UserError(f"{type(pipeline).__name__} has no {part.encoder}; it cannot embed prompts")

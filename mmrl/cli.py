@@ -7,6 +7,7 @@ before a command runs, so that `mmrl --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import logging
 import os
@@ -310,7 +311,9 @@ def _bench(args: argparse.Namespace) -> int:
     from mmrl.bench.harness import BenchOptions
 
     names = ("blocks", "repetitions", "threads", "quick", "device", "only", "against", "model", "family", "folder")
-    text, passed = run(args.room, BenchOptions(**{name: getattr(args, name) for name in names}), args.out)
+    options = BenchOptions(**{name: getattr(args, name) for name in names})
+    with contextlib.redirect_stdout(sys.stderr):  # what the arms say; standard output is the result's
+        text, passed = run(args.room, options, args.out)
     _say(text)
     return 0 if passed else 1
 
@@ -363,8 +366,8 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("room", choices=["vlm", "diffusion", "sim"], help="what is measured")
     parser.add_argument("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
-    parser.add_argument("--blocks", metavar="N", type=int, default=5, help="processes of each arm, in turns; default 5")
-    parser.add_argument("--repetitions", metavar="N", type=int, default=2, help="that count in each; default 2")
+    parser.add_argument("--blocks", metavar="N", type=int, default=0, help="processes of each arm, in turns; default 5")
+    parser.add_argument("--repetitions", metavar="N", type=int, default=0, help="that count in each; default 2")
     parser.add_argument("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     parser.add_argument("--family", choices=["qwen2_5_vl", "qwen3_vl"], default="qwen2_5_vl", help="of the built model")

@@ -35,6 +35,7 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
     from mmrl.bench.report import describe_machine, describe_versions, settings_of, table
 
     options.validate()
+    _check_room(room, options)
     try:
         module = importlib.import_module(f"mmrl.bench.{room}")
     except ModuleNotFoundError as error:
@@ -54,3 +55,11 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
         out.write_text(f"{text}\n", encoding="utf-8")
     progress(table(comparisons))
     return text, not result["failed"]
+
+
+def _check_room(room: str, options: BenchOptions) -> None:
+    """Refuse options that a room would not look at."""
+    given = {"--against": options.against, "--model": options.model, "--family": options.family != "qwen2_5_vl"}
+    ignored = [name for name, value in given.items() if value]
+    if room != "vlm" and ignored:
+        raise UserError(f"{ignored[0]} is an option of `mmrl bench vlm`, not of `mmrl bench {room}`")

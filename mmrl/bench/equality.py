@@ -23,7 +23,7 @@ from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.vision import encode_vision
 
-__all__ = ["LOGP_TOLERANCE", "GRADIENT_TOLERANCE", "equality_arm"]
+__all__ = ["GRADIENT_TOLERANCE", "LOGP_TOLERANCE", "equality_arm"]
 
 LOGP_TOLERANCE = 5e-6
 """Largest difference of a log-prob in float32."""

@@ -180,11 +180,11 @@ def matmul_rates(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arm that measures what the machine does with the model's own matrices.
 
     Args:
-        options: hidden, intermediate, tall (rows of a training pass), flat (rows of a decode step), repetitions,
-            device.
+        options: hidden, intermediate, tall (rows of a training pass), flat (rows of a decode step), operations (of
+            one measurement), repetitions, device.
 
     Returns:
-        What `repeat` returns; counts hold tall_flops and flat_flops, operations a second.
+        counts: tall_flops and flat_flops, operations a second.
     """
     import torch
 
@@ -195,7 +195,9 @@ def matmul_rates(options: Mapping[str, Any]) -> dict[str, Any]:
     hidden, intermediate = options["hidden"], options["intermediate"]
     weight = torch.randn(hidden, intermediate, device=device, dtype=dtype)
     inputs = {key: torch.randn(options[key], hidden, device=device, dtype=dtype) for key in ("tall", "flat")}
-    calls = {key: max(1, int(2e10 / (2.0 * rows.numel() * intermediate))) for key, rows in inputs.items()}
+    calls = {
+        key: max(1, int(options["operations"] / (2.0 * rows.numel() * intermediate))) for key, rows in inputs.items()
+    }
 
     def once(watch: Any) -> None:
         for key, rows in inputs.items():
@@ -203,9 +205,9 @@ def matmul_rates(options: Mapping[str, Any]) -> dict[str, Any]:
                 for _ in range(calls[key]):
                     rows @ weight
 
-    found = repeat(once, options["repetitions"], device)
+    seconds = repeat(once, options["repetitions"], device)["wall_s" if device == "cuda" else "cpu_s"]
     done = {key: 2.0 * rows.numel() * intermediate * calls[key] for key, rows in inputs.items()}
-    return found | {"counts": {f"{key}_flops": done[key] / found["wall_s"][key] for key in inputs}}
+    return {"counts": {f"{key}_flops": done[key] / seconds[key] for key in inputs}}
 
 
 def _causal(length: int) -> int:

@@ -18,7 +18,7 @@ and looks like this:
             Arm("together", "mmrl.bench.diffusion:sample_arm", {"together": True, "quick": options.quick}),
         ]
         runs = run_arms("sampling", arms, options)
-        speed = ratio(runs, "one by one", "together", minimum=2.0, goal=2.5, bound=floor_ratio)
+        speed = ratio(runs, "one by one", "together", minimum=2.0, goal=2.5, bound=bound)
         memory = ratio(runs, "one by one", "together", "peak_mb")
         return comparison(runs, ratios={"time": speed, "memory": memory}, floor={...})
 
@@ -32,17 +32,19 @@ and looks like this:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.bench.worker import answer_to
 from mmrl.errors import UserError
 
 __all__ = ["Arm", "BenchOptions", "check", "comparison", "progress", "ratio", "run_arms"]
@@ -65,21 +67,24 @@ class Arm:
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the process."""
     blocks: int | None = None
-    """Processes that measure time, in place of the benchmark's own number, for an arm that only gives orientation."""
+    """Most processes that measure time, where fewer than the benchmark's own number are enough for orientation."""
+    timed: bool = True
+    """False for an arm that only returns counts or checks: it runs once."""
 
 
 @dataclass
 class BenchOptions:
     """What the command line says."""
 
-    blocks: int = 5
-    """Processes of each arm that measure time, in turns with those of the other arms; one more measures memory."""
-    repetitions: int = 2
-    """Repetitions that count in each process, after one that does not."""
+    blocks: int = 0
+    """Processes of each arm that measure time, in turns with those of the other arms, and one more measures memory;
+    0 is 5, or 1 when `quick`."""
+    repetitions: int = 0
+    """Repetitions that count in each process, after one that does not; 0 is 2, or 1 when `quick`."""
     threads: int = 1
     """Threads of each process."""
     quick: bool = False
-    """Tiny sizes that finish in seconds and show nothing but that it runs."""
+    """Tiny sizes, all in this process: finishes in seconds and shows nothing but that it runs."""
     device: str = "cpu"
     """cpu or cuda."""
     only: list[str] = field(default_factory=list)
@@ -92,6 +97,10 @@ class BenchOptions:
     """Architecture of the model that is built."""
     folder: Path = Path("runs/bench")
     """Where models and questions that are built are kept."""
+
+    def __post_init__(self) -> None:
+        self.blocks = self.blocks or (1 if self.quick else 5)
+        self.repetitions = self.repetitions or (1 if self.quick else 2)
 
     def validate(self) -> None:
         """Check ranges; raises UserError."""
@@ -120,25 +129,25 @@ def run_arms(title: str, arms: Sequence[Arm], options: BenchOptions) -> dict[str
         and `checks` of its first block, the numbers of every block as `blocks`, and `error` where a process failed;
         an arm that failed is not run again.
     """
-    timed: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     spacious: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}
     for block in range(options.blocks + 1):
         for arm in arms:
             for_memory = block == options.blocks
-            if arm.name in errors or (not for_memory and block >= (arm.blocks or options.blocks)):
+            if arm.name in errors or not _is_due(arm, block, options):
                 continue
-            found = _run_process(arm, options, for_memory)
-            if "error" in found:
-                errors[arm.name] = found["error"]
-                progress(f"{title}: {arm.name}: failed: {found['error']}\n{found.get('traceback', '')}")
-            elif for_memory:
-                spacious[arm.name] = found
-                progress(f"{title}: {arm.name}: memory: peak {found['peak_mb']['total']:.0f} MB")
+            answer = _run_process(arm, options, for_memory)
+            if "error" in answer:
+                errors[arm.name] = answer["error"]
+                progress(f"{title}: {arm.name}: failed: {answer['error']}\n{answer.get('traceback', '')}")
+                continue
+            progress(f"{title}: {arm.name}: {_in_short(answer, block, for_memory)}")
+            if for_memory:
+                spacious[arm.name] = answer
             else:
-                timed[arm.name].append(found)
-                progress(f"{title}: {arm.name}: block {block + 1}: {_in_short(found)}")
-    return {arm.name: _summary(timed[arm.name], spacious.get(arm.name), errors.get(arm.name)) for arm in arms}
+                found[arm.name].append(answer)
+    return {arm.name: _summary(found[arm.name], spacious.get(arm.name), errors.get(arm.name)) for arm in arms}
 
 
 def ratio(
@@ -236,18 +245,29 @@ def progress(text: str) -> None:
     sys.stderr.flush()
 
 
+def _is_due(arm: Arm, block: int, options: BenchOptions) -> bool:
+    if not arm.timed:
+        return block == 0
+    if block == options.blocks:
+        return options.device == "cpu" and not options.quick  # a GPU's allocator tells the peak of every run
+    return block < min(arm.blocks or options.blocks, options.blocks)
+
+
 def _run_process(arm: Arm, options: BenchOptions, for_memory: bool) -> dict[str, Any]:
     asked = {
         "function": arm.function,
         "options": {"repetitions": options.repetitions, "device": options.device, **arm.options},
-        "threads": options.threads,
     }
+    environment = _environment(arm, options, for_memory)
+    if options.quick:
+        with _changed_environment(environment):
+            return answer_to(asked)
     with tempfile.TemporaryDirectory(prefix="mmrl-bench-") as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
         request.write_text(json.dumps(asked), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-m", "mmrl.bench.worker", str(request), str(result)],
-            env=_environment(arm, options.threads, for_memory),
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             check=False,
@@ -257,26 +277,41 @@ def _run_process(arm: Arm, options: BenchOptions, for_memory: bool) -> dict[str,
     return {"error": f"the process ended with code {done.returncode}", "traceback": done.stderr[-2000:]}
 
 
-def _environment(arm: Arm, threads: int, for_memory: bool) -> dict[str, str]:
-    count = str(threads)
+@contextlib.contextmanager
+def _changed_environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _environment(arm: Arm, options: BenchOptions, for_memory: bool) -> dict[str, str]:
+    count = str(options.threads)
     fixed = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
     fixed |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if options.device == "cpu":
+        fixed["CUDA_VISIBLE_DEVICES"] = ""
     if for_memory:
         fixed |= {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
-    return {**os.environ, **fixed, **arm.environment}
+    return fixed | arm.environment
 
 
 def _summary(blocks: list[dict[str, Any]], spacious: dict[str, Any] | None, error: str | None) -> dict[str, Any]:
     summed: dict[str, Any] = {} if error is None else {"error": error}
-    if blocks:
+    for block in blocks[:1]:
+        summed |= {key: block.get(key, {}) for key in ("counts", "checks")}
+    timed = [block for block in blocks if "cpu_s" in block]
+    if timed:
         for quantity in ("cpu_s", "wall_s"):
-            stages = dict.fromkeys(stage for block in blocks for stage in block[quantity])
-            values = {stage: [block[quantity].get(stage, 0.0) for block in blocks] for stage in stages}
-            summed[quantity] = {stage: statistics.median(found) for stage, found in values.items()}
-        summed |= {key: blocks[0].get(key, {}) for key in ("counts", "checks")}
-    if spacious is not None:
-        summed |= {key: spacious[key] for key in ("peak_mb", "held_mb")}
-    return summed | {"blocks": [{key: block[key] for key in ("cpu_s", "wall_s")} for block in blocks]}
+            stages = dict.fromkeys(stage for block in timed for stage in block[quantity])
+            values = {stage: [block[quantity].get(stage, 0.0) for block in timed] for stage in stages}
+            summed[quantity] = {stage: statistics.median(numbers) for stage, numbers in values.items()}
+        roomy = spacious or timed[-1]
+        summed |= {key: roomy[key] for key in ("peak_mb", "held_mb")}
+    return summed | {"blocks": [{key: block[key] for key in ("cpu_s", "wall_s")} for block in timed]}
 
 
 def _values(run: Mapping[str, Any], quantity: str, stage: str) -> list[float]:
@@ -285,5 +320,9 @@ def _values(run: Mapping[str, Any], quantity: str, stage: str) -> list[float]:
     return [block[quantity][stage] for block in run["blocks"]]
 
 
-def _in_short(found: Mapping[str, Any]) -> str:
-    return f"{found['cpu_s']['total']:.3f} CPU s, {found['wall_s']['total']:.3f} s"
+def _in_short(answer: Mapping[str, Any], block: int, for_memory: bool) -> str:
+    if "cpu_s" not in answer:
+        return "done"
+    if for_memory:
+        return f"memory: peak {answer['peak_mb']['total']:.0f} MB"
+    return f"block {block + 1}: {answer['cpu_s']['total']:.3f} CPU s, {answer['wall_s']['total']:.3f} s"

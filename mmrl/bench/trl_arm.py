@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.measure import Recorder
-from mmrl.bench.workload import checksum_reward, suppressed_tokens
+from mmrl.bench.workload import Shape, checksum_reward, shape_of, suppressed_tokens
 from mmrl.errors import UserError
 
 __all__ = ["check_installed", "step_arm"]
@@ -25,17 +26,18 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Whole steps of GRPOTrainer: one prompt with its group, one update, AdamW.
 
     Args:
-        options: model, data (folder and file), group, completion (G and T), repetitions, device,
-            and gradient_checkpointing.
+        options: model, data, shape, repetitions, device and gradient_checkpointing.
 
     Returns:
-        What `Recorder.result` returns, with stages generate, forward, backward and optimiser.
+        What `Recorder.result` returns, with stages generate, forward, backward, optimizer, and update for the last
+        three; counts say how many tokens a completion has.
     """
     from mmrl.vlm.compat import ensure_torchvision
 
     ensure_torchvision()
     from trl import GRPOTrainer
 
+    shape = shape_of(options["shape"])
     model, processor = _load(options["model"], options["device"])
     recorder = Recorder(options["device"])
     lengths: list[int] = []
@@ -43,15 +45,14 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=_reward(lengths),
-            args=_arguments(options, processor, folder),
+            args=_arguments(options, shape, processor, folder),
             train_dataset=_questions(options["data"]),
             processing_class=processor,
             callbacks=[_clock(recorder)],
         )
         _time_stages(trainer, recorder)
         trainer.train()
-    counts = {"completion_tokens": sum(lengths) / len(lengths), "rows": options["group"]}
-    return recorder.result() | {"counts": counts}
+    return recorder.result() | {"counts": {"completion_tokens": sum(lengths) / len(lengths)}}
 
 
 def _load(path: str, device: str) -> tuple[Any, Any]:
@@ -63,15 +64,15 @@ def _load(path: str, device: str) -> tuple[Any, Any]:
     return model, AutoProcessor.from_pretrained(path, padding_side="left")
 
 
-def _arguments(options: dict[str, Any], processor: Any, folder: str) -> Any:
+def _arguments(options: dict[str, Any], shape: Shape, processor: Any, folder: str) -> Any:
     """TRL's fastest settings; everything that is not named is its default."""
     from trl import GRPOConfig
 
     return GRPOConfig(
         output_dir=folder,
-        per_device_train_batch_size=options["group"],
-        num_generations=options["group"],
-        max_completion_length=options["completion"],
+        per_device_train_batch_size=shape.group,
+        num_generations=shape.group,
+        max_completion_length=shape.completion,
         max_steps=options["repetitions"] + 1,
         beta=0.0,
         gradient_checkpointing=options["gradient_checkpointing"],
@@ -114,8 +115,7 @@ def _clock(recorder: Recorder) -> Any:
 
     class Clock(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-            optimizer = objects["optimizer"]
-            optimizer.step = _timed(recorder, "optimiser", optimizer.step)
+            _time_optimizer(recorder, objects["optimizer"])
             recorder.start()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -126,14 +126,28 @@ def _clock(recorder: Recorder) -> Any:
 
 def _time_stages(trainer: Any, recorder: Recorder) -> None:
     model = trainer.model
-    model.generate = _timed(recorder, "generate", model.generate)
-    trainer.compute_loss = _timed(recorder, "forward", trainer.compute_loss)
-    trainer.accelerator.backward = _timed(recorder, "backward", trainer.accelerator.backward)
+    model.generate = _timed(recorder, ("generate",), model.generate)
+    trainer.compute_loss = _timed(recorder, ("forward", "update"), trainer.compute_loss)
+    trainer.accelerator.backward = _timed(recorder, ("backward", "update"), trainer.accelerator.backward)
 
 
-def _timed(recorder: Recorder, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _time_optimizer(recorder: Recorder, optimizer: Any) -> None:
+    inner = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
+    step = contextlib.ExitStack()
+
+    def begin(*_: Any) -> None:
+        for stage in ("optimizer", "update"):
+            step.enter_context(recorder.watch.stage(stage))
+
+    inner.register_step_pre_hook(begin)
+    inner.register_step_post_hook(lambda *_: step.close())
+
+
+def _timed(recorder: Recorder, stages: tuple[str, ...], function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:
-        with recorder.watch.stage(stage):
+        with contextlib.ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(recorder.watch.stage(stage))
             return function(*arguments, **keywords)
 
     return call

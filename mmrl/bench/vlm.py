@@ -18,7 +18,6 @@ from mmrl.bench.floor import (
     decode_flops,
     dimensions_of,
     forward_flops,
-    vision_flops,
 )
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from mmrl.bench.trl_arm import check_installed
@@ -26,7 +25,6 @@ from mmrl.bench.workload import ATTENTION_GAIN, Shape, build_model, questions_fi
 
 __all__ = ["NAMES", "compare"]
 
-GIB = 2**30
 MEBIBYTE = 2**20
 CPU_SHAPES = {
     "16:1": Shape((16, 16), 288, 18),
@@ -91,7 +89,7 @@ class _Bench:
             return {name: CPU_SHAPES[name] for name in names}
         return dict([QUICK_SHAPE if self.options.quick else CUDA_SHAPE])
 
-    def targets(self, limits: dict[str, float]) -> dict[str, float]:
+    def targets(self, limits: dict[str, Any]) -> dict[str, Any]:
         """Minimum and goal, which are those of a full run on CPUs."""
         return limits if self.full else {}
 
@@ -136,6 +134,7 @@ class _Bench:
         """Operations a second of this machine for the many rows of training and the few of decoding."""
         if self._rates is None:
             options = {"hidden": self.size.hidden, "intermediate": self.size.intermediate, "tall": 2048, "flat": 8}
+            options["operations"] = 10**7 if self.options.quick else 2 * 10**10
             arm = Arm("matrix products", "mmrl.bench.floor:matmul_rates", options, timed=False)
             self._rates = run_arms("machine", [arm], self.options)["matrix products"].get("counts", {})
         return self._rates
@@ -230,7 +229,7 @@ def _trl_arms(bench: _Bench, name: str, shape: Shape) -> list[Arm]:
 
 def _against_trl(bench: _Bench, name: str, runs: dict[str, Any], theirs: str, ours: str) -> dict[str, Any]:
     time, memory = STEP_TARGETS.get(name, ({}, {}))
-    predicted = {"goal": 6.0} if bench.options.device == "cuda" else {}
+    predicted: dict[str, Any] = {"goal": 6.0} if bench.options.device == "cuda" else {}
     return {
         f"{name} time": ratio(runs, theirs, ours, **(bench.targets(time) or predicted)),
         f"{name} wall time": ratio(runs, theirs, ours, "wall_s"),

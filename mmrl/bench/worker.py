@@ -9,37 +9,38 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["answer_to", "main"]
 
 
 def main(request: str, result: str) -> int:
-    """Run `module:function` of the request with its options.
+    """Answer the request in one file with another file.
 
     Args:
-        request: JSON file {"function", "options", "threads"}.
-        result: JSON file to write: what the function returned, or {"error", "traceback"}.
+        request: JSON file, see `answer_to`.
+        result: JSON file to write.
 
     Returns:
         The exit code: 0 done, 1 the function raised.
     """
-    asked: dict[str, Any] = json.loads(Path(request).read_text(encoding="utf-8"))
-    try:
-        module, _, name = asked["function"].partition(":")
-        _limit_threads(int(asked["threads"]))
-        answer = getattr(importlib.import_module(module), name)(asked["options"])
-        code = 0
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        code = 1
+    answer = answer_to(json.loads(Path(request).read_text(encoding="utf-8")))
     Path(result).write_text(json.dumps(answer), encoding="utf-8")
-    return code
+    return 1 if "error" in answer else 0
 
 
-def _limit_threads(threads: int) -> None:
-    import torch
+def answer_to(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run an arm in this process.
 
-    torch.set_num_threads(threads)
-    torch.set_num_interop_threads(threads)
+    Args:
+        asked: "function" as `module:function` and its "options".
+
+    Returns:
+        What the function returned, or {"error", "traceback"}.
+    """
+    module, _, name = asked["function"].partition(":")
+    try:
+        return dict(getattr(importlib.import_module(module), name)(asked["options"]))
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
 if __name__ == "__main__":

@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["MODELS", "Shape", "build_model", "checksum_reward", "questions_file", "shape_of", "suppressed_tokens"]
+__all__ = [
+    "ATTENTION_GAIN",
+    "MODELS",
+    "Shape",
+    "build_model",
+    "checksum_reward",
+    "half_dead_reward",
+    "questions_file",
+    "shape_of",
+    "suppressed_tokens",
+]
 
 ATTENTION_GAIN = 3.0
-"""Factor on query and key weights: attention logits then spread over several nats instead of a fraction of one."""
+"""Factor on query and key weights: the late tokens of a 288-token prompt then attend to 130-150 tokens (exponential of
+the entropy), with plain random weights to all of them."""
 QUESTIONS = 4
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -52,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+MODELS["21m-64k"] = MODELS["21m"] | {"embedding_rows": 65536}
 """Options of `build_tiny_vlm`; 21m has 21.0 million weights, 3b the sizes of Qwen2.5-VL-3B."""
 
 
@@ -145,6 +157,12 @@ def checksum_reward(prompts: list[Any], completions: list[str], **columns: Any) 
     return [sum(map(ord, text)) % 7 / 6 for text in completions]
 
 
+def half_dead_reward(prompts: list[Any], completions: list[str], *, id: list[str], **columns: Any) -> list[float]:
+    """`checksum_reward` where the question's number is even; the others get the same reward for every completion."""
+    alive = [int(number) % 2 == 0 for number in id]
+    return [value if live else 0.5 for value, live in zip(checksum_reward(prompts, completions), alive, strict=True)]
+
+
 def suppressed_tokens(model: str, tokenizer: Any) -> list[int]:
     """Tokens that no arm may sample, so that every completion has exactly T tokens: ends of turn and image markup."""
     from mmrl.vlm.policy import BANNED_TOKENS
@@ -153,11 +171,6 @@ def suppressed_tokens(model: str, tokenizer: Any) -> list[int]:
     ends = config["eos_token_id"]
     markup = [tokenizer.convert_tokens_to_ids(token) for token in BANNED_TOKENS]
     return sorted({*(ends if isinstance(ends, list) else [ends]), *markup})
-
-
-def as_json(shape: Shape) -> dict[str, Any]:
-    """Shape as it travels to an arm."""
-    return asdict(shape)
 
 
 def _corpus(vocab_size: int) -> list[str]:

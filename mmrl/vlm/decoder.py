@@ -94,10 +94,10 @@ class LeanBatch:
 
 
 class _GroupAttention:
-    """Keys and values of prompts and of the rows that follow them, in float32.
+    """Attention of rows to the prompt of their group, `far`, and to themselves, `near`, in float32.
 
-    The rows of a prompt have slots side by side, as many for each of the N prompts as the largest group has rows (R);
-    slots that are left over repeat row 0 and nobody reads them. S = N * Hk * R, r = heads / Hk.
+    The rows of a prompt have slots side by side, as many for each of the N prompts as the largest group has rows, R;
+    slots that are left over repeat row 0 and nobody reads them.
     """
 
     def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int) -> None:
@@ -107,11 +107,12 @@ class _GroupAttention:
         # (N * Hk, d, P) and (N * Hk, P, d): products with what lies in this order are the fastest
         self.prefix_keys = [x.transpose(2, 3).float().contiguous().flatten(0, 1) for x in prefix.keys]
         self.prefix_values = [x.float().contiguous().flatten(0, 1) for x in prefix.values]
-        self.step, self.steps, self.room = -1, steps, 0
+        self.step, self.steps, self.room = -1, steps, 0  # the step that runs, the most, those with room
         self._arrange(prompt)
-        empty = prompt.new_empty(self._shape(0), dtype=torch.float32)
-        self.keys = [empty.transpose(3, 4) for _ in prefix.keys]
-        self.values = [empty for _ in prefix.values]
+        # (N, Hk, R, d, room) and (N, Hk, R, room, d)
+        shape = (len(prefix), self.kv_heads, self.places)
+        self.keys = [self.rows.new_empty(*shape, self.head_dim, 0) for _ in prefix.keys]
+        self.values = [self.rows.new_empty(*shape, 0, self.head_dim) for _ in prefix.values]
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some (n,), and the prompts that are left without rows."""
@@ -125,8 +126,9 @@ class _GroupAttention:
         source = torch.zeros(len(live) * self.places, dtype=torch.int64, device=index.device)
         source = source.index_copy_(0, self.slot, before).view(-1, 1, self.places)
         head = torch.arange(self.kv_heads, device=index.device)[None, :, None]
-        self.keys = [x[source // width, head, source % width] for x in self.keys]
-        self.values = [x[source // width, head, source % width] for x in self.values]
+        for layers in (self.keys, self.values):
+            for number, old in enumerate(layers):
+                layers[number] = old[source // width, head, source % width]
 
     def begin_step(self) -> None:
         """Make room for one more token of each row."""
@@ -137,10 +139,9 @@ class _GroupAttention:
         slots, seen = batch * self.places, self.step + 1
         self.near = self.far.new_empty(slots, heads, seen)
         self.scores = self.far.new_empty(slots, heads, width + seen)
-        chances = torch.empty_like(self.scores)
-        self.chances = chances
-        self.far_chances = chances.view(batch, -1, width + seen)[..., :width]
-        self.near_chances = chances[..., width:]
+        self.probabilities = torch.empty_like(self.scores)
+        self.far_probabilities = self.probabilities.view(batch, -1, width + seen)[..., :width]
+        self.near_probabilities = self.probabilities[..., width:]
         self.cosine, self.sine = self.cosines[self.step], self.sines[self.step]
 
     def __call__(self, layer: int, turned: Tensor, values: Tensor) -> Tensor:
@@ -167,9 +168,9 @@ class _GroupAttention:
             self.far_of_group.add_(self.padding)
         torch.bmm(self.near_queries, own_keys.narrow(4, 0, self.step + 1).flatten(0, 2), out=self.near)
         torch.cat((self.far_rows, self.near), -1, out=self.scores)
-        torch.softmax(self.scores, -1, out=self.chances)
-        torch.bmm(self.far_chances, self.prefix_values[layer], out=self.far_context)
-        self.near_context.baddbmm_(self.near_chances, own_values.narrow(3, 0, self.step + 1).flatten(0, 2))
+        torch.softmax(self.scores, -1, out=self.probabilities)
+        torch.bmm(self.far_probabilities, self.prefix_values[layer], out=self.far_context)
+        self.near_context.baddbmm_(self.near_probabilities, own_values.narrow(3, 0, self.step + 1).flatten(0, 2))
         context = self.slot_context.reshape(self.slots.shape[0], -1)
         return context.index_select(0, self.slot) if self.ragged else context
 
@@ -201,7 +202,7 @@ class _GroupAttention:
     def _make_buffers(self, count: int) -> None:
         """What every layer of every step writes to, seen in the shapes that its operations need."""
         groups, places, heads, kv_heads, d = len(self.lengths), self.places, self.heads, self.kv_heads, self.head_dim
-        self.rows = torch.empty(count, heads + 2 * kv_heads, d, device=self.prompt.device)
+        self.rows = self.frequencies.new_empty(count, heads + 2 * kv_heads, d)
         self.rotated, self.new_values = self.rows.split([heads + kv_heads, kv_heads], 1)
         self.rotated_first, self.rotated_second = self.rotated.chunk(2, -1)
         self.slots = self.rows.new_empty(groups * places, *self.rows.shape[1:]) if self.ragged else self.rows
@@ -219,20 +220,13 @@ class _GroupAttention:
 
     def _make_room(self) -> None:
         self.room = min(max(ROOM, 2 * self.room), self.steps)
-
-        def widen(old: Tensor, axis: int) -> Tensor:
-            shape = list(old.shape)
-            shape[axis] = self.room
-            new = old.new_empty(shape)
-            new.narrow(axis, 0, self.step).copy_(old.narrow(axis, 0, self.step))
-            return new
-
-        self.keys = [widen(x, 4) for x in self.keys]
-        self.values = [widen(x, 3) for x in self.values]
+        for layers, axis in ((self.keys, 4), (self.values, 3)):
+            for number, old in enumerate(layers):
+                shape = list(old.shape)
+                shape[axis] = self.room
+                layers[number] = old.new_empty(shape)
+                layers[number].narrow(axis, 0, self.step).copy_(old.narrow(axis, 0, self.step))
         self._rotations()
-
-    def _shape(self, room: int) -> tuple[int, ...]:
-        return len(self.lengths), self.kv_heads, self.places, room, self.head_dim
 
     def _rotations(self) -> None:
         """Cosine and sine of the steps that there is room for; a response token's three positions are equal."""

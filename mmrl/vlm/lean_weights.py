@@ -153,7 +153,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     few = x.device.type == "cpu" and x.dtype == torch.float32 and FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1]
     if not few or weight.numel() < LARGE or weight.shape[0] % BLOCK:
         return functional.linear(x, weight, bias)
-    blocks = weight.view(-1, BLOCK, weight.shape[1]).transpose(1, 2)
+    blocks = weight.unflatten(0, (-1, BLOCK)).transpose(1, 2)
     result = torch.bmm(x.expand(blocks.shape[0], -1, -1), blocks).transpose(0, 1).reshape(x.shape[0], -1)
     return result if bias is None else result.add_(bias)
 

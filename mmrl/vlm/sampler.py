@@ -16,7 +16,7 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.training.stopwatch import stopwatch
 from mmrl.vlm.decoder import LeanBatch
-from mmrl.vlm.lean_weights import lean_obstacle, lean_weights
+from mmrl.vlm.lean_weights import LeanWeights, lean_obstacle, lean_weights
 from mmrl.vlm.packing import PromptTable, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.vision import gather_features
@@ -200,11 +200,11 @@ class _Draw:
     def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:
         """Rows whose response is complete with the token of this step."""
         at_eos = self.is_eos[token] & running
-        self.reason[rows[at_eos]] = EOS
+        self.reason[rows] = torch.where(at_eos, EOS, self.reason[rows])
         if not self.config.stop:
             return at_eos
         at_stop = self._at_stop(rows, step) & running & ~at_eos
-        self.reason[rows[at_stop]] = STOP
+        self.reason[rows] = torch.where(at_stop, STOP, self.reason[rows])
         return at_eos | at_stop
 
     def collect(self) -> Samples:
@@ -271,9 +271,10 @@ def _sample_lean(draw: _Draw, prompts: Sequence[Prompt], group: int, keep_prefix
         with stopwatch("prefill"):
             prefix = _read_prompts(draw.policy, part, keep_prefix)
         with stopwatch("decode"):
+            weights = lean_weights(draw.policy)
             rows = torch.arange(len(part) * group, device=draw.policy.device)
             for chunk in rows.split(max(most - most % group, min(most, group))):
-                _decode_lean(draw, prefix, chunk // group, chunk + first * group)
+                _decode_lean(draw, weights, prefix, chunk // group, chunk + first * group)
 
 
 def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep_prefix: str) -> Prefix:
@@ -284,10 +285,9 @@ def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep_prefix: str
     return prefix.detach()
 
 
-def _decode_lean(draw: _Draw, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+def _decode_lean(draw: _Draw, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
-    weights = lean_weights(draw.policy)
     decoder = LeanBatch(weights, prefix, own, draw.config.max_new_tokens - 1, draw.policy.banned_ids)
     _decode(draw, decoder, rows, draw.max_positions - prefix.lengths[own], prefix.last_state[own])
 
@@ -386,7 +386,7 @@ def _choose(logp: Tensor, uniform: Tensor | None, config: SamplerConfig) -> tupl
         config: truncation.
     """
     if uniform is None:
-        return logp.argmax(-1), torch.ones_like(logp[:, 0])
+        return logp.max(-1).indices, torch.ones_like(logp[:, 0])
     probability = logp.exp()
     if config.top_k or config.top_p < 1.0:
         probability = _truncate(probability, config)

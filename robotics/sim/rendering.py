@@ -12,6 +12,7 @@ things are left out here, each with a switch:
 
 from __future__ import annotations
 
+import atexit
 import copy
 import threading
 import weakref
@@ -32,6 +33,7 @@ __all__ = ["FrameRenderer", "RenderSettings", "fast_visuals", "update_poses"]
 FREE_CAMERA = -1
 BACKGROUND_ID = -1
 SpecOrModel = TypeVar("SpecOrModel")
+OPEN_RENDERERS: weakref.WeakSet[FrameRenderer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ class FrameRenderer:
         self._sky = bool(self._scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX])
         self._rect = mujoco.MjrRect(0, 0, self.settings.width, self.settings.height)
         self._gl, self._mjr = self._open()
-        # Also at the end of the interpreter, before the OpenGL bindings fall apart.
         self._free = weakref.finalize(self, _free_context, self._gl, self._mjr, threading.get_ident())
+        self._free.atexit = False
+        _close_at_exit(self)
 
         height, width = self.settings.height, self.settings.width
         self._rows = np.empty((height, width, 3), np.uint8)
@@ -325,6 +328,19 @@ def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
     mujoco.mj_camlight(model, data)
     mujoco.mj_flex(model, data)
     mujoco.mj_tendon(model, data)
+
+
+def _close_at_exit(renderer: FrameRenderer) -> None:
+    # weakref.finalize would run after mujoco has ended the display, and OSMesa's own clean-up after PyOpenGL is gone.
+    # What is registered now, with a context open, runs before both.
+    if not OPEN_RENDERERS:
+        atexit.register(_close_all)
+    OPEN_RENDERERS.add(renderer)
+
+
+def _close_all() -> None:
+    for renderer in list(OPEN_RENDERERS):
+        renderer.close()
 
 
 def _free_context(gl: Any, mjr: Any, owner: int) -> None:

@@ -296,14 +296,14 @@ class ImageRollout:
         scene = int(output.observation.scenes[row])
         data = self._data[scene]
         states, sensors = worker.physics.run(data, controls, self.substeps)
-        if any(warning.number for warning in data.warning):
+        if data.warning.number.any():
             output.failed[row], output.rewards[row] = True, np.nan
             _observe(worker, data, sensors[-1], output.observation, row)
             return
         split = worker.physics.split
         qpos, qvel = states[:, split[0]], states[:, split[1]]
         rewards, ends = self.task.score(SceneSteps(controls, qpos, qvel, sensors))
-        last = int(np.argmax(ends)) if np.any(ends) else len(controls) - 1
+        last = int(ends.argmax()) if ends.any() else len(controls) - 1
         output.rewards[row, : last + 1] = rewards[: last + 1]
         output.dones[row, last] = ends[last]
         output.steps[row] = last + 1
@@ -366,14 +366,15 @@ class _Physics:
         self._lib.mj_getState(self._model, data, start[0], self._full)
         # All that a user may have set counts (forces, mocap poses, equalities); rollout clears what it is not given.
         self._lib.mj_getState(self._model, data, held, self._user)
-        given = np.tile(held, (1, steps, 1))
-        given[0, :, : self._model.nu] = np.repeat(controls, substeps, axis=0)
+        given = np.empty((1, len(controls), substeps, inputs))
+        given[:] = held
+        given[0, :, :, : self._model.nu] = controls[:, None]
         states, sensors = np.empty((1, steps, size)), np.empty((1, steps, self._model.nsensordata))
         self._rollout.rollout(
             [self._model],
             [data],
             start,
-            given,
+            given.reshape(1, steps, inputs),
             control_spec=self._user,
             skip_checks=True,
             nstep=steps,

@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def comparisons(request):
+def comparisons():
     """Every comparison at its quick size, the arms in this process in place of one of their own."""
 
     def in_process(title, arms, options):
@@ -25,6 +25,8 @@ def comparisons(request):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diffusion, "run_arms", in_process)
+        # collecting the garbage of a test process takes longer than most quick arms
+        patch.setattr("gc.collect", lambda: 0)
         return diffusion.compare(BenchOptions(quick=True))
 
 
@@ -77,7 +79,7 @@ def test_stacked_draws_are_one_call(comparisons):
     assert found["stacked"]["transformer_calls"] == 1
 
 
-def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(tmp_path, folder):
+def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(folder):
     from mmrl.bench.diffusion_arms import recipe_arm
 
     options = diffusion.QUICK | {"steps": 10, "rows": 1, "model": str(folder), "device": "cpu", "repetitions": 1}

@@ -111,7 +111,7 @@ def test_stacked_draws_equal_one_call_for_each(trained):
 
 
 def test_policy_and_anchors_see_the_same_pairs_and_only_the_policy_learns(trained):
-    transformer, model, text = trained
+    _, model, text = trained
     noisy = stack_timesteps(images(2), 2, generator=generator())
     velocity = GuidedVelocity(model, text.select(noisy.image))
     seen = []

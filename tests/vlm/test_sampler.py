@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 
 import pytest
 import torch
@@ -18,6 +20,12 @@ def run(policy, group: int = 4, seed: int = 0, greedy: bool = False, tasks=None,
     return sample(policy, prompts, group, config, torch.Generator().manual_seed(seed), greedy)
 
 
+@pytest.fixture(params=[True, False], ids=["lean", "modules"])
+def lean(request) -> bool:
+    """Both ways to decode."""
+    return request.param
+
+
 @pytest.fixture
 def chatty(folder):
     """A policy that takes every eighth token for the end of a turn, so that rows finish at different times."""
@@ -27,14 +35,14 @@ def chatty(folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_p": 0.9, "top_k": 50}])
-def test_recorded_log_probs_are_those_of_scoring(policy, options):
-    rollouts = draw(policy, ragged_tasks(), max_new_tokens=24, **options)
+def test_recorded_log_probs_are_those_of_scoring(policy, options, lean):
+    rollouts = draw(policy, ragged_tasks(), max_new_tokens=24, lean=lean, **options)
     with torch.no_grad():
         scores = policy(rollouts, temperature=options.get("temperature", 1.0))
     assert (scores.logp - rollouts.logp_old).abs().max() < 1e-5
 
 
-def test_greedy_is_what_transformers_generates(policy):
+def test_greedy_is_what_transformers_generates(policy, lean):
     for task in ragged_tasks():
         prompt = policy.encode(task)
         inputs = {
@@ -47,7 +55,7 @@ def test_greedy_is_what_transformers_generates(policy):
         expected = policy.network.generate(
             **inputs, max_new_tokens=12, do_sample=False, suppress_tokens=policy.banned_ids.tolist()
         )[0, len(prompt) :]
-        ids = run(policy, group=1, greedy=True, tasks=[task]).response_ids[0]
+        ids = run(policy, group=1, greedy=True, tasks=[task], lean=lean).response_ids[0]
         assert ids.tolist() == expected.tolist()
 
 
@@ -69,43 +77,103 @@ def test_same_seed_same_responses(policy):
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 4, 7])
-def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows):
-    one, two = run(chatty), run(chatty, batch_rows=batch_rows)
+def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows, lean):
+    one, two = run(chatty, lean=lean), run(chatty, batch_rows=batch_rows, lean=lean)
     assert torch.equal(one.response_ids, two.response_ids)
     assert torch.equal(one.mask, two.mask)
     assert one.finish == two.finish
     torch.testing.assert_close(one.logp, two.logp, atol=1e-5, rtol=0)
 
 
-def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch):
-    dropping = run(chatty, max_new_tokens=30)
+def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch, lean):
+    dropping = run(chatty, max_new_tokens=30, lean=lean)
     monkeypatch.setattr(sampler, "COMPACT_BELOW", 0.0)
-    keeping = run(chatty, max_new_tokens=30)
+    keeping = run(chatty, max_new_tokens=30, lean=lean)
     assert len(set(dropping.mask.sum(1).tolist())) > 4
     assert torch.equal(dropping.response_ids, keeping.response_ids)
     torch.testing.assert_close(dropping.logp, keeping.logp, atol=1e-5, rtol=0)
 
 
-def test_each_prompt_and_image_is_read_once(policy, monkeypatch):
-    tower, lengths = [], []
+@contextlib.contextmanager
+def watched(policy):
+    """Patches that pass the tower and tokens that pass the embedding, call by call."""
+    patches, tokens = [], []
     model = policy.network.model
     hooks = [
-        model.visual.register_forward_hook(lambda module, inputs, output: tower.append(len(inputs[0]))),
+        model.visual.register_forward_hook(lambda module, inputs, output: patches.append(len(inputs[0]))),
         model.language_model.embed_tokens.register_forward_hook(
-            lambda module, inputs, output: lengths.append(tuple(inputs[0].shape))
+            lambda module, inputs, output: tokens.append(tuple(inputs[0].shape))
         ),
     ]
-    run(policy, group=8)
+    yield patches, tokens
     for hook in hooks:
         hook.remove()
+
+
+def test_each_prompt_and_image_is_read_once(policy, lean):
     prompts = [policy.encode(task) for task in ragged_tasks()]
-    assert tower == [sum(len(prompt.pixel_values) for prompt in prompts if prompt.has_vision)]
-    assert lengths[0] == (4, max(len(prompt) for prompt in prompts))
-    assert all(shape[1] == 1 for shape in lengths[1:])
+    lengths = [len(prompt) for prompt in prompts]
+    with watched(policy) as (patches, tokens):
+        run(policy, group=8, lean=lean)
+    assert patches == [sum(len(prompt.pixel_values) for prompt in prompts if prompt.has_vision)]
+    if lean:
+        assert tokens == [(1, sum(lengths))]
+    else:
+        assert tokens[0] == (4, max(lengths))
+        assert all(shape[1] == 1 for shape in tokens[1:])
 
 
-def test_ends_at_the_first_end_token(chatty):
-    samples = run(chatty, group=16, max_new_tokens=20)
+@pytest.mark.parametrize("keep", ["none", "values", "graph"])
+def test_the_prefix_is_handed_on(folder, keep, monkeypatch):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    prompts = [policy.encode(task) for task in ragged_tasks()]
+    kept = []
+    monkeypatch.setattr(policy.prefixes, "keep", lambda *args: kept.append(args))
+    config = SamplerConfig(max_new_tokens=4, batch_rows=3)
+    samples = sample(policy, prompts, 2, config, torch.Generator().manual_seed(0), keep_prefix=keep)
+    assert torch.equal(samples.response_ids, run(policy, group=2, max_new_tokens=4, batch_rows=3).response_ids)
+    assert not samples.logp.requires_grad
+    if keep == "none":
+        assert not kept
+        return
+    [(given, prefix)] = kept
+    assert given == prompts
+    assert len(prefix) == 4
+    assert all(tensor.requires_grad == (keep == "graph") for tensor in prefix.tensors())
+    if keep == "graph":
+        prefix.last_state.sum().backward()
+        assert policy.network.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
+
+
+def test_unknown_keep_prefix(policy):
+    prompts = [policy.encode(ragged_tasks()[0])]
+    with pytest.raises(ValueError, match="none, values, graph"):
+        sample(policy, prompts, 1, SamplerConfig(), torch.Generator(), keep_prefix="all")
+
+
+def test_the_reason_for_the_modules_is_logged_once(policy, caplog):
+    sampler._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="mmrl"):
+        for _ in range(2):
+            run(policy, group=1, max_new_tokens=2, lean=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "responses are decoded through transformers' modules: sampler.lean is false"
+    ]
+
+
+def test_the_two_parts_are_timed(policy, lean):
+    from mmrl.training.stopwatch import Stopwatch
+
+    watch = Stopwatch(policy.device)
+    with watch.running():
+        run(policy, group=1, max_new_tokens=2, lean=lean)
+    seconds = watch.take()
+    assert set(seconds) == {"prefill", "decode"}
+    assert min(seconds.values()) > 0
+
+
+def test_ends_at_the_first_end_token(chatty, lean):
+    samples = run(chatty, group=16, max_new_tokens=20, lean=lean)
     assert set(samples.finish) == {"eos", "length"}
     assert samples.mask.shape[1] == 20
     for row, reason in enumerate(samples.finish):
@@ -233,6 +301,43 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens():
     assert drawn(top_k=2, top_p=0.7) == (near(0, 0.4 / 0.65, 0, 0.25 / 0.65, 0), pytest.approx(0.65))
 
 
+def peaked(rows: int, size: int, seed: int) -> torch.Tensor:
+    """(rows, size) log-probabilities over many orders of magnitude, one token in three impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 6 * torch.randn(rows, size, generator=generator)
+    impossible = torch.rand(rows, size, generator=generator) < 1 / 3
+    return logits.masked_fill(impossible, float("-inf")).log_softmax(-1)
+
+
+@pytest.mark.parametrize("size", [5, 127, 128, 129, 1000, 8192])
+def test_the_search_in_blocks_is_that_of_the_whole_distribution_function(size):
+    logp = peaked(400, size, seed=size)
+    probability = logp.exp().double()
+    uniforms = torch.rand(400, generator=torch.Generator().manual_seed(0)).double()
+    uniforms[:4] = torch.tensor([0.0, 1e-12, 1.0 - 2**-24, 1.0 - 2**-53], dtype=torch.float64)
+    ends = probability.cumsum(-1)
+    expected = torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True)[:, 0]
+    token, mass = sampler._choose(logp, uniforms, SamplerConfig())
+    assert torch.equal(token, expected.clamp(max=size - 1))
+    torch.testing.assert_close(mass.double(), ends[:, -1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.5}])
+def test_the_kept_mass_is_that_of_the_tokens_that_can_be_drawn(options):
+    logp = peaked(3, 300, seed=1)
+    uniforms = torch.linspace(0, 1, 4001)[:-1]
+    for row in logp:
+        token, mass = sampler._choose(row.expand(len(uniforms), -1), uniforms, SamplerConfig(**options))
+        drawable = row.exp().double().sort(descending=True)
+        count = min(options.get("top_k", 300), 300)
+        ends = drawable.values[:count].cumsum(0)
+        before = ends - drawable.values[:count]
+        kept = int((before < options.get("top_p", 1.0) * ends[-1]).sum())
+        assert float(mass[0]) == pytest.approx(float(ends[kept - 1]), rel=1e-6)
+        assert set(token.tolist()) <= set(drawable.indices[:kept].tolist())
+        assert int(drawable.indices[0]) in token
+
+
 def test_a_token_without_probability_is_never_chosen():
     logp = torch.tensor([[float("-inf"), 0.5, float("-inf"), 0.5, float("-inf")]]).log_softmax(-1)
     ends = torch.tensor([0.0, 0.5, 1.0 - 2**-24])
@@ -249,12 +354,12 @@ def test_kept_mass_is_recorded(policy):
     assert (run(policy).kept_mass - 1).abs().max() < 1e-6
 
 
-def test_stops_at_the_models_last_position(policy):
+def test_stops_at_the_models_last_position(policy, lean):
     long = make_task("long", "7 " * 240)
     prompt = policy.encode(long)
     left = 512 - len(prompt)
     assert 0 < left < 30
-    samples = run(policy, group=2, tasks=[long, *ragged_tasks()[:1]], max_new_tokens=40)
+    samples = run(policy, group=2, tasks=[long, *ragged_tasks()[:1]], max_new_tokens=40, lean=lean)
     lengths = samples.mask.sum(1).tolist()
     assert max(lengths[:2]) <= left
     assert "length" in samples.finish[:2]

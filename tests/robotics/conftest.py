@@ -1,0 +1,29 @@
+import importlib.util
+
+import pytest
+
+from robotics.sim import RenderSettings, find_backend, load_arm_cubes
+
+# MuJoCo's own renderer, which the tests compare with, reads MUJOCO_GL when mujoco is imported.
+BACKEND = find_backend() if importlib.util.find_spec("mujoco") else None
+
+
+@pytest.fixture(scope="session")
+def backend() -> str:
+    """Name of a renderer that works here."""
+    if BACKEND is None:
+        pytest.skip("no OpenGL renders without a screen here: sudo apt-get install libegl1 libosmesa6")
+    return BACKEND.name
+
+
+@pytest.fixture
+def model():
+    """The arm with two cubes; each test gets its own, with shadows that take less time than the default's."""
+    loaded = load_arm_cubes()
+    loaded.vis.quality.shadowsize = 512
+    return loaded
+
+
+@pytest.fixture
+def small() -> RenderSettings:
+    return RenderSettings(48, 40, "front")

@@ -1,0 +1,81 @@
+import subprocess
+import sys
+
+import pytest
+
+from mmrl.errors import UserError
+from robotics.sim import backends
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No choice made yet, and none left behind."""
+    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM", "DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(backends.platform, "system", lambda: "Linux")
+    backends.probe_backend.cache_clear()
+    yield
+    backends.probe_backend.cache_clear()
+
+
+def test_a_backend_that_was_found_has_drawn_and_says_on_what(backend):
+    found = backends.find_backend(backend)
+    assert found.name == backend
+    assert any(character.isdigit() for character in found.device)  # at least a version
+
+
+def test_the_first_one_that_draws_is_taken_and_handed_on_to_child_processes(monkeypatch):
+    program = "import os; assert os.environ['MUJOCO_GL'] == 'osmesa', 'no display'; print('device: test 1.0')"
+    monkeypatch.setattr(backends, "PROBE", program)
+    assert backends.find_backend() == backends.Backend("osmesa", "test 1.0")
+    assert backends.os.environ["MUJOCO_GL"] == "osmesa"
+    assert backends.probe_backend("egl") == (None, "AssertionError: no display")
+
+
+def test_the_choice_of_the_user_is_the_only_one_tried(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "EGL")
+    monkeypatch.setattr(backends, "PROBE", "import os; assert os.environ['MUJOCO_GL'] == 'osmesa'; print('device: x')")
+    assert backends.find_backend() is None
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os; os.abort()", "crashed with SIGABRT"),
+        ("import time; time.sleep(60)", "hung for 1 s"),
+        ("raise SystemExit(3)", "ended with code 3 without a picture"),
+        ("import os; print('device: x', flush=True); os._exit(5)", "ended with code 5"),
+    ],
+)
+def test_a_broken_driver_does_not_take_the_process_with_it(monkeypatch, program, reason):
+    monkeypatch.setattr(backends, "PROBE", program)
+    monkeypatch.setattr(backends, "PROBE_SECONDS", 1.0)
+    found, why = backends.probe_backend("egl")
+    assert found is None
+    assert why.startswith(reason)
+
+
+def test_the_error_lists_what_was_tried_and_what_to_install(monkeypatch):
+    monkeypatch.setattr(backends, "PROBE", "raise OSError('library not found')")
+    with pytest.raises(UserError) as caught:
+        backends.require_backend()
+    for part in ("egl: OSError: library not found", "osmesa: OSError", "libegl1", "libosmesa6", "MUJOCO_GL is not set"):
+        assert part in str(caught.value)
+
+
+def test_rendering_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "off")
+    assert backends.find_backend() is None
+    with pytest.raises(UserError, match="MUJOCO_GL=off"):
+        backends.require_backend()
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(UserError, match="unknown renderer 'vulkan'; there are: egl, osmesa"):
+        backends.find_backend("vulkan")
+
+
+def test_importing_the_room_does_not_import_mujoco():
+    program = "import sys, robotics.sim; print([name for name in ('mujoco', 'OpenGL', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from mmrl.vlm import decoder, lean_weights
+from mmrl.vlm.decoder import LeanBatch
+from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.prefix import Prefix
+from mmrl.vlm.sampler import SamplerConfig, Samples, sample
+from tests.vlm.builders import make_rollouts, ragged_tasks
+
+STEPS = 10
+
+
+def sharpen(policy: VlmPolicy, seed: int = 0) -> VlmPolicy:
+    """Attention of half the entropy of a uniform one, and nothing left at zero or one as in an untrained model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.network.model.language_model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.add_(torch.rand(parameter.shape, generator=generator))
+            elif "norm" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            elif name.endswith("bias"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+            elif name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(1.5)
+    return policy
+
+
+@pytest.fixture
+def sharp(folder) -> VlmPolicy:
+    return sharpen(load_policy(ModelConfig(path=str(folder))))
+
+
+def prompts_of(policy: VlmPolicy):
+    return [policy.encode(task) for task in ragged_tasks()]
+
+
+def draw_both(policy: VlmPolicy, group: int = 4, **options) -> tuple[Samples, Samples]:
+    """The same draws through the lean decoder and through the transformers modules."""
+    both = []
+    for lean in (True, False):
+        config = SamplerConfig(**{"max_new_tokens": STEPS, "lean": lean} | options)
+        both.append(sample(policy, prompts_of(policy), group, config, torch.Generator().manual_seed(3)))
+    return both[0], both[1]
+
+
+@torch.no_grad()
+def decode(
+    policy: VlmPolicy,
+    prefix: Prefix,
+    group: torch.Tensor,
+    tokens: torch.Tensor,
+    keep: dict[int, list[int]] | None = None,
+) -> dict[int, torch.Tensor]:
+    """Log-probabilities (steps, V) after each forced token (b, steps), by row; rows leave as `keep` says."""
+    batch = LeanBatch(lean_weights.lean_weights(policy), prefix, group, tokens.shape[1], policy.banned_ids)
+    rows = torch.arange(len(group))
+    found: dict[int, list[torch.Tensor]] = {int(row): [] for row in rows}
+    for step in range(tokens.shape[1]):
+        if keep and step in keep:
+            index = torch.tensor([place for place, row in enumerate(rows.tolist()) if row in keep[step]])
+            batch.keep(index)
+            rows = rows[index]
+        logp = batch.next_logp(batch.advance(tokens[rows, step]), 1.0)
+        for row, value in zip(rows.tolist(), logp, strict=True):
+            found[row].append(value)
+    return {row: torch.stack(values) for row, values in found.items() if values}
+
+
+def forced(policy: VlmPolicy, rows: int) -> torch.Tensor:
+    return torch.randint(256, (rows, STEPS), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_same_tokens_and_log_probs_as_through_the_modules(sharp, group, monkeypatch):
+    monkeypatch.setattr(lean_weights, "LARGE", 0)
+    monkeypatch.setattr(lean_weights, "BLOCK", 16)  # 8 rows take the blocks, 4 and 16 do not
+    lean, modules = draw_both(sharp, group)
+    assert torch.equal(lean.response_ids, modules.response_ids)
+    assert (lean.logp - modules.logp).abs().max() < 5e-6  # float32 numbers near -8 are 1e-6 apart
+
+
+def test_recorded_log_probs_are_those_of_scoring(sharp):
+    tasks = ragged_tasks()
+    lean, _ = draw_both(sharp)
+    with torch.no_grad():
+        scores = sharp(make_rollouts(tasks, prompts_of(sharp), lean))
+    assert (scores.logp - lean.logp).abs().max() < 1e-5
+
+
+def test_every_position_and_every_prompt_counts(sharp):
+    """What a wrong position, a visible padding column or another group's prompt would look like."""
+    with torch.no_grad():
+        prefix = sharp.encode_prefix(prompts_of(sharp))
+    group = torch.arange(4).repeat_interleave(2)
+    tokens = forced(sharp, 8)
+    right = decode(sharp, prefix, group, tokens)
+    wrongs = {
+        "position": dataclasses.replace(prefix, next_position=prefix.next_position + 1),
+        "padding": dataclasses.replace(prefix, lengths=torch.full_like(prefix.lengths, int(prefix.lengths.max()))),
+        "prompt": prefix.select(torch.tensor([1, 0, 3, 2])),
+    }
+    longest = int(prefix.lengths.argmax())
+    finite = right[0].isfinite()
+    for name, wrong in wrongs.items():
+        other = decode(sharp, wrong, group, tokens)
+        for row in range(8):
+            error = (other[row] - right[row])[finite[:1].expand_as(right[row])].abs().max()
+            if name == "padding" and int(group[row]) == longest:
+                assert error < 1e-5
+            else:
+                assert error > 1e-3, (name, row)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        {0: [0, 1, 4, 5, 6, 11]},
+        {3: [1, 2, 3, 6, 9, 10, 11]},
+        {2: [0, 1, 2, 3, 4, 5, 6, 9], 5: [1, 9], 6: [9]},
+        {4: [3, 4, 5]},
+    ],
+)
+def test_rows_that_stay_do_not_notice_those_that_leave(sharp, keep, monkeypatch):
+    with torch.no_grad():
+        prefix = sharp.encode_prefix(prompts_of(sharp))
+    group = torch.arange(4).repeat_interleave(3)
+    tokens = forced(sharp, 12)
+    whole = decode(sharp, prefix, group, tokens)
+    monkeypatch.setattr(decoder, "ROOM", 2)
+    parts = decode(sharp, prefix, group, tokens, keep)
+    for row, logp in parts.items():
+        expected = whole[row][: len(logp)].nan_to_num(neginf=0.0)
+        torch.testing.assert_close(logp.nan_to_num(neginf=0.0), expected, atol=2e-5, rtol=0)
+    assert {row for row, logp in parts.items() if len(logp) == STEPS} == set(list(keep.values())[-1])
+
+
+def test_groups_of_unequal_size(sharp):
+    with torch.no_grad():
+        prefix = sharp.encode_prefix(prompts_of(sharp))
+    group = torch.tensor([0, 1, 1, 1, 2, 3, 3])
+    tokens = forced(sharp, 7)
+    together = decode(sharp, prefix, group, tokens)
+    for row in range(7):
+        alone = decode(sharp, prefix.select(group[row : row + 1]), torch.tensor([0]), tokens[row : row + 1])[0]
+        error = (together[row] - alone).nan_to_num(0.0)
+        assert error.abs().max() < 2e-5
+
+
+def test_a_changed_weight_is_seen(sharp):
+    before, _ = draw_both(sharp)
+    with torch.no_grad():
+        for layer in sharp.network.model.language_model.layers:
+            layer.mlp.down_proj.weight.mul_(1.5)
+    after, modules = draw_both(sharp)
+    assert torch.equal(after.response_ids, modules.response_ids)
+    assert (after.logp - modules.logp).abs().max() < 5e-6
+    assert not torch.equal(before.response_ids, after.response_ids)
+
+
+@pytest.fixture
+def adapted(folder) -> VlmPolicy:
+    lora = LoraSettings(enabled=True, rank=4, targets=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+    policy = sharpen(load_policy(ModelConfig(path=str(folder), lora=lora)))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def test_adapters_on_and_off(adapted):
+    drawn = []
+    for context in (contextlib.nullcontext(), adapted.disable_adapter()):
+        with context:
+            lean, modules = draw_both(adapted)
+        assert torch.equal(lean.response_ids, modules.response_ids)
+        assert (lean.logp - modules.logp).abs().max() < 5e-6
+        drawn.append(lean)
+    assert not torch.equal(drawn[0].response_ids, drawn[1].response_ids)
+
+
+def forced_logp(policy: VlmPolicy, autocast: bool = False) -> torch.Tensor:
+    """(8, steps, V) probabilities after forced tokens."""
+    group = torch.arange(4).repeat_interleave(2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        prefix = policy.encode_prefix(prompts_of(policy))
+        return torch.stack(list(decode(policy, prefix, group, forced(policy, 8)).values())).exp()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_low_precision_is_near_float32(folder, lora):
+    """Total variation between distributions: small beside that of another set of weights."""
+
+    def load(dtype: str) -> VlmPolicy:
+        policy = load_policy(ModelConfig(path=str(folder), dtype=dtype, lora=LoraSettings(enabled=lora, rank=4)))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+        return policy
+
+    def distance(one: torch.Tensor, two: torch.Tensor) -> float:
+        return float((one - two).abs().sum(-1).mean() / 2)
+
+    full, low = load("float32"), load("bfloat16")
+    exact = forced_logp(full)
+    apart = distance(exact, exact.flip(1))
+    assert 0 < distance(exact, forced_logp(low)) < 0.05 * apart
+    assert 0 < distance(exact, forced_logp(full, autocast=True)) < 0.05 * apart
+
+
+def test_biases_everywhere_in_attention(tiny_folders):
+    """Qwen3-VL may be configured with biases, which the released models do not have."""
+    policy = load_policy(ModelConfig(path=str(tiny_folders["qwen3_vl"])))
+    torch.manual_seed(0)
+    for layer in policy.network.model.language_model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            linear = getattr(layer.self_attn, name)
+            linear.bias = torch.nn.Parameter(torch.randn(linear.out_features))
+    lean, modules = draw_both(policy)
+    assert torch.equal(lean.response_ids, modules.response_ids)
+    assert (lean.logp - modules.logp).abs().max() < 5e-6
+
+
+def test_a_scaled_rotation_is_respected(sharp):
+    sharp.network.model.language_model.rotary_emb.attention_scaling = 1.3
+    lean, modules = draw_both(sharp)
+    assert torch.equal(lean.response_ids, modules.response_ids)
+    assert (lean.logp - modules.logp).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("rows", [4, 5, 8, 15, 16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_multiplying_in_blocks_is_multiplying(rows, bias, monkeypatch):
+    monkeypatch.setattr(lean_weights, "LARGE", 0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 24, generator=generator)
+    weight = torch.randn(3 * lean_weights.BLOCK, 24, generator=generator)
+    offset = torch.randn(len(weight), generator=generator) if bias else None
+    batches = []
+    monkeypatch.setattr(torch, "bmm", lambda *args, real=torch.bmm: batches.append(1) or real(*args))
+    result = lean_weights.multiply(x, weight, offset)
+    assert len(batches) == (5 <= rows <= 15)
+    torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, offset))
+
+
+def test_nothing_is_copied_but_the_joined_projections(policy):
+    weights = lean_weights.lean_weights(policy)
+    own = {parameter.data_ptr() for parameter in policy.parameters()}
+    for layer in weights.layers:
+        for linear in (layer.out, layer.gate, layer.up, layer.down):
+            assert linear.weight.data_ptr() in own
+            assert not linear.weight.requires_grad
+    assert {weights.head.data_ptr(), weights.embedding.data_ptr()} <= own
+
+
+def test_obstacles(folder, monkeypatch):
+    policy = load_policy(ModelConfig(path=str(folder)))
+    assert lean_weights.lean_obstacle(policy) is None
+    text = policy.network.config.text_config
+    layer = policy.network.model.language_model.layers[1]
+
+    def obstacle(thing, name, value) -> str | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(thing, name, value, raising=False)
+            return lean_weights.lean_obstacle(policy)
+
+    assert obstacle(text, "_attn_implementation", "eager") == "prompts are not shared"
+    assert "sliding" in obstacle(text, "layer_types", ["full_attention", "sliding_attention"])
+    assert "gelu" in obstacle(text, "hidden_act", "gelu")
+    assert "length" in obstacle(text, "rope_parameters", text.rope_parameters | {"rope_type": "dynamic"})
+    assert "qwen9" in obstacle(policy.network.config, "model_type", "qwen9")
+    layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj)
+    assert "Sequential" in lean_weights.lean_obstacle(policy)
+
+
+def test_a_variant_of_lora_is_an_obstacle(folder):
+    import peft
+
+    policy = load_policy(ModelConfig(path=str(folder)))
+    settings = peft.LoraConfig(r=2, use_dora=True, target_modules=r".*language_model\.layers\.1\.mlp\.up_proj")
+    policy.model = peft.get_peft_model(policy.model, settings)
+    assert "variant of LoRA" in lean_weights.lean_obstacle(policy)
