@@ -20,7 +20,7 @@ __all__ = ["NAMES", "compare"]
 ARMS = "mmrl.bench.diffusion_arms"
 CORPUS = ["a red circle and a blue square", "three green triangles", *map(str, range(10))]
 LATENT_LIMIT = 2e-4
-"""Largest difference of sampled latents, which are about 3, after 10 guided steps in float32."""
+"""Largest difference of sampled latents, whose standard deviation is about 1, after 10 guided steps in float32."""
 VELOCITY_LIMIT = 2e-5
 GRADIENT_LIMIT = 1e-5
 """Relative error of gradients."""
@@ -106,17 +106,41 @@ class _Work:
         """Operations for one image and of one row."""
         return {"flops_per_image": self.flops(runs), "of_one_row": self.cost}
 
-    def differ(self, one: Arm, other: Arm, *, relative: bool = False) -> float:
-        """Largest difference between the results of two arms, or the relative error of the second; NaN without one."""
+    def same(
+        self, one: Arm, other: Arm, limit: float, *, relative: bool = False, above: bool = False
+    ) -> dict[str, Any] | None:
+        """Check the largest difference between the results of two arms; None where one of them failed.
+
+        Args:
+            one: an arm.
+            other: an arm whose result has the same shape.
+            limit: largest allowed difference, or with `above` the smallest.
+            relative: the norm of the difference over that of the first result in place of the largest difference.
+            above: whether they must differ by so much.
+
+        Returns:
+            Result of `check`.
+        """
         import torch
 
         files = [Path(arm.options["result"]) for arm in (one, other)]
         if not all(file.is_file() for file in files):
-            return float("nan")
+            return None
         first, second = (torch.load(file) for file in files)
-        if relative:
-            return float((first - second).norm() / first.norm())
-        return float((first - second).abs().max())
+        difference = first - second
+        value = difference.norm() / first.norm() if relative else difference.abs().max()
+        return check(float(value), limit, above=above)
+
+    def comparison(
+        self,
+        runs: Mapping[str, dict[str, Any]],
+        ratios: Mapping[str, dict[str, Any]],
+        notes: Sequence[str],
+        checks: Mapping[str, dict[str, Any] | None] | None = None,
+    ) -> dict[str, Any]:
+        """The comparison with its counted operations and the checks that could be made."""
+        made = {name: found for name, found in (checks or {}).items() if found is not None}
+        return comparison(runs, ratios=ratios, floor=self.floor(runs), checks=made, notes=notes)
 
     def control(self) -> dict[str, Any]:
         """Check that the velocity depends on its prompt, relative to its size."""
@@ -141,17 +165,16 @@ def _rollout(work: _Work) -> dict[str, Any]:
         work.arm("shared, group at once", "rollout_arm", way="shared", image_batch=work.sizes["images"]),
     ]
     runs = run_arms("rollout", arms, work.options)
-    return comparison(
+    return work.comparison(
         runs,
         ratios={
             "pipeline": work.ratio(runs, pipeline.name, shared.name),
             "text of each image": work.ratio(runs, by_row.name, shared.name),
             "pipeline, group at once": work.ratio(runs, pipeline.name, whole.name),
         },
-        floor=work.floor(runs),
         checks={
-            "latents of the pipeline": check(work.differ(pipeline, shared), LATENT_LIMIT),
-            "latents of the group at once": check(work.differ(pipeline, whole), LATENT_LIMIT),
+            "latents of the pipeline": work.same(pipeline, shared, LATENT_LIMIT),
+            "latents of the group at once": work.same(pipeline, whole, LATENT_LIMIT),
             "another prompt": work.control(),
         },
         notes=[
@@ -170,10 +193,9 @@ def _encoding(work: _Work) -> dict[str, Any]:
         work.arm("each prompt", "encode_arm", way="each prompt"),
     ]
     runs = run_arms("encoding", arms, work.options)
-    return comparison(
+    return work.comparison(
         runs,
         ratios={"time": work.ratio(runs, each.name, once.name)},
-        floor=work.floor(runs),
         notes=["the embedding alone; text_encoder_mb is what leaves memory when all prompts are cached"],
     )
 
@@ -188,17 +210,16 @@ def _guidance(work: _Work) -> dict[str, Any]:
         work.arm("train, no graph", "guidance_arm", **settings | _trained("before")),
     ]
     runs = run_arms("guidance", arms, work.options)
-    return comparison(
+    return work.comparison(
         runs,
         ratios={
             "one call for two": work.ratio(runs, two.name, one.name),
             "no graph for the negative half": work.ratio(runs, after.name, before.name),
         },
-        floor=work.floor(runs),
         checks={
-            "velocity": check(work.differ(two, one), VELOCITY_LIMIT),
-            "gradient": check(work.differ(after, before, relative=True), GRADIENT_LIMIT),
-            "gradient through both": check(work.differ(both, after, relative=True), CONTROL_LIMIT, above=True),
+            "velocity": work.same(two, one, VELOCITY_LIMIT),
+            "gradient": work.same(after, before, GRADIENT_LIMIT, relative=True),
+            "gradient through both": work.same(both, after, CONTROL_LIMIT, relative=True, above=True),
         },
         notes=[
             "one call has the operations of two: on a CPU that is busy with one half there is nothing to gain, "
@@ -220,11 +241,10 @@ def _batching(work: _Work) -> dict[str, Any]:
         work.arm("1 x 8", "guidance_arm", **settings, alone=False),
     ]
     runs = run_arms("batching", arms, work.options)
-    return comparison(
+    return work.comparison(
         runs,
         ratios={"time": work.ratio(runs, alone.name, together.name)},
-        floor=work.floor(runs),
-        checks={"velocity": check(work.differ(alone, together), VELOCITY_LIMIT)},
+        checks={"velocity": work.same(alone, together, VELOCITY_LIMIT)},
         notes=["8 images of one prompt at times of their own, no guidance; equal operations"],
     )
 
@@ -236,11 +256,10 @@ def _stacking(work: _Work) -> dict[str, Any]:
         work.arm("stacked", "stack_arm", **settings, way="stacked"),
     ]
     runs = run_arms("stacking", arms, work.options)
-    return comparison(
+    return work.comparison(
         runs,
         ratios={"time": work.ratio(runs, each.name, stacked.name)},
-        floor=work.floor(runs),
-        checks={"gradient": check(work.differ(each, stacked, relative=True), GRADIENT_LIMIT)},
+        checks={"gradient": work.same(each, stacked, GRADIENT_LIMIT, relative=True)},
         notes=["forward and backward pass of 3 images with 6 draws each; equal operations"],
     )
 
@@ -249,7 +268,7 @@ def _recipes(work: _Work) -> dict[str, Any]:
     names: Sequence[str] = ("flow-grpo", "flow-grpo-fast", "awm")
     arms = [work.arm(name, "recipe_arm", way=name, rows=4) for name in names]
     runs = run_arms("recipes", arms, work.options)
-    return comparison(
+    return work.comparison(
         runs,
         ratios={
             "awm for flow-grpo": work.ratio(
@@ -257,7 +276,6 @@ def _recipes(work: _Work) -> dict[str, Any]:
             ),
             "awm for flow-grpo-fast": work.ratio(runs, "flow-grpo-fast", "awm"),
         },
-        floor=work.floor(runs),
         notes=[
             "the transformer passes of an epoch for each of 4 images with the published defaults, not their learning: "
             "Flow-GRPO 10 guided steps of which 9 are trained against a reference, its fast variant 2 of them; AWM 14 "

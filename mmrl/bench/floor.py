@@ -13,6 +13,7 @@ from typing import Any
 __all__ = [
     "Dimensions",
     "activation_bytes",
+    "decode_bytes",
     "decode_flops",
     "dimensions_of",
     "forward_flops",
@@ -151,6 +152,26 @@ def decode_flops(size: Dimensions, prompt: int, completions: Sequence[int]) -> f
     return linear + attention + 2.0 * size.hidden * size.vocabulary * sum(completions)
 
 
+def decode_bytes(size: Dimensions, prompt: int, completions: Sequence[int], width: int = 4) -> float:
+    """Bytes that drawing completions together must read: all weights at every step, each cached key and value.
+
+    Args:
+        size: the model.
+        prompt: tokens of the prompt P, whose keys and values are read once a step for the whole group.
+        completions: tokens of each completion T_i.
+        width: bytes of a number.
+
+    Returns:
+        Bytes.
+    """
+    steps = max(completions, default=1) - 1
+    head = size.hidden * size.vocabulary
+    weights = steps * size.layers * size.layer_weights + (steps + 1) * head
+    cached = 2 * size.layers * size.kv_heads * size.head_dim
+    own = sum(_causal(length - 1) for length in completions if length > 1)
+    return float(width) * (weights + cached * (steps * prompt + own))
+
+
 def activation_bytes(
     size: Dimensions, prompt: int, completions: Sequence[int], image_tokens: int, *, shared: bool, width: int = 4
 ) -> float:
@@ -177,14 +198,14 @@ def activation_bytes(
 
 
 def matmul_rates(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arm that measures what the machine does with the model's own matrices.
+    """Arm that measures what the machine does with matrices of the model's sizes.
 
     Args:
         options: hidden, intermediate, tall (rows of a training pass), flat (rows of a decode step), operations (of
-            one measurement), repetitions, device.
+            one measurement), read (bytes that are added up), repetitions, device.
 
     Returns:
-        counts: tall_flops and flat_flops, operations a second.
+        counts: tall_flops and flat_flops, operations a second, and read_bytes, bytes a second.
     """
     import torch
 
@@ -199,15 +220,20 @@ def matmul_rates(options: Mapping[str, Any]) -> dict[str, Any]:
         key: max(1, int(options["operations"] / (2.0 * rows.numel() * intermediate))) for key, rows in inputs.items()
     }
 
+    much = torch.ones(options["read"] // dtype.itemsize, device=device, dtype=dtype)
+
     def once(watch: Any) -> None:
         for key, rows in inputs.items():
             with watch.stage(key):
                 for _ in range(calls[key]):
                     rows @ weight
+        with watch.stage("read"):
+            much.sum()
 
     seconds = repeat(once, options["repetitions"], device)["wall_s" if device == "cuda" else "cpu_s"]
     done = {key: 2.0 * rows.numel() * intermediate * calls[key] for key, rows in inputs.items()}
-    return {"counts": {f"{key}_flops": done[key] / seconds[key] for key in inputs}}
+    rates = {f"{key}_flops": done[key] / seconds[key] for key in inputs}
+    return {"counts": rates | {"read_bytes": options["read"] / seconds["read"]}}
 
 
 def _causal(length: int) -> int:

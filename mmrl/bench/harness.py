@@ -254,9 +254,10 @@ def _is_due(arm: Arm, block: int, options: BenchOptions) -> bool:
 
 
 def _run_process(arm: Arm, options: BenchOptions, for_memory: bool) -> dict[str, Any]:
+    repetitions = 1 if for_memory else options.repetitions
     asked = {
         "function": arm.function,
-        "options": {"repetitions": options.repetitions, "device": options.device, **arm.options},
+        "options": {"repetitions": repetitions, "device": options.device, **arm.options},
     }
     environment = _environment(arm, options, for_memory)
     if options.quick:

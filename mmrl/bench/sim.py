@@ -99,7 +99,7 @@ def _floor(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _picture(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
-    common: dict[str, Any] = {"size_px": size_px, "backend": backend, "pictures": 2 if options.quick else 40}
+    common: dict[str, Any] = {"size_px": size_px, "backend": backend, "pictures": 1 if options.quick else 40}
     brief = common | {"repetitions": max(SHORT_REPETITIONS, options.repetitions)}
     arms = [
         Arm("default", f"{ARMS}:picture_arm", common | {"way": "default"}),

@@ -193,7 +193,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     """Build the recipe of an arm through the public configuration.
 
     Args:
-        options: model, data, shape, device; layout, shared_prefix, lean, keep_prefill, skip_dead_groups,
+        options: model, data, shape, device; dtype, layout, shared_prefix, lean, keep_prefill, skip_dead_groups,
             tasks_per_step and reward where they differ from the suite's defaults.
         papo: PAPO in place of GRPO without KL.
         old_logp: value of trainer.old_logp.
@@ -203,7 +203,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     """
     shape = shape_of(options["shape"])
     shared = options.get("shared_prefix", options.get("layout", "shared") == "shared")
-    dtype = "bfloat16" if options["device"] == "cuda" else "float32"
+    dtype = options.get("dtype", "bfloat16" if options["device"] == "cuda" else "float32")
     common: dict[str, Any] = {
         "model": ModelConfig(path=options["model"], dtype=dtype, shared_prefix=shared),
         "data": DataConfig(path=options["data"]),
@@ -218,7 +218,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
             tasks_per_step=options.get("tasks_per_step", 1),
             samples_per_task=shape.group,
             skip_dead_groups=options.get("skip_dead_groups", True),
-            learning_rate=1e-4 if options["device"] == "cuda" else 1e-6,
+            learning_rate=1e-4 if dtype == "bfloat16" else 1e-6,
             old_logp=old_logp,
         ),
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.vlm.lean_weights import LeanLayer, LeanWeights, multiply
+from mmrl.vlm.lean_weights import LeanLayer, LeanWeights
 from mmrl.vlm.prefix import Prefix
 
 __all__ = ["LeanBatch"]
@@ -58,12 +58,10 @@ class LeanBatch:
             self._attention.begin_step()
             hidden = functional.embedding(token, weights.embedding)
             for number, layer in enumerate(weights.layers):
-                context = self._attend(number, layer, self._normalise(hidden, layer.norm_attention))
-                hidden.add_(layer.out(context))
-                x = self._normalise(hidden, layer.norm_mlp)
-                x = functional.silu(layer.gate(x), inplace=True).mul_(layer.up(x))
-                hidden.add_(layer.down(x))
-            return _rms_norm(hidden, weights.norm, weights.eps)
+                x = layer.norm_attention(hidden).to(weights.dtype)
+                hidden.add_(layer.out(self._attend(number, layer, x)))
+                hidden.add_(layer.mlp(layer.norm_mlp(hidden).to(weights.dtype)))
+            return weights.norm(hidden).to(hidden.dtype)
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities of the next token.
@@ -76,21 +74,17 @@ class LeanBatch:
             (b, V) float32.
         """
         with torch.autocast(states.device.type, enabled=False):
-            logits = multiply(states, self._weights.head).float()
+            logits = self._weights.head(states).float()
         if temperature != 1.0:
             logits.div_(temperature)
         return logits.index_fill_(1, self._banned, float("-inf")).log_softmax(-1)
 
     def _attend(self, number: int, layer: LeanLayer, x: Tensor) -> Tensor:
-        weights = self._weights
-        heads = layer.qkv(x).view(x.shape[0], -1, weights.head_dim)
-        turned, values = heads.split([weights.heads + weights.kv_heads, weights.kv_heads], 1)
-        if layer.head_norm is not None:
-            turned = _rms_norm(turned, None, weights.eps).mul_(layer.head_norm)
-        return self._attention(number, turned, values).to(weights.dtype)
-
-    def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return _rms_norm(hidden, weight, self._weights.eps).to(self._weights.dtype)
+        attention = self._attention
+        attention.incoming.copy_(layer.qkv(x))
+        if layer.norm_heads is not None:
+            attention.turning.copy_(layer.norm_heads(attention.turning))
+        return attention(number).to(x.dtype)
 
 
 class _GroupAttention:
@@ -111,8 +105,8 @@ class _GroupAttention:
         self._arrange(prompt)
         # (N, Hk, R, d, room) and (N, Hk, R, room, d)
         shape = (len(prefix), self.kv_heads, self.places)
-        self.keys = [self.rows.new_empty(*shape, self.head_dim, 0) for _ in prefix.keys]
-        self.values = [self.rows.new_empty(*shape, 0, self.head_dim) for _ in prefix.values]
+        self.keys = [self.queries.new_empty(*shape, self.head_dim, 0) for _ in prefix.keys]
+        self.values = [self.queries.new_empty(*shape, 0, self.head_dim) for _ in prefix.values]
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some (n,), and the prompts that are left without rows."""
@@ -143,42 +137,43 @@ class _GroupAttention:
         self.far_probabilities = self.probabilities.view(batch, -1, width + seen)[..., :width]
         self.near_probabilities = self.probabilities[..., width:]
         self.cosine, self.sine = self.cosines[self.step], self.sines[self.step]
+        # here and not layer by layer: between large products each small call finds cold caches
+        self.new_keys = [keys.select(4, self.step) for keys in self.keys]
+        self.new_values = [values.select(3, self.step) for values in self.values]
+        self.near_keys = [keys.narrow(4, 0, seen).flatten(0, 2) for keys in self.keys]
+        self.near_values = [values.narrow(3, 0, seen).flatten(0, 2) for values in self.values]
 
-    def __call__(self, layer: int, turned: Tensor, values: Tensor) -> Tensor:
-        """Attention of one layer; call in the order of the layers.
+    def __call__(self, layer: int) -> Tensor:
+        """Attention of one layer for what lies in `incoming`.
 
         Args:
             layer: its number.
-            turned: (b, heads + Hk, d), queries and keys before their rotation.
-            values: (b, Hk, d).
 
         Returns:
             (b, heads * d) float32.
         """
-        self._rotate(turned)
-        self.new_values.copy_(values)
-        if self.ragged:
-            torch.index_select(self.rows, 0, self.row_of_slot, out=self.slots)
+        self._rotate()
         torch.mul(self.slot_queries, self.head_dim**-0.5, out=self.queries)
-        own_keys, own_values = self.keys[layer], self.values[layer]
-        own_keys.select(4, self.step).copy_(self.slot_keys)
-        own_values.select(3, self.step).copy_(self.slot_values)
+        self.new_keys[layer].copy_(self.slot_keys)
+        self.new_values[layer].copy_(self.slot_values)
         torch.bmm(self.far_queries, self.prefix_keys[layer], out=self.far)
         if self.padding is not None:
             self.far_of_group.add_(self.padding)
-        torch.bmm(self.near_queries, own_keys.narrow(4, 0, self.step + 1).flatten(0, 2), out=self.near)
+        torch.bmm(self.near_queries, self.near_keys[layer], out=self.near)
         torch.cat((self.far_rows, self.near), -1, out=self.scores)
         torch.softmax(self.scores, -1, out=self.probabilities)
         torch.bmm(self.far_probabilities, self.prefix_values[layer], out=self.far_context)
-        self.near_context.baddbmm_(self.near_probabilities, own_values.narrow(3, 0, self.step + 1).flatten(0, 2))
+        self.near_context.baddbmm_(self.near_probabilities, self.near_values[layer])
         context = self.slot_context.reshape(self.slots.shape[0], -1)
         return context.index_select(0, self.slot) if self.ragged else context
 
-    def _rotate(self, turned: Tensor) -> None:
-        first, second = turned.chunk(2, -1)
-        torch.mul(turned, self.cosine, out=self.rotated)
-        self.rotated_first.addcmul_(second, self.sine, value=-1)
-        self.rotated_second.addcmul_(first, self.sine)
+    def _rotate(self) -> None:
+        torch.mul(self.turning, self.cosine, out=self.rotated)
+        self.rotated_first.addcmul_(self.turning_second, self.sine, value=-1)
+        self.rotated_second.addcmul_(self.turning_first, self.sine)
+        if self.ragged:
+            torch.index_select(self.rotated, 0, self.row_of_slot, out=self.slots)
+            torch.index_select(self.values_in, 0, self.row_of_slot, out=self.value_slots)
 
     def _arrange(self, prompt: Tensor) -> None:
         """Give each row its slot."""
@@ -202,19 +197,26 @@ class _GroupAttention:
     def _make_buffers(self, count: int) -> None:
         """What every layer of every step writes to, seen in the shapes that its operations need."""
         groups, places, heads, kv_heads, d = len(self.lengths), self.places, self.heads, self.kv_heads, self.head_dim
-        self.rows = self.frequencies.new_empty(count, heads + 2 * kv_heads, d)
-        self.rotated, self.new_values = self.rows.split([heads + kv_heads, kv_heads], 1)
+        rows = self.frequencies.new_empty(count, heads + 2 * kv_heads, d)
+        self.incoming = rows.flatten(1)
+        self.turning, self.values_in = rows.split([heads + kv_heads, kv_heads], 1)
+        self.turning_first, self.turning_second = self.turning.chunk(2, -1)
+        self.rotated = rows.new_empty(self.turning.shape)
         self.rotated_first, self.rotated_second = self.rotated.chunk(2, -1)
-        self.slots = self.rows.new_empty(groups * places, *self.rows.shape[1:]) if self.ragged else self.rows
-        queries, keys, values = self.slots.unflatten(0, (groups, places)).split([heads, kv_heads, kv_heads], 2)
+        self.slots, self.value_slots = self.rotated, self.values_in
+        if self.ragged:
+            self.slots = rows.new_empty(groups * places, heads + kv_heads, d)
+            self.value_slots = rows.new_empty(groups * places, kv_heads, d)
+        queries, keys = self.slots.unflatten(0, (groups, places)).split([heads, kv_heads], 2)
         self.slot_queries = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2)
-        self.slot_keys, self.slot_values = keys.transpose(1, 2), values.transpose(1, 2)
-        self.queries = self.rows.new_empty(self.slot_queries.shape)
+        self.slot_keys = keys.transpose(1, 2)
+        self.slot_values = self.value_slots.unflatten(0, (groups, places)).transpose(1, 2)
+        self.queries = rows.new_empty(self.slot_queries.shape)
         self.far_queries, self.near_queries = self.queries.flatten(2, 3).flatten(0, 1), self.queries.flatten(0, 2)
         context = torch.empty_like(self.queries)
         self.far_context, self.near_context = context.flatten(2, 3).flatten(0, 1), context.flatten(0, 2)
         self.slot_context = context.transpose(1, 2)
-        self.far = self.rows.new_empty(*self.far_queries.shape[:2], self.prefix_keys[0].shape[2])
+        self.far = rows.new_empty(*self.far_queries.shape[:2], self.prefix_keys[0].shape[2])
         self.far_of_group = self.far.view(groups, -1, self.far.shape[2])
         self.far_rows = self.far.view(*self.near_queries.shape[:2], -1)
 
@@ -235,7 +237,3 @@ class _GroupAttention:
         angle = position.float()[..., None, None] * self.frequencies
         self.cosines = torch.cat([angle.cos()] * 2, -1) * self.rotary_scale
         self.sines = angle.sin() * self.rotary_scale
-
-
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return functional.rms_norm(x, x.shape[-1:], weight, eps)

@@ -13,7 +13,22 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["LeanLayer", "LeanLinear", "LeanWeights", "lean_obstacle", "lean_weights", "multiply"]
+__all__ = ["LeanLayer", "LeanLinear", "LeanMlp", "LeanNorm", "LeanWeights", "lean_obstacle", "lean_weights"]
+
+
+@dataclass(frozen=True)
+class LeanNorm:
+    """RMS norm as x / hypot(|x|, sqrt(n eps)) times weight times sqrt(n), in half as many operations as usual."""
+
+    scale: Tensor
+    """(..., n) float32, weight times sqrt(n)."""
+    floor: Tensor
+    """() float32, sqrt(n eps)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last axis of x (b, ..., n), to float32."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.div(x, torch.hypot(size, self.floor)).mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -22,51 +37,73 @@ class LeanLinear:
 
     weight: Tensor
     """(out, in)."""
-    bias: Tensor | None
+    bias: Tensor | None = None
     """(out,)."""
-    low: Tensor | None
+    low: Tensor | None = None
     """(r, in), all active adapters; None without."""
-    high: Tensor | None
+    high: Tensor | None = None
     """(out, r), with the adapters' scale."""
+    blocks: Tensor | None = None
+    """(n, in, BLOCK), the weight seen as n matrices; None where it is not to be multiplied so."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map rows (b, in) to (b, out)."""
-        result = multiply(x, self.weight, self.bias)
+        if self.blocks is None or not FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1]:
+            result = functional.linear(x, self.weight, self.bias)
+        else:
+            result = self.multiply_blocks(x).transpose(0, 1).reshape(x.shape[0], -1)
+            result = result if self.bias is None else result.add_(self.bias)
         if self.low is not None and self.high is not None:
             inner = functional.linear(x.to(self.low.dtype), self.low)
             result.add_(functional.linear(inner, self.high))
         return result
+
+    def multiply_blocks(self, x: Tensor) -> Tensor:
+        """(n, b, BLOCK), products of rows (b, in) with the blocks."""
+        assert self.blocks is not None
+        return torch.bmm(x.expand(self.blocks.shape[0], -1, -1), self.blocks)
+
+
+@dataclass(frozen=True)
+class LeanMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate: LeanLinear
+    up: LeanLinear
+    down: LeanLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map rows (b, H) to (b, H)."""
+        plain = self.gate.blocks is not None and self.gate.low is None and self.up.low is None
+        if not plain or not FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1]:
+            return self.down(functional.silu(self.gate(x), inplace=True).mul_(self.up(x)))
+        inner = functional.silu(self.gate.multiply_blocks(x), inplace=True).mul_(self.up.multiply_blocks(x))
+        return self.down(inner.transpose(0, 1).reshape(x.shape[0], -1))
 
 
 @dataclass(frozen=True)
 class LeanLayer:
     """Weights of one decoder layer."""
 
+    norm_attention: LeanNorm
     qkv: LeanLinear
     """Heads of the queries, then of the keys, then of the values."""
-    head_norm: Tensor | None
-    """(heads + kv_heads, d), scale of each query and key head; None without head norms."""
+    norm_heads: LeanNorm | None
+    """Of each query and key head (heads + kv_heads, d); None without."""
     out: LeanLinear
-    gate: LeanLinear
-    up: LeanLinear
-    down: LeanLinear
-    norm_attention: Tensor
-    """(H,)."""
-    norm_mlp: Tensor
-    """(H,)."""
+    norm_mlp: LeanNorm
+    mlp: LeanMlp
 
 
 @dataclass(frozen=True)
 class LeanWeights:
     """A text decoder in the precision that it computes in."""
 
-    layers: tuple[LeanLayer, ...]
     embedding: Tensor
     """(V, H)."""
-    norm: Tensor
-    """(H,)."""
-    head: Tensor
-    """(V, H)."""
+    layers: tuple[LeanLayer, ...]
+    norm: LeanNorm
+    head: LeanLinear
     frequencies: Tensor
     """(d / 2,) float32, radians a position."""
     rotary_scale: float
@@ -74,9 +111,8 @@ class LeanWeights:
     heads: int
     kv_heads: int
     head_dim: int
-    eps: float
     dtype: torch.dtype
-    """Of what the linear layers multiply."""
+    """Of what the linear layers of the decoder layers multiply."""
 
 
 def lean_obstacle(policy: VlmPolicy) -> str | None:
@@ -122,54 +158,44 @@ def lean_weights(policy: VlmPolicy) -> LeanWeights:
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         return LeanWeights(
-            layers=tuple(_layer(layer, cast) for layer in model.layers),
             embedding=embedding.detach(),
-            norm=model.norm.weight.detach(),
-            head=network.lm_head.weight.detach().to(embedding.dtype),
+            layers=tuple(_layer(layer, cast) for layer in model.layers),
+            norm=_norm([model.norm.weight], model.norm),
+            head=_linear([network.lm_head], embedding.dtype),
             frequencies=model.rotary_emb.inv_freq.float(),
             rotary_scale=float(model.rotary_emb.attention_scaling),
             heads=network.config.text_config.num_attention_heads,
             kv_heads=network.config.text_config.num_key_value_heads,
             head_dim=model.layers[0].self_attn.head_dim,
-            eps=model.norm.variance_epsilon,
             dtype=cast or embedding.dtype,
         )
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Map rows by a matrix.
-
-    On a CPU MKL multiplies a handful of rows with a large matrix at about two thirds of its speed, except in a batch
-    of products, and blocks of the matrix's rows are such a batch.
-
-    Args:
-        x: (b, in).
-        weight: (out, in).
-        bias: (out,) or None.
-
-    Returns:
-        (b, out).
-    """
-    few = x.device.type == "cpu" and x.dtype == torch.float32 and FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1]
-    if not few or weight.numel() < LARGE or weight.shape[0] % BLOCK:
-        return functional.linear(x, weight, bias)
-    blocks = weight.unflatten(0, (-1, BLOCK)).transpose(1, 2)
-    result = torch.bmm(x.expand(blocks.shape[0], -1, -1), blocks).transpose(0, 1).reshape(x.shape[0], -1)
-    return result if bias is None else result.add_(bias)
-
-
 def _layer(layer: Any, cast: torch.dtype | None) -> LeanLayer:
     attention, mlp = layer.self_attn, layer.mlp
+    gate, up, down = (_linear([linear], cast) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     return LeanLayer(
+        norm_attention=_norm([layer.input_layernorm.weight], layer.input_layernorm),
         qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], cast),
-        head_norm=_head_norm(attention),
+        norm_heads=_norm_heads(attention),
         out=_linear([attention.o_proj], cast),
-        gate=_linear([mlp.gate_proj], cast),
-        up=_linear([mlp.up_proj], cast),
-        down=_linear([mlp.down_proj], cast),
-        norm_attention=layer.input_layernorm.weight.detach(),
-        norm_mlp=layer.post_attention_layernorm.weight.detach(),
+        norm_mlp=_norm([layer.post_attention_layernorm.weight], layer.post_attention_layernorm),
+        mlp=LeanMlp(gate, up, down),
     )
+
+
+def _norm(weights: Sequence[Tensor], norm: Any) -> LeanNorm:
+    weight = torch.cat(list(weights)).float()
+    size = weight.shape[-1]
+    return LeanNorm(scale=weight * size**0.5, floor=weight.new_tensor((size * norm.variance_epsilon) ** 0.5))
+
+
+def _norm_heads(attention: Any) -> LeanNorm | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    pairs = ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
+    weights = [norm.weight.expand(linear.out_features // attention.head_dim, -1) for norm, linear in pairs]
+    return _norm(weights, attention.q_norm)
 
 
 def _linear(linears: Sequence[Any], cast: torch.dtype | None) -> LeanLinear:
@@ -177,12 +203,24 @@ def _linear(linears: Sequence[Any], cast: torch.dtype | None) -> LeanLinear:
     bases = [_base(linear) for linear in linears]
     biases = [base.bias for base in bases if base.bias is not None]
     low, high = _low_rank(linears)
+    weight = _join([base.weight for base in bases], cast)
     return LeanLinear(
-        weight=_join([base.weight for base in bases], cast),
+        weight=weight,
         bias=_join(biases, cast) if biases else None,
         low=None if low is None else _join([low], cast),
         high=None if high is None else _join([high], cast),
+        blocks=_blocks(weight),
     )
+
+
+def _blocks(weight: Tensor) -> Tensor | None:
+    """The matrix as a batch of its rows' blocks.
+
+    On a CPU MKL multiplies a handful of rows with a large matrix at about two thirds of the speed that it has for a
+    batch of matrices.
+    """
+    slow = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LARGE
+    return weight.unflatten(0, (-1, BLOCK)).transpose(1, 2) if slow and weight.shape[0] % BLOCK == 0 else None
 
 
 def _join(parts: Sequence[Tensor], cast: torch.dtype | None) -> Tensor:
@@ -199,13 +237,6 @@ def _low_rank(linears: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
         wide = [linear.lora_B[name].weight * linear.scaling[name] for name in names]
         high.append(torch.cat(wide, 1) if wide else _base(linear).weight.new_zeros(linear.out_features, 0))
     return (torch.cat(low), torch.block_diag(*high)) if low else (None, None)
-
-
-def _head_norm(attention: Any) -> Tensor | None:
-    if not hasattr(attention, "q_norm"):
-        return None
-    norms = ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
-    return torch.cat([norm.weight.expand(x.out_features // attention.head_dim, -1) for norm, x in norms]).detach()
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:
@@ -237,8 +268,9 @@ def _adapters(linear: Any) -> list[str]:
 
 BLOCK = 64
 """Rows of a matrix in one product of a batch."""
-FEW_ROWS = (5, 15)
 LARGE = 2**18
-"""Elements from which on the blocks pay."""
+"""Elements of a matrix from which on the blocks pay."""
+FEW_ROWS = (5, 15)
+"""Rows for which they pay, at least and at most."""
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import mmrl.bench.vlm as vlm
+from mmrl.bench import ROOMS
 from mmrl.bench.harness import check, comparison
 from mmrl.cli import main
 
@@ -51,7 +52,7 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, message, capsys):
     assert captured.out == ""
 
 
-def test_parser_and_rooms_agree():
-    from mmrl.bench import ROOMS
-
-    assert ROOMS == ("vlm", "diffusion", "sim")
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_command_knows_every_room(room, capsys):
+    assert main(["bench", room, "--threads", "-2"]) == 2
+    assert "--threads is -2" in capsys.readouterr().err

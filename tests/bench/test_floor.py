@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmrl.bench.floor import (
     Dimensions,
     activation_bytes,
+    decode_bytes,
     decode_flops,
     dimensions_of,
     forward_flops,
@@ -63,6 +64,8 @@ def test_vision_tower_by_hand():
 def test_decoding_by_hand():
     # the first token comes from the prompt; the second row reads one token, which sees 3 + 1
     assert decode_flops(SMALL, 3, [1, 2]) == 2 * 34 * 1 + 4 * 2 * 4 + 2 * 2 * 5 * 3
+    # one step through the layer, the head twice; keys and values of 3 and 1 tokens
+    assert decode_bytes(SMALL, 3, [1, 2], width=2) == 2 * (34 + 2 * 10 + 2 * 2 * (3 + 1))
 
 
 def test_prefill_and_decode_together_are_the_shared_forward_pass():
@@ -117,8 +120,8 @@ def test_decoder_counts_what_pytorch_counts(policy):
 
 
 def test_rates_are_positive_and_finite():
-    options = {"hidden": 16, "intermediate": 32, "tall": 64, "flat": 4, "operations": 10**6}
+    options = {"hidden": 16, "intermediate": 32, "tall": 64, "flat": 4, "operations": 10**6, "read": 2**20}
     options |= {"repetitions": 1, "device": "cpu"}
     rates = matmul_rates(options)["counts"]
-    assert set(rates) == {"tall_flops", "flat_flops"}
+    assert set(rates) == {"tall_flops", "flat_flops", "read_bytes"}
     assert all(0 < rate < 1e15 for rate in rates.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch
 from mmrl.bench import equality, run
 from mmrl.bench.harness import BenchOptions
 from mmrl.bench.report import table
-from mmrl.bench.vlm import NAMES, QUICK_SHAPE, compare
+from mmrl.bench.vlm import NAMES, compare
 from mmrl.bench.vlm_arms import make_recipe, make_rollouts, rows_apart, step_arm
+from mmrl.bench.vlm_setup import QUICK_SHAPE
 from mmrl.bench.workload import build_model, questions_file, shape_of
 from mmrl.errors import UserError
 
@@ -166,6 +168,23 @@ def test_a_step_of_trl_samples_as_many_tokens_and_is_compared(folder):
     assert {"generate", "forward", "backward", "optimizer", "update"} <= set(arm["cpu_s"])
     assert arm["cpu_s"]["forward"] + arm["cpu_s"]["backward"] <= arm["cpu_s"]["update"]
     assert {f"{QUICK_SHAPE[0]} {what}" for what in ("time", "memory", "generation", "update")} <= set(found["ratios"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": Path("nowhere")}, "--model nowhere is not a model folder"),
+        ({"model": Path("nowhere"), "family": "qwen3_vl"}, "--family says which model is built"),
+        pytest.param(
+            {"device": "cuda"},
+            "there is no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_models_and_devices_that_are_not_there_are_named(given, message):
+    with pytest.raises(UserError, match=message):
+        compare(BenchOptions(quick=True, **given))
 
 
 @pytest.mark.parametrize(("field", "value"), [("against", "trl"), ("family", "qwen3_vl"), ("model", "folder")])

@@ -109,3 +109,18 @@ def test_a_folder_that_is_no_pipeline_is_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"{tmp_path} cannot be used: OSError"):
         diffusion.compare(BenchOptions(quick=True, model=tmp_path))
     assert diffusion.run_arms is not run_arms
+
+
+def test_an_arm_that_failed_fails_its_comparison_and_no_other(monkeypatch, comparisons):
+    cost = comparisons["rollout"]["floor"]["of_one_row"]
+
+    def broken(title, arms, options):
+        if title == "cost":
+            return {"cost": {"counts": cost, "blocks": []}}
+        return {arm.name: {"error": "out of memory", "blocks": []} for arm in arms}
+
+    monkeypatch.setattr(diffusion, "run_arms", broken)
+    found = diffusion.compare(BenchOptions(quick=True, model="anywhere"))
+    assert all(entry["failed"] for entry in found.values())
+    assert set(found["rollout"]["checks"]) == {"another prompt"}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found

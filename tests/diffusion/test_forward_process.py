@@ -63,12 +63,12 @@ def test_same_seed_same_draws_and_smaller_batches_change_nothing():
 
 
 def test_images_of_a_group_share_time_and_noise():
-    clean, group = images(4), torch.tensor([7, 2, 7, 2])
+    clean, group = images(4), torch.tensor([7, 2, 2, 7])
     noisy = stack_timesteps(clean, 3, generator=generator(), group=group)
     sigma = noisy.sigma.reshape(3, 4)
     noise = (noisy.target + clean.repeat(3, 1, 1, 1)).reshape(3, 4, *clean.shape[1:])
-    assert torch.equal(sigma[:, 0], sigma[:, 2])
-    torch.testing.assert_close(noise[:, 1], noise[:, 3])
+    assert torch.equal(sigma[:, 0], sigma[:, 3])
+    torch.testing.assert_close(noise[:, 1], noise[:, 2])
     assert (noise[:, 0] - noise[:, 1]).abs().max() > 0.1
     assert (noise[0] - noise[1]).abs().max() > 0.1
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 ROOM = """
 <mujoco>
+  <visual><quality shadowsize="256"/></visual>
   <asset>
     <texture name="sky" type="skybox" builtin="gradient" rgb1="0.5 0.6 0.8" rgb2="0 0 0" width="32" height="192"/>
     <texture name="tiles" type="2d" builtin="checker" rgb1="0.8 0.8 0.8" rgb2="0.2 0.2 0.2" width="64" height="64"/>
@@ -82,7 +83,7 @@ def wrong_pixels(model, settings: RenderSettings, scenes) -> int:
 def test_with_everything_switched_on_it_is_the_default_picture(size, camera):
     settings = RenderSettings(*size, camera, shadows=True, multisampling=True)
     model = load_arm_cubes()
-    scenes = poses(model, 2)
+    scenes = poses(model, 1)
     assert np.array_equal(ours(model, settings, scenes), theirs(model, settings, scenes))
 
 
@@ -95,10 +96,10 @@ def test_each_saving_is_a_switch(model, shadows, multisampling):
 
 def test_drawing_fixed_parts_once_changes_no_pixel(model):
     settings = RenderSettings(96, 80, "front")
-    scenes = poses(model, 12)
+    scenes = poses(model, 8)
     assert wrong_pixels(model, settings, scenes) == 0
     # What it is compared with has pictures of its own, and the fixed parts really are kept.
-    assert len({picture.tobytes() for picture in ours(model, settings, scenes)}) == 12
+    assert len({picture.tobytes() for picture in ours(model, settings, scenes)}) == 8
     with FrameRenderer(model, settings) as renderer:
         categories = []
         draw = renderer._draw
@@ -116,13 +117,13 @@ def test_drawing_fixed_parts_once_changes_no_pixel(model):
         {"post_alpha": 0.4},
         {"ball_alpha": 0.4},
         {"reflectance": 0.5},
-        {"lamp": 'mode="targetbody" target="ball" type="spot" cutoff="20"'},
+        {"lamp": 'mode="targetbody" target="ball" cutoff="20"'},
         {"camera": "hand"},
     ],
     ids=["plain", "fixed glass", "moving glass", "mirror", "following light", "moving camera"],
 )
 def test_pictures_stay_right_where_fixed_parts_do_not_look_the_same(change):
-    camera = change.pop("camera", "view")
+    camera = change.get("camera", "view")
     model = mujoco.MjModel.from_xml_string(ROOM.format(**PLAIN | change))
     assert wrong_pixels(model, RenderSettings(64, 64, camera), poses(model, 6)) == 0
 
@@ -179,10 +180,11 @@ def test_depth_is_the_distance_in_metres_along_the_view():
     assert np.isin(depth.round(4), np.float32([1.4, 1.7])).all()
 
 
-@pytest.mark.parametrize("projection", ["perspective", "orthographic"])
-def test_depth_is_that_of_mujoco(projection):
-    text = ROOM.format(**PLAIN).replace('name="view"', f'name="view" projection="{projection}"')
-    model = mujoco.MjModel.from_xml_string(text)
+@pytest.mark.parametrize("orthographic", [False, True])
+def test_depth_is_that_of_mujoco(orthographic):
+    model = mujoco.MjModel.from_xml_string(ROOM.format(**PLAIN))
+    field = "cam_projection" if hasattr(model, "cam_projection") else "cam_orthographic"  # its older name
+    getattr(model, field)[model.camera("view").id] = orthographic
     settings, scenes = RenderSettings(48, 40, "view"), poses(model, 2)
     with FrameRenderer(model, settings) as renderer:
         depth = [renderer.depth(data) for data in scenes]

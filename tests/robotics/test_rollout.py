@@ -9,6 +9,7 @@ SUBSTEPS = 4
 # A pile that keeps colliding, and a solver that stops before it has converged: where it starts shows in the result.
 PILE = """
 <mujoco>
+  <visual><quality shadowsize="256"/></visual>
   <option solver="CG" iterations="3"/>
   <worldbody>
     <light pos="0 0 2"/>

@@ -243,25 +243,33 @@ def test_a_scaled_rotation_is_respected(sharp):
 @pytest.mark.parametrize("bias", [False, True])
 def test_multiplying_in_blocks_is_multiplying(rows, bias, monkeypatch):
     monkeypatch.setattr(lean_weights, "LARGE", 0)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, 24, generator=generator)
-    weight = torch.randn(3 * lean_weights.BLOCK, 24, generator=generator)
-    offset = torch.randn(len(weight), generator=generator) if bias else None
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 3 * lean_weights.BLOCK, bias=bias)
+    x = torch.randn(rows, 24)
     batches = []
     monkeypatch.setattr(torch, "bmm", lambda *args, real=torch.bmm: batches.append(1) or real(*args))
-    result = lean_weights.multiply(x, weight, offset)
+    result = lean_weights._linear([linear], None)(x)
     assert len(batches) == (5 <= rows <= 15)
-    torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, offset))
+    torch.testing.assert_close(result, linear(x))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_norm_is_the_models(policy, scale):
+    """Also where its constant outweighs the state."""
+    norm = policy.network.model.language_model.norm
+    x = scale * torch.randn(5, norm.weight.shape[0], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(lean_weights._norm([norm.weight], norm)(x), norm(x), rtol=1e-6, atol=0)
 
 
 def test_nothing_is_copied_but_the_joined_projections(policy):
     weights = lean_weights.lean_weights(policy)
     own = {parameter.data_ptr() for parameter in policy.parameters()}
     for layer in weights.layers:
-        for linear in (layer.out, layer.gate, layer.up, layer.down):
+        for linear in (layer.out, layer.mlp.gate, layer.mlp.up, layer.mlp.down):
             assert linear.weight.data_ptr() in own
             assert not linear.weight.requires_grad
-    assert {weights.head.data_ptr(), weights.embedding.data_ptr()} <= own
+    assert {weights.head.weight.data_ptr(), weights.embedding.data_ptr()} <= own
 
 
 def test_obstacles(folder, monkeypatch):
