@@ -74,6 +74,7 @@ def _answer_batch(
             temperature=settings.temperature,
             stop=config.sampler.stop,
             batch_rows=config.sampler.batch_rows,
+            lean=config.sampler.lean,
         )
         generator = make_generator(config.seed, "evaluate", split, start)
         drawn = sample(recipe.policy, prompts, count, options, generator, greedy=mode == "greedy")

@@ -137,6 +137,20 @@ def test_a_mocap_body_may_move_between_pictures():
     assert wrong_pixels(model, RenderSettings(64, 64, "view"), scenes) == 0
 
 
+@pytest.mark.parametrize(("field", "part"), [("body_pos", "table"), ("cam_pos", "front"), ("light_pos", "lamp")])
+def test_what_is_moved_after_a_while_is_drawn_anew(model, small, field, part):
+    (data,) = poses(model, 1)
+    with FrameRenderer(model, small) as renderer:
+        before = [renderer.rgb(data).copy() for _ in range(3)][-1]
+        kind = {"body_pos": model.body, "cam_pos": model.camera, "light_pos": model.light}[field]
+        getattr(model, field)[kind(part).id] += 0.1
+        update_poses(model, data)
+        after = [renderer.rgb(data).copy() for _ in range(3)]
+    (expected,) = theirs(without(model, small), small, [data])
+    assert all(np.array_equal(picture, expected) for picture in after)
+    assert not np.array_equal(before, expected)
+
+
 def test_colours_that_change_need_a_refresh(model):
     settings = RenderSettings(48, 40, "front")
     (data,) = poses(model, 1)
