@@ -174,6 +174,7 @@ def _rollout(work: _Work) -> dict[str, Any]:
         },
         checks={
             "latents of the pipeline": work.same(pipeline, shared, LATENT_LIMIT),
+            "latents with the text of each image": work.same(by_row, shared, LATENT_LIMIT),
             "latents of the group at once": work.same(pipeline, whole, LATENT_LIMIT),
             "another prompt": work.control(),
         },

@@ -25,7 +25,7 @@ MINIMUM, GOAL = 20.0, 40.0
 SHORT_REPETITIONS = 10
 """Of the arms that take a fraction of a second, where one repetition says little."""
 
-FULL: dict[str, Any] = {"scenes": 8, "steps": 8, "chunk": 8, "substeps": 10, "physics_steps": 50}
+FULL: dict[str, Any] = {"scenes": 8, "steps": 8, "chunk": 8, "substeps": 10, "physics_steps": 48}
 QUICK: dict[str, Any] = {"scenes": 2, "steps": 2, "chunk": 2, "substeps": 2, "physics_steps": 2}
 LOOP = "loop over mujoco.Renderer"
 ONE, TWO, CHUNKS, LEAST = "rollout", "rollout, 2 workers", "rollout, end of chunk", "physics and bytes"
@@ -47,7 +47,7 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
         raise UserError(f"--against {options.against}: sim compares with mujoco only, and always does")
     chosen = options.chosen(NAMES)
     if importlib.util.find_spec("mujoco") is None:
-        raise UserError("`mmrl bench sim` needs mujoco, which is not installed: pip install 'mmrl-suite[robotics]'")
+        raise UserError("`mmrl bench sim` needs mujoco, which is not installed: pip install 'mmrl-suite[sim]'")
     from robotics.sim import require_backend
 
     backend = require_backend()
@@ -83,7 +83,7 @@ def _images(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]
         floor=_floor(runs),
         notes=[
             f"{common['scenes']} scenes, {common['steps']} control steps of {common['substeps']} physics steps; "
-            f"chunks of {common['chunk']} actions",
+            f"chunks of {common['chunk']} actions; the loop has one renderer for all scenes",
             "bound: the time of the physics and of writing the pictures' bytes once, as if drawing cost nothing",
         ],
     )
@@ -127,8 +127,9 @@ def _physics(options: BenchOptions, backend: str) -> dict[str, Any]:
         "mj_step(nstep)": {"way": "nstep"},
         "mujoco.rollout": {"way": "rollout", "workers": 0},
         "mujoco.rollout, 2 threads": {"way": "rollout", "workers": 2},
-        "states only": {"way": "ours", "workers": 1},
-        "states only, 2 workers": {"way": "ours", "workers": 2},
+        "states only": {"way": "ours", "workers": 1, "chunk": 1},
+        "states only, chunks": {"way": "ours", "workers": 1},
+        "states only, chunks, 2 workers": {"way": "ours", "workers": 2},
     }
     arms = [Arm(name, f"{ARMS}:physics_arm", common | way) for name, way in ways.items()]
     runs = run_arms("physics", arms, options)
@@ -140,7 +141,10 @@ def _physics(options: BenchOptions, backend: str) -> dict[str, Any]:
         ratios={name: ratio(runs, "mj_step", name) for name in others}
         | {f"{name}, wall": ratio(runs, "mj_step", name, "wall_s") for name in others},
         floor={"cpu_us_per_physics_step": step_us},
-        notes=["mujoco.rollout takes all actions at once; the other rows one control step at a time, as a policy does"],
+        notes=[
+            f"mujoco.rollout takes all actions at once, a chunk is {common['chunk']} control steps, and the other rows "
+            "take one at a time",
+        ],
     )
 
 

@@ -169,8 +169,8 @@ def _ours(arm: dict[str, Any], model: mujoco.MjModel, actions: NDArray[np.float6
     with ImageRollout(model, task, arm["scenes"], None, substeps=arm["substeps"], workers=arm["workers"]) as rollout:
 
         def once(watch: Stopwatch) -> None:
-            for step in range(arm["steps"]):
-                rollout.step_chunk(actions[:, step : step + 1])
+            for start in range(0, arm["steps"], arm["chunk"]):
+                rollout.step_chunk(actions[:, start : start + arm["chunk"]])
 
         rollout.reset(range(arm["scenes"]))
         return repeat(once, arm["repetitions"])

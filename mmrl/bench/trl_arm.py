@@ -127,8 +127,8 @@ def _clock(recorder: Recorder) -> Any:
 def _time_stages(trainer: Any, recorder: Recorder) -> None:
     model = trainer.model
     model.generate = _timed(recorder, ("generate",), model.generate)
-    trainer.compute_loss = _timed(recorder, ("forward", "update"), trainer.compute_loss)
-    trainer.accelerator.backward = _timed(recorder, ("backward", "update"), trainer.accelerator.backward)
+    trainer.compute_loss = _timed(recorder, ("update", "forward"), trainer.compute_loss)
+    trainer.accelerator.backward = _timed(recorder, ("update", "backward"), trainer.accelerator.backward)
 
 
 def _time_optimizer(recorder: Recorder, optimizer: Any) -> None:
@@ -136,7 +136,7 @@ def _time_optimizer(recorder: Recorder, optimizer: Any) -> None:
     step = contextlib.ExitStack()
 
     def begin(*_: Any) -> None:
-        for stage in ("optimizer", "update"):
+        for stage in ("update", "optimizer"):
             step.enter_context(recorder.watch.stage(stage))
 
     inner.register_step_pre_hook(begin)

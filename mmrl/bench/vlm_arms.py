@@ -171,12 +171,13 @@ def papo_arm(options: dict[str, Any]) -> dict[str, Any]:
     """
     flat = options["layout"] == "rows"
     with make_recipe(options, papo=True, old_logp="sampler" if flat else "recompute") as recipe:
-        rollouts = _with_masked_view(recipe, make_rollouts(recipe, shape_of(options["shape"])))
-        rollouts = rows_apart(rollouts) if flat else rollouts
+        drawn = _with_masked_view(recipe, make_rollouts(recipe, shape_of(options["shape"])))
         reference = make_reference(recipe.config.reference, recipe.policy, needed=True)
         policy = recipe.policy
 
         def once(watch: measure.Stopwatch) -> None:
+            # prompts are new in every step: the reference remembers the features of those that it has seen
+            rollouts = rows_apart(drawn) if flat else _with_new_prompts(drawn)
             with _Clock(policy.device, lambda: watch).running():
                 if flat:
                     with watch.stage("old_logp"):
@@ -271,17 +272,13 @@ def rows_apart(rollouts: Rollouts) -> Rollouts:
     payload: Any = rollouts.payload
     groups = rollouts.group.tolist()
 
-    def own(prompts: Sequence[Prompt | None]) -> list[Any]:
-        chosen = [prompts[group] for group in groups]
-        return [None if prompt is None else dataclasses.replace(prompt) for prompt in chosen]
+    def own(items: Sequence[Any]) -> list[Any]:
+        return [items[group] for group in groups]
 
-    apart = dataclasses.replace(
-        payload,
-        prompts=own(payload.prompts),
-        tasks=[payload.tasks[group] for group in groups],
-        views={name: own(view) for name, view in payload.views.items()},
-    )
-    return rollouts.replace(group=torch.arange(len(groups), device=rollouts.group.device), payload=apart)
+    views = {name: own(view) for name, view in payload.views.items()}
+    apart = dataclasses.replace(payload, prompts=own(payload.prompts), tasks=own(payload.tasks), views=views)
+    group = torch.arange(len(groups), device=rollouts.group.device)
+    return _with_new_prompts(rollouts.replace(group=group, payload=apart))
 
 
 class _RowRecipe(VlmRecipe):
@@ -306,7 +303,7 @@ class _Clock(Stopwatch):
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for stage in (name, *PART_OF.get(name, ())):
+            for stage in (*PART_OF.get(name, ()), name):
                 stack.enter_context(self._current().stage(stage))
             stack.enter_context(super().stage(name))
             yield
@@ -330,6 +327,17 @@ def _forward_backward(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int, w
                 output.loss.backward()
         with watch.stage("backward"):
             shared.backward()
+
+
+def _with_new_prompts(rollouts: Rollouts) -> Rollouts:
+    """The same rows with prompts that no cache has seen."""
+    payload: Any = rollouts.payload
+
+    def renewed(prompts: Sequence[Prompt | None]) -> list[Any]:
+        return [None if prompt is None else dataclasses.replace(prompt) for prompt in prompts]
+
+    views = {name: renewed(view) for name, view in payload.views.items()}
+    return rollouts.replace(payload=dataclasses.replace(payload, prompts=renewed(payload.prompts), views=views))
 
 
 def _with_masked_view(recipe: VlmRecipe, rollouts: Rollouts) -> Rollouts:

@@ -105,8 +105,8 @@ class FrameRenderer:
     """Draws pictures of one model, with one OpenGL context and one scene; belongs to the thread that made it.
 
     Poses are taken from the MjData as they are: after `mj_step` they are those at the start of the last step
-    (`update_poses` brings them up to date). Sizes, textures and meshes are those of the model at the start;
-    call `refresh` after a change of colours or materials.
+    (`update_poses` brings them up to date). Call `refresh` after a change of colours, materials or sizes; textures and
+    meshes stay those of the model at the start, and so does how finely round shapes are drawn (`visual/quality`).
 
     Args:
         model: MjModel; not changed.

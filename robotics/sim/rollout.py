@@ -295,14 +295,13 @@ class ImageRollout:
     def _advance(self, worker: _Worker, row: int, controls: NDArray[np.float64], output: _Output, record: bool) -> None:
         scene = int(output.observation.scenes[row])
         data = self._data[scene]
-        states, sensors = worker.physics.run(data, controls, self.substeps)
-        if data.warning.number.any():
+        states, sensors, sound = worker.physics.run(data, controls, self.substeps)
+        rewards, ends = self._score(worker.physics.describe(controls, states, sensors, sound))
+        # What goes wrong after the end of an episode, in steps that only fill up the chunk, is not its failure.
+        if sound < len(controls) and not ends.any():
             output.failed[row], output.rewards[row] = True, np.nan
             _observe(worker, data, sensors[-1], output.observation, row)
             return
-        split = worker.physics.split
-        qpos, qvel = states[:, split[0]], states[:, split[1]]
-        rewards, ends = self.task.score(SceneSteps(controls, qpos, qvel, sensors))
         last = int(ends.argmax()) if ends.any() else len(controls) - 1
         output.rewards[row, : last + 1] = rewards[: last + 1]
         output.dones[row, last] = ends[last]
@@ -312,6 +311,19 @@ class ImageRollout:
         if last + 1 < len(controls):
             worker.physics.restore(data, states[last])
         _observe(worker, data, sensors[last], output.observation, row)
+
+    def _score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        count = len(steps.actions)
+        if not count:
+            return np.zeros(0), np.zeros(0, bool)
+        scored = self.task.score(steps)
+        rewards, ends = np.asarray(scored[0], np.float64), np.asarray(scored[1], np.bool_)
+        if rewards.shape != (count,) or ends.shape != (count,):
+            raise UserError(
+                f"{type(self.task).__name__}.score returned the shapes {rewards.shape} and {ends.shape} for {count} "
+                f"control steps; expected ({count},) twice"
+            )
+        return rewards, ends
 
     def _finish(self, scenes: NDArray[np.int64], output: _Output) -> Chunk:
         self._elapsed[scenes] += output.steps
@@ -345,11 +357,12 @@ class _Physics:
         # Without a pool of its own: this thread is one of several that each run a scene.
         self._rollout = rollout.Rollout(nthread=0)
         time = mujoco.mj_stateSize(model, int(state.mjSTATE_TIME))
-        self.split = (slice(time, time + model.nq), slice(time + model.nq, time + model.nq + model.nv))
+        self._qpos = slice(time, time + model.nq)
+        self._qvel = slice(time + model.nq, time + model.nq + model.nv)
 
     def run(
         self, data: mujoco.MjData, controls: NDArray[np.float64], substeps: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
         """Step a scene; its data is left as a `mj_step` loop would leave it.
 
         Args:
@@ -358,7 +371,8 @@ class _Physics:
             substeps: physics steps in a control step.
 
         Returns:
-            (K, nstate) full physics states and (K, nsensordata) sensor values after each control step.
+            (K, nstate) full physics states and (K, nsensordata) sensor values after each control step, and the number
+            of control steps before the one in which MuJoCo warned, K where it did not.
         """
         size, inputs = self._sizes
         steps = len(controls) * substeps
@@ -382,7 +396,23 @@ class _Physics:
             state=states,
             sensordata=sensors,
         )
-        return states[0, substeps - 1 :: substeps], sensors[0, substeps - 1 :: substeps]
+        kept = slice(substeps - 1, None, substeps)
+        sound = self._count_sound(data, states[0, kept, 0], start[0, 0], substeps)
+        return states[0, kept], sensors[0, kept], sound
+
+    def describe(
+        self, controls: NDArray[np.float64], states: NDArray[np.float64], sensors: NDArray[np.float64], count: int
+    ) -> SceneSteps:
+        """The first control steps of a run as the task sees them."""
+        first = slice(count)
+        return SceneSteps(controls[first], states[first, self._qpos], states[first, self._qvel], sensors[first])
+
+    def _count_sound(self, data: mujoco.MjData, times: NDArray[np.float64], start: float, substeps: int) -> int:
+        if not data.warning.number.any():
+            return len(times)
+        # From a warning on, rollout repeats the state; where the numbers blew up, time has gone back to 0 before.
+        full = np.diff(times, prepend=start) > (substeps - 0.5) * self._model.opt.timestep
+        return min(int(full.argmin()) if not full.all() else len(times), len(times) - 1)
 
     def restore(self, data: mujoco.MjData, state: NDArray[np.float64]) -> None:
         """Put a scene back into a state that `run` returned."""

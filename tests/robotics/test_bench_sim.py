@@ -6,7 +6,7 @@ from mmrl.bench import sim
 from mmrl.bench.harness import BenchOptions
 from mmrl.errors import UserError
 
-pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[robotics]'")
+pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 
 @pytest.fixture

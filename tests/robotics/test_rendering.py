@@ -6,7 +6,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.sim import FrameRenderer, RenderSettings, fast_visuals, load_arm_cubes, update_poses
 
-mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[robotics]'")
+mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytestmark = pytest.mark.usefixtures("backend")
 
 ROOM = """

@@ -4,7 +4,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.sim import FrameRenderer, ImageRollout, ReachCube, RenderSettings, rendering, update_poses
 
-mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[robotics]'")
+mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 SUBSTEPS = 4
 # A pile that keeps colliding, and a solver that stops before it has converged: where it starts shows in the result.
 PILE = """
@@ -209,6 +209,25 @@ def test_a_scene_that_blows_up_has_failed_and_the_others_go_on(pile):
     assert np.array_equal(states[2], loop(pile, Tumble(), 2, actions[2])[0])
 
 
+def test_what_goes_wrong_after_the_end_of_an_episode_is_not_its_failure(pile):
+    actions = random_actions(3, 6)
+    actions[:2, 3] = 1e12  # MuJoCo warns of it and rollout stops
+    actions[0, 1] = 77.0
+    _, (chunk,), _ = roll(pile, Tumble(ends_at={77.0: True}), actions, 6)
+    assert chunk.failed.tolist() == [False, True, False]
+    assert chunk.steps.tolist() == [2, 0, 6]
+    assert np.array_equal(chunk.observation.qpos[0], loop(pile, Tumble(), 0, actions[0, :2])[0][1 : 1 + pile.nq])
+
+
+@pytest.mark.parametrize("step", [0, 3, 5])
+def test_a_warning_anywhere_in_a_chunk_is_a_failure(pile, step):
+    actions = random_actions(1, 6)
+    actions[0, step] = 1e12
+    _, (chunk,), _ = roll(pile, Tumble(), actions, 6)
+    assert chunk.failed.tolist() == [True]
+    assert chunk.steps.tolist() == [0]
+
+
 def test_an_observation_can_be_cut_to_the_scenes_that_go_on(pile):
     with ImageRollout(pile, Tumble(ends_at={77.0: True}), 3, None) as rollout:
         first = rollout.reset(range(3))
@@ -231,6 +250,17 @@ def test_an_error_in_the_task_reaches_the_caller(pile):
         rollout.reset([0, 1])
         with pytest.raises(ZeroDivisionError, match="no reward"):
             rollout.step_chunk(random_actions(2, 1))
+
+
+def test_a_task_must_score_each_control_step(pile):
+    class Once(Tumble):
+        def score(self, steps):
+            return steps.sensordata[-1, 2], np.zeros(len(steps.actions), bool)
+
+    with ImageRollout(pile, Once(), 1, None) as rollout:
+        rollout.reset([0])
+        with pytest.raises(UserError, match=r"Once.score returned the shapes \(\) and \(3,\) for 3 control steps"):
+            rollout.step_chunk(random_actions(1, 3))
 
 
 def test_mistakes_are_named(pile):
