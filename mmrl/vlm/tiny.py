@@ -135,7 +135,7 @@ def build_tiny_vlm(
         "pad_token_id": tokenizer.pad_token_id,
         "rope_parameters": _rope(hidden // heads),
     }
-    vision = {
+    vision: dict[str, Any] = {
         "depth": vision_depth,
         "hidden_size": vision_hidden,
         "intermediate_size": vision_intermediate or 2 * vision_hidden,
