@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefix", "PrefixStore"]
 
+KEPT_BYTES = 2**31
+"""Most memory that is spent on not reading prompts again between sampling and the first update."""
+
 
 @dataclass
 class Prefix:
@@ -38,6 +41,11 @@ class Prefix:
     def __len__(self) -> int:
         """Number of prompts N."""
         return self.lengths.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
     @property
     def real(self) -> Tensor | None:
@@ -139,9 +147,14 @@ class PrefixStore:
 
         Args:
             prompts: N prompts.
-            prefix: theirs; with history it also serves one pass with gradient, after which it is forgotten.
+            prefix: theirs; with history it also serves one pass with gradient, after which it is forgotten. Without
+                history it is remembered only as long as all that are take less than `KEPT_BYTES`.
         """
         self._forget_outdated()
+        held = {id(kept): kept for kept, _ in self._kept.values()}
+        size = prefix.num_bytes + sum(kept.num_bytes for kept in held.values())
+        if size > KEPT_BYTES and not prefix.last_state.requires_grad:
+            return
         for index, prompt in enumerate(prompts):
             self._kept[prompt] = (prefix, index)
 

@@ -355,7 +355,10 @@ class VlmRecipe(Recipe):
         once = trainer.single_update and trainer.micro_batch == 0 and filter_kind != "resample"
         same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
         alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
-        return "graph" if once and same and alone else "values"
+        if once and same and alone:
+            return "graph"
+        read_again = trainer.old_logp == "recompute" and not trainer.single_update
+        return "values" if read_again or self.objective.needs_values or self.objective.kl_in_reward else "none"
 
     @property
     def _truncates(self) -> bool:

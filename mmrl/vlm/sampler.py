@@ -264,8 +264,8 @@ def _decode(draw: _Draw, decoder: _Decoder, rows: Tensor, budget: Tensor, states
 def _sample_lean(draw: _Draw, prompts: Sequence[Prompt], group: int, keep_prefix: str) -> None:
     """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
     most = draw.config.batch_rows
-    # what is kept is kept whole; otherwise no more prompts are held than are decoded together
-    together = max(most // group, 1) if keep_prefix == "none" else len(prompts)
+    # a history is kept whole, for the one pass that can go back through it
+    together = len(prompts) if keep_prefix == "graph" else max(most // group, 1)
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together]
         with stopwatch("prefill"):
@@ -281,7 +281,7 @@ def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep_prefix: str
     with torch.set_grad_enabled(keep_prefix == "graph"):
         prefix = policy.encode_prefix(prompts)
     if keep_prefix != "none":
-        policy.prefixes.keep(prompts, prefix)
+        policy.prefixes.keep(prompts, prefix if keep_prefix == "graph" else prefix.detach())
     return prefix.detach()
 
 

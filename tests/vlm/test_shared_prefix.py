@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from mmrl.vlm import joined_attention
+from mmrl.vlm import joined_attention, prefix
 from mmrl.vlm.joined_attention import KERNELS, kernels_for
 from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
 from mmrl.vlm.payload import VlmPayload
@@ -226,6 +226,25 @@ def test_a_reference_without_its_adapter_does_not_read_the_adapters_prefix(folde
         policy.prefixes.keep(prompts, policy.encode_prefix(prompts))
         with policy.disable_adapter():
             assert torch.equal(policy(rollouts).logp, expected)
+
+
+def test_no_more_is_kept_than_there_is_room_for(folder, sampled, family, monkeypatch):
+    prompts = sampled[family].payload.prompts
+    policy = load(folder)
+    with torch.no_grad():
+        parts = [policy.encode_prefix([prompt]) for prompt in prompts]
+        monkeypatch.setattr(prefix, "KEPT_BYTES", parts[0].num_bytes + parts[1].num_bytes)
+        expected = policy(sampled[family]).logp
+        for prompt, part in zip(prompts, parts, strict=True):
+            policy.prefixes.keep([prompt], part)
+        read = []
+        monkeypatch.setattr(policy, "encode_prefix", lambda some: read.append(len(some)))
+        policy.prefixes.get(prompts[:2], "original")
+        assert not read
+        policy.prefixes.get(prompts[1:3], "original")
+        assert read == [2]
+        monkeypatch.undo()
+        assert (policy(sampled[family]).logp - expected).abs().max() < 5e-6
 
 
 def test_some_of_the_kept_prompts_can_be_taken(folder, sampled, family):

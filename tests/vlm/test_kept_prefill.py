@@ -1,0 +1,56 @@
+"""What sampling computed of the prompts serves the passes up to the first update, and changes nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.rewards.combine import RewardConfig
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.trainer import Trainer
+from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe
+from tests.vlm.runs import run_config
+
+
+def answers_differ(prompts, completions, **columns):
+    """Rewards that always teach something."""
+    return [index % 4 / 3 for index, _ in enumerate(completions)]
+
+
+def one_step(tmp_path, model, *, kept: bool, preset: str = "grpo", **trainer) -> tuple[list[int], torch.Tensor]:
+    """Patches in each pass of the vision tower during a step, and all weights after it."""
+    config: VlmConfig = run_config(VlmConfig, tmp_path, model, **trainer)
+    config.rewards = [RewardConfig(name="tests.vlm.test_kept_prefill:answers_differ", isolate=False)]
+    config.objective = ObjectiveConfig(preset=preset, kl_coef=0.0)
+    config.sampler.keep_prefill = kept
+    recipe = VlmRecipe(config)
+    patches: list[int] = []
+    tower = recipe.policy.network.model.visual
+    tower.register_forward_hook(lambda module, inputs, output: patches.append(len(inputs[0])))
+    try:
+        Trainer(recipe, config, tmp_path / "run", make_accelerator(), None).train_step()
+    finally:
+        recipe.close()
+    return patches, torch.cat([p.detach().flatten() for p in recipe.policy.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("preset", "trainer", "kept_passes", "passes"),
+    [
+        ("grpo", {}, 1, 2),  # the update goes on from the prefill
+        ("grpo", {"micro_batch": 4}, 1 + 3, 1 + 3),  # parts of a step read their prompts when it is their turn
+        ("grpo", {"minibatches_per_step": 3}, 1 + 3, 1 + 1 + 3),  # old log-probs are read off the prefill
+        ("ppo", {"minibatches_per_step": 1}, 1, 1 + 1 + 1),  # values too, then the update
+    ],
+)
+def test_prompts_are_not_read_again_until_the_weights_change(
+    tmp_path, tiny_folders, preset, trainer, kept_passes, passes
+):
+    seen, after = {}, {}
+    for kept in (True, False):
+        folder = tmp_path / str(kept)
+        seen[kept], after[kept] = one_step(folder, tiny_folders["qwen2_5_vl"], kept=kept, preset=preset, **trainer)
+    assert (len(seen[True]), len(seen[False])) == (kept_passes, passes)
+    # AdamW's first step moves every weight by the learning rate: a sign that rounding turns shows as twice that
+    moved = (after[True] - after[False]).abs() > 1e-4
+    assert moved.float().mean() < 0.01
