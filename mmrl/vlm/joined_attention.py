@@ -81,9 +81,9 @@ class _Joined(torch.autograd.Function):
         near, near_lse, near_rest = kernels.forward(_rows(q), *_repeat(k, v, shape[3]), None, True, scale)
         far_lse, near_lse = _unfold_lse(far_lse, shape, heads), near_lse.unflatten(0, shape[:2])
         lse = torch.logaddexp(far_lse, near_lse)  # (N, G, H, T)
-        out = _unfold(far, shape, heads).to(lse.dtype) * _weight(far_lse, lse)
-        out += near.transpose(1, 2).unflatten(0, shape[:2]).to(lse.dtype) * _weight(near_lse, lse)
-        out = out.to(q.dtype)
+        share = torch.sigmoid(far_lse - near_lse).transpose(2, 3)[..., None]  # of the prompt in the softmax
+        near = near.transpose(1, 2).unflatten(0, shape[:2])
+        out = torch.lerp(near.to(lse.dtype), _unfold(far, shape, heads).to(lse.dtype), share).to(q.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, bias, out, lse, *far_rest, *near_rest)
         ctx.rest = len(far_rest)
         return out
@@ -159,11 +159,6 @@ def _unfold_lse(lse: Tensor, shape: torch.Size, heads: int) -> Tensor:
     """Inverse of `_fold_lse`."""
     _, g, t, h, _ = shape
     return lse.unflatten(2, (h // heads, g, t)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _weight(part: Tensor, whole: Tensor) -> Tensor:
-    """Share of a part in the softmax, (N, G, H, T) to (N, G, T, H, 1)."""
-    return (part - whole).exp_().transpose(2, 3)[..., None]
 
 
 def _bias(real: Tensor | None, like: Tensor) -> Tensor | None:
