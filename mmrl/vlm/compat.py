@@ -58,6 +58,7 @@ def ensure_torchvision() -> str:
 def _declare_operator(error: Exception) -> None:
     """Declare the operator that an import error names, and forget the half-imported package."""
     import torch
+    from torch import library
 
     missing = _MISSING_OPERATOR.search(str(error))
     if missing is None:
@@ -67,7 +68,7 @@ def _declare_operator(error: Exception) -> None:
         ) from error
     for name in [key for key in sys.modules if key == "torchvision" or key.startswith("torchvision.")]:
         del sys.modules[name]
-    torch.library.define(missing.group(1), _OPERATOR_SCHEMA)
+    library.define(missing.group(1), _OPERATOR_SCHEMA)
 
 
 @contextlib.contextmanager

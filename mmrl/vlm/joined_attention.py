@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +50,28 @@ def joined_attention(
     return _Joined.apply(q, k, v, prompt_k, prompt_v, _bias(prompt_real, q), scale, kernels)  # type: ignore[no-any-return]
 
 
+class Part(NamedTuple):
+    """One of the two kernel calls that an attention is joined from."""
+
+    q: Tensor
+    """(b, H, Q, d)."""
+    k: Tensor
+    """(b, H, K, d)."""
+    v: Tensor
+    """(b, H, K, d)."""
+    bias: Tensor | None
+    """(b, 1, 1, K), added to the products."""
+    causal: bool
+    scale: float
+
+
 class Kernels(NamedTuple):
     """Attention kernels that give and take log-sum-exps."""
 
-    forward: Callable[..., tuple[Any, ...]]
-    """q, k, v, bias, causal, scale -> output, log-sum-exp, further tensors for the backward pass."""
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """gradient, q, k, v, bias, output, log-sum-exp, further tensors, causal, scale -> gradients of q, k, v."""
+    forward: Callable[[Part], tuple[Any, ...]]
+    """Output, log-sum-exp (b, H, Q) and a tuple of what the backward kernel needs besides."""
+    backward: Callable[[Part, Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+    """Of a part, the gradient of its output, the output, the log-sum-exp and the tuple: gradients of q, k, v."""
 
 
 class _Joined(torch.autograd.Function):
@@ -74,53 +89,42 @@ class _Joined(torch.autograd.Function):
         scale: float,
         kernels: Kernels,
     ) -> Tensor:
-        ctx.options = (scale, kernels)
-        shape = q.shape
-        heads = k.shape[3]
-        far, far_lse, far_rest = kernels.forward(_fold(q, heads), prompt_k, prompt_v, bias, False, scale)
-        near, near_lse, near_rest = kernels.forward(_rows(q), *_repeat(k, v, shape[3]), None, True, scale)
+        shape, heads = q.shape, k.shape[3]
+        to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
+        far, far_lse, far_rest = kernels.forward(to_prompt)
+        near, near_lse, near_rest = kernels.forward(to_self)
         far_lse, near_lse = _unfold_lse(far_lse, shape, heads), near_lse.unflatten(0, shape[:2])
         lse = torch.logaddexp(far_lse, near_lse)  # (N, G, H, T)
         share = torch.sigmoid(far_lse - near_lse).transpose(2, 3)[..., None]  # of the prompt in the softmax
         near = near.transpose(1, 2).unflatten(0, shape[:2])
         out = torch.lerp(near.to(lse.dtype), _unfold(far, shape, heads).to(lse.dtype), share).to(q.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, bias, out, lse, *far_rest, *near_rest)
-        ctx.rest = len(far_rest)
+        ctx.options = (scale, kernels, len(far_rest))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, prompt_k, prompt_v, bias, out, lse, *rest = ctx.saved_tensors
-        scale, kernels = ctx.options
+        scale, kernels, far_count = ctx.options
         shape, heads = q.shape, k.shape[3]
         grad = grad.to(q.dtype)
-        far_q, far_k, far_v = kernels.backward(
-            _fold(grad, heads),
-            _fold(q, heads),
-            prompt_k,
-            prompt_v,
-            bias,
-            _fold(out, heads),
-            _fold_lse(lse, heads),
-            rest[: ctx.rest],
-            False,
-            scale,
-        )
-        near_q, near_k, near_v = kernels.backward(
-            _rows(grad),
-            _rows(q),
-            *_repeat(k, v, shape[3]),
-            None,
-            _rows(out),
-            lse.flatten(0, 1),
-            rest[ctx.rest :],
-            True,
-            scale,
-        )
+        to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
+        folded = (_fold(grad, heads), _fold(out, heads), _fold_lse(lse, heads))
+        far_q, far_k, far_v = kernels.backward(to_prompt, *folded, rest[:far_count])
+        rows = (_rows(grad), _rows(out), lse.flatten(0, 1))
+        near_q, near_k, near_v = kernels.backward(to_self, *rows, rest[far_count:])
         grad_q = _unfold(far_q, shape, heads) + near_q.transpose(1, 2).unflatten(0, shape[:2])
         grad_k, grad_v = (_sum_repeats(x, k.shape) for x in (near_k, near_v))
         return grad_q, grad_k, grad_v, far_k, far_v, None, None, None
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Part, Part]:
+    """From the responses to the prompts, and from the responses to themselves."""
+    to_prompt = Part(_fold(q, k.shape[3]), prompt_k, prompt_v, bias, causal=False, scale=scale)
+    return to_prompt, Part(_rows(q), *_repeat(k, v, q.shape[3]), None, causal=True, scale=scale)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -189,58 +193,39 @@ def _dense(
     return out.transpose(1, 2).unflatten(1, (g, t))
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Any, ...]:
-    mask = None if bias is None else bias.expand(-1, -1, q.shape[2], -1)
+def _cpu_forward(part: Part) -> tuple[Any, ...]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        *part[:3], 0.0, part.causal, attn_mask=_for_every_query(part), scale=part.scale
     )
     return out, lse, ()
 
 
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rest: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask = None if bias is None else bias.expand(-1, -1, q.shape[2], -1)
+def _cpu_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    mask = _for_every_query(part)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        grad, *part[:3], out, lse, 0.0, part.causal, attn_mask=mask, scale=part.scale
     )
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Any, ...]:
+def _for_every_query(part: Part) -> Tensor | None:
+    return None if part.bias is None else part.bias.expand(-1, -1, part.q.shape[2], -1)
+
+
+def _cuda_forward(part: Part) -> tuple[Any, ...]:
     out, lse, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, _aligned(bias, q), True, 0.0, causal, scale=scale
+        *part[:3], _aligned(part.bias, part.q), True, 0.0, part.causal, scale=part.scale
     )
-    return out, lse[..., : q.shape[2]], (seed, offset)
+    return out, lse[..., : part.q.shape[2]], (seed, offset)
 
 
-def _cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rest: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    padded = -(-lse.shape[-1] // 32) * 32  # the kernel lays its log-sum-exps out in blocks of 32 queries
-    lse = functional.pad(lse, (0, padded - lse.shape[-1]), value=float("inf")).contiguous()
-    needed = (True, True, True, False)
+def _cuda_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # the kernel lays its log-sum-exps out in blocks of 32 queries
+    lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")).contiguous()
+    bias, needed = _aligned(part.bias, part.q), (True, True, True, False)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, _aligned(bias, q), out, lse, *rest, 0.0, needed, causal, scale=scale
+        grad, *part[:3], bias, out, lse, *rest, 0.0, needed, part.causal, scale=part.scale
     )
-    return gradients[0], gradients[1], gradients[2]
+    return tuple(gradients[:3])
 
 
 def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,25 @@ __all__ = ["VlmPolicy"]
 
 SCORES = frozenset({"logp", "entropy", "values"})
 BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+class _Asked(NamedTuple):
+    """Which tokens of which responses are to be scored."""
+
+    prompts: list[Prompt]
+    """One for each of N groups."""
+    view: str
+    """Form that the prompts are."""
+    group: Tensor
+    """(B,) int64."""
+    responses: Tensor
+    """(B, T) int64."""
+    fed: Tensor
+    """(B,) int64, tokens of each response that the model reads."""
+    row: Tensor
+    """(M,) int64, response of each token."""
+    step: Tensor
+    """(M,) int64, its place in the response."""
 
 
 class VlmPolicy(nn.Module):
@@ -161,12 +180,11 @@ class VlmPolicy(nn.Module):
         # the last token of a response is predicted but predicts nothing
         fed = ((mask * columns).amax(1).long() - 1).clamp(min=0)
         row, step = torch.nonzero(mask, as_tuple=True)
-        places = (row, step)
+        asked = _Asked(prompts, view, group, responses, fed, row, step)
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(mask) > len(prompts) or self.prefixes.is_open)
-        states = self._shared_states if sharing else self._flat_states
-        chosen = states(prompts, view, group, responses, fed, places)
-        return self._score(chosen, responses[places], places, mask.shape, temperature, want)
+        states = self._shared_states(asked) if sharing else self._flat_states(asked)
+        return self._score(states, responses[row, step], (row, step), mask.shape, temperature, want)
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run prompts through the vision tower and the language model, each once.
@@ -199,42 +217,24 @@ class VlmPolicy(nn.Module):
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return sum(p._version for p in self.parameters()), self._adapter_off, precision
 
-    def _flat_states(
-        self,
-        prompts: Sequence[Prompt],
-        view: str,
-        group: Tensor,
-        responses: Tensor,
-        fed: Tensor,
-        places: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def _flat_states(self, asked: _Asked) -> Tensor:
         """States before the chosen tokens, every row with a prompt of its own."""
-        table = tabulate(prompts, self.pad_id, group.device)
-        rows = pack_rows(table, group, responses, fed, self.pad_id)
-        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
-        row, step = places
-        return hidden[row, table.lengths[group][row] - 1 + step]
+        table = tabulate(asked.prompts, self.pad_id, asked.group.device)
+        rows = pack_rows(table, asked.group, asked.responses, asked.fed, self.pad_id)
+        hidden = self.run(rows, gather_features(self.network.model, asked.prompts, self.features))
+        return hidden[asked.row, table.lengths[asked.group][asked.row] - 1 + asked.step]
 
-    def _shared_states(
-        self,
-        prompts: Sequence[Prompt],
-        view: str,
-        group: Tensor,
-        responses: Tensor,
-        fed: Tensor,
-        places: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def _shared_states(self, asked: _Asked) -> Tensor:
         """States before the chosen tokens, with each prompt computed once."""
-        prefix = self.prefixes.get(prompts, view)
-        row, step = places
+        prefix, fed, group = self.prefixes.get(asked.prompts, asked.view), asked.fed, asked.group
         states = prefix.last_state
         if int(fed.sum()):
             shared = ResponseRow(response_places(fed, group, len(prefix)), prefix.real, prefix.keys, prefix.values)
-            rows = pack_responses(responses, fed, prefix.next_position[group])
+            rows = pack_responses(asked.responses, fed, prefix.next_position[group])
             states = torch.cat([states, self.run(rows, None, shared=shared)[0]])
         starts = len(prefix) + fed.cumsum(0) - fed
         # the first token of a response is predicted by the prompt's last state, which the group shares
-        return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
+        return states[torch.where(asked.step == 0, group[asked.row], starts[asked.row] + asked.step - 1)]
 
     def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
         """Last hidden states of packed rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from mmrl.rewards.combine import RewardConfig
 from mmrl.training.distributed import make_accelerator
@@ -54,3 +55,32 @@ def test_prompts_are_not_read_again_until_the_weights_change(
     # AdamW's first step moves every weight by the learning rate: a sign that rounding turns shows as twice that
     moved = (after[True] - after[False]).abs() > 1e-4
     assert moved.float().mean() < 0.01
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate remembers the precision of a process; a test with another one starts and leaves it clean."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_under_autocast_every_weight_learns_from_the_kept_prefill(tmp_path, tiny_folders):
+    """Sampling shares an autocast region with the prefill; a weight cast without gradient must not serve it."""
+    changed = {}
+    for kept in (True, False):
+        config: VlmConfig = run_config(VlmConfig, tmp_path / str(kept), tiny_folders["qwen2_5_vl"])
+        config.rewards = [RewardConfig(name="tests.vlm.test_kept_prefill:answers_differ", isolate=False)]
+        config.objective = ObjectiveConfig(preset="grpo", kl_coef=0.0)
+        config.sampler.keep_prefill = kept
+        recipe = VlmRecipe(config)
+        before = {name: p.detach().clone() for name, p in recipe.policy.named_parameters()}
+        try:
+            Trainer(recipe, config, tmp_path / "run", make_accelerator("bf16"), None).train_step()
+        finally:
+            recipe.close()
+        changed[kept] = {n for n, p in recipe.policy.named_parameters() if not torch.equal(p, before[n])}
+    assert changed[True] == changed[False]
+    assert any("visual" in name for name in changed[True])
+    assert any("k_proj" in name for name in changed[True])
