@@ -146,12 +146,13 @@ class PromptEmbeddings:
         self._evicted: set[str] = set()
         self._cut: set[str] = set()
 
-    def rows(self, prompts: Sequence[str], samples: int = 1) -> TextRows:
+    def rows(self, prompts: Sequence[str], samples: int = 1, *, allow_empty: bool = False) -> TextRows:
         """Embeddings of prompts, of each distinct one once.
 
         Args:
             prompts: prompts, at least one, repeated ones allowed.
             samples: consecutive rows of each prompt, the group size.
+            allow_empty: whether a prompt may be empty, as it is without a caption.
 
         Returns:
             len(prompts) * samples rows.
@@ -163,7 +164,7 @@ class PromptEmbeddings:
         if not prompts:
             raise UserError("there are no prompts to embed")
         for number, prompt in enumerate(prompts, start=1):
-            if not isinstance(prompt, str) or not prompt.strip():
+            if not isinstance(prompt, str) or not (prompt.strip() or allow_empty):
                 raise UserError(f"prompt {number} of {len(prompts)} is empty: {prompt!r}")
         return self._stack(prompts, samples)
 

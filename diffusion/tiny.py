@@ -1,4 +1,4 @@
-"""Tiny random Stable Diffusion 3 pipelines, saved as ordinary pipeline folders.
+"""Tiny random Stable Diffusion 3 and FLUX pipelines, saved as ordinary pipeline folders.
 
 Only sizes and weights are toy: transformer, autoencoder, text encoders, tokenizers, scheduler and the files are of the
 released classes, so whatever runs on the folder also runs on a downloaded one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,16 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
-__all__ = ["TinySd3Sizes", "build_tiny_sd3", "clip_text_model", "clip_tokenizer", "t5_text_model", "t5_tokenizer"]
+__all__ = [
+    "TinyFluxSizes",
+    "TinySd3Sizes",
+    "build_tiny_flux",
+    "build_tiny_sd3",
+    "clip_text_model",
+    "clip_tokenizer",
+    "t5_text_model",
+    "t5_tokenizer",
+]
 
 CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
 CLIP_WORD_END = "</w>"
@@ -64,11 +73,7 @@ class TinySd3Sizes:
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
-        for name, value in vars(self).items():
-            if name not in ("vae_widths", "t5_layers") and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
-        if not self.vae_widths or any(width < 4 or width % 4 for width in self.vae_widths):
-            raise UserError(f"vae_widths={self.vae_widths} must be multiples of 4")
+        _check_sizes(vars(self), "t5_layers")
         if self.text_width % (2 * self.heads) or self.pooled_width % 2:
             raise UserError(
                 f"text_width={self.text_width} must be a multiple of 2*heads={2 * self.heads}, "
@@ -78,6 +83,69 @@ class TinySd3Sizes:
             raise UserError(f"latent_size={self.latent_size} must be a multiple of patch={self.patch}")
 
 
+@dataclass(frozen=True)
+class TinyFluxSizes:
+    """Sizes of a tiny FLUX pipeline; the defaults give 0.5 million parameters in the transformer."""
+
+    layers: int = 2
+    """Blocks with a stream of their own for text and one for the image."""
+    single_layers: int = 2
+    """Blocks with both in one stream."""
+    heads: int = 4
+    """Attention heads of the transformer and of the text encoders."""
+    head_width: int = 16
+    """Width of one head of the transformer, a multiple of 8."""
+    latent_size: int = 8
+    """Latent pixels on a side, even; images have 2 ** (len(vae_widths) - 1) times as many."""
+    latent_channels: int = 4
+    """Channels of a latent."""
+    vae_widths: tuple[int, ...] = (8, 16, 16)
+    """Channels of the autoencoder's levels, multiples of 4."""
+    text_width: int = 64
+    """Width of a text token, which the T5 encoder gives."""
+    t5_layers: int = 1
+    """Layers of the T5 encoder."""
+    pooled_width: int = 32
+    """Width of the pooled text embedding, which the CLIP encoder gives."""
+    clip_layers: int = 2
+    """Layers of the CLIP encoder."""
+    clip_tokens: int = 16
+    """Longest prompt of the CLIP encoder in tokens, start and end counted."""
+    vocab_size: int = 1000
+    """Most tokens of each tokenizer, counting the 512 byte symbols of CLIP."""
+    guidance: bool = True
+    """Whether the transformer takes a guidance scale as an input, as the guidance-distilled FLUX.1-dev does."""
+
+    @property
+    def rotary_widths(self) -> tuple[int, int, int]:
+        """Share of a head that is turned by text position, row and column; 7/16 for each of the last two in FLUX."""
+        side = self.head_width * 7 // 32 * 2
+        return self.head_width - 2 * side, side, side
+
+    def validate(self) -> None:
+        """Check that the sizes fit together; raises UserError."""
+        _check_sizes(vars(self), "guidance")
+        if self.text_width % self.heads or self.pooled_width % self.heads:
+            raise UserError(
+                f"text_width={self.text_width} and pooled_width={self.pooled_width} must be multiples of "
+                f"heads={self.heads}"
+            )
+        if self.head_width % 8 or self.latent_size % 2:
+            raise UserError(
+                f"head_width={self.head_width} must be a multiple of 8, latent_size={self.latent_size} of 2"
+            )
+
+
+def _check_sizes(sizes: Mapping[str, Any], optional: str) -> None:
+    """Refuse counts below 1, except an optional one, and widths that the group norms cannot split."""
+    for name, value in sizes.items():
+        if name not in ("vae_widths", optional) and value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
+    widths = sizes["vae_widths"]
+    if not widths or any(width < 4 or width % 4 for width in widths):
+        raise UserError(f"vae_widths={widths} must be multiples of 4")
+
+
 def build_tiny_sd3(
     path: Path | str,
     *,
@@ -85,6 +153,7 @@ def build_tiny_sd3(
     sizes: TinySd3Sizes | None = None,
     shift: float = 3.0,
     seed: int = 0,
+    autoencoder: Any = None,
 ) -> Path:
     """Build a small random Stable Diffusion 3 pipeline with its own tokenizers and save it as a pipeline folder.
 
@@ -94,6 +163,7 @@ def build_tiny_sd3(
         sizes: sizes; None is `TinySd3Sizes()`.
         shift: timestep shift of the scheduler; 3 is that of the released models.
         seed: seed of the random weights; the global generator is left alone.
+        autoencoder: one that is ready, such as a `PatchAutoencoder`; None is a random AutoencoderKL.
 
     Returns:
         The folder, which `StableDiffusion3Pipeline.from_pretrained` loads; without a T5 encoder only when it is told
@@ -102,22 +172,47 @@ def build_tiny_sd3(
     Raises:
         UserError: sizes that do not fit together.
     """
+    sizes = sizes or TinySd3Sizes()
+    sizes.validate()
+    return _write(Path(path), lambda: _assemble(sizes, corpus, shift, autoencoder), seed)
+
+
+def build_tiny_flux(
+    path: Path | str, *, corpus: Sequence[str], sizes: TinyFluxSizes | None = None, seed: int = 0
+) -> Path:
+    """Build a small random FLUX pipeline with its own tokenizers and save it as a pipeline folder.
+
+    Args:
+        path: folder to write; created with its parents.
+        corpus: captions that the tokenizers learn their words from.
+        sizes: sizes; None is `TinyFluxSizes()`.
+        seed: seed of the random weights; the global generator is left alone.
+
+    Returns:
+        The folder, which `FluxPipeline.from_pretrained` loads. Its scheduler shifts times by the image size.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+    sizes = sizes or TinyFluxSizes()
+    sizes.validate()
+    return _write(Path(path), lambda: _assemble_flux(sizes, corpus), seed)
+
+
+def _write(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
     import torch
 
     ensure_torchvision()
-    sizes = sizes or TinySd3Sizes()
-    sizes.validate()
-    path = Path(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = _assemble(sizes, corpus, shift)
+        pipeline = assemble()
     path.mkdir(parents=True, exist_ok=True)
     with quiet_transformers():
         pipeline.save_pretrained(path)
     return path
 
 
-def _assemble(sizes: TinySd3Sizes, corpus: Sequence[str], shift: float) -> Any:
+def _assemble(sizes: TinySd3Sizes, corpus: Sequence[str], shift: float, autoencoder: Any) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
     tokenizer = clip_tokenizer(corpus, sizes.vocab_size, sizes.clip_tokens)
@@ -135,7 +230,7 @@ def _assemble(sizes: TinySd3Sizes, corpus: Sequence[str], shift: float) -> Any:
     return StableDiffusion3Pipeline(
         transformer=_transformer(sizes),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=shift),
-        vae=_autoencoder(sizes),
+        vae=autoencoder or _autoencoder(sizes),
         text_encoder=encoders[0],
         tokenizer=tokenizer,
         text_encoder_2=encoders[1],
@@ -165,7 +260,42 @@ def _transformer(sizes: TinySd3Sizes) -> Any:
     return transformer.eval()
 
 
-def _autoencoder(sizes: TinySd3Sizes) -> Any:
+def _assemble_flux(sizes: TinyFluxSizes, corpus: Sequence[str]) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    tokenizer = clip_tokenizer(corpus, sizes.vocab_size, sizes.clip_tokens)
+    long_tokenizer = t5_tokenizer(corpus, sizes.vocab_size)
+    return FluxPipeline(
+        transformer=_flux_transformer(sizes),
+        # those of FLUX.1-dev; its shift depends on the number of image tokens
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True),
+        vae=_autoencoder(sizes),
+        text_encoder=clip_text_model(tokenizer, sizes.pooled_width, sizes.clip_layers, sizes.heads, sizes.clip_tokens),
+        tokenizer=tokenizer,
+        text_encoder_2=t5_text_model(long_tokenizer, sizes.text_width, sizes.t5_layers, sizes.heads),
+        tokenizer_2=long_tokenizer,
+    )
+
+
+def _flux_transformer(sizes: TinyFluxSizes) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    transformer: Any = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4 * sizes.latent_channels,
+        num_layers=sizes.layers,
+        num_single_layers=sizes.single_layers,
+        attention_head_dim=sizes.head_width,
+        num_attention_heads=sizes.heads,
+        joint_attention_dim=sizes.text_width,
+        pooled_projection_dim=sizes.pooled_width,
+        guidance_embeds=sizes.guidance,
+        axes_dims_rope=sizes.rotary_widths,
+    )
+    return transformer.eval()
+
+
+def _autoencoder(sizes: TinySd3Sizes | TinyFluxSizes) -> Any:
     from diffusers import AutoencoderKL
 
     levels = len(sizes.vae_widths)

@@ -26,6 +26,7 @@ from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.combine import RewardConfig
 from mmrl.training.distributed import make_accelerator
+from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.reference import make_reference
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.stopwatch import Stopwatch
@@ -34,7 +35,7 @@ from mmrl.vlm.data import DataConfig
 from mmrl.vlm.models import ModelConfig
 from mmrl.vlm.papo import PapoConfig, PapoRecipe, blacken_patches
 from mmrl.vlm.payload import Prompt, VlmPayload
-from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.sampler import SamplerConfig, sample
 
 __all__ = [

@@ -22,7 +22,7 @@ __all__ = [
     "gae",
 ]
 
-GROUP_ESTIMATORS = ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
+GROUP_ESTIMATORS = ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std", "group_mean_global_std")
 CRITIC_ESTIMATORS = ("gae", "gae_turn")
 
 
@@ -33,7 +33,7 @@ class AdvantageOptions:
     ddof: int = 1
     """group_mean_std: 1 divides the variance by n - 1 (DeepSeekMath, verl, TRL), 0 by n."""
     eps: float = 1e-6
-    """group_mean_std: added to the standard deviation (verl 1e-6, TRL 1e-4)."""
+    """group_mean_std, group_mean_global_std: added to the standard deviation (verl 1e-6; TRL, Flow-GRPO 1e-4)."""
     gamma: float = 1.0
     """batch_global, gae, gae_turn: discount per decision (per turn for gae_turn)."""
     lam: float = 1.0
@@ -45,6 +45,10 @@ class AdvantageOptions:
     gaps: str = "skip"
     """batch_global: "skip" carries the return across untrained decisions such as tool output, as GAE does;
     "reset" drops it there as verl does, so that only the decisions after the last gap see the reward."""
+    clip: float | None = None
+    """Largest size of an advantage; larger ones are set to +-clip, after whitening. None does not clip."""
+    scale: float = 1.0
+    """Factor on the advantages, after clipping (AWM: 0.2 after a clip of 5, so that they stay within +-1)."""
 
 
 def check_group_size(samples_per_task: int, advantage: str) -> None:
@@ -154,6 +158,26 @@ def group_mean_batch_std(rollouts: Rollouts, options: AdvantageOptions) -> Tenso
     return masked_whiten(group_mean(rollouts, options), rollouts.loss_mask)
 
 
+def group_mean_global_std(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+    """Reward minus group mean, over the standard deviation of all rewards: (R - mean_group) / (std_all + eps).
+
+    Groups whose rewards hardly differ keep small advantages, which a division by their own spread would blow up.
+
+    Args:
+        rollouts: Scored rows of everything the rollout step produced.
+        options: eps and singleton are used; the standard deviation divides by n, whatever ddof is.
+
+    Returns:
+        (B, T), constant in a row, 0 where nothing is trained; 0 in groups whose rewards are all equal.
+
+    Source: Flow-GRPO, arXiv 2505.05470; yifan123/flow_grpo flow_grpo/stat_tracking.py with global_std.
+    """
+    reward, valid = rollouts.reward, rollouts.scored
+    std = group_std(reward, torch.zeros_like(rollouts.group), valid, ddof=0) + options.eps
+    scaled = group_center(reward, rollouts.group, valid) / torch.where(std > 0, std, 1.0)
+    return _per_row(scaled, reward, rollouts, options)
+
+
 def token_gae(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     """Generalised advantage estimation over decisions; see `gae`.
 
@@ -205,6 +229,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "leave_one_out": leave_one_out,
     "batch_global": batch_global,
     "group_mean_batch_std": group_mean_batch_std,
+    "group_mean_global_std": group_mean_global_std,
     "gae": token_gae,
     "gae_turn": turn_gae,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mmrl.core.advantages import AdvantageOptions
 from mmrl.core.checks import look_up
 from mmrl.core.objective import Objective
@@ -23,6 +25,9 @@ def get(name: str) -> Objective:
     """
     return look_up(CATALOGUE, name, "objective")
 
+
+IMAGE_ADVANTAGES = AdvantageOptions(ddof=0, eps=1e-4, clip=5.0)
+"""Of Flow-GRPO and AWM: the deviation of all rewards of the epoch, clipped at 5."""
 
 _ROWS = (
     Objective(
@@ -109,6 +114,84 @@ _ROWS = (
         aggregation="token_mean",
         value_coef=0.1,
         value_clip=0.2,
+    ),
+    Objective(
+        name="flow_grpo",
+        citation="Liu et al., Flow-GRPO, arXiv 2505.05470 (clip 1e-4, KL 0.04 of GenEval, deviation of the epoch)",
+        advantage="group_mean_global_std",
+        advantage_options=IMAGE_ADVANTAGES,
+        clip_low=1e-4,
+        clip_high=1e-4,
+        kl="full",
+        kl_coef=0.04,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="flow_grpo_fast",
+        citation="yifan123/flow_grpo config/grpo.py, *_fast_nocfg (clip 1e-5, no KL)",
+        advantage="group_mean_global_std",
+        advantage_options=IMAGE_ADVANTAGES,
+        clip_low=1e-5,
+        clip_high=1e-5,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="ddpo",
+        citation="Black et al., DDPO, arXiv 2305.13301 (clip 1e-4; the diffusion recipe keeps a history a prompt)",
+        advantage="group_mean_std",
+        advantage_options=AdvantageOptions(ddof=0, eps=1e-6, clip=5.0),
+        clip_low=1e-4,
+        clip_high=1e-4,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="dance_grpo",
+        citation="Xue et al., DanceGRPO, arXiv 2505.07818 (clip 1e-4, standard deviation of the group)",
+        advantage="group_mean_std",
+        advantage_options=AdvantageOptions(ddof=1, eps=1e-8, clip=5.0),
+        clip_low=1e-4,
+        clip_high=1e-4,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="awm",
+        citation="Xue et al., AWM, arXiv 2509.25050 (advantages within +-1, velocity distance 0.001)",
+        advantage="group_mean_global_std",
+        advantage_options=dataclasses.replace(IMAGE_ADVANTAGES, scale=0.2),
+        clip_low=1.0,
+        clip_high=1.0,
+        kl="full",
+        kl_coef=0.001,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="diffusion_nft",
+        citation="DiffusionNFT, arXiv 2509.16117 (two-sided matching; velocity distance 1e-4)",
+        advantage="group_mean_global_std",
+        advantage_options=IMAGE_ADVANTAGES,
+        surrogate="policy_gradient",
+        kl="full",
+        kl_coef=1e-4,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="orw_cfm_w2",
+        citation="Fan et al., ORW-CFM-W2, ICLR 2025 (weighted matching; velocity distance 1)",
+        advantage="group_mean",
+        surrogate="policy_gradient",
+        kl="full",
+        kl_coef=1.0,
+        aggregation="token_mean",
+    ),
+    Objective(
+        name="ac_flow",
+        citation="AC-Flow, arXiv 2510.18072 (reconstructed: critic-weighted matching; velocity distance 1)",
+        advantage="group_mean_global_std",
+        advantage_options=IMAGE_ADVANTAGES,
+        surrogate="policy_gradient",
+        kl="full",
+        kl_coef=1.0,
+        aggregation="token_mean",
     ),
 )
 

@@ -53,6 +53,10 @@ def _advantage(o: Objective) -> str:
         text += f"; a group with one scored row gets {alone}"
     if options.whiten:
         text += "; then whitened over all trained decisions"
+    if options.clip is not None:
+        text += f"; then limited to +-{options.clip:g}"
+    if options.scale != 1:
+        text += f"; then times {options.scale:g}"
     return text
 
 
@@ -73,6 +77,7 @@ def _policy(o: Objective) -> str:
         "cispo": f"-stopgrad(clip(r_it, {bounds})) A_it logp_it",
         "policy_gradient": "-A_it logp_it",
         "unclipped": "-A_it r_it",
+        "bgpo": "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]",
     }
     return f"mean {formulas[o.surrogate]}"
 
@@ -98,6 +103,7 @@ _ADVANTAGES = {
     "leave_one_out": "A_it = R_i - mean of the other rows of the group",
     "batch_global": "A_it = whiten_batch(sum_(s>=t) {gamma:g}^(s-t) R_is)",
     "group_mean_batch_std": "A_it = whiten_batch(R_i - mean_g R)",
+    "group_mean_global_std": "A_it = (R_i - mean_g R) / (std of all R + {eps:g}), std with ddof 0",
     "gae": "A_it = GAE over decisions with gamma {gamma:g}, lambda {lam:g}",
     "gae_turn": "A_it = GAE over turns with gamma {gamma:g}, lambda {lam:g}, the same for all decisions of a turn",
 }

@@ -61,13 +61,14 @@ class Objective:
     citation: str = ""
     """Where the method was published."""
     advantage: str = "group_mean_std"
-    """Estimator: group_mean_std, group_mean, leave_one_out, batch_global, group_mean_batch_std, gae, gae_turn."""
+    """Estimator: group_mean_std, group_mean, leave_one_out, batch_global, group_mean_batch_std,
+    group_mean_global_std, gae, gae_turn."""
     advantage_options: AdvantageOptions = field(default_factory=AdvantageOptions)
     """Numbers of the estimator."""
     ratio: str = "token"
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
     surrogate: str = "ppo_clip"
-    """Policy loss: ppo_clip, gspo, cispo, policy_gradient, unclipped."""
+    """Policy loss: ppo_clip, gspo, cispo, policy_gradient, unclipped, bgpo."""
     clip_low: float = 0.2
     """The ratio is bounded below by 1 - clip_low."""
     clip_high: float = 0.2
@@ -174,6 +175,10 @@ class Objective:
                 returns = torch.where(mask > 0, advantage + rollouts.values, 0.0)
             if self.advantage_options.whiten:
                 advantage = masked_whiten(advantage, mask)
+            limit = self.advantage_options.clip
+            if limit is not None:
+                advantage = advantage.clamp(-limit, limit)
+            advantage = advantage * self.advantage_options.scale
         return rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns)
 
     def denominators(self, rollouts: Rollouts) -> Denominators:

@@ -206,6 +206,27 @@ def unclipped(inputs: SurrogateInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return -inputs.advantage.detach() * inputs.log_ratio.exp(), {}
 
 
+def bgpo(inputs: SurrogateInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bound of the importance-weighted loss that is linear in Monte Carlo samples of a log-likelihood bound.
+
+    With d the log-ratio of one sample, -A (1 + d) where A >= 0 and -A exp(d) where A < 0. Averaged over samples it is
+    never below -A exp(mean d), because exp(x) >= 1 + x and by Jensen; at d = 0 value and gradient are the same. As
+    each sample enters on its own, samples may be backpropagated one at a time.
+
+    Args:
+        inputs: Ratios and advantages; one sample is one decision.
+
+    Returns:
+        The loss (B, T) and no indicators.
+
+    Gradient: through the ratio, unbounded.
+
+    Source: BGPO, arXiv 2510.11683; rebuilt from the properties that its abstract states.
+    """
+    advantage, difference = inputs.advantage.detach(), inputs.log_ratio
+    return -advantage * torch.where(advantage < 0, difference.exp(), 1.0 + difference), {}
+
+
 def _clip_indicators(ratio: Tensor, inputs: SurrogateInputs, signed: Tensor | None = None) -> dict[str, Tensor]:
     ratio = ratio.detach()
     low, high = ratio < 1.0 - inputs.clip_low, ratio > 1.0 + inputs.clip_high
@@ -230,4 +251,5 @@ SURROGATES: dict[str, Callable[[SurrogateInputs], tuple[Tensor, dict[str, Tensor
     "cispo": cispo,
     "policy_gradient": policy_gradient,
     "unclipped": unclipped,
+    "bgpo": bgpo,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ ENTROPIES = ("sampled", "full")
 FILTERS = ("none", "drop", "resample")
 SINGLETONS = ("zero", "keep")
 GAPS = ("skip", "reset")
-UNCLIPPED = ("policy_gradient", "unclipped")
+UNCLIPPED = ("policy_gradient", "unclipped", "bgpo")
 # Estimators whose advantage differs between the decisions of a row.
 DECISION_LEVEL = (*CRITIC_ESTIMATORS, "batch_global")
 
@@ -69,6 +70,8 @@ def _numbers(o: Objective) -> Iterator[str]:
         ("advantage_options.lam", options.lam, 0 <= options.lam <= 1, "0..1"),
         ("advantage_options.singleton", options.singleton, options.singleton in SINGLETONS, "zero or keep"),
         ("advantage_options.gaps", options.gaps, options.gaps in GAPS, "skip or reset"),
+        ("advantage_options.clip", options.clip, options.clip is None or options.clip > 0, "positive, or None"),
+        ("advantage_options.scale", options.scale, 0 < options.scale < math.inf, "positive and finite"),
         ("dual_clip", o.dual_clip, o.dual_clip is None or o.dual_clip > 1, "more than 1 (3 is usual), or None"),
     ):
         if not good:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from mmrl.core.objective import TokenScores
 from mmrl.errors import UserError
 from mmrl.training.settings import ReferenceConfig
 
 __all__ = ["Reference", "make_reference"]
 
-Scorer = Callable[[nn.Module], TokenScores]
+ScoresT = TypeVar("ScoresT")
 
 
 class Reference:
@@ -38,14 +37,14 @@ class Reference:
         self._policy = policy
         self._copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
 
-    def score(self, scorer: Scorer) -> TokenScores:
+    def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
         """Evaluate `scorer` on the reference, without gradient.
 
         Args:
-            scorer: function that scores fixed rollouts with the module it is given.
+            scorer: function of the module it is given, such as the scores of fixed rollouts.
 
         Returns:
-            The scores.
+            What it returns.
 
         Raises:
             RuntimeError: there is no reference.

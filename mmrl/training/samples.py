@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SampleRecord", "read_samples", "sample_steps", "write_samples"]
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+IMAGE_FIELDS = ("images", "outputs")
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
@@ -36,6 +37,8 @@ class SampleRecord:
     """The reference answer."""
     images: list[Image] = field(default_factory=list)
     """The prompt's images."""
+    outputs: list[Image] = field(default_factory=list)
+    """Images that were drawn for the prompt."""
     reward: float | None = None
     """Total reward; None where it could not be scored or does not exist."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -65,10 +68,11 @@ def write_samples(run_dir: Path, step: int, split: str, records: Sequence[Sample
     names: dict[int, str] = {}
     lines = []
     for record in records:
-        for image in record.images:
+        for image in (*record.images, *record.outputs):
             if id(image) not in names:
                 names[id(image)] = _store_image(folder, image)
-        fields = {**vars(record), "images": [names[id(image)] for image in record.images]}
+        stored = {key: [names[id(image)] for image in getattr(record, key)] for key in IMAGE_FIELDS}
+        fields = {**vars(record), **stored}
         lines.append(json.dumps(finite_or_none(fields), ensure_ascii=False, allow_nan=False) + "\n")
     path = folder / f"{split}.jsonl"
     write_atomically(path, "".join(lines))
@@ -92,11 +96,11 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
     known = set(SampleRecord.__dataclass_fields__)
     records = []
     for row in read_jsonl(folder / f"{split}.jsonl"):
-        for name in row.get("images") or []:
-            if name not in images:
-                images[name] = _load_image(folder / Path(name).name)
         fields: dict[str, Any] = {key: value for key, value in row.items() if key in known}
-        fields["images"] = [image for name in row.get("images") or [] if (image := images[name]) is not None]
+        for key in IMAGE_FIELDS:
+            names = row.get(key) or []
+            images |= {name: _load_image(folder / Path(name).name) for name in names if name not in images}
+            fields[key] = [image for name in names if (image := images[name]) is not None]
         fields["terms"] = {
             name: math.nan if value is None else value for name, value in (row.get("terms") or {}).items()
         }

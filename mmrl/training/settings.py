@@ -151,7 +151,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints kept, beside the best one; 0 = all."""
     best_metric: str = ""
-    """Evaluation metric whose highest value marks the best checkpoint; empty = first accuracy reported."""
+    """Evaluation metric whose highest value marks the best checkpoint; empty = the first accuracy or score."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""

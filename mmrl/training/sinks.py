@@ -110,14 +110,14 @@ class ConsoleSink:
             self._console.print(_step_line(step, self._total_steps, metrics), markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Show each accuracy with its interval."""
+        """Show each accuracy and score with its interval."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
         shown = [
-            f"{name.removeprefix('accuracy/')} {_accuracy(name, metrics)}"
+            f"{name.removeprefix('accuracy/').removeprefix('score/')} {_estimate(name, metrics)}"
             for name in metrics
-            if name.startswith("accuracy/") and not name.endswith(("/low", "/high"))
+            if name.startswith(HEADLINES) and not name.endswith(("/low", "/high"))
         ]
-        line = f"evaluation at step {step} ({tag}, {split}{count}): " + (", ".join(shown) or "no accuracy")
+        line = f"evaluation at step {step} ({tag}, {split}{count}): " + (", ".join(shown) or "nothing measured")
         self._console.print(line, style="green", markup=False)
 
     def truncate_after(self, step: int) -> None:
@@ -276,9 +276,16 @@ def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
     return shown + "".join(f" + {stage}" for stage in between)
 
 
-def _accuracy(name: str, metrics: Mapping[str, float]) -> str:
+def _estimate(name: str, metrics: Mapping[str, float]) -> str:
+    """An accuracy in per cent, another measurement as it is."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
-    value = f"{100 * metrics[name]:.1f} %"
+    share = name.startswith("accuracy/")
+    factor, digits = (100.0, 1) if share else (1.0, 3)
+    value = f"{factor * metrics[name]:.{digits}f}{' %' if share else ''}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return value
-    return f"{value} [{100 * low:.1f}, {100 * high:.1f}]"
+    return f"{value} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
+
+
+HEADLINES = ("accuracy/", "score/", "judge/")
+"""Metrics of an evaluation that its line shows."""

@@ -143,9 +143,13 @@ class Trainer:
         with self.watch.stage("evaluate"), self.accelerator.autocast():
             for index, split in enumerate(self.recipe.eval_tasks):
                 result = self.recipe.evaluate(self.policy, split, self.accelerator)
-                self.evaluations.append({"step": self.step, "tag": tag, "split": split, **result.metrics})
+                metrics = result.metrics | {
+                    "cost/samples": float(self.totals["samples"]),
+                    "cost/seconds": self.totals["seconds"],
+                }
+                self.evaluations.append({"step": self.step, "tag": tag, "split": split, **metrics})
                 if self.tracker is not None:
-                    self.tracker.evaluation(self.step, tag, split, result.metrics)
+                    self.tracker.evaluation(self.step, tag, split, metrics)
                     if index == 0:
                         write_samples(self.run_dir, self.step, "eval", result.records)
 
@@ -282,7 +286,7 @@ class Trainer:
             return
         split = next(iter(self.recipe.eval_tasks))
         latest = next(e for e in reversed(self.evaluations) if e["split"] == split)
-        metric = self.config.checkpoint.best_metric or _first_accuracy(latest)
+        metric = self.config.checkpoint.best_metric or _first_score(latest)
         if metric not in latest:
             raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
         best = self.checkpoints.best()
@@ -349,5 +353,5 @@ def _per_split(evaluations: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return first
 
 
-def _first_accuracy(evaluation: dict[str, Any]) -> str:
-    return next((name for name in evaluation if name.startswith("accuracy/")), "n")
+def _first_score(evaluation: dict[str, Any]) -> str:
+    return next((name for name in evaluation if name.startswith(("accuracy/", "score/"))), "n")

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.loading import load_function
-from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe, make_objective
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 
 __all__ = [
     "DADS_SHAPES",

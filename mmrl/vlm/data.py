@@ -135,7 +135,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
             a row is bad and `on_bad_row` is "error".
     """
     _check_config(config)
-    _build_if_missing(config)
+    build_if_missing(config)
     rows = list(read_rows(config.path, config.split, config.subset))
     if not rows:
         raise UserError(f"{config.path} is empty: it has no rows")
@@ -159,28 +159,37 @@ def _check_config(config: DataConfig) -> None:
         raise UserError(f"data.max_tasks is {config.max_tasks}; it must be at least 1, or empty for all")
 
 
-def _build_if_missing(config: DataConfig) -> None:
+def build_if_missing(config: Any, what: str = "data") -> None:
+    """Have a configuration's `build` function write its `path`; of several processes one does, the others wait.
+
+    Args:
+        config: a dataclass with `path`, `build` and `build_options` as in `DataConfig`.
+        what: key of the configuration, for messages.
+
+    Raises:
+        UserError: the function cannot be loaded, fails on its options or writes nothing.
+    """
     path = Path(config.path).expanduser()
     if config.build is None or path.exists():
         return
     from mmrl.rewards.loading import load_function
 
-    function = load_function(config.build, what="data.build")
+    function = load_function(config.build, what=f"{what}.build")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             log.info("building %s with %s", path, config.build)
-            _call_build(function, path, config)
+            _call_build(function, path, config, what)
     if not path.exists():
-        raise UserError(f"data.build {config.build!r} returned without writing {path}")
+        raise UserError(f"{what}.build {config.build!r} returned without writing {path}")
 
 
-def _call_build(function: Callable[..., Any], path: Path, config: DataConfig) -> None:
+def _call_build(function: Callable[..., Any], path: Path, config: Any, what: str) -> None:
     try:
         function(str(path), **dict(config.build_options))
     except (TypeError, ValueError, KeyError, ImportError) as error:  # options that do not fit, a package that lacks
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"data.build {config.build!r} with data.build_options failed: {reason}") from error
+        raise UserError(f"{what}.build {config.build!r} with {what}.build_options failed: {reason}") from error
 
 
 @contextmanager

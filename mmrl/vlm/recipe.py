@@ -19,14 +19,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mmrl.core.advantages import AdvantageOptions
-from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective, TokenScores
 from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
 from mmrl.training.metrics import metric_label
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe, SharedWork
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
@@ -39,59 +38,11 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import SamplerConfig, sample
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["ObjectiveConfig", "VlmConfig", "VlmRecipe", "make_objective"]
+__all__ = ["VlmConfig", "VlmRecipe"]
 
 LOGGER = logging.getLogger("mmrl")
 
 ConfigT = TypeVar("ConfigT", bound="VlmConfig")
-
-
-@dataclass
-class ObjectiveConfig:
-    """A row of the catalogue and what differs from it; an empty field keeps the row's value."""
-
-    preset: str = "grpo"
-    """Name in `mmrl list objectives`."""
-    advantage: str | None = None
-    """Advantage estimator."""
-    advantage_eps: float | None = None
-    """Constant added to the standard deviation."""
-    advantage_ddof: int | None = None
-    """1 divides by G-1, 0 by G."""
-    gamma: float | None = None
-    """Discount between decisions."""
-    lam: float | None = None
-    """Lambda of GAE."""
-    ratio: str | None = None
-    """Level of the importance ratio."""
-    surrogate: str | None = None
-    """Clipping rule."""
-    clip_low: float | None = None
-    """Lower clip: ratios below 1 - clip_low."""
-    clip_high: float | None = None
-    """Upper clip: ratios above 1 + clip_high."""
-    dual_clip: float | None = None
-    """Bound c of dual clip for negative advantages; 0 switches it off."""
-    kl: str | None = None
-    """KL estimator to the reference: k1, k2, k3."""
-    kl_coef: float | None = None
-    """Weight of the KL term."""
-    kl_in_reward: bool | None = None
-    """Subtract the KL from the reward instead of adding it to the loss."""
-    kl_aggregation: str | None = None
-    """Aggregation of the KL term where it differs from that of the policy term."""
-    kl_clamp: bool | None = None
-    """Bound the k3 estimator as EasyR1 does."""
-    entropy: str | None = None
-    """Entropy term: sampled or full."""
-    entropy_coef: float | None = None
-    """Weight of the entropy bonus."""
-    aggregation: str | None = None
-    """token_mean, sequence_mean or fixed_length."""
-    fixed_length: int | None = None
-    """Length L of fixed_length."""
-    value_coef: float | None = None
-    """Weight of the value loss (objectives with a critic)."""
 
 
 @dataclass
@@ -148,41 +99,6 @@ class VlmConfig(RunConfig):
                 f"trainer.samples_per_task is 1 but '{objective.advantage}' compares the samples of a group; use at "
                 "least 2, or an objective with advantage=batch_global or a critic"
             )
-
-
-def make_objective(config: ObjectiveConfig, max_new_tokens: int | None = None) -> Objective:
-    """Combine a catalogue row with the fields that a configuration sets.
-
-    Args:
-        config: preset and overrides.
-        max_new_tokens: longest response, the length L of fixed_length aggregation unless the configuration sets it.
-
-    Returns:
-        The validated objective.
-
-    Raises:
-        ValueError: unknown preset or option, or options that contradict each other.
-    """
-    objective = get(config.preset)
-    changes = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
-    changes.pop("preset")
-    names = {"advantage_eps": "eps", "advantage_ddof": "ddof", "gamma": "gamma", "lam": "lam"}
-    options = {names[key]: changes.pop(key) for key in list(changes) if key in names}
-    if options:
-        base: AdvantageOptions = objective.advantage_options
-        changes["advantage_options"] = dataclasses.replace(base, **options)
-    if changes.get("dual_clip") == 0:
-        changes["dual_clip"] = None
-    if changes.get("kl_coef") == 0:
-        changes |= {"kl": None, "kl_in_reward": False}
-    modes = [changes.get(key, getattr(objective, key)) for key in ("aggregation", "kl_aggregation")]
-    if objective.fixed_length and "fixed_length" not in modes:
-        changes.setdefault("fixed_length", None)
-    elif objective.fixed_length and max_new_tokens:
-        changes.setdefault("fixed_length", max_new_tokens)
-    objective = dataclasses.replace(objective, **changes)
-    objective.validate()
-    return objective
 
 
 class VlmRecipe(Recipe):

@@ -107,6 +107,18 @@ def group_mean_batch_std(group, mask, reward):
     return whiten(group_mean(group, mask, reward), loss_mask(mask, reward))
 
 
+def group_mean_global_std(group, mask, reward, eps=1e-6, singleton="zero"):
+    overall = std([r for r in reward if math.isfinite(r)], 0)
+    rows = []
+    for i, r in enumerate(reward):
+        xs = members(group, reward, i)
+        if len(xs) < 2:
+            rows.append(r if singleton == "keep" else 0.0)
+        else:
+            rows.append(0.0 if max(xs) == min(xs) else (r - mean(xs)) / (overall + eps))
+    return spread(rows, mask, reward)
+
+
 def gae(rewards, values, mask, gamma, lam):
     """The definition sum_k (gamma lam)^k delta_(t+k) over the trained decisions only, not the recursion."""
     out = []
@@ -343,6 +355,8 @@ def golden():
         "batch_global gamma=0.9": batch_global(mask, reward, 0.9),
         "batch_global gamma=0.9 gaps=reset": batch_global(mask, reward, 0.9, "reset"),
         "group_mean_batch_std": group_mean_batch_std(group, mask, reward),
+        "group_mean_global_std eps=0.0001": group_mean_global_std(group, mask, reward, 1e-4),
+        "group_mean_global_std singleton=keep": group_mean_global_std(group, mask, reward, singleton="keep"),
         "gae gamma=0.9 lam=0.8": gae(rewards, b["values"], valid, 0.9, 0.8),
         "gae_turn gamma=0.9 lam=0.8": gae_turn(rewards, b["values"], valid, b["turn"], 0.9, 0.8),
     }

@@ -12,6 +12,7 @@ from mmrl.core import (
     returns_to_go,
     turn_starts,
 )
+from mmrl.core.advantages import GROUP_ESTIMATORS
 from tests.core.builders import random_rollouts
 
 GROUP_CONSTANT = ("group_mean_std", "group_mean", "leave_one_out")
@@ -34,6 +35,30 @@ def test_group_mean_std_by_hand():
     assert advantage[:, 0].tolist() == pytest.approx([0.5 * 3**0.5, -0.5 * 3**0.5, -0.5 * 3**0.5, 0.5 * 3**0.5])
     # The population variance is 1/4, so the advantages are +-1.
     assert estimate("group_mean_std", rows([1, 0, 0, 1]), eps=0.0, ddof=0)[:, 1].tolist() == [1, -1, -1, 1]
+
+
+def test_group_mean_global_std_by_hand():
+    # Groups 1, 3 and 0, 8: deviations +-1 and +-4 from their means; all four have mean 3 and variance 38/4.
+    advantage = estimate("group_mean_global_std", rows([1, 3, 0, 8], group=[0, 0, 1, 1]), eps=0.0)
+    expected = [x / 9.5**0.5 for x in (-1, 1, -4, 4)]
+    assert advantage[:, 1].tolist() == pytest.approx(expected)
+    # eps is added to the deviation, and ddof changes nothing.
+    shrunk = estimate("group_mean_global_std", rows([1, 3, 0, 8], group=[0, 0, 1, 1]), eps=9.5**0.5, ddof=1)
+    assert shrunk[:, 0].tolist() == pytest.approx([x / 2 for x in expected])
+
+
+def test_group_mean_global_std_keeps_the_proportions_between_groups():
+    r = random_rollouts(groups=5, samples=4)
+    scaled = estimate("group_mean", r) / r.reward.std(correction=0)
+    torch.testing.assert_close(estimate("group_mean_global_std", r, eps=0.0), scaled)
+    moved = r.replace(reward=3.0 * r.reward + 7.0)
+    torch.testing.assert_close(estimate("group_mean_global_std", moved, eps=0.0), scaled)
+
+
+def test_group_mean_global_std_of_equal_rewards_is_exactly_zero():
+    assert (estimate("group_mean_global_std", rows([0.1] * 3), eps=0.0) == 0).all()
+    mixed = estimate("group_mean_global_std", rows([0.1] * 3 + [0.7] * 7, group=[0] * 3 + [1] * 7), eps=0.0)
+    assert (mixed == 0).all()
 
 
 def test_leave_one_out_by_hand():
@@ -146,7 +171,7 @@ def test_untrained_decisions_get_zero_whatever_stands_there(name):
     torch.testing.assert_close(advantage, estimate(name, r))
 
 
-@pytest.mark.parametrize("name", ["group_mean_std", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("name", ["group_mean_std", "group_mean", "leave_one_out", "group_mean_global_std"])
 def test_a_group_of_one_scored_row(name):
     r = rows([2.0, float("nan"), 1.0, 3.0], group=[0, 0, 1, 1])
     assert (estimate(name, r)[:2] == 0).all()
@@ -176,7 +201,7 @@ def test_whitening():
     assert (masked_whiten(r.values, single) == 0).all()
 
 
-@pytest.mark.parametrize("name", ["group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std"])
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_group_estimators_refuse_one_sample(name):
     with pytest.raises(ValueError, match=f"'{name}'.*samples_per_task is 1.*batch_global, gae, gae_turn"):
         check_group_size(1, name)

@@ -56,6 +56,7 @@ def test_what_an_objective_needs():
         ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"dual_clip": 3.0, "surrogate": "cispo"}, "no dual clip"),
         ({"dual_clip": 3.0, "surrogate": "unclipped"}, "does not clip"),
+        ({"dual_clip": 3.0, "surrogate": "bgpo"}, "does not clip"),
         ({"surrogate": "gspo"}, "clips whole rows"),
         ({"surrogate": "cispo", "ratio": "sequence_full"}, "detaches the ratio"),
         ({"surrogate": "policy_gradient", "ratio": "sequence"}, "uses no ratio"),
@@ -77,6 +78,9 @@ def test_what_an_objective_needs():
         ({"advantage_options": AdvantageOptions(gamma=1.1)}, "gamma is 1.1"),
         ({"advantage_options": AdvantageOptions(singleton="drop")}, "singleton is drop"),
         ({"advantage_options": AdvantageOptions(gaps="hop")}, "gaps is hop"),
+        ({"advantage_options": AdvantageOptions(clip=0.0)}, r"clip is 0\.0; expected positive, or None"),
+        ({"advantage_options": AdvantageOptions(scale=-1.0)}, r"scale is -1\.0; expected positive and finite"),
+        ({"advantage_options": AdvantageOptions(scale=float("nan"))}, "scale is nan"),
     ],
 )
 def test_contradictions_are_refused(changes, message):
@@ -110,6 +114,21 @@ def test_description_shows_what_was_changed():
     text = changed.describe()
     for part in ("between 0.01 and 0.99", "within +-10", "KL averages: mean over the rows", "(-0.003) * mean H_it"):
         assert part in text
+
+
+def test_description_shows_limits_and_factors_of_advantages():
+    options = AdvantageOptions(eps=1e-4, clip=5.0, scale=0.2)
+    mine = Objective(
+        name="mine", advantage="group_mean_global_std", advantage_options=options, surrogate="bgpo", filter="drop"
+    )
+    text = mine.describe()
+    for part in (
+        "(R_i - mean_g R) / (std of all R + 0.0001)",
+        "; then limited to +-5; then times 0.2",
+        "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]",
+    ):
+        assert part in text
+    assert "then" not in replace(mine, advantage_options=AdvantageOptions()).describe()
 
 
 def test_an_invalid_objective_has_no_description():

@@ -28,6 +28,12 @@ EXTRA = {
     ),
     "row sums": Objective(name="row sums", ratio="sequence_full", aggregation="sequence_sum", clip_high=0.05),
     "exact divergence": Objective(name="exact divergence", kl="full", kl_coef=0.1, surrogate="unclipped"),
+    "linear bound": Objective(
+        name="linear bound",
+        surrogate="bgpo",
+        advantage="group_mean_global_std",
+        advantage_options=AdvantageOptions(clip=1.0, scale=0.5),
+    ),
     "score function": Objective(name="score function", surrogate="policy_gradient", advantage="group_mean"),
 }
 OBJECTIVES = CATALOGUE | EXTRA
@@ -301,6 +307,23 @@ def test_returns_are_taken_before_whitening():
     torch.testing.assert_close(rollouts.returns[mask], (raw.advantage + raw.values)[mask])
     assert rollouts.advantage[mask].std().item() == pytest.approx(1.0, rel=1e-6)
     assert not torch.allclose(raw.advantage[mask].std(), torch.ones((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_advantages_are_clipped_and_then_scaled_for_every_estimator(name):
+    objective = replace(
+        OBJECTIVES[name], advantage_options=replace(OBJECTIVES[name].advantage_options, clip=None, scale=1.0)
+    )
+    free = objective.compute_advantages(batch())
+    limit = float(free.advantage.abs().max()) / 2
+    options = replace(objective.advantage_options, clip=limit, scale=0.2 / limit)
+    bounded = replace(objective, advantage_options=options).compute_advantages(batch())
+    expected = [[max(-limit, min(limit, a)) * 0.2 / limit for a in row] for row in free.advantage.tolist()]
+    torch.testing.assert_close(bounded.advantage, torch.tensor(expected, dtype=torch.float64))
+    assert bounded.advantage.abs().max().item() == pytest.approx(0.2)
+    assert (bounded.returns is None) == (free.returns is None)
+    if free.returns is not None:
+        assert torch.equal(bounded.returns, free.returns)
 
 
 def test_a_batch_without_any_signal_gives_a_zero_gradient():

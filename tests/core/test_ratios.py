@@ -65,6 +65,36 @@ def test_unbounded_surrogates_by_hand():
     assert one(3.0, 2.0, "policy_gradient")[:2] == pytest.approx((2.0, -2.0))
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (math.e, 2.0, -4.0, -2.0),  # -2 (1 + 1), a straight line
+        (math.exp(-3), 2.0, 4.0, -2.0),
+        (math.e, -2.0, 2 * math.e, 2 * math.e),
+        (math.exp(-1), -2.0, 2 / math.e, 2 / math.e),
+        (1.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_bgpo_by_hand(ratio, advantage, loss, slope):
+    assert one(ratio, advantage, "bgpo") == (pytest.approx(loss), pytest.approx(slope), ())
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_bgpo_bounds_the_ratio_of_the_mean_log_likelihood_and_touches_it(advantage):
+    # Samples of one bound on a log-likelihood, all with the same advantage.
+    difference = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    constant = torch.full_like(difference, advantage)
+    inputs = SurrogateInputs(difference, difference, constant, torch.ones_like(difference))
+    bound = surrogate(inputs, "bgpo")[0].mean(1)
+    assert (bound > -advantage * difference.mean(1).exp()).all()
+    here = torch.zeros_like(difference, requires_grad=True)
+    on_policy = surrogate(SurrogateInputs(here, here, constant, inputs.mask), "bgpo")[0].mean(1)
+    original = -advantage * here.mean(1).exp()
+    assert torch.equal(on_policy, original)
+    gradients = [torch.autograd.grad(value.sum(), here)[0] for value in (on_policy, original)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
 @pytest.mark.parametrize("ratio", [0.3, 0.75, 0.9, 1.0, 1.15, 1.25, 1.7])
 def test_negating_the_advantage_swaps_the_bounds(name, ratio):

@@ -6,13 +6,21 @@ from typing import Any
 
 import torch
 
-from diffusion.tiny import TinySd3Sizes, clip_text_model, clip_tokenizer, t5_text_model, t5_tokenizer
+from diffusion.tiny import (
+    TinyFluxSizes,
+    TinySd3Sizes,
+    clip_text_model,
+    clip_tokenizer,
+    t5_text_model,
+    t5_tokenizer,
+)
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
 COLOURS = ("red", "green", "blue")
 SHAPES = ("circle", "square", "triangle")
 CAPTIONS = [f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
 SIZES = TinySd3Sizes(layers=2)
+FLUX_SIZES = TinyFluxSizes(layers=1, single_layers=1)
 T5_TOKENS = 12
 
 

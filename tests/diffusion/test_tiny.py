@@ -7,10 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffusion.tiny import TinySd3Sizes, build_tiny_sd3, clip_tokenizer, learn_merges, t5_tokenizer
+from diffusion.tiny import (
+    TinyFluxSizes,
+    TinySd3Sizes,
+    build_tiny_flux,
+    build_tiny_sd3,
+    clip_tokenizer,
+    learn_merges,
+    t5_tokenizer,
+)
 from mmrl.errors import UserError
 from mmrl.vlm.compat import quiet_transformers
-from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS, load_sd3
+from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, SIZES, T5_TOKENS, load_sd3
 
 
 def draw(pipeline, **options):
@@ -101,6 +109,45 @@ def test_sizes_reach_the_parts(tmp_path):
 def test_sizes_that_do_not_fit_are_named(tmp_path, sizes, culprit):
     with pytest.raises(UserError, match=culprit):
         build_tiny_sd3(tmp_path / "model", corpus=CAPTIONS, sizes=TinySd3Sizes(**sizes))
+
+
+def test_tiny_flux_draws_the_same_from_the_same_seed(tmp_path):
+    from diffusers import FluxPipeline
+
+    first, again, other = (
+        build_tiny_flux(tmp_path / name, corpus=CAPTIONS, sizes=FLUX_SIZES, seed=seed)
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    assert filecmp.cmpfiles(first, again, files_of(first), shallow=False)[0] == files_of(first) == files_of(again)
+    images = []
+    for folder in (first, other):
+        with quiet_transformers():
+            pipeline = FluxPipeline.from_pretrained(folder)
+        pipeline.set_progress_bar_config(disable=True)
+        images.append(draw(pipeline, height=32, width=32))
+    assert images[0].shape == (1, 32, 32, 3)
+    assert images[0].std() > 0.01
+    assert abs(images[0] - images[1]).max() > 0.01
+
+
+def test_rotary_widths_of_flux_are_those_of_the_released_model():
+    assert TinyFluxSizes(head_width=128).rotary_widths == (16, 56, 56)
+    assert all(width % 2 == 0 for width in TinyFluxSizes(head_width=8).rotary_widths)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "culprit"),
+    [
+        ({"single_layers": 0}, "single_layers=0"),
+        ({"pooled_width": 30}, "pooled_width=30"),
+        ({"head_width": 12}, "head_width=12"),
+        ({"latent_size": 5}, "latent_size=5"),
+        ({"vae_widths": ()}, r"vae_widths=\(\)"),
+    ],
+)
+def test_flux_sizes_that_do_not_fit_are_named(tmp_path, sizes, culprit):
+    with pytest.raises(UserError, match=culprit):
+        build_tiny_flux(tmp_path / "model", corpus=CAPTIONS, sizes=TinyFluxSizes(**sizes))
 
 
 def test_clip_tokenizer_learns_words_and_spells_the_others():

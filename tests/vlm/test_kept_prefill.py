@@ -8,8 +8,9 @@ from accelerate.state import AcceleratorState
 
 from mmrl.rewards.combine import RewardConfig
 from mmrl.training.distributed import make_accelerator
+from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.trainer import Trainer
-from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from tests.vlm.runs import run_config
 
 

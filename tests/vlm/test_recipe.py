@@ -9,12 +9,13 @@ import torch
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards.combine import RewardConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig
 from mmrl.vlm.compat import ensure_torchvision
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.papo import PapoConfig
-from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe, make_objective
+from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.sft import SftConfig
 from tests.vlm.runs import run_config
 

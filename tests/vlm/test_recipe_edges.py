@@ -9,10 +9,11 @@ import torch
 
 from mmrl.errors import RunError
 from mmrl.training.distributed import make_accelerator
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.settings import GroupFilterConfig
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.models import ModelConfig, load_policy
-from mmrl.vlm.recipe import ObjectiveConfig, VlmConfig, VlmRecipe, make_objective
+from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from tests.vlm.builders import draw, make_task
 from tests.vlm.runs import run_config
 

@@ -1,0 +1,182 @@
+"""AWM, Advantage Weighted Matching (Xue et al., arXiv 2509.25050; public code scxue/advantage_weighted_matching).
+
+The pretraining loss as policy gradient: each image's matching error l = mean |v - (noise - x_0)|^2 at T times takes the
+place of a log-likelihood, weighted by the image's group advantage,
+
+    L = mean max(-A r, -A clip(r)) + beta mean |v - v_ref|^2 + ema_coef mean |v - v_kl_ema|^2,
+    r = exp(logp - logp_old),    logp = -(t / p) ((l + e)^p - e^p)      (`weighting: ghuber`, p = 1/4).
+
+Images come from any solver, without guidance; A = clip(group advantage over the epoch's standard deviation, +-5) / 5.
+With one update an epoch, the default as in all published runs, r is 1 and the gradient is A times that of logp.
+
+Differences from the public code: the two anchors are independent of each other (there the second needs the first);
+times are shared by the images of a prompt rather than of a micro-batch, so that micro-batches change nothing
+(`draws.share_times`); `bgpo` is added, which is linear in the draws where the advantage is positive (arXiv 2510.11683).
+Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, except the sizes of an epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.matched import MatchedConfig, MatchedRecipe, Matching, mean_over_decisions
+from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood, velocity_kl
+from diffusion.shadow import ShadowWeights, kl_ema_decay
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import LossOutput, TokenScores
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+
+__all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
+
+AVERAGING = ("exp_first", "sum_first", "bgpo")
+
+
+@dataclass
+class AwmSettings:
+    """Options of the matching loss."""
+
+    weighting: str = "ghuber"
+    """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
+    power: float = 0.25
+    """Exponent p of ghuber."""
+    average: str = "exp_first"
+    """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
+    kl_kind: str = "uniform"
+    """Weight of the velocity distances to reference and EMA: uniform or elbo."""
+    ema_coef: float = 1.0
+    """Weight of the distance to `kl_ema`, the moving average of past policies; 0 = no such term."""
+    ema_limit: float = 0.3
+    """Largest weight that the moving average gives to its old value."""
+    ema_slope: float = 0.001
+    """Growth of that weight an epoch until the limit; large = at once."""
+    off_policy: bool = False
+    """Draw images with the moving average instead of the policy."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        for key, allowed in (("weighting", WEIGHTINGS), ("average", AVERAGING), ("kl_kind", VELOCITY_KLS)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"awm.{key} is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
+        if self.power <= 0 or self.ema_coef < 0 or self.ema_slope < 0 or not 0 <= self.ema_limit < 1:
+            raise ValueError("awm: power must be above 0, ema_coef and ema_slope at least 0, ema_limit in [0, 1)")
+
+
+def _awm_objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="awm")
+
+
+@dataclass
+class AwmConfig(MatchedConfig):
+    """An AWM run."""
+
+    awm: AwmSettings = field(default_factory=AwmSettings)
+    """The matching loss."""
+    objective: ObjectiveConfig = field(default_factory=_awm_objective)
+    """Advantage, clipping and the weight of the distance to the reference."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.awm.validate()
+        if self.objective.kl not in (None, "full"):
+            raise ValueError(f"objective.kl is '{self.objective.kl}'; AWM measures the velocity distance, kl: full")
+
+
+class AwmRecipe(MatchedRecipe):
+    """Advantage weighted matching; see the module."""
+
+    config: AwmConfig
+
+    def __init__(self, config: AwmConfig) -> None:
+        super().__init__(_with_ratio(config))
+        needs_ema = config.awm.ema_coef > 0 or config.awm.off_policy
+        self.kl_ema = ShadowWeights(self.policy) if needs_ema else None
+
+    def sampling_weights(self) -> AbstractContextManager[None]:
+        """The moving average off policy, else the policy."""
+        return self.kl_ema.applied() if self.config.awm.off_policy and self.kl_ema is not None else nullcontext()
+
+    def scores(
+        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+    ) -> TokenScores:
+        """Pseudo log-likelihood of each noisy version."""
+        return TokenScores(logp=self._logp(self.matched(policy, rollouts)))
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Policy term, distance to the reference and distance to the moving average."""
+        noisy, _ = self.noisy(minibatch)
+        with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
+            ema = self._ema_velocity(minibatch, noisy)
+            ref = self.reference_velocity(minibatch, noisy)
+        matching = self.matched(policy, minibatch)
+        scores = TokenScores(self._logp(matching), kl_ref=self._distance(matching, ref))
+        output = self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
+        mask = minibatch.loss_mask
+        metrics = output.metrics | {"awm/error": mean_metric(matching.placed(matching.error.detach()), mask)}
+        if ref is not None:
+            metrics["awm/velocity_norm"] = _norm_ratio(matching.velocity, ref)
+        distance = self._distance(matching, ema)
+        if distance is None:
+            return LossOutput(output.loss, metrics)
+        term = self.config.awm.ema_coef * mean_over_decisions(distance, minibatch, denominators)
+        metrics |= {"loss/kl_ema": Metric.summed(term.detach()), "policy/kl_ema": mean_metric(distance.detach(), mask)}
+        return LossOutput(output.loss + term, metrics)
+
+    def describe(self) -> str:
+        """Formula of the loss with its constants."""
+        awm = self.config.awm
+        anchor = f" + {awm.ema_coef:g} mean |v - v_kl_ema|^2" if awm.ema_coef else ""
+        return f"{super().describe()}{anchor}; logp = {awm.weighting} of the matching error"
+
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the averages."""
+        super().advance(step, metrics)
+        if self.kl_ema is not None:
+            self.kl_ema.update(kl_ema_decay(step - 1, self.config.awm.ema_limit, self.config.awm.ema_slope))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and averages."""
+        return super().state_dict() | {"kl_ema": None if self.kl_ema is None else self.kl_ema.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        if self.kl_ema is not None and state["kl_ema"] is not None:
+            self.kl_ema.load_state_dict(state["kl_ema"])
+
+    def _logp(self, matching: Matching) -> Tensor:
+        awm = self.config.awm
+        return matching.placed(pseudo_log_likelihood(matching.error, matching.noisy.sigma, awm.weighting, awm.power))
+
+    def _ema_velocity(self, minibatch: Rollouts, noisy: Any) -> Tensor | None:
+        if self.kl_ema is None or not self.config.awm.ema_coef:
+            return None
+        with self.kl_ema.applied():
+            return self.velocity_of(self.policy, minibatch, noisy)
+
+    def _distance(self, matching: Matching, anchor: Tensor | None) -> Tensor | None:
+        if anchor is None:
+            return None
+        kind = self.config.awm.kl_kind
+        return matching.placed(velocity_kl(matching.velocity, anchor, matching.noisy.sigma, kind))
+
+
+def _with_ratio(config: AwmConfig) -> AwmConfig:
+    """The objective's ratio and surrogate as `awm.average` says, unless the configuration sets them itself."""
+    changes = {"sum_first": {"ratio": "sequence_full"}, "bgpo": {"surrogate": "bgpo"}}.get(config.awm.average, {})
+    kept = {key: value for key, value in changes.items() if getattr(config.objective, key) is None}
+    return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **kept))
+
+
+def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
+    size, base = (x.detach().float().square().mean().sqrt() for x in (velocity, reference))
+    return Metric(float(size / base.clamp(min=1e-8)), 1.0)

@@ -1,0 +1,174 @@
+"""A cheap value function of noisy latents: what reward can still be expected of x_t.
+
+Source: the size, a small convolutional network with layer norms, as in a public summary of AC-Flow (arXiv 2510.18072);
+    the rest of the architecture is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.training.distributed import average_gradients
+
+__all__ = ["Critic", "CriticConfig", "CriticTrainer"]
+
+TIME_FEATURES = 16
+
+
+@dataclass
+class CriticConfig:
+    """The value function and its training."""
+
+    enabled: bool = True
+    """Without it V is 0 everywhere."""
+    width: int = 64
+    """Channels of the convolutions and hidden units."""
+    learning_rate: float = 1e-3
+    """Of its own AdamW; 1e-4 for a large latent."""
+    updates_per_step: int = 4
+    """Passes over the noisy images of a step."""
+    warmup_updates: int = 20
+    """Updates of the critic before the policy is trained."""
+    batch_rows: int = 256
+    """Noisy images in one update."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which its gradients are scaled down."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        for name in ("width", "updates_per_step", "batch_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"critic.{name} is {getattr(self, name)}; must be at least 1")
+        if self.learning_rate <= 0 or self.warmup_updates < 0 or self.max_grad_norm <= 0:
+            raise ValueError("critic: learning_rate and max_grad_norm must be positive, warmup_updates at least 0")
+
+
+class Critic(nn.Module):
+    """V(x_t, t, c), a small convolutional network.
+
+    Args:
+        channels: C of the latents.
+        pooled_width: P of the pooled text embedding.
+        width: channels and hidden units.
+    """
+
+    def __init__(self, channels: int, pooled_width: int, width: int) -> None:
+        super().__init__()
+        self.image = nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.GroupNorm(1, width),
+            nn.SiLU(),
+            nn.Conv2d(width, width, 3, stride=2, padding=1),
+            nn.GroupNorm(1, width),
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
+        self.text = nn.Linear(pooled_width, width)
+        self.head = nn.Sequential(
+            nn.LayerNorm(4 * width + width + TIME_FEATURES),
+            nn.Linear(4 * width + width + TIME_FEATURES, width),
+            nn.SiLU(),
+            nn.LayerNorm(width),
+            nn.Linear(width, 1),
+        )
+        last: Any = self.head[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, latents: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
+        """Expected return (M,) of noisy latents.
+
+        Args:
+            latents: x_t (M, C, H, W) float32.
+            sigma: time (M,).
+            pooled: pooled text embedding (M, P).
+        """
+        frequency = 2.0 ** torch.arange(TIME_FEATURES // 2, device=sigma.device)
+        angle = math.pi * sigma[:, None] * frequency
+        features = torch.cat([self.image(latents), self.text(pooled), angle.sin(), angle.cos()], 1)
+        value: Tensor = self.head(features)[:, 0]
+        return value
+
+
+class CriticTrainer:
+    """A critic with its optimiser.
+
+    Args:
+        critic: the network.
+        config: its training.
+    """
+
+    def __init__(self, critic: Critic, config: CriticConfig) -> None:
+        self.critic = critic
+        self.config = config
+        self.updates = 0
+        self._optimizer = torch.optim.AdamW(critic.parameters(), lr=config.learning_rate)
+
+    @property
+    def warm(self) -> bool:
+        """Whether the critic has had its warm-up."""
+        return self.updates >= self.config.warmup_updates
+
+    @torch.no_grad()
+    def values(self, latents: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
+        """Expected returns (M,) of noisy latents, without gradient."""
+        size = self.config.batch_rows
+        parts = zip(latents.split(size), sigma.split(size), pooled.split(size), strict=True)
+        return torch.cat([self.critic(x.float(), t, c.float()) for x, t, c in parts])
+
+    def train(
+        self, inputs: tuple[Tensor, Tensor, Tensor], returns: Tensor, generator: torch.Generator, accelerator: Any
+    ) -> float:
+        """Regress on returns.
+
+        Args:
+            inputs: latents (M, C, H, W), times (M,) and pooled text (M, P).
+            returns: (M,).
+            generator: CPU generator of the order.
+            accelerator: gradients are averaged over its processes; each must call with rows of its own.
+
+        Returns:
+            Mean squared error before the update, over all updates.
+        """
+        losses = []
+        count = self._batches(len(returns), accelerator)
+        for _ in range(self.config.updates_per_step):
+            order = torch.randperm(len(returns), generator=generator).to(returns.device)
+            for rows in torch.tensor_split(order, count):
+                x, sigma, pooled = (value[rows] for value in inputs)
+                with torch.enable_grad():
+                    loss = (self.critic(x.float(), sigma, pooled.float()) - returns[rows]).square().mean()
+                    loss.backward()
+                average_gradients(list(self.critic.parameters()), accelerator)
+                nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+                self.updates += 1
+        return sum(losses) / len(losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, moments and count."""
+        return {
+            "critic": self.critic.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.critic.load_state_dict(state["critic"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.updates = int(state["updates"])
+
+    def _batches(self, rows: int, accelerator: Any) -> int:
+        """Updates of one pass, the same number on every process."""
+        from mmrl.training.distributed import merge_lists
+
+        return max(1, -(-max(merge_lists([rows], accelerator)) // self.config.batch_rows))

@@ -1,0 +1,164 @@
+"""Prompts to draw images for, with what the rewards need to know about them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+
+__all__ = ["DiffusionTask", "LoadedPrompts", "PromptConfig", "columns_of", "load_prompts"]
+
+LOGGER = logging.getLogger("mmrl")
+BAD_ROWS = ("error", "skip")
+
+
+@dataclass(frozen=True)
+class DiffusionTask:
+    """One prompt; its G images form a group."""
+
+    id: str
+    """Place in the data, such as "prompts.jsonl line 3"."""
+    prompt: str
+    """The text."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Further data of the row, handed to the rewards by name; `metadata` is the usual one."""
+
+
+@dataclass
+class PromptConfig:
+    """Where the prompts come from."""
+
+    path: str = MISSING
+    """A .txt file with a prompt a line, a .jsonl, .json or .parquet file, a data-set folder or a hub id."""
+    split: str = "train"
+    """Split of a data set that has several."""
+    subset: str | None = None
+    """Configuration name of a hub data set that has several."""
+    prompt_key: str = "prompt"
+    """Column of the text."""
+    max_tasks: int | None = None
+    """Use only the first so many good prompts."""
+    build: str | None = None
+    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the build function."""
+    on_bad_row: str = "skip"
+    """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
+
+    def validate(self) -> None:
+        """Check the options; raises ValueError."""
+        if self.on_bad_row not in BAD_ROWS:
+            raise ValueError(f"data.on_bad_row is '{self.on_bad_row}'; allowed: {', '.join(BAD_ROWS)}")
+        if self.max_tasks is not None and self.max_tasks < 1:
+            raise ValueError(f"data.max_tasks is {self.max_tasks}; must be at least 1, or empty for all")
+
+
+@dataclass
+class LoadedPrompts:
+    """The usable prompts, and what was left out and why."""
+
+    tasks: list[DiffusionTask]
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Rows left out, by kind: unreadable, missing, empty, too_long."""
+
+
+def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = lambda prompt: None) -> LoadedPrompts:
+    """Read all prompts of a data set.
+
+    Args:
+        config: where they lie.
+        too_long: says what would be cut off a prompt, or None; see `TextEncoders.cuts`.
+
+    Returns:
+        Tasks in file order, with counts of the rows left out.
+
+    Raises:
+        UserError: nothing is there, no prompt is usable, or a row is bad and `on_bad_row` is "error".
+    """
+    if not config.path or config.path == MISSING:
+        raise UserError("data.path is not set: give a .txt, .jsonl, .json or .parquet file, a folder or a hub id")
+    from mmrl.vlm.data import build_if_missing
+
+    build_if_missing(config)
+    loaded = LoadedPrompts([])
+    for place, cells, problem in _rows(config):
+        kind, message = _fault(cells, problem, config.prompt_key, too_long)
+        if kind is None:
+            loaded.tasks.append(_task(place, cells, config.prompt_key))
+        else:
+            _leave_out(f"{place}: {message}", kind, config, loaded)
+        if len(loaded.tasks) == config.max_tasks:
+            break
+    if not loaded.tasks:
+        counts = ", ".join(f"{number} {kind}" for kind, number in loaded.skipped.items())
+        raise UserError(f"{config.path} has no usable prompt ({counts or 'it is empty'})")
+    return loaded
+
+
+def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    path = Path(config.path).expanduser()
+    if path.suffix.lower() == ".txt":
+        yield from _text_rows(path)
+        return
+    from mmrl.vlm.tables import read_rows
+
+    for row in read_rows(config.path, config.split, config.subset):
+        yield row.place, row.cells, row.problem
+
+
+def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        yield f"{path.name} line {number}", {"prompt": line}, None
+
+
+def _fault(
+    cells: dict[str, Any], problem: str | None, key: str, too_long: Callable[[str], str | None]
+) -> tuple[str | None, str]:
+    """Kind and description of what is wrong with a row; kind None where it is good."""
+    if problem is not None:
+        return "unreadable", problem
+    key = key if key in cells else "prompt"
+    if key not in cells:
+        return "missing", f"there is no column '{key}'; the row has: {', '.join(cells) or 'none'}"
+    prompt = cells[key]
+    if not isinstance(prompt, str) or not prompt.strip():
+        return "empty", f"the prompt is empty: {prompt!r}"
+    cut = too_long(prompt)
+    return (None, "") if cut is None else ("too_long", cut)
+
+
+def _task(place: str, cells: dict[str, Any], key: str) -> DiffusionTask:
+    key = key if key in cells else "prompt"
+    return DiffusionTask(place, cells[key].strip(), {name: value for name, value in cells.items() if name != key})
+
+
+def _leave_out(message: str, kind: str, config: PromptConfig, loaded: LoadedPrompts) -> None:
+    if config.on_bad_row == "error":
+        raise UserError(f"{message}; data.on_bad_row=skip leaves such rows out")
+    if not loaded.skipped[kind]:
+        LOGGER.warning("%s; such rows are skipped and counted", message)
+    loaded.skipped[kind] += 1
+
+
+def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
+    """Columns of rows as lists for the rewards.
+
+    Args:
+        tasks: the task of each row.
+
+    Returns:
+        Every column that any task has; None where a task lacks it.
+    """
+    names = sorted({name for task in tasks for name in task.columns})
+    return {name: [task.columns.get(name) for task in tasks] for name in names}

@@ -1,0 +1,108 @@
+"""DDPO (Black et al., arXiv 2305.13301; public code kvablack/ddpo-pytorch) on flow models.
+
+Policy gradient over the denoising chain with PPO's clip, one advantage a prompt from the history of its own rewards
+(mean and standard deviation of the last `history.size`, of the whole epoch while there are fewer than
+`history.min_count`), no KL.
+
+Difference from the public code: it trains noise-prediction models of Stable Diffusion 1 on DDIM steps with eta 1. The
+suite's models are flow models, so the steps are Flow-GRPO's; the DDIM step itself is `diffusion.steps.DdimStep`.
+Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of 16, one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from diffusion.history import PromptHistory
+from diffusion.sampler import SamplerConfig
+from diffusion.trajectories import StepSettings, TrajectoryConfig, TrajectoryRecipe
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.distributed import merge_lists
+from mmrl.training.objectives import ObjectiveConfig
+
+__all__ = ["DdpoConfig", "DdpoRecipe", "HistoryConfig"]
+
+
+@dataclass
+class HistoryConfig:
+    """Rewards of a prompt that its advantages are measured against."""
+
+    size: int = 16
+    """Latest rewards kept for each prompt."""
+    min_count: int = 16
+    """Fewest rewards of a prompt before its own mean and deviation are used."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if not 1 <= self.min_count <= self.size:
+            raise ValueError(f"history.min_count is {self.min_count}; must be between 1 and history.size={self.size}")
+
+
+def _sampler() -> SamplerConfig:
+    return SamplerConfig(guidance=5.0)
+
+
+def _step() -> StepSettings:
+    return StepSettings(detach_negative=False)
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="ddpo")
+
+
+@dataclass
+class DdpoConfig(TrajectoryConfig):
+    """A DDPO run."""
+
+    sampler: SamplerConfig = field(default_factory=_sampler)
+    """How images are drawn."""
+    step: StepSettings = field(default_factory=_step)
+    """Gradient through both halves of guidance."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Clip 1e-4, no KL."""
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    """Statistics of each prompt."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.history.validate()
+        if self.combine != "sum":
+            raise ValueError(f"combine is '{self.combine}'; DDPO keeps one history of summed rewards, use sum")
+
+
+class DdpoRecipe(TrajectoryRecipe):
+    """Policy gradient with per-prompt reward statistics; see the module."""
+
+    config: DdpoConfig
+
+    def __init__(self, config: DdpoConfig) -> None:
+        super().__init__(config)
+        self.history = PromptHistory(config.history.size, config.history.min_count)
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Rewards against the history of their prompts; every process keeps the whole history."""
+        prompts = [rollouts.payload.tasks[group].prompt for group in rollouts.group.tolist()]
+        rewards = rollouts.reward.tolist()
+        everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
+        scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]
+        found = iter(self.history.normalise([prompt for prompt, _ in scored], [reward for _, reward in scored]))
+        parts = [[next(found) if reward == reward else 0.0 for _, reward in part] for part in everyone]
+        advantage = torch.tensor(parts[accelerator.process_index], device=rollouts.mask.device)
+        limit = self.objective.advantage_options.clip
+        if limit is not None:
+            advantage = advantage.clamp(-limit, limit)
+        return rollouts.replace(advantage=advantage.float()[:, None] * rollouts.loss_mask)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and the history."""
+        return super().state_dict() | {"history": self.history.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self.history.load_state_dict(state["history"])

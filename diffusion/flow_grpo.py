@@ -1,0 +1,47 @@
+"""Flow-GRPO (Liu et al., arXiv 2505.05470; public code yifan123/flow_grpo).
+
+The flow's ODE sampler is made stochastic without changing its marginals (`flow_sde`), so that each denoising step is a
+Gaussian with a log-density, and the steps are trained with GRPO: few steps while training (10) and many for
+evaluation (40), guidance in both, group advantages over the epoch's standard deviation, PPO clip at 1e-4 and a KL to
+the start model.
+
+Where the paper and its code differ: the paper's KL is the exact divergence of two Gaussians (`step.kl_form: exact`, the
+default); the code at its head divides by the variance without the step length (`flow_grpo_head`), a factor of 0.04 to
+0.27, so its coefficients do not carry over. Older code sends gradient through the unconditional half of guidance
+(`step.detach_negative: false`). Groups whose images all have one reward are dropped, as there (`filter.kind: drop`).
+Defaults are those of config/grpo.py for GenEval, except the sizes of an epoch (48 prompts of 24 images there).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diffusion.trajectories import TrajectoryConfig, TrajectoryRecipe
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.settings import GroupFilterConfig
+
+__all__ = ["FlowGrpoConfig", "FlowGrpoRecipe"]
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="flow_grpo")
+
+
+def _filter() -> GroupFilterConfig:
+    return GroupFilterConfig(kind="drop")
+
+
+@dataclass
+class FlowGrpoConfig(TrajectoryConfig):
+    """A Flow-GRPO run."""
+
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Clip 1e-4, exact KL 0.04, advantages clipped at 5."""
+    filter: GroupFilterConfig = field(default_factory=_filter)
+    """Groups of equal reward teach nothing and are dropped."""
+
+
+class FlowGrpoRecipe(TrajectoryRecipe):
+    """Group-relative policy optimisation over stochastic denoising steps; see the module."""
+
+    config: FlowGrpoConfig

@@ -1,0 +1,164 @@
+"""DiffusionNFT (arXiv 2509.16117; public code NVlabs/DiffusionNFT).
+
+Images are drawn with a slowly moving `old` policy, without guidance and without noise. On noisy versions of them the
+new velocity is mixed with the old one in both directions, v+ = b v + (1 - b) v_old and v- = (1 + b) v_old - b v; an
+image's advantage decides how much v+ and v- have to predict it,
+
+    L = mean (5 / b) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + kl_coef mean |v - v_ref|^2,
+
+with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.nft_loss`). The velocity
+distance to the start model is always part of the loss there; here `objective.kl_coef: 0` leaves it out.
+
+Defaults are those of the GenEval run: b = 1, second-order solver with 10 steps, every grid time but the last of each
+image, `old` schedule 1, evaluation average 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from diffusion.matched import DrawSettings, MatchedConfig, MatchedRecipe, mean_over_decisions
+from diffusion.matching import nft_loss, nft_weight, velocity_kl
+from diffusion.recipe import EvalEmaConfig
+from diffusion.sampler import SamplerConfig
+from diffusion.shadow import ShadowWeights, nft_old_decay
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import LossOutput
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+
+__all__ = ["ADVANTAGE_MODES", "DiffusionNftConfig", "DiffusionNftRecipe", "NftSettings"]
+
+
+@dataclass
+class NftSettings:
+    """Options of the two-sided loss."""
+
+    beta: float = 1.0
+    """How far the mixtures reach from the old velocity; 0.1 for OCR and several rewards."""
+    old_schedule: int = 1
+    """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999)."""
+    advantage_mode: str = "all"
+    """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign)."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if self.beta <= 0:
+            raise ValueError(f"nft.beta is {self.beta}; must be above 0")
+        if self.old_schedule not in (0, 1, 2):
+            raise ValueError(f"nft.old_schedule is {self.old_schedule}; allowed: 0, 1, 2")
+        if self.advantage_mode not in ADVANTAGE_MODES:
+            raise ValueError(f"nft.advantage_mode is '{self.advantage_mode}'; allowed: {', '.join(ADVANTAGE_MODES)}")
+
+
+def _sampler() -> SamplerConfig:
+    return SamplerConfig(steps=10, guidance=1.0, solver="dpm")
+
+
+def _draws() -> DrawSettings:
+    return DrawSettings(count=9, times="discrete", fraction=0.99)
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="diffusion_nft")
+
+
+def _eval_ema() -> EvalEmaConfig:
+    return EvalEmaConfig(decay=0.9)
+
+
+@dataclass
+class DiffusionNftConfig(MatchedConfig):
+    """A DiffusionNFT run."""
+
+    nft: NftSettings = field(default_factory=NftSettings)
+    """The two-sided loss."""
+    sampler: SamplerConfig = field(default_factory=_sampler)
+    """How images are drawn."""
+    draws: DrawSettings = field(default_factory=_draws)
+    """The noisy versions."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Advantage and the weight of the distance to the start model."""
+    eval_ema: EvalEmaConfig = field(default_factory=_eval_ema)
+    """Moving average that evaluations use."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.nft.validate()
+
+
+class DiffusionNftRecipe(MatchedRecipe):
+    """Two-sided matching around an old policy; see the module."""
+
+    config: DiffusionNftConfig
+
+    def __init__(self, config: DiffusionNftConfig) -> None:
+        super().__init__(config)
+        self.old = ShadowWeights(self.policy)
+
+    def sampling_weights(self) -> AbstractContextManager[None]:
+        """The old policy's."""
+        return self.old.applied()
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Advantages in the configured mode."""
+        rollouts = super().advantages(rollouts, accelerator)
+        assert rollouts.advantage is not None
+        return rollouts.replace(advantage=ADVANTAGE_MODES[self.config.nft.advantage_mode](rollouts.advantage))
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Two-sided matching loss and the distance to the start model."""
+        noisy, _ = self.noisy(minibatch)
+        with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
+            old = self.velocity_of(self.policy, minibatch, noisy)
+        matching = self.matched(policy, minibatch)
+        assert minibatch.advantage is not None
+        weight = nft_weight(matching.of(minibatch.advantage))
+        rows = nft_loss(matching.velocity, old, matching.noisy, matching.clean, weight, self.config.nft.beta)
+        policy_term = mean_over_decisions(matching.placed(rows), minibatch, denominators)
+        anchor, metrics = self.reference_term(matching, minibatch, denominators)
+        moved = velocity_kl(matching.velocity, old, matching.noisy.sigma).detach()
+        metrics |= {
+            "loss/policy": Metric.summed(policy_term.detach()),
+            "loss/total": Metric.summed((policy_term + anchor).detach()),
+            "policy/kl_old": mean_metric(matching.placed(moved), minibatch.loss_mask),
+        }
+        return LossOutput(policy_term + anchor, metrics)
+
+    def describe(self) -> str:
+        """Formula of the loss with its constants."""
+        beta, weight = self.config.nft.beta, self.objective.kl_coef
+        return f"mean (5 / {beta:g}) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + {weight:g} mean |v - v_ref|^2"
+
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the averages."""
+        super().advance(step, metrics)
+        self.old.update(nft_old_decay(step - 1, self.config.nft.old_schedule))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and averages."""
+        return super().state_dict() | {"old": self.old.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self.old.load_state_dict(state["old"])
+
+
+ADVANTAGE_MODES = {
+    "all": lambda advantage: advantage,
+    "positive_only": lambda advantage: advantage.clamp(min=0),
+    "negative_only": lambda advantage: advantage.clamp(max=0),
+    "one_only": lambda advantage: (advantage > 0).to(advantage.dtype),
+    "binary": lambda advantage: advantage.sign(),
+}
+"""What of the advantages is used, from (B, T) to (B, T)."""

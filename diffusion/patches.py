@@ -1,0 +1,122 @@
+"""An autoencoder without training: the principal components of image patches as latent channels.
+
+It takes the place of AutoencoderKL in tiny pipelines, where training one would take longer than everything else.
+Patches of p x p pixels become one latent pixel of K channels, its coordinates along the K directions in which patches
+vary most; decoding is the linear inverse. With K = 3 p^2 nothing is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.vlm.compat import ensure_torchvision
+
+ensure_torchvision()
+
+from diffusers import ModelMixin  # noqa: E402
+from diffusers.configuration_utils import ConfigMixin, register_to_config  # noqa: E402
+from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution  # noqa: E402
+
+__all__ = ["PatchAutoencoder"]
+
+NOISELESS = -60.0
+"""Log-variance of the encoder's Gaussian: it is a point."""
+
+
+class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """Linear patch autoencoder with the interface of diffusers' AutoencoderKL.
+
+    Args:
+        patch: p, pixels on a side of a patch, a power of 2.
+        latent_channels: K.
+        scaling_factor: latents are multiplied by it for the transformer.
+        shift_factor: subtracted from them before.
+        block_out_channels: one entry for each doubling of the patch and one more, as AutoencoderKL has it.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        patch: int = 4,
+        latent_channels: int = 12,
+        scaling_factor: float = 1.0,
+        shift_factor: float = 0.0,
+        block_out_channels: tuple[int, ...] = (1, 1, 1),
+    ) -> None:
+        super().__init__()
+        if patch < 1 or 2 ** (len(block_out_channels) - 1) != patch:
+            raise UserError(f"patch={patch} must be 2 ** {len(block_out_channels) - 1}, as block_out_channels says")
+        if not 1 <= latent_channels <= 3 * patch * patch:
+            raise UserError(f"latent_channels={latent_channels} must be between 1 and {3 * patch * patch}")
+        self.basis = nn.Parameter(torch.eye(latent_channels, 3 * patch * patch), requires_grad=False)
+        self.mean = nn.Parameter(torch.zeros(3 * patch * patch), requires_grad=False)
+
+    @classmethod
+    def fit(cls, images: NDArray[np.uint8], patch: int = 4, latent_channels: int = 12) -> PatchAutoencoder:
+        """Find the directions in which patches vary most.
+
+        Args:
+            images: RGB uint8 (N, h, w, 3); h and w multiples of the patch.
+            patch: p, a power of 2.
+            latent_channels: K.
+
+        Returns:
+            The autoencoder, scaled so that latents have mean 0 and standard deviation 1 over all channels.
+        """
+        levels = (1,) * (int(math.log2(patch)) + 1)
+        model = cls(patch=patch, latent_channels=latent_channels, block_out_channels=levels)
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+        patches = model._patches(pixels).transpose(1, 2).reshape(-1, 3 * patch * patch).double()
+        mean = patches.mean(0)
+        directions = torch.linalg.eigh(torch.cov((patches - mean).T, correction=0))[1].flip(1)[:, :latent_channels].T
+        # a direction and its opposite are equally good; the larger side is made the positive one
+        largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+        model.mean.data.copy_(mean)
+        model.basis.data.copy_(directions * largest.sign())
+        deviation = float(((patches - mean) @ directions.T).std(correction=0))
+        model.register_to_config(scaling_factor=1.0 / max(deviation, 1e-6))
+        return model.eval()
+
+    def encode(self, x: Tensor, return_dict: bool = True) -> Any:
+        """Latents of images.
+
+        Args:
+            x: (B, 3, h, w), -1..1.
+            return_dict: whether the distribution is an attribute `latent_dist` or the only entry of a tuple.
+
+        Returns:
+            A Gaussian (B, K, h / p, w / p) of no width.
+        """
+        patch = self.config.patch
+        coordinates = self.basis @ (self._patches(x) - self.mean[:, None])
+        latents = coordinates.unflatten(2, (x.shape[2] // patch, x.shape[3] // patch))
+        gaussian = DiagonalGaussianDistribution(torch.cat([latents, torch.full_like(latents, NOISELESS)], 1))
+        return SimpleNamespace(latent_dist=gaussian) if return_dict else (gaussian,)
+
+    def decode(self, z: Tensor, return_dict: bool = True, generator: Any = None) -> Any:
+        """Images of latents.
+
+        Args:
+            z: (B, K, H, W).
+            return_dict: whether the images are an attribute `sample` or the only entry of a tuple.
+            generator: not used; nothing is random.
+
+        Returns:
+            (B, 3, p H, p W).
+        """
+        patch = self.config.patch
+        patches = self.basis.T @ z.flatten(2) + self.mean[:, None]
+        images = nn.functional.fold(patches, (z.shape[2] * patch, z.shape[3] * patch), patch, stride=patch)
+        return DecoderOutput(sample=images) if return_dict else (images,)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """(B, 3 p^2, patches)."""
+        return nn.functional.unfold(x, self.config.patch, stride=self.config.patch)

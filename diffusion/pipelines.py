@@ -1,0 +1,348 @@
+"""Loading Stable Diffusion 3 and FLUX pipelines, and the way between images and latents.
+
+Shapes: B images, C latent channels, H x W latent pixels, h x w image pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diffusion.flux import PATCH
+from mmrl.errors import UserError
+from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+
+__all__ = [
+    "DecodedImages",
+    "decode_latents",
+    "encode_images",
+    "image_tokens",
+    "latent_shape",
+    "load_pipeline",
+    "quiet_diffusers",
+]
+
+INDEX_FILE = "model_index.json"
+
+
+class DecodedImages(NamedTuple):
+    """Images of B latents."""
+
+    pixels: NDArray[np.uint8]
+    """RGB (B, h, w, 3); black where `finite` is False."""
+    finite: NDArray[np.bool_]
+    """(B,) whether latents and decoded pixels are numbers. A black row that is not finite is no image of a policy."""
+
+
+def load_pipeline(
+    path_or_id: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Any:
+    """Load a pipeline with all its parts frozen, in evaluation mode and without progress bars.
+
+    Args:
+        path_or_id: pipeline folder, or a hub id such as stabilityai/stable-diffusion-3.5-medium.
+        dtype: precision of all parts.
+        device: where they go.
+
+    Returns:
+        StableDiffusion3Pipeline or FluxPipeline.
+
+    Raises:
+        UserError: no such folder or hub id, another kind of pipeline, a scheduler that is not the Euler flow-matching
+            one, or a part that is missing or damaged.
+    """
+    ensure_torchvision()
+    where, folder = _resolve(path_or_id)
+    index = _read_index(where, folder)
+    family = str(index.get("_class_name"))
+    if family not in PIPELINES:
+        raise UserError(f"{where} is a {family}; supported are: {', '.join(PIPELINES)}")
+    absent = _absent_parts(index, family, where, folder)
+    _check_scheduler_class(index, where)
+    pipeline = _from_pretrained(where, family, dtype, absent)
+    _check_scheduler(pipeline.scheduler, where)
+    _check_complete(pipeline, where)
+    for module in _modules(pipeline):
+        module.requires_grad_(False).eval()
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+def decode_latents(pipeline: Any, latents: Tensor, batch: int = 8) -> DecodedImages:
+    """Decode latents to images, some at a time.
+
+    Args:
+        pipeline: the pipeline whose autoencoder decodes.
+        latents: (B, C, H, W), as the transformer works on them; those of FLUX unpacked.
+        batch: images decoded together; it limits memory and changes nothing else.
+
+    Returns:
+        The images and which of them are numbers.
+
+    Raises:
+        ValueError: latents of another number of dimensions or channels.
+
+    Gradient: none.
+    """
+    autoencoder = pipeline.vae
+    scale, shift = _normalisation(autoencoder)
+    channels = int(autoencoder.config.latent_channels)
+    if latents.ndim != 4 or latents.shape[1] != channels:
+        raise ValueError(f"latents have the shape {tuple(latents.shape)}; must be (B, {channels}, H, W).")
+    pixels, finite = [], []
+    with torch.no_grad():
+        for part in latents.split(batch):
+            encoded = part.to(autoencoder.device, autoencoder.dtype) / scale + shift
+            images = autoencoder.decode(encoded, return_dict=False)[0].float()
+            whole = images.isfinite().flatten(1).all(1) & part.to(images.device).isfinite().flatten(1).all(1)
+            shown = (images / 2 + 0.5).clamp(0, 1).where(whole[:, None, None, None], images.new_zeros(()))
+            pixels.append((shown * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu())
+            finite.append(whole.cpu())
+    return DecodedImages(torch.cat(pixels).numpy(), torch.cat(finite).numpy())
+
+
+def encode_images(
+    pipeline: Any, images: NDArray[np.uint8], generator: torch.Generator | None = None, batch: int = 8
+) -> Tensor:
+    """Encode images to latents, some at a time.
+
+    Args:
+        pipeline: the pipeline whose autoencoder encodes.
+        images: RGB uint8 (B, h, w, 3); h and w multiples of the autoencoder's factor.
+        generator: source of a sample of the autoencoder's Gaussian; None takes its mode. The draws do not depend on
+            `batch`.
+        batch: images encoded together.
+
+    Returns:
+        Latents (B, C, H, W) float32 on the autoencoder's device, as the transformer works on them.
+
+    Raises:
+        ValueError: images of another shape or dtype.
+
+    Gradient: none.
+    """
+    autoencoder, factor = pipeline.vae, int(pipeline.vae_scale_factor)
+    fits = images.ndim == 4 and images.shape[3] == 3 and not (images.shape[1] % factor or images.shape[2] % factor)
+    if not fits or images.dtype != np.uint8:
+        raise ValueError(
+            f"images are {images.dtype} {images.shape}; must be uint8 (B, h, w, 3), h and w multiples of {factor}."
+        )
+    scale, shift = _normalisation(autoencoder)
+    means, deviations = [], []
+    with torch.no_grad():
+        for part in torch.from_numpy(np.ascontiguousarray(images)).split(batch):
+            scaled = part.to(autoencoder.device).permute(0, 3, 1, 2).to(autoencoder.dtype) / 127.5 - 1
+            gaussian = autoencoder.encode(scaled).latent_dist
+            means.append(gaussian.mean.float())
+            deviations.append(gaussian.std.float())
+    encoded = torch.cat(means)
+    if generator is not None:
+        noise = torch.randn(encoded.shape, generator=generator, device=generator.device).to(encoded.device)
+        encoded = encoded + torch.cat(deviations) * noise
+    return (encoded - shift) * scale
+
+
+def latent_shape(pipeline: Any, height: int | None = None, width: int | None = None) -> tuple[int, int, int]:
+    """Shape of one image's latents.
+
+    Args:
+        pipeline: the pipeline.
+        height: image height in pixels; None = the size that the pipeline was trained for.
+        width: image width in pixels; None likewise.
+
+    Returns:
+        C, H, W.
+
+    Raises:
+        UserError: a size that the autoencoder and the transformer cannot represent.
+    """
+    factor = int(pipeline.vae_scale_factor)
+    limits = PIPELINES[_family(pipeline)](pipeline)
+    multiple = factor * limits.patch
+    sides = []
+    for name, pixels in (("height", height), ("width", width)):
+        side = limits.default * factor if pixels is None else pixels
+        if side < 1 or side % multiple:
+            raise UserError(f"{name}={side} must be a positive multiple of {multiple} pixels")
+        if limits.most is not None and side > limits.most * factor:
+            raise UserError(f"{name}={side} is more than the transformer has positions for: {limits.most * factor}")
+        sides.append(side // factor)
+    return int(pipeline.vae.config.latent_channels), sides[0], sides[1]
+
+
+def image_tokens(pipeline: Any, shape: tuple[int, int, int]) -> int:
+    """Tokens that the transformer sees of one image.
+
+    Args:
+        pipeline: the pipeline.
+        shape: C, H, W as `latent_shape` gives it.
+
+    Returns:
+        H * W / patch ** 2.
+    """
+    return shape[1] * shape[2] // PIPELINES[_family(pipeline)](pipeline).patch ** 2
+
+
+class _LatentSides(NamedTuple):
+    """What a family's transformer can represent, in latent pixels."""
+
+    patch: int
+    default: int
+    most: int | None
+
+
+def _sd3_sides(pipeline: Any) -> _LatentSides:
+    config = pipeline.transformer.config
+    return _LatentSides(config.patch_size, config.sample_size, config.pos_embed_max_size * config.patch_size)
+
+
+def _flux_sides(pipeline: Any) -> _LatentSides:
+    # FLUX's positions are rotary, so its transformer has no size of its own
+    return _LatentSides(PATCH, pipeline.vae.config.sample_size // pipeline.vae_scale_factor, None)
+
+
+def _family(pipeline: Any) -> str:
+    for base in type(pipeline).__mro__:
+        if base.__name__ in PIPELINES:
+            return base.__name__
+    raise UserError(f"{type(pipeline).__name__} is not supported; there are: {', '.join(PIPELINES)}")
+
+
+def _normalisation(autoencoder: Any) -> tuple[float, float]:
+    """Scale and shift of latents: latent = (encoded - shift) * scale."""
+    return float(autoencoder.config.scaling_factor), float(autoencoder.config.shift_factor or 0.0)
+
+
+def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
+    """What diffusers is given, and the folder if it is one."""
+    folder = Path(path_or_id).expanduser()
+    if (folder / INDEX_FILE).is_file():
+        return str(folder), folder
+    if folder.is_dir():
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
+        raise UserError(f"{folder} is not a pipeline folder: it has no {INDEX_FILE}; it holds {found}")
+    # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing
+    is_id = isinstance(path_or_id, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", path_or_id)
+    if not is_id or folder.is_file() or folder.parent.is_dir():
+        raise UserError(
+            f"there is no pipeline folder {path_or_id}; give a folder with {INDEX_FILE} or a hub id (owner/name)"
+        )
+    return str(path_or_id), None
+
+
+def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        from diffusers import DiffusionPipeline
+
+        try:
+            return dict(DiffusionPipeline.load_config(where))
+        except Exception as error:  # hub and network errors
+            raise UserError(
+                f"there is no local folder {where!r}, and it cannot be fetched from the hub: {_first_line(error)}"
+            ) from error
+    try:
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / INDEX_FILE} is not valid JSON: {error}") from error
+    if not isinstance(index, dict):
+        raise UserError(f"{folder / INDEX_FILE} must hold an object, it holds a {type(index).__name__}")
+    return index
+
+
+def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path | None) -> list[str]:
+    """Parts that the index leaves out; diffusers has to be told of each of them."""
+    import diffusers
+
+    names = list(inspect.signature(getattr(diffusers, family).__init__).parameters)[1:]
+    absent = [name for name in names if not (index.get(name) or [None])[0]]
+    for name in REQUIRED_PARTS:
+        if name in absent:
+            raise UserError(f"{where} has no {name}, according to its {INDEX_FILE}")
+    if folder is not None:
+        for name in names:
+            if name not in absent and not (folder / name).is_dir():
+                raise UserError(f"{where} lacks the folder {name}, which its {INDEX_FILE} names")
+    return absent
+
+
+def _from_pretrained(where: str, family: str, dtype: torch.dtype, absent: list[str]) -> Any:
+    import diffusers
+
+    missing: dict[str, Any] = dict.fromkeys(absent)
+    try:
+        with quiet_transformers(), quiet_diffusers():
+            return getattr(diffusers, family).from_pretrained(where, torch_dtype=dtype, **missing)
+    except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
+        raise UserError(f"the pipeline in {where} cannot be loaded: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def quiet_diffusers() -> Iterator[None]:
+    """Switch off the progress bars of loading, and the warning that torch_dtype has another name in newer releases."""
+    from diffusers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            # the oldest release that is supported knows only the older name
+            warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_scheduler_class(index: dict[str, Any], where: str) -> None:
+    scheduler = index["scheduler"][1]
+    if scheduler != SCHEDULER:
+        raise UserError(f"{where} has the scheduler {scheduler}; flow models here need {SCHEDULER}")
+
+
+def _check_scheduler(scheduler: Any, where: str) -> None:
+    for name, reason in SCHEDULER_OPTIONS.items():
+        if scheduler.config.get(name):
+            raise UserError(f"the scheduler in {where} has {name}=true, {reason}; set it to false")
+
+
+def _check_complete(pipeline: Any, where: str) -> None:
+    """Diffusers leaves weights that its files lack without memory, and only logs that."""
+    for name, part in pipeline.components.items():
+        if isinstance(part, torch.nn.Module):
+            lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
+            if lacking:
+                raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
+
+
+def _modules(pipeline: Any) -> list[torch.nn.Module]:
+    return [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+PIPELINES = {"StableDiffusion3Pipeline": _sd3_sides, "FluxPipeline": _flux_sides}
+"""Pipelines by class name: what sizes their transformers can represent."""
+
+REQUIRED_PARTS = ("transformer", "vae", "scheduler")
+
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+
+SCHEDULER_OPTIONS = {
+    "invert_sigmas": "so its times run from image to noise",
+    "stochastic_sampling": "so its steps are neither the Euler step nor one whose log-probability is known here",
+}
+"""Options under which the scheduler's steps are others than the ones made here, and why."""

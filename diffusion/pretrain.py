@@ -1,0 +1,161 @@
+"""Flow matching on captioned images: how a tiny pipeline learns to draw before it is improved with rewards.
+
+    L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
+
+with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. It runs in the
+same loop as reinforcement learning; the rewards of the configuration only judge held-out images.
+
+Source: Lipman et al., Flow Matching, arXiv 2210.02747; Esser et al., arXiv 2403.03206 (times and shift).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from diffusion.data import DiffusionTask, PromptConfig
+from diffusion.images import CaptionedImage, ImageDataConfig, load_images
+from diffusion.matched import DrawSettings, MatchedConfig, MatchedRecipe, mean_over_decisions
+from diffusion.payload import DiffusionPayload
+from diffusion.pipelines import encode_images
+from diffusion.policy import LoraSettings, ModelConfig
+from diffusion.sampler import SamplerConfig
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric
+from mmrl.core.objective import LossOutput
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.recipe import NoUsableTasksError
+from mmrl.training.reference import Reference
+from mmrl.training.settings import TrainerConfig
+
+__all__ = ["PretrainConfig", "PretrainRecipe"]
+
+
+def _model() -> ModelConfig:
+    return ModelConfig(lora=LoraSettings(enabled=False))
+
+
+def _no_prompts() -> PromptConfig:
+    return PromptConfig(path="")
+
+
+def _draws() -> DrawSettings:
+    return DrawSettings(count=1, times="logit_normal", share_times="image")
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(preset="orw_cfm_w2", kl_coef=0.0)
+
+
+def _trainer() -> TrainerConfig:
+    return TrainerConfig(
+        steps=5000, tasks_per_step=64, samples_per_task=1, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100
+    )
+
+
+def _sampler() -> SamplerConfig:
+    return SamplerConfig(guidance=3.0, eval_steps=20)
+
+
+@dataclass
+class PretrainConfig(MatchedConfig):
+    """A flow-matching run on captioned images; `rewards` and `judges` only measure held-out prompts."""
+
+    model: ModelConfig = field(default_factory=_model)
+    """Pipeline whose transformer is trained in full."""
+    images: ImageDataConfig = field(default_factory=ImageDataConfig)
+    """The captioned images."""
+    data: PromptConfig = field(default_factory=_no_prompts)
+    """Not used; the captions are those of the images."""
+    drop_caption: float = 0.1
+    """Probability that an image is shown without its caption."""
+    draws: DrawSettings = field(default_factory=_draws)
+    """Times of each image in a step."""
+    sampler: SamplerConfig = field(default_factory=_sampler)
+    """How evaluation images are drawn."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Only names the run; the loss is flow matching."""
+    trainer: TrainerConfig = field(default_factory=_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.data.path:
+            raise ValueError(f"data.path is '{self.data.path}', but pre-training reads images.path; leave data out")
+        if not 0 <= self.drop_caption <= 1:
+            raise ValueError(f"drop_caption is {self.drop_caption}; must be in [0, 1]")
+        if self.trainer.samples_per_task != 1:
+            raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given images have no group")
+
+
+class PretrainRecipe(MatchedRecipe):
+    """Flow matching on given images; see the module."""
+
+    config: PretrainConfig
+    uses_rewards: ClassVar[bool] = False
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """The captioned images."""
+        return load_images(self.config.images)
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
+        """Encode the images of a step, and draw which of them lose their caption."""
+        pixels = self._pixels(tasks)
+        latents = encode_images(self.policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
+        rows = len(tasks)
+        kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
+        captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
+        shown = [DiffusionTask(task.id, caption) for task, caption in zip(tasks, captions, strict=True)]
+        zeros = torch.zeros(rows, self.config.draws.count, device=latents.device)
+        return Rollouts(
+            group=torch.arange(rows, device=latents.device),
+            mask=torch.ones_like(zeros),
+            logp_old=zeros,
+            reward=zeros[:, 0],
+            advantage=zeros,
+            payload=DiffusionPayload(
+                tasks=shown,
+                latents=latents.to(self.policy.device, self.policy.dtype),
+                images=pixels,
+                sigma=self.times(rows, generator).to(latents.device),
+                noise_seed=torch.randint(2**62, (rows,), generator=generator),
+                finite=[True] * rows,
+            ),
+        )
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Given images have no reward."""
+        return rollouts
+
+    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """There is no old policy."""
+        return rollouts
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Every image counts the same."""
+        return rollouts
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Mean matching error."""
+        matching = self.matched(policy, minibatch)
+        loss = mean_over_decisions(matching.placed(matching.error), minibatch, denominators)
+        return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
+
+    def describe(self) -> str:
+        """Formula of the loss."""
+        return "mean |v(x_t, t, c) - (noise - x_0)|^2"
+
+    def _pixels(self, tasks: Sequence[CaptionedImage]) -> np.ndarray:
+        images = [task.read() for task in tasks]
+        shapes = {image.shape for image in images}
+        if len(shapes) > 1:
+            raise NoUsableTasksError(f"images of a step differ in size: {sorted(shapes)}; bring them to one size")
+        return np.stack(images)

@@ -1,0 +1,360 @@
+"""What every diffusion recipe shares: prompts, images, rewards, held-out evaluation, and the count of what it cost.
+
+A recipe of this room says how latents are drawn and what is learnt from them; `diffusion/trajectories.py` does it for
+the methods with a log-probability of each denoising step, `diffusion/matched.py` for those that learn from x_0.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from diffusion.conditioning import TextRows
+from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
+from diffusion.evaluation import DiffusionEvaluationConfig, evaluate_split
+from diffusion.payload import DiffusionPayload
+from diffusion.pipelines import decode_latents
+from diffusion.policy import DiffusionPolicy, ModelConfig, load_policy
+from diffusion.rewards import load_image_rewards
+from diffusion.sampler import SamplerConfig
+from diffusion.shadow import ShadowWeights, eval_ema_decay
+from mmrl.core.objective import Objective
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.rewards.combine import RewardConfig, RewardResult, RewardSum
+from mmrl.training.distributed import global_advantages
+from mmrl.training.metrics import metric_label
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.recipe import Evaluation, Recipe
+from mmrl.training.reference import Reference
+from mmrl.training.samples import SampleRecord
+from mmrl.training.settings import RunConfig, TrainerConfig
+from mmrl.training.stopwatch import stopwatch
+
+__all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "image_trainer"]
+
+LOGGER = logging.getLogger("mmrl")
+COMBINATIONS = ("sum", "gdpo")
+
+
+def image_trainer() -> TrainerConfig:
+    """Optimiser and batch sizes of the published recipes: AdamW at 3e-4 for LoRA, two updates an epoch."""
+    return TrainerConfig(
+        learning_rate=3e-4,
+        samples_per_task=24,
+        minibatches_per_step=2,
+        weight_decay=1e-4,
+        old_logp="sampler",
+    )
+
+
+@dataclass
+class EvalEmaConfig:
+    """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
+
+    decay: float = 0.0
+    """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
+
+    def validate(self) -> None:
+        """Check the range; raises ValueError."""
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"eval_ema.decay is {self.decay}; must be in [0, 1), 0 = no average")
+
+
+@dataclass
+class DiffusionConfig(RunConfig):
+    """A reinforcement-learning run of a diffusion or flow model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Pipeline, adapter, precision."""
+    data: PromptConfig = field(default_factory=PromptConfig)
+    """Training prompts."""
+    eval_data: dict[str, PromptConfig] = field(default_factory=dict)
+    """Held-out prompts by name; the first split is the headline."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """How images are drawn."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are optimised, and their weights."""
+    judges: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are never optimised and always reported beside the others; at least one."""
+    combine: str = "sum"
+    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, then the sum."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimised."""
+    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
+    """Moving average that evaluations use."""
+    trainer: TrainerConfig = field(default_factory=image_trainer)
+    """Batch sizes, optimiser and guards."""
+    evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)
+    """Evaluation at fixed prompts and seeds."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        for part in (self.model, self.data, self.sampler, self.eval_ema, *self.eval_data.values()):
+            part.validate()
+        _check_rewards(self)
+        if self.combine not in COMBINATIONS:
+            raise ValueError(f"combine is '{self.combine}'; allowed: {', '.join(COMBINATIONS)}")
+        make_objective(self.objective)
+
+
+def _check_rewards(config: DiffusionConfig) -> None:
+    optimised = [reward.name for reward in config.rewards]
+    judges = [reward.name for reward in config.judges]
+    if not any(reward.weight for reward in config.rewards):
+        raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
+    if not judges:
+        raise ValueError(
+            "judges is empty; name at least one reward that is not optimised, so that reward hacking shows"
+        )
+    both = sorted(set(optimised) & set(judges))
+    if both:
+        raise ValueError(f"{', '.join(both)} is in rewards and in judges; a judge must not be optimised")
+    if config.filter.key not in ("reward", *optimised):
+        raise ValueError(f"filter.key is '{config.filter.key}'; allowed: reward, {', '.join(optimised)}")
+
+
+class DiffusionRecipe(Recipe):
+    """Prompts, images, rewards and evaluation of a diffusion or flow model.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model, prompts or rewards cannot be used.
+    """
+
+    config: DiffusionConfig
+    policy: DiffusionPolicy
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        self.config = config
+        self.objective: Objective = make_objective(config.objective)
+        self.policy = load_policy(config.model, config.seed)
+        self.skipped: Counter[str] = Counter()
+        self.train_tasks: Sequence[Any] = self.load_train_tasks()
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks: Mapping[str, Sequence[DiffusionTask]] = {
+            name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
+        }
+        self.rewards = _reward_sum(config)
+        self.base: Reference = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
+        self.reference: Reference | None = None
+        self.eval_ema = ShadowWeights(self.policy) if config.eval_ema.decay else None
+        self.errors: Counter[str] = Counter()
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """The training prompts."""
+        loaded = self._load(self.config.data, "data")
+        self.skipped.update(loaded.skipped)
+        return loaded.tasks
+
+    @abstractmethod
+    def draw(self, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """Draw the latents of G images for each task, without images and rewards."""
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+        """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
+        rollouts = self.draw(tasks, generator)
+        payload: DiffusionPayload = rollouts.payload
+        with stopwatch("decode"):
+            payload.images, payload.finite = self.decode(payload.latents)
+        return rollouts.replace(payload=payload.without_nonfinite())
+
+    def decode(self, latents: Tensor) -> tuple[np.ndarray, list[bool]]:
+        """Images uint8 (B, height, width, 3) of latents (B, C, H, W), and which of them are finite."""
+        images, finite = decode_latents(self.policy.pipeline, latents, batch=self.config.sampler.batch_rows)
+        return images, finite.tolist()
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Weighted sum of the rewards; a row with a failed term or without an image keeps NaN and teaches nothing."""
+        payload: DiffusionPayload = rollouts.payload
+        tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
+        result = self.judge(tasks, payload.images, payload.finite)
+        device = rollouts.mask.device
+        total = torch.tensor(result.total, dtype=torch.float32, device=device)
+        if bool(torch.isnan(total).all()):
+            reasons = "; ".join(f"{name}: {message}" for name, message in result.examples.items())
+            raise RunError(f"every reward of this step failed: {reasons}")
+        terms = {
+            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()
+        }
+        return rollouts.replace(reward=total, reward_terms=terms)
+
+    def judge(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
+        """Score images with all rewards and judges, and count what failed.
+
+        Args:
+            tasks: the task of each row.
+            images: uint8 (B, height, width, 3).
+            finite: whether the row has an image; the others are failures of every term.
+
+        Returns:
+            Sums over the optimised rewards, and every term.
+        """
+        rows = [row for row, good in enumerate(finite) if good]
+        kept = [tasks[row] for row in rows]
+        found = self.rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns_of(kept))
+        result = _spread(found, rows, len(finite))
+        for name, count in result.errors.items():
+            if not self.errors[name]:
+                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
+            self.errors[name] += count
+        return result
+
+    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Score the old log-probs where an update needs them; the reference is asked in the loss, state by state."""
+        self.reference = reference
+        trainer = self.config.trainer
+        if trainer.old_logp != "recompute" or trainer.single_update:
+            return rollouts
+        with stopwatch("old_logp"):
+            scores = self.scores_in_chunks(policy, rollouts, frozenset({"logp"}))
+        return rollouts.replace(logp_old=scores.logp)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Advantages of the summed reward, or with `combine: gdpo` the weighted sum of each reward's own.
+
+        Source: reward-decoupled normalisation (GDPO), X-GenGroup/Flow-Factory.
+        """
+        if self.config.combine == "sum":
+            return self.estimate(rollouts, accelerator)
+        total = torch.zeros_like(rollouts.mask)
+        for reward in self.config.rewards:
+            values = rollouts.reward_terms[reward.name]
+            values = torch.where(rollouts.scored, values.nan_to_num(), torch.nan)  # None: the term does not apply
+            part = self.estimate(rollouts.replace(reward=values), accelerator).advantage
+            assert part is not None
+            total = total + reward.weight * part
+        return rollouts.replace(advantage=total)
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Advantages of one reward with the objective's estimator, over all processes."""
+        return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
+
+    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+        """Images at fixed prompts and seeds: rewards, judges, diversity, distance to the base model."""
+        if self.eval_ema is None:
+            return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+        with self.eval_ema.applied():
+            return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as images with rewards and advantages."""
+        from PIL import Image
+
+        payload: DiffusionPayload = rollouts.payload
+        advantage = rollouts.advantage
+        found = []
+        for row in range(min(limit, rollouts.num_rows)):
+            task = payload.tasks[int(rollouts.group[row])]
+            found.append(
+                SampleRecord(
+                    id=task.id,
+                    prompt=task.prompt,
+                    response="",
+                    outputs=[Image.fromarray(payload.images[row])],
+                    reward=float(rollouts.reward[row]),
+                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+                    advantage=None if advantage is None else float(advantage[row].mean()),
+                    finish="image" if payload.finite[row] else "overflow",
+                )
+            )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Skipped prompts, reward errors so far, and what the run has cost."""
+        return {
+            "data/skipped": float(sum(self.skipped.values())),
+            **{f"cost/{name}": float(value) for name, value in self.policy.cost.items()},
+            **{_error_metric(name): float(count) for name, count in self.errors.items()},
+        }
+
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the evaluation average."""
+        if self.eval_ema is not None:
+            self.eval_ema.update(eval_ema_decay(step, self.config.eval_ema.decay))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and the evaluation average."""
+        return {
+            "skipped": dict(self.skipped),
+            "errors": dict(self.errors),
+            "cost": dict(self.policy.cost),
+            "eval_ema": None if self.eval_ema is None else self.eval_ema.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.skipped = Counter(state["skipped"])
+        self.errors = Counter(state["errors"])
+        self.policy.cost.update(state["cost"])
+        if self.eval_ema is not None and state["eval_ema"] is not None:
+            self.eval_ema.load_state_dict(state["eval_ema"])
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.rewards.close()
+
+    def text_of(self, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
+        """Text of rows, given the group (B,) of each."""
+        embedded = self.policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
+        return embedded.select(rows.cpu())
+
+    def seeds_for(self, groups: int, generator: torch.Generator) -> Tensor:
+        """Seeds (B, 2) int64 of the initial noise and of the later noise of each row."""
+        size = self.config.trainer.samples_per_task
+        seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
+        if self.config.sampler.same_noise:
+            seeds[:, 0] = seeds[:: size or 1, 0].repeat_interleave(size)
+        return seeds
+
+    def _load(self, data: PromptConfig, key: str) -> LoadedPrompts:
+        try:
+            return load_prompts(data, self._cut_of)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+
+    def _cut_of(self, prompt: str) -> str | None:
+        cuts = self.policy.embeddings.encoders.cuts(prompt)
+        return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
+
+
+def _reward_sum(config: DiffusionConfig) -> RewardSum:
+    terms = [*config.rewards, *(_unweighted(judge) for judge in config.judges)]
+    return RewardSum(terms, functions=load_image_rewards([term.function or term.name for term in terms]))
+
+
+def _unweighted(judge: RewardConfig) -> RewardConfig:
+    import dataclasses
+
+    return dataclasses.replace(judge, weight=0.0)
+
+
+def _spread(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:
+    """Results of some rows as results of all, NaN and counted where there was no image."""
+    place = {row: number for number, row in enumerate(rows)}
+
+    def fill(values: Sequence[float]) -> list[float]:
+        return [values[place[row]] if row in place else float("nan") for row in range(total)]
+
+    missing = total - len(rows)
+    errors = found.errors | ({"latents/overflow": missing} if missing else {})
+    examples = found.examples | ({"latents/overflow": "the latents are not finite"} if missing else {})
+    terms = {name: fill(values) for name, values in found.terms.items()}
+    return RewardResult(fill(found.total), terms, errors, examples)
+
+
+def _error_metric(name: str) -> str:
+    term, _, kind = name.rpartition("/")
+    return f"reward/errors/{metric_label(term)}/{kind}"

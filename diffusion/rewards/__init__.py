@@ -1,0 +1,5 @@
+"""Rewards of pictures, as functions that `mmrl.rewards.RewardSum` calls."""
+
+from diffusion.rewards.table import IMAGE_REWARDS, ImageReward, load_image_rewards
+
+__all__ = ["IMAGE_REWARDS", "ImageReward", "load_image_rewards"]

@@ -1,0 +1,142 @@
+"""Does the picture look like the handwritten digit that was asked for? Classifiers of the scans scikit-learn ships.
+
+The reward's classifier and the judge's see different halves of the 1797 scans and are of different kinds, so that a
+picture which only pleases the weights of the first does not please the second.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mmrl.errors import UserError
+
+__all__ = ["class_log_prob", "class_prob", "class_prob_judge", "digit_scans"]
+
+SIDE_PX = 8
+INK = 16.0
+"""Brightest value of a scan."""
+SPLIT_SEED = 0
+JUDGE_SEED = 7
+LEAST = 1e-12
+"""Smallest probability that the logarithm is taken of."""
+
+
+def class_prob(
+    prompts: Sequence[str],
+    completions: Sequence[NDArray[np.uint8]],
+    *,
+    metadata: Sequence[Mapping[str, Any] | None] | None = None,
+    **_: Any,
+) -> list[float]:
+    """Give the probability of the captioned digit under a logistic regression.
+
+    Args:
+        prompts: B captions; the only digit in it counts where there is no metadata.
+        completions: B pictures (H, W, 3) uint8 of any size, white ink on black as in the scans.
+        metadata: B times {"label": digit}.
+
+    Returns:
+        B numbers from 0 to 1.
+
+    Raises:
+        UserError: a row without metadata whose prompt has not one digit, or scikit-learn is not installed.
+    """
+    return _probabilities("reward", prompts, completions, metadata)
+
+
+def class_log_prob(
+    prompts: Sequence[str],
+    completions: Sequence[NDArray[np.uint8]],
+    *,
+    metadata: Sequence[Mapping[str, Any] | None] | None = None,
+    **_: Any,
+) -> list[float]:
+    """Give the logarithm of `class_prob`, which still has a slope where the digit is improbable."""
+    return [float(np.log(max(value, LEAST))) for value in _probabilities("reward", prompts, completions, metadata)]
+
+
+def class_prob_judge(
+    prompts: Sequence[str],
+    completions: Sequence[NDArray[np.uint8]],
+    *,
+    metadata: Sequence[Mapping[str, Any] | None] | None = None,
+    **_: Any,
+) -> list[float]:
+    """Give the probability of the captioned digit under a neural network fitted to the other half of the scans.
+
+    It is for measuring and not for training; arguments and result are those of `class_prob`.
+    """
+    return _probabilities("judge", prompts, completions, metadata)
+
+
+def digit_scans(half: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Load one half of the scans.
+
+    Args:
+        half: "reward" or "judge", which are disjoint.
+
+    Returns:
+        Scans (N, 64), 0..1, and their digits (N,).
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise UserError("the digit rewards need scikit-learn; install it with pip install scikit-learn") from error
+    scans, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
+    rows = order[: len(order) // 2] if half == "reward" else order[len(order) // 2 :]
+    return (scans[rows] / INK).astype(np.float32), labels[rows].astype(np.int64)
+
+
+@functools.cache
+def _classifier(half: str) -> Any:
+    """The fitted classifier of a half."""
+    scans, labels = digit_scans(half)
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neural_network import MLPClassifier
+
+    if half == "reward":
+        return LogisticRegression(max_iter=500).fit(scans, labels)
+    network = MLPClassifier((64,), alpha=1e-2, learning_rate_init=1e-2, max_iter=120, random_state=JUDGE_SEED)
+    return network.fit(scans, labels)
+
+
+def _probabilities(
+    half: str,
+    prompts: Sequence[str],
+    completions: Sequence[NDArray[np.uint8]],
+    metadata: Sequence[Mapping[str, Any] | None] | None,
+) -> list[float]:
+    classifier = _classifier(half)
+    if not len(completions):
+        return []
+    labels = [_label(prompt, row) for prompt, row in zip(prompts, metadata or [None] * len(prompts), strict=True)]
+    table = classifier.predict_proba(np.stack([_as_scan(image) for image in completions]))
+    return [float(row[label]) for row, label in zip(table, labels, strict=True)]
+
+
+def _label(prompt: str, row: Mapping[str, Any] | None) -> int:
+    if row is not None:
+        label = row.get("label")
+        if isinstance(label, int) and 0 <= label <= 9:
+            return label
+        raise UserError(f"metadata['label'] is {label!r}; must be a digit 0 to 9")
+    found = re.findall(r"\d+", prompt)
+    if len(found) != 1 or len(found[0]) != 1:
+        raise UserError(f"the prompt {prompt!r} must have one digit, or the row metadata with a label")
+    return int(found[0])
+
+
+def _as_scan(image: NDArray[np.uint8]) -> NDArray[np.float32]:
+    grey = Image.fromarray(image).convert("L").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX)
+    return np.asarray(grey, dtype=np.float32).ravel() / 255.0

@@ -1,0 +1,72 @@
+"""How well a picture compresses: a reward without any content, to show what reward hacking looks like."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mmrl.errors import UserError
+
+__all__ = ["jpeg_compressibility", "jpeg_incompressibility", "jpeg_kilobytes"]
+
+QUALITY = 95
+
+
+def jpeg_incompressibility(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
+    """Reward pictures whose JPEG file is large.
+
+    Args:
+        prompts: B captions, not looked at.
+        completions: B pictures (H, W, 3) uint8.
+
+    Returns:
+        B sizes in kB.
+
+    Source: DDPO, arXiv 2305.13301; kvablack/ddpo-pytorch ddpo_pytorch/rewards.py.
+    """
+    return [jpeg_kilobytes(image) for image in completions]
+
+
+def jpeg_compressibility(
+    prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, scale: str = "ddpo", **_: Any
+) -> list[float]:
+    """Reward pictures whose JPEG file is small.
+
+    Args:
+        prompts: B captions, not looked at.
+        completions: B pictures (H, W, 3) uint8.
+        scale: "ddpo" for -kB, "flow_grpo" for -kB / 500.
+
+    Returns:
+        B numbers below 0.
+
+    Raises:
+        UserError: the scale does not exist.
+
+    Source: as `jpeg_incompressibility`; the second scale is that of yifan123/flow_grpo flow_grpo/rewards.py.
+    """
+    if scale not in SCALES:
+        raise UserError(f"jpeg_compressibility: scale is {scale!r}; use one of {', '.join(SCALES)}")
+    return [-jpeg_kilobytes(image) / SCALES[scale] for image in completions]
+
+
+def jpeg_kilobytes(image: NDArray[np.uint8]) -> float:
+    """Size of a picture as a JPEG file of quality 95.
+
+    Args:
+        image: RGB (H, W, 3) uint8.
+
+    Returns:
+        Thousands of bytes.
+    """
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
+    return buffer.tell() / 1000.0
+
+
+SCALES = {"ddpo": 1.0, "flow_grpo": 500.0}

@@ -1,0 +1,245 @@
+"""The image rewards by name, and how a run gets them as functions."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+
+__all__ = ["IMAGE_REWARDS", "ImageReward", "load_image_rewards"]
+
+
+@dataclass(frozen=True)
+class ImageReward:
+    """One row of the table of image rewards."""
+
+    name: str
+    """Name in configs and metrics."""
+    function: str
+    """`module:function`, imported when it is used."""
+    summary: str
+    """What earns the reward, in one line."""
+    citation: str
+    """Where the rule comes from."""
+    range: tuple[float | None, float | None]
+    """Lowest and highest value; None where there is no bound."""
+    offline: bool
+    """Whether it works without weights or a server that the user must bring."""
+    needs: str = "nothing"
+    """What must be there beside the installed package."""
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        module, _, name = self.function.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+
+def load_image_rewards(
+    names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Callable[..., Any]]:
+    """Load image rewards as the functions that `mmrl.rewards.RewardSum` takes.
+
+    A reward whose required options are all given is tried without rows, so that missing weights, programs and
+    packages show before the run.
+
+    Args:
+        names: keys of `IMAGE_REWARDS`.
+        options: keyword arguments by reward, fixed in the function; those of a `RewardConfig` override them.
+
+    Returns:
+        f(prompts, completions, **columns) -> list of numbers, by name.
+
+    Raises:
+        UserError: a reward or an option does not exist, or what a reward needs is missing.
+    """
+    options = options or {}
+    for name in (*names, *options):
+        if name not in IMAGE_REWARDS:
+            raise UserError(f"there is no image reward {name!r}{_hint(name, list(IMAGE_REWARDS))}")
+    return {name: _bound(IMAGE_REWARDS[name], options.get(name, {})) for name in names}
+
+
+def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any]:
+    function = reward.load()
+    parameters = inspect.signature(function).parameters.values()
+    allowed = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in COLUMNS
+    }
+    for key in options:
+        if key not in allowed:
+            raise UserError(f"image reward {reward.name!r} has no option {key!r}{_hint(key, list(allowed))}")
+    bound = functools.partial(function, **options) if options else function
+    missing = [name for name, parameter in allowed.items() if parameter.default is parameter.empty]
+    if all(name in options for name in missing):
+        bound(prompts=[], completions=[])
+    return bound
+
+
+def _hint(wanted: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(wanted, known, n=1)
+    suggestion = f"did you mean {close[0]!r}? " if close else ""
+    return f"; {suggestion}known are: {', '.join(known) or 'none'}"
+
+
+COLUMNS = ("metadata",)
+
+_TABLE = (
+    ImageReward(
+        "shapes_geneval",
+        "diffusion.rewards.geneval:shapes_geneval",
+        "share of what a caption of shapes asks for: shapes, counts, colours, relation, nothing else",
+        "GenEval, arXiv 2310.11513; graded as in Flow-GRPO, arXiv 2505.05470",
+        (0.0, 1.0),
+        offline=True,
+    ),
+    ImageReward(
+        "shapes_geneval_strict",
+        "diffusion.rewards.geneval:shapes_geneval_strict",
+        "1 for exactly what a caption of shapes asks for, else 0",
+        "GenEval, arXiv 2310.11513",
+        (0.0, 1.0),
+        offline=True,
+    ),
+    ImageReward(
+        "shapes_judge",
+        "diffusion.rewards.judges:shapes_judge",
+        "probability of the right counts under a network of another kind; for measuring, not for training",
+        "this suite",
+        (0.0, 1.0),
+        offline=True,
+        needs="the option path; 40 seconds of training the first time",
+    ),
+    ImageReward(
+        "class_prob",
+        "diffusion.rewards.digits:class_prob",
+        "probability of the captioned handwritten digit under a logistic regression",
+        "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998",
+        (0.0, 1.0),
+        offline=True,
+        needs="scikit-learn",
+    ),
+    ImageReward(
+        "class_log_prob",
+        "diffusion.rewards.digits:class_log_prob",
+        "logarithm of class_prob",
+        "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998",
+        (None, 0.0),
+        offline=True,
+        needs="scikit-learn",
+    ),
+    ImageReward(
+        "class_prob_judge",
+        "diffusion.rewards.digits:class_prob_judge",
+        "probability of the captioned digit under a network that saw other scans; for measuring, not for training",
+        "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998",
+        (0.0, 1.0),
+        offline=True,
+        needs="scikit-learn",
+    ),
+    ImageReward(
+        "caption_colour",
+        "diffusion.rewards.colour:caption_colour",
+        "nearness of the pixels to the colours of the caption",
+        "this suite",
+        (0.0, 1.0),
+        offline=True,
+    ),
+    ImageReward(
+        "caption_position",
+        "diffusion.rewards.colour:caption_position",
+        "distance of two colours' centres of mass along the relation of the caption",
+        "this suite",
+        (-1.0, 1.0),
+        offline=True,
+    ),
+    ImageReward(
+        "jpeg_incompressibility",
+        "diffusion.rewards.jpeg:jpeg_incompressibility",
+        "size in kB of the picture as a JPEG file",
+        "DDPO, arXiv 2305.13301",
+        (0.0, None),
+        offline=True,
+    ),
+    ImageReward(
+        "jpeg_compressibility",
+        "diffusion.rewards.jpeg:jpeg_compressibility",
+        "minus the size in kB of the picture as a JPEG file",
+        "DDPO, arXiv 2305.13301",
+        (None, 0.0),
+        offline=True,
+    ),
+    ImageReward(
+        "ocr",
+        "diffusion.rewards.ocr:ocr",
+        "1 for a picture in which the quoted text can be read, less by edit distance",
+        "Flow-GRPO, arXiv 2505.05470",
+        (0.0, 1.0),
+        offline=True,
+        needs="the program tesseract",
+    ),
+    ImageReward(
+        "pickscore",
+        "diffusion.rewards.plugins:pickscore",
+        "human preference for the picture given the prompt",
+        "Pick-a-Pic, arXiv 2305.01569",
+        (None, None),
+        offline=False,
+        needs="the option path: folder of PickScore_v1 with its processor",
+    ),
+    ImageReward(
+        "clip_score",
+        "diffusion.rewards.plugins:clip_score",
+        "fit of picture and prompt",
+        "CLIPScore, arXiv 2104.08718",
+        (None, None),
+        offline=False,
+        needs="the option path: folder of CLIP ViT-L/14",
+    ),
+    ImageReward(
+        "hpsv2",
+        "diffusion.rewards.plugins:hpsv2",
+        "human preference for the picture given the prompt",
+        "HPS v2, arXiv 2306.09341",
+        (-1.0, 1.0),
+        offline=False,
+        needs="the option path: folder of HPS v2.1, and open_clip for the released file",
+    ),
+    ImageReward(
+        "image_reward",
+        "diffusion.rewards.image_reward:image_reward",
+        "human preference for the picture given the prompt",
+        "ImageReward, arXiv 2304.05977",
+        (None, None),
+        offline=False,
+        needs="the option path: folder of ImageReward, and the package ImageReward",
+    ),
+    ImageReward(
+        "aesthetic",
+        "diffusion.rewards.plugins:aesthetic",
+        "beauty of the picture, whatever it shows",
+        "christophschuhmann/improved-aesthetic-predictor; DDPO, arXiv 2305.13301",
+        (None, None),
+        offline=False,
+        needs="the option path: folder of CLIP ViT-L/14 with the head",
+    ),
+    ImageReward(
+        "unified_reward",
+        "diffusion.rewards.remote:unified_reward",
+        "score that a vision-language model at a server gives",
+        "UnifiedReward, arXiv 2503.05236",
+        (0.0, 1.0),
+        offline=False,
+        needs="the option url: an OpenAI-compatible server",
+    ),
+)
+
+IMAGE_REWARDS: dict[str, ImageReward] = {reward.name: reward for reward in _TABLE}

@@ -1,0 +1,279 @@
+"""From prompts to latents: by any solver, or step by step with a log-probability for each stochastic step.
+
+Shapes: B rows (images), S steps of the grid, T trained steps, C x H x W one latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.conditioning import TextRows
+from diffusion.guidance import GuidedVelocity
+from diffusion.schedule import SOLVERS, make_solver, sde_window, sigma_grid, trained_steps
+from diffusion.steps import CpsStep, DanceSdeStep, FlowSdeStep, OdeStep, StepKernel, sample_step
+
+__all__ = [
+    "KERNELS",
+    "SamplerConfig",
+    "Trajectory",
+    "guided",
+    "make_kernel",
+    "row_noise",
+    "sample_latents",
+    "sample_trajectories",
+    "trained_window",
+]
+
+
+@dataclass
+class SamplerConfig:
+    """How images are drawn while training, and for evaluation."""
+
+    steps: int = 10
+    """Denoising steps of a training rollout."""
+    guidance: float = 4.5
+    """Classifier-free guidance scale in rollouts and in training; 1 = none, one model row a step instead of two."""
+    negative_prompt: str = ""
+    """The other side of guidance."""
+    kernel: str = "flow_sde"
+    """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
+    noise_level: float = 0.7
+    """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau)."""
+    window: int = 0
+    """Consecutive stochastic steps that are trained, the others are ODE steps; 0 = all that `fraction` leaves."""
+    window_low: int = 0
+    """First step at which the window may start."""
+    window_high: int = 0
+    """Step before which the window ends; 0 = half of the steps."""
+    fraction: float = 0.99
+    """Share of the steps that is trained; 0.99 leaves out the last one, whose Gaussian is too peaked."""
+    random_share: float = 1.0
+    """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
+    solver: str = "euler"
+    """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic) or dpm (2nd order)."""
+    same_noise: bool = False
+    """Whether the images of a group start from the same noise (DanceGRPO)."""
+    batch_rows: int = 64
+    """Most images drawn or decoded at a time; for memory only, the images do not depend on it."""
+    eval_steps: int = 40
+    """ODE steps of evaluation images."""
+    eval_guidance: float | None = None
+    """Guidance scale of evaluation images; empty = that of training."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        for name, valid, expected in (
+            ("steps", self.steps >= 1, "at least 1"),
+            ("eval_steps", self.eval_steps >= 1, "at least 1"),
+            ("batch_rows", self.batch_rows >= 1, "at least 1"),
+            ("kernel", self.kernel in KERNELS, f"one of {', '.join(KERNELS)}"),
+            ("solver", self.solver in SOLVERS, f"one of {', '.join(SOLVERS)}"),
+            ("noise_level", self.noise_level >= 0, "0 or more"),
+            ("fraction", 0 < self.fraction <= 1, "in (0, 1]"),
+            ("random_share", 0 < self.random_share <= 1, "in (0, 1]"),
+            ("window", 0 <= self.window <= self.steps, f"between 0 and steps={self.steps}"),
+            ("guidance", self.guidance >= 0, "0 or more"),
+        ):
+            if not valid:
+                raise ValueError(f"sampler.{name} is {getattr(self, name)}; must be {expected}")
+
+
+@dataclass
+class Trajectory:
+    """Denoising runs, with what is needed to score their trained steps again."""
+
+    latents: Tensor
+    """x_0 (B, C, H, W)."""
+    states: Tensor
+    """(B, T + 1, C, H, W), latents before each trained step and after the last."""
+    sigma: Tensor
+    """(B, T) float32, time before each trained step."""
+    following: Tensor
+    """(B, T) float32, time after it."""
+    logp: Tensor
+    """(B, T) float32, mean log-density per latent dimension."""
+    mean: Tensor | None
+    """(B, T, C, H, W) float32, where asked for."""
+
+
+def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal noise that depends on each row's seed alone.
+
+    Args:
+        seeds: (B,) int64.
+        draws: noises of each row.
+        shape: shape of one.
+
+    Returns:
+        (B, draws, *shape) float32 on the CPU.
+    """
+    generator = torch.Generator()
+    rows = [torch.randn(draws, *shape, generator=generator.manual_seed(seed)) for seed in seeds.tolist()]
+    return torch.stack(rows) if rows else torch.zeros(0, draws, *shape)
+
+
+def guided(
+    policy: Any, velocity_of: Any, text: TextRows, scale: float, negative: str, **options: Any
+) -> GuidedVelocity:
+    """Velocity of some rows under classifier-free guidance.
+
+    Args:
+        policy: gives the embedding of the negative prompt.
+        velocity_of: the model that is called, the policy or what wraps it.
+        text: text of the rows.
+        scale: guidance scale.
+        negative: negative prompt, read where the scale is not 1.
+        options: see `GuidedVelocity`.
+
+    Returns:
+        (latents (B, C, H, W), sigma () or (B,)) -> velocity (B, C, H, W).
+    """
+    other = None if scale == 1.0 else policy.embeddings.negative(negative)
+    return GuidedVelocity(velocity_of, text, other, scale, **options)
+
+
+def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
+    """Transition of the trained steps on a grid (S + 1,) of times."""
+    return KERNELS[config.kernel](config.noise_level, float(grid[1]))
+
+
+def sample_trajectories(
+    policy: Any, text: TextRows, seeds: Tensor, config: SamplerConfig, window: range, *, keep_mean: bool = False
+) -> Trajectory:
+    """Denoise, with the steps of the window stochastic and recorded and the others deterministic.
+
+    Args:
+        policy: a `DiffusionPolicy`.
+        text: text of B rows.
+        seeds: (B,) int64 or (B, 2): of the initial noise and of the steps' noise.
+        config: grid, kernel and guidance.
+        window: the trained steps.
+        keep_mean: whether the means of the transitions are returned.
+
+    Returns:
+        The B runs.
+    """
+    grid = sigma_grid(policy.pipeline.scheduler, config.steps, policy.image_tokens)
+    parts = []
+    for rows in torch.arange(len(text)).split(config.batch_rows):
+        velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
+        parts.append(_trajectories(policy, velocity, seeds[rows], grid, make_kernel(config, grid), window, keep_mean))
+    means = [part.mean for part in parts if part.mean is not None]
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _JOINED}
+    return Trajectory(**joined, mean=torch.cat(means) if means else None)
+
+
+def _trajectories(
+    policy: Any, velocity: GuidedVelocity, seeds: Tensor, grid: Tensor, kernel: Any, window: range, keep_mean: bool
+) -> Trajectory:
+    pairs = _pairs(seeds)
+    latents = _first_latents(policy, pairs)
+    noise = row_noise(pairs[:, 1], len(window), policy.latent_shape).to(policy.device)
+    states, logps, means = [], [], []
+    ode = OdeStep()
+    for index, (sigma, following) in enumerate(pairwise(grid)):
+        v = velocity(latents, sigma.to(latents.device))
+        if index not in window:
+            latents = ode.transition(v, latents, sigma, following)[0].to(latents.dtype)
+            continue
+        if not states:
+            states.append(latents)
+        result = sample_step(kernel, v, latents, sigma, following, noise[:, index - window.start])
+        latents = result.previous
+        states.append(latents)
+        logps.append(result.logp)
+        means += [result.mean] if keep_mean else []
+    rows = len(seeds)
+    return Trajectory(
+        latents=latents,
+        states=torch.stack(states, 1),
+        sigma=grid[list(window)].expand(rows, -1).to(latents.device),
+        following=grid[[index + 1 for index in window]].expand(rows, -1).to(latents.device),
+        logp=torch.stack(logps, 1),
+        mean=torch.stack(means, 1) if means else None,
+    )
+
+
+def sample_latents(
+    policy: Any,
+    text: TextRows,
+    seeds: Tensor,
+    config: SamplerConfig,
+    *,
+    steps: int | None = None,
+    guidance: float | None = None,
+    solver: str | None = None,
+) -> Tensor:
+    """Denoise without log-probabilities.
+
+    Args:
+        policy: a `DiffusionPolicy`.
+        text: text of B rows.
+        seeds: (B,) int64 or (B, 2): of the initial noise and of the solver's noise.
+        config: grid, solver and guidance.
+        steps: another number of steps.
+        guidance: another guidance scale.
+        solver: another solver.
+
+    Returns:
+        x_0 (B, C, H, W) in the policy's dtype.
+    """
+    chosen = solver or config.solver
+    scale = config.guidance if guidance is None else guidance
+    noise_level = config.noise_level if chosen == "sa_solver" else 0.0
+    count = steps or config.steps
+    made = make_solver(chosen, policy.pipeline.scheduler, count, noise_level, policy.image_tokens)
+    parts = []
+    for rows in torch.arange(len(text)).split(config.batch_rows):
+        velocity = guided(policy, policy, text.select(rows), scale, config.negative_prompt)
+        pairs = _pairs(seeds[rows])
+        latents = _first_latents(policy, pairs)
+        sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
+        for index in range(count):
+            v = velocity(latents, made.sigmas[index].to(latents.device))
+            latents = made.step(v, index, latents, sources)
+        parts.append(latents)
+    return torch.cat(parts)
+
+
+def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
+    """Steps that are stochastic and trained in one rollout.
+
+    Args:
+        config: window and fraction.
+        generator: places a window.
+
+    Returns:
+        Consecutive steps.
+    """
+    if not config.window:
+        return trained_steps(config.steps, config.fraction)
+    high = config.window_high or max(config.steps // 2, config.window_low + config.window)
+    return sde_window(config.steps, config.window, config.window_low, high, generator)
+
+
+def _pairs(seeds: Tensor) -> Tensor:
+    """Seeds (B, 2) of the initial noise and of the noise of the steps."""
+    return seeds if seeds.dim() == 2 else torch.stack([seeds, seeds ^ OTHER_STREAM], 1)
+
+
+def _first_latents(policy: Any, pairs: Tensor) -> Tensor:
+    """Initial noise (B, C, H, W)."""
+    return row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0].to(policy.device, policy.dtype)
+
+
+_JOINED = ("latents", "states", "sigma", "following", "logp")
+OTHER_STREAM = 0x5DEECE66D
+"""Turns the seed of a row's initial noise into that of its steps."""
+KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
+    "flow_sde": lambda noise_level, sigma_max: FlowSdeStep(sigma_max, noise_level),
+    "dance_sde": lambda noise_level, sigma_max: DanceSdeStep(noise_level),
+    "cps": lambda noise_level, sigma_max: CpsStep(noise_level),
+}
+"""Kernels that a flow model's steps can be trained with, from the noise level and the grid's second time."""

@@ -1,0 +1,188 @@
+"""Moving averages of the trained weights, and how much of the old average the published methods keep.
+
+Three of them are in use and they are different things: the average that is evaluated and kept (`eval_ema_decay`), the
+anchor of AWM's KL term (`kl_ema_decay`) and the policy that DiffusionNFT samples from (`nft_old_decay`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+
+__all__ = ["ShadowWeights", "eval_ema_decay", "kl_ema_decay", "nft_old_decay"]
+
+
+class ShadowWeights:
+    """A second set of values for the parameters that are trained; all other weights are shared with the policy.
+
+    The values start as a copy and are float32 whatever the parameters are, so that small steps of the average are not
+    rounded away.
+
+    Args:
+        policy: the policy; the parameters that require a gradient now are the ones that are followed.
+
+    Raises:
+        UserError: nothing of the policy is trained.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._parameters = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+        if not self._parameters:
+            raise UserError("no parameter of the policy requires a gradient, so there is nothing to average")
+        self._values = {name: value.detach().float().clone() for name, value in self._parameters.items()}
+        self._applied = False
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Move the shadow towards the policy: shadow <- decay * shadow + (1 - decay) * policy.
+
+        Args:
+            decay: share of the OLD shadow that is kept, 0..1; 0 copies the policy bit for bit.
+
+        Raises:
+            UserError: a decay outside 0..1.
+            RuntimeError: the shadow is in the policy's place, see `applied`.
+        """
+        if not 0.0 <= decay <= 1.0:
+            raise UserError(f"decay={decay} must be between 0 and 1")
+        self._check_apart()
+        for name, parameter in self._parameters.items():
+            current = parameter.detach().float()
+            if decay == 0.0:
+                self._values[name] = current.clone()
+            else:
+                self._values[name] = self._values[name].to(current.device).lerp_(current, 1.0 - decay)
+
+    def copy_(self) -> None:
+        """Make the shadow equal to the policy."""
+        self.update(0.0)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the shadow in the policy's place; afterwards, also after an exception, the policy is what it was.
+
+        It is so bit for bit. What is written into the parameters meanwhile is lost.
+
+        Raises:
+            RuntimeError: it already is in its place.
+
+        Gradient: the exchange is no part of any graph; a graph from before it can no longer be walked back.
+        """
+        self._check_apart()
+        kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._write(self._values)
+        self._applied = True
+        try:
+            yield
+        finally:
+            self._write(kept)
+            self._applied = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of the values by parameter name, float32."""
+        return {name: value.clone() for name, value in self._values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over values that `state_dict` gave.
+
+        Args:
+            state: values by parameter name.
+
+        Raises:
+            UserError: they belong to other parameters.
+            RuntimeError: the shadow is in the policy's place.
+        """
+        self._check_apart()
+        different = sorted(set(state) ^ set(self._values))
+        different += [name for name, own in self._values.items() if name in state and state[name].shape != own.shape]
+        if different:
+            raise UserError(f"the averaged weights are those of another policy; {', '.join(different[:4])} do not fit")
+        self._values = {
+            name: state[name].detach().to(value.device, torch.float32, copy=True)
+            for name, value in self._values.items()
+        }
+
+    def _check_apart(self) -> None:
+        if self._applied:
+            raise RuntimeError("the shadow is in the policy's place; leave applied() first.")
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
+
+
+class _Ramp(NamedTuple):
+    """0 for `flat` steps, then growing by `slope` a step up to `limit`."""
+
+    flat: int
+    slope: float
+    limit: float
+
+
+def eval_ema_decay(step: int, decay: float = 0.9999) -> float:
+    """Decay of the average that is evaluated and saved: min((1 + s) / (10 + s), d).
+
+    Args:
+        step: updates so far, from 0.
+        decay: limit d; 0.9999 in Flow-GRPO, 0.99 in AWM, 0.9 in DiffusionNFT.
+
+    Returns:
+        Share of the old average that is kept.
+
+    Source: yifan123/flow_grpo flow_grpo/ema.py, scxue/advantage_weighted_matching.
+    """
+    return min((1 + step) / (10 + step), decay)
+
+
+def kl_ema_decay(step: int, limit: float = 0.3, slope: float = 0.001) -> float:
+    """Decay of the anchor of AWM's KL term: min(slope * s, limit), so at first the anchor is the last sampling policy.
+
+    Args:
+        step: optimiser steps so far, from 0.
+        limit: largest decay.
+        slope: growth a step.
+
+    Returns:
+        Share of the old average that is kept.
+
+    Source: scxue/advantage_weighted_matching (the linear schedule of the adapter `ema`).
+    """
+    return min(slope * step, limit)
+
+
+def nft_old_decay(step: int, kind: int) -> float:
+    """Decay of the policy that DiffusionNFT samples from.
+
+    Args:
+        step: optimiser steps so far, from 0.
+        kind: 0 always copies; 1 is min(0.001 s, 0.5); 2 copies for 75 steps, then min(0.0075 (s - 75), 0.999).
+
+    Returns:
+        Share of the old policy that is kept.
+
+    Raises:
+        UserError: an unknown kind.
+
+    Source: NVlabs/DiffusionNFT (decay types of the adapter `old`).
+    """
+    if kind not in NFT_SCHEDULES:
+        raise UserError(f"decay kind {kind}; there are: {', '.join(map(str, NFT_SCHEDULES))}")
+    schedule = NFT_SCHEDULES[kind]
+    return min(schedule.slope * max(step - schedule.flat, 0), schedule.limit)
+
+
+NFT_SCHEDULES = {
+    0: _Ramp(flat=0, slope=0.0, limit=0.0),
+    1: _Ramp(flat=0, slope=0.001, limit=0.5),
+    2: _Ramp(flat=75, slope=0.0075, limit=0.999),
+}

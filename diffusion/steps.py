@@ -1,0 +1,358 @@
+r"""One step of a sampler as a Gaussian: its mean, its standard deviation and the log-probability of where it landed.
+
+Shapes: B rows (images), C channels, H x W latent pixels. sigma runs from 1 (noise) to 0 (image) and a step goes from
+sigma to sigma_next < sigma, so dt = sigma_next - sigma is negative. With x_t = (1 - sigma) x_0 + sigma noise and
+velocity v = noise - x_0, a model's v contains x_0 = x - sigma v and noise = x + (1 - sigma) v.
+
+Why an ODE sampler may be made random: the marginals of dx = v dt stay the same when noise g dW is added and the drift
+becomes v - (g^2 / 2) score, for every g, as the Fokker-Planck equation shows. The score of x_t given x_0 is
+-noise / sigma; averaged over x_0 it is -(x + (1 - sigma) v) / sigma, so it costs no second model. One Euler-Maruyama
+step backwards in time is then the Gaussian
+
+    mean = x + v dt + (g^2 / 2) (x + (1 - sigma) v) / sigma dt,    std = g sqrt(-dt).
+
+Flow-GRPO and DanceGRPO differ in g alone. All numbers are worked out in float32 (float64 if both velocity and latents
+are float64), and means over pixels, not sums, are reported, which is why clip ranges for these log-ratios are as
+small as 1e-4.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+__all__ = [
+    "STEPS",
+    "CpsStep",
+    "DanceSdeStep",
+    "DdimStep",
+    "FlowSdeStep",
+    "OdeStep",
+    "StepKernel",
+    "StepResult",
+    "flow_grpo_head_kl",
+    "gaussian_kl",
+    "guard_log_ratio",
+    "sample_step",
+]
+
+LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Where one step led to, and how likely that was."""
+
+    mean: Tensor
+    """Mean of the step's Gaussian (B, C, H, W) float32."""
+    std: Tensor
+    """Its standard deviation (B,) float32; sqrt(-dt) is included."""
+    previous: Tensor
+    """Latents after the step (B, C, H, W) in the dtype of those before it; no gradient."""
+    logp: Tensor
+    """`StepKernel.log_prob` of `previous` (B,) float32."""
+
+
+class StepKernel(ABC):
+    """The Gaussian that one step draws from."""
+
+    @abstractmethod
+    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of the latents after the step.
+
+        Args:
+            velocity: the model's prediction at `latents` (B, C, H, W), any float dtype.
+            latents: x at `sigma` (B, C, H, W), any float dtype.
+            sigma: time before the step, of all rows () or of each (B,).
+            sigma_next: time after it, () or (B,), smaller than `sigma`.
+
+        Returns:
+            mean (B, C, H, W) and std (B,), float32.
+
+        Raises:
+            ValueError: shapes that do not fit.
+
+        Gradient: through velocity and latents.
+        """
+
+    def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """Return the log-density of the latents that were drawn, averaged over C, H and W.
+
+        Args:
+            previous: latents after the step (B, C, H, W), any float dtype.
+            mean: (B, C, H, W), of `transition`.
+            std: (B,), of `transition`.
+
+        Returns:
+            (B,) float32, nats per latent number; NaN where std is 0, because there is no density.
+
+        Gradient: through mean; `previous` is detached.
+
+        Source: yifan123/flow_grpo flow_grpo/diffusers_patch/sd3_sde_with_logprob.py.
+        """
+        squares = _row_mean((previous.detach().to(mean.dtype) - mean).square())
+        return -squares / (2 * std.square()) - std.log() - LOG_SQRT_2PI
+
+
+@dataclass(frozen=True)
+class OdeStep(StepKernel):
+    """Euler step of the probability-flow ODE, x + v dt; nothing is random and log-probabilities are NaN."""
+
+    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StepKernel.transition`; std is 0."""
+        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+        return x + (s_next - s) * v, torch.zeros_like(s).flatten()
+
+
+@dataclass(frozen=True)
+class FlowSdeStep(StepKernel):
+    """SDE step with g = noise_level * sqrt(sigma / (1 - sigma)), the noise of Flow-GRPO.
+
+    Source: Flow-GRPO, arXiv 2505.05470, eq. 9; yifan123/flow_grpo flow_grpo/diffusers_patch/sd3_sde_with_logprob.py.
+    """
+
+    sigma_max: float
+    """Stands in for sigma in 1 - sigma at sigma = 1, where g would be infinite: the grid's second time."""
+    noise_level: float = 0.7
+    """0 gives the ODE."""
+
+    def __post_init__(self) -> None:
+        _require(self.noise_level >= 0, f"noise_level is {self.noise_level}; must be at least 0")
+        _require(0 < self.sigma_max < 1, f"sigma_max is {self.sigma_max}; must be between 0 and 1, as sigmas[1] is")
+
+    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StepKernel.transition`; sigma must be above 0."""
+        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+        spread = self.noise_level * (s / (1 - torch.where(s >= 1, self.sigma_max, s))).sqrt()
+        return _reverse_sde(v, x, s, s_next, spread)
+
+
+@dataclass(frozen=True)
+class DanceSdeStep(StepKernel):
+    """SDE step with the same g = eta at every time, the noise of DanceGRPO.
+
+    Source: DanceGRPO, arXiv 2505.07818; XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py, flux_step.
+    """
+
+    eta: float = 0.3
+    """0 gives the ODE."""
+
+    def __post_init__(self) -> None:
+        _require(self.eta >= 0, f"eta is {self.eta}; must be at least 0")
+
+    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StepKernel.transition`; sigma must be above 0."""
+        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+        return _reverse_sde(v, x, s, s_next, torch.full_like(s, self.eta))
+
+
+@dataclass(frozen=True)
+class CpsStep(StepKernel):
+    """Coefficient-preserving step: part of the predicted noise is replaced by fresh noise of the same size.
+
+    mean = (1 - sigma') x_0 + sqrt(sigma'^2 - std^2) noise with std = sigma' sin(noise_level pi / 2), so x_0 and noise
+    keep the weights 1 - sigma' and sigma' of the path, however large the step is. That is the path's own variance if
+    x_0 is the true one; a model's is a mean over possible images, and the spread it averages out is lost. The noise
+    does not shrink with the step either.
+
+    Source: Flow-CPS, arXiv 2509.05952; X-GenGroup/Flow-Factory, flow-matching scheduler, dynamics "CPS".
+    """
+
+    noise_level: float = 0.8
+    """0 gives the ODE, 1 replaces all of the noise."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.noise_level <= 1, f"noise_level is {self.noise_level}; must be between 0 and 1")
+
+    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StepKernel.transition`."""
+        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+        angle = self.noise_level * math.pi / 2
+        mean = (1 - s_next) * (x - s * v) + s_next * math.cos(angle) * (x + (1 - s) * v)
+        return mean, (s_next * math.sin(angle)).flatten()
+
+    def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """Return -(previous - mean)^2, averaged over C, H and W.
+
+        It leaves out 1 / (2 std^2) and the constants, as the public code does: every time then weighs the same in the
+        ratio, which is no longer one of densities.
+
+        Args:
+            previous: latents after the step (B, C, H, W), any float dtype.
+            mean: (B, C, H, W), of `transition`.
+            std: (B,), not used.
+
+        Returns:
+            (B,) float32.
+
+        Gradient: through mean; `previous` is detached.
+        """
+        return -_row_mean((previous.detach().to(mean.dtype) - mean).square())
+
+
+@dataclass(frozen=True)
+class DdimStep(StepKernel):
+    """Step of a variance-preserving noise-prediction model such as Stable Diffusion 1, for DDPO.
+
+    Its path is x_t = sqrt(a) x_0 + sqrt(1 - a) noise. Where the interface says velocity, give the predicted noise;
+    where it says sigma and sigma_next, give a = alphas_cumprod before and after the step, which grows along the way.
+
+    Source: DDIM, arXiv 2010.02502, eq. 12 and 16; kvablack/ddpo-pytorch
+        ddpo_pytorch/diffusers_patch/ddim_with_logprob.py.
+    """
+
+    eta: float = 1.0
+    """1 is the ancestral sampler of DDPM; 0 is deterministic."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.eta <= 1, f"eta is {self.eta}; must be between 0 and 1")
+
+    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        """See `StepKernel.transition`, with the predicted noise and alphas_cumprod, 0 < a < a_next <= 1."""
+        noise, x, a, a_next = _checked(velocity, latents, sigma, sigma_next)
+        clean = (x - (1 - a).sqrt() * noise) / a.sqrt()
+        variance = self.eta**2 * (1 - a_next) / (1 - a) * (1 - a / a_next)
+        # With eta = 1 rounding may leave a difference just below 0.
+        kept = (1 - a_next - variance).clamp(min=0)
+        return a_next.sqrt() * clean + kept.sqrt() * noise, variance.sqrt().flatten()
+
+
+def sample_step(
+    kernel: StepKernel, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, noise: Tensor
+) -> StepResult:
+    """Take one step with given noise.
+
+    The new latents are rounded to the dtype of the old ones before their log-probability is taken: an update that
+    evaluates the stored latents then starts from exactly the same number, ratio 1, also in bfloat16.
+
+    Args:
+        kernel: what to draw from.
+        velocity: the model's prediction at `latents` (B, C, H, W).
+        latents: x at `sigma` (B, C, H, W).
+        sigma: time before the step, () or (B,).
+        sigma_next: time after it, () or (B,).
+        noise: standard normal (B, C, H, W); the kernel decides how much of it is used.
+
+    Returns:
+        The new latents, the Gaussian they come from and their log-probability.
+
+    Gradient: none through `previous`; mean and log-probability keep that of velocity and latents.
+    """
+    mean, std = kernel.transition(velocity, latents, sigma, sigma_next)
+    drawn = mean + std.reshape(-1, *[1] * (mean.ndim - 1)) * noise.to(mean)
+    previous = drawn.detach().to(latents.dtype)
+    return StepResult(mean, std, previous, kernel.log_prob(previous, mean, std))
+
+
+def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
+    """Exact divergence between two steps of the same standard deviation, averaged over C, H and W.
+
+    Args:
+        mean: of the policy's step (B, C, H, W).
+        mean_ref: of the reference's step (B, C, H, W).
+        std: (B,), sqrt(-dt) included, above 0.
+
+    Returns:
+        (B,) nats per latent number.
+
+    Gradient: through mean; `mean_ref` is detached.
+
+    Source: Flow-GRPO, arXiv 2505.05470, section 4.1.
+    """
+    return _row_mean((mean - mean_ref.detach()).square()) / (2 * std.square())
+
+
+def flow_grpo_head_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+    """Divergence as Flow-GRPO's released code computes it: without sqrt(-dt), |dt| times `gaussian_kl`.
+
+    Coefficients published with one form do not fit the other: |dt| is 0.04 to 0.27 on a grid of ten steps.
+
+    Args:
+        mean: of the policy's step (B, C, H, W).
+        mean_ref: of the reference's step (B, C, H, W).
+        std: (B,), sqrt(-dt) included as everywhere here.
+        sigma: time before the step, () or (B,).
+        sigma_next: time after it, () or (B,).
+
+    Returns:
+        (B,).
+
+    Gradient: through mean; `mean_ref` is detached.
+
+    Source: yifan123/flow_grpo scripts/train_sd3_fast.py.
+    """
+    return gaussian_kl(mean, mean_ref, std) * (sigma - sigma_next).to(std)
+
+
+def guard_log_ratio(logp: Tensor, logp_old: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
+    """Log-ratio of GRPO-Guard, (logp - logp_old) std + mean((mean - mean_old)^2) / (2 std).
+
+    With the noise z that was drawn, the plain log-ratio is mean(z d) / std - mean(d^2) / (2 std^2) for d = mean -
+    mean_old: never 0 on average, and on a scale that depends on the time. This one is mean(z d), which is 0 on average
+    and needs one clip range for all times; multiplying by std also reweights the gradient of each time by it.
+
+    Args:
+        logp: Gaussian log-probability now (B,).
+        logp_old: the same at sampling time (B,).
+        mean: of the step now (B, C, H, W).
+        mean_old: at sampling time (B, C, H, W).
+        std: (B,), sqrt(-dt) included.
+
+    Returns:
+        (B,).
+
+    Gradient: through logp and mean.
+
+    Source: GRPO-Guard, arXiv 2510.22319; X-GenGroup/Flow-Factory, trainer GRPOGuard.
+    """
+    moved = _row_mean((mean - mean_old.detach()).square())
+    return (logp - logp_old.detach()) * std + moved / (2 * std)
+
+
+def _reverse_sde(v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """The step of the module docstring for g = spread."""
+    dt = s_next - s
+    mean = x + dt * v + 0.5 * spread.square() * dt * (x + (1 - s) * v) / s
+    return mean, (spread * (-dt).sqrt()).flatten()
+
+
+def _checked(velocity: Tensor, latents: Tensor, *times: Tensor) -> tuple[Tensor, ...]:
+    """Prediction, latents and times in one wide dtype, the times as columns of B rows."""
+    if velocity.shape != latents.shape or latents.ndim < 2:
+        raise ValueError(
+            f"velocity {tuple(velocity.shape)} and latents {tuple(latents.shape)} must have one shape, (B, C, H, W)."
+        )
+    rows = len(latents)
+    for time in times:
+        if time.shape not in ((), (rows,)):
+            raise ValueError(f"a time has the shape {tuple(time.shape)}; must be () or ({rows},).")
+    both_double = velocity.dtype == latents.dtype == torch.float64
+    wide = torch.float64 if both_double else torch.float32
+    column = (rows, *[1] * (latents.ndim - 1))
+    placed = (time.to(latents.device, wide).expand(rows).reshape(column) for time in times)
+    return (velocity.to(wide), latents.to(wide), *placed)
+
+
+def _row_mean(x: Tensor) -> Tensor:
+    return x.flatten(1).mean(1)
+
+
+def _require(good: bool, problem: str) -> None:
+    if not good:
+        raise UserError(problem)
+
+
+STEPS: dict[str, Callable[..., StepKernel]] = {
+    "ode": OdeStep,
+    "flow_sde": FlowSdeStep,
+    "dance_sde": DanceSdeStep,
+    "cps": CpsStep,
+    "ddim": DdimStep,
+}

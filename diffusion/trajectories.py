@@ -1,0 +1,201 @@
+"""Policy gradient over denoising steps: what DDPO, Flow-GRPO and their relatives share.
+
+An image is a row, each trained denoising step one decision with a Gaussian log-density, averaged over the latent's
+dimensions. Rollouts keep the latents before and after each trained step; the update evaluates the model again on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diffusion.conditioning import TextRows
+from diffusion.data import DiffusionTask
+from diffusion.matching import velocity_kl
+from diffusion.payload import DiffusionPayload
+from diffusion.recipe import DiffusionConfig, DiffusionRecipe
+from diffusion.sampler import guided, make_kernel, sample_trajectories, trained_window
+from diffusion.schedule import sigma_grid
+from diffusion.steps import StepKernel, flow_grpo_head_kl, gaussian_kl
+from mmrl.core.objective import TokenScores
+from mmrl.core.rollouts import Rollouts
+
+KL_FORMS = ("exact", "flow_grpo_head", "velocity")
+
+__all__ = ["StepScores", "StepSettings", "TrajectoryConfig", "TrajectoryRecipe", "placed"]
+
+
+@dataclass
+class StepSettings:
+    """How the steps of a run are scored again."""
+
+    kl_form: str = "exact"
+    """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""
+    detach_negative: bool = True
+    """Leave the negative half of guidance out of the gradient, as newer Flow-GRPO code does."""
+
+    def validate(self) -> None:
+        """Check the choice; raises ValueError."""
+        if self.kl_form not in KL_FORMS:
+            raise ValueError(f"step.kl_form is '{self.kl_form}'; allowed: {', '.join(KL_FORMS)}")
+
+
+@dataclass
+class TrajectoryConfig(DiffusionConfig):
+    """A run that learns from the log-densities of denoising steps."""
+
+    step: StepSettings = field(default_factory=StepSettings)
+    """Scoring of the steps."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.step.validate()
+        if self.sampler.noise_level == 0:
+            raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
+        if self.sampler.steps < 2:
+            raise ValueError(f"sampler.steps is {self.sampler.steps}; needs at least 2, the last one is not trained")
+
+
+@dataclass
+class StepScores:
+    """The trained steps of some rows, one entry a step that counts."""
+
+    chosen: Tensor
+    """(M,) int64, place of each in the flattened (B, T)."""
+    velocity: Tensor
+    """(M, C, H, W), carries the gradient."""
+    mean: Tensor
+    """(M, C, H, W) float32."""
+    std: Tensor
+    """(M,) float32, standard deviation of the step."""
+    logp: Tensor
+    """(M,) float32."""
+
+
+class TrajectoryRecipe(DiffusionRecipe):
+    """Draws runs with log-densities and scores their steps again; the loss is the objective's."""
+
+    config: TrajectoryConfig
+    keeps_mean = False
+    """Whether rollouts keep the means under the sampling policy."""
+
+    def draw(self, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """Denoise G images of each task with stochastic steps inside the window."""
+        size, config = self.config.trainer.samples_per_task, self.config.sampler
+        group = torch.arange(len(tasks)).repeat_interleave(size)
+        window = trained_window(config, generator)
+        seeds = self.seeds_for(len(tasks), generator)
+        text = self.text_of(tasks, group)
+        run = sample_trajectories(self.policy, text, seeds, config, window, keep_mean=self.keeps_mean)
+        device = run.logp.device
+        return Rollouts(
+            group=group.to(device),
+            mask=_chosen_steps(run.logp.shape, config.random_share, generator).to(device),
+            logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
+            reward=torch.full((len(group),), float("nan"), device=device),
+            payload=DiffusionPayload(
+                tasks=list(tasks),
+                latents=run.latents,
+                images=np.zeros((len(group), 0, 0, 3), np.uint8),
+                sigma=run.sigma,
+                following=run.following,
+                states=run.states,
+                mean_old=run.mean,
+            ),
+        )
+
+    def scores(
+        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+    ) -> TokenScores:
+        """Log-density of each trained step, and its divergence from the reference where the loss needs it."""
+        steps = self.step_scores(policy, rollouts)
+        logp = placed(steps.logp, steps.chosen, rollouts.mask.shape)
+        return TokenScores(logp, kl_ref=self.placed_divergence(rollouts, steps))
+
+    def step_scores(self, policy: Any, rollouts: Rollouts) -> StepScores:
+        """Evaluate a model on the trained steps of some rows.
+
+        Args:
+            policy: the policy, what wraps it, or the reference.
+            rollouts: rows with states.
+
+        Returns:
+            One entry a step whose mask is 1; steps with mask 0 cost nothing.
+        """
+        states = _Steps(self, rollouts)
+        velocity = states.velocity_of(policy, self.config.step.detach_negative)
+        mean, std = self._kernel.transition(velocity, states.latents, states.sigma, states.following)
+        logp = self._kernel.log_prob(states.reached, mean, std)
+        return StepScores(states.chosen, velocity, mean, std, logp)
+
+    def placed_divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor | None:
+        """`divergence` as (B, T), or None where no loss asks for it."""
+        if not (torch.is_grad_enabled() and self.objective.needs_reference):
+            return None
+        return placed(self.divergence(rollouts, steps), steps.chosen, rollouts.mask.shape)
+
+    def divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor:
+        """KL (M,) of the policy's steps from those of the reference, in the configured form."""
+        assert self.reference is not None
+        states = _Steps(self, rollouts)
+
+        def transition(module: nn.Module) -> tuple[Tensor, Tensor]:
+            velocity = states.velocity_of(module, detach_negative=True)
+            return velocity, self._kernel.transition(velocity, states.latents, states.sigma, states.following)[0]
+
+        velocity, mean = self.reference.score(transition)
+        if self.config.step.kl_form == "velocity":
+            return velocity_kl(steps.velocity, velocity, states.sigma)
+        if self.config.step.kl_form == "flow_grpo_head":
+            return flow_grpo_head_kl(steps.mean, mean, steps.std, states.sigma, states.following)
+        return gaussian_kl(steps.mean, mean, steps.std)
+
+    @property
+    def _kernel(self) -> StepKernel:
+        grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
+        return make_kernel(self.config.sampler, grid)
+
+
+class _Steps:
+    """The trained steps of some rows as one batch of M."""
+
+    def __init__(self, recipe: TrajectoryRecipe, rollouts: Rollouts) -> None:
+        payload: DiffusionPayload = rollouts.payload
+        assert payload.states is not None
+        assert payload.following is not None
+        width = rollouts.num_decisions
+        self._recipe = recipe
+        self.chosen = torch.nonzero(rollouts.mask.flatten() > 0).flatten()
+        self.latents = payload.states[:, :width].flatten(0, 1)[self.chosen]
+        self.reached = payload.states[:, 1 : width + 1].flatten(0, 1)[self.chosen]
+        self.sigma = payload.sigma[:, :width].flatten()[self.chosen]
+        self.following = payload.following[:, :width].flatten()[self.chosen]
+        self._text: TextRows = recipe.text_of(payload.tasks, rollouts.group[self.chosen // width])
+
+    def velocity_of(self, model: Any, detach_negative: bool) -> Tensor:
+        """Guided velocity (M, C, H, W) of a model at the states before the steps."""
+        config, policy = self._recipe.config.sampler, self._recipe.policy
+        velocity = guided(
+            policy, model, self._text, config.guidance, config.negative_prompt, detach_negative=detach_negative
+        )
+        return velocity(self.latents, self.sigma)
+
+
+def _chosen_steps(shape: torch.Size, share: float, generator: torch.Generator) -> Tensor:
+    """Mask (B, T) of the trained steps: a random share of them for each row."""
+    rows, steps = shape
+    if share >= 1.0:
+        return torch.ones(rows, steps)
+    order = torch.rand(rows, steps, generator=generator).argsort(1).argsort(1)
+    return (order < max(int(steps * share), 1)).float()
+
+
+def placed(values: Tensor, chosen: Tensor, shape: torch.Size) -> Tensor:
+    """Put values (M,) at their places in (B, T), 0 elsewhere."""
+    return values.new_zeros(shape.numel()).index_copy(0, chosen, values).view(shape)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion.rewards.remote import read_score, unified_reward
+from mmrl.errors import UserError
+from mmrl.rewards import RewardConfig, RewardSum
+
+
+def pictures(count):
+    return list(np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def server():
+    """A chat endpoint that answers with the next entry of `answers`: text, (status, body), or seconds to wait."""
+    requests, answers = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            length = int(self.headers["Content-Length"])
+            requests.append((self.path, json.loads(self.rfile.read(length))))
+            answer = answers.pop(0)
+            if isinstance(answer, float):
+                time.sleep(answer)
+                answer = "Final Score: 1"
+            if isinstance(answer, str):
+                answer = (200, json.dumps({"choices": [{"message": {"content": answer}}]}))
+            self.send_response(answer[0])
+            self.end_headers()
+            self.wfile.write(answer[1].encode())
+
+        def log_message(self, *_):
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.server_port}/v1", requests, answers
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
+
+
+def test_pictures_go_out_as_png_and_scores_come_back(server):
+    url, requests, answers = server
+    answers += ["Fine.\nFinal Score: 4", "final score: 2.5/5"]
+    images = pictures(2)
+    assert unified_reward(["a cat", "a {dog}"], images, url=url + "/", model="judge") == [0.8, 0.5]
+    for (path, body), prompt, image in zip(requests, ("a cat", "a {dog}"), images, strict=True):
+        assert path == "/v1/chat/completions"
+        assert (body["model"], body["temperature"]) == ("judge", 0)
+        picture, text = body["messages"][0]["content"]
+        assert f"for this prompt: {prompt}\n" in text["text"]
+        kind, _, data = picture["image_url"]["url"].partition(",")
+        assert kind == "data:image/png;base64"
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), image)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("Final Score: 5", 1.0), ("**Final Score:** 3", 0.6), ("Final Score: 1, no, Final Score: 2", 0.4)],
+)
+def test_last_score_counts(answer, score):
+    assert read_score(answer) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "culprit"),
+    [
+        ("a nice picture", "has no 'Final Score: x'"),
+        ("Final Score: 9", "9.0; must be between 0 and 5"),
+        ("Final Score: -1", "must be between"),
+        ((500, "out of memory"), "HTTP Error 500"),
+        ((200, "<html>"), "not answer as a chat endpoint does: JSONDecodeError"),
+        ((200, '{"choices": []}'), "not answer as a chat endpoint does: IndexError"),
+        ((200, "[]"), "not answer as a chat endpoint does: TypeError"),
+    ],
+)
+def test_failures_raise(server, answer, culprit):
+    url, _, answers = server
+    answers.append(answer)
+    with pytest.raises(RuntimeError, match=culprit):
+        unified_reward(["a cat"], pictures(1), url=url)
+
+
+def test_slow_and_absent_servers_raise(server):
+    url, _, answers = server
+    answers.append(0.6)
+    with pytest.raises(TimeoutError):
+        unified_reward(["a cat"], pictures(1), url=url, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match="cannot be asked"):
+        unified_reward(["a cat"], pictures(1), url="http://127.0.0.1:9/v1", timeout_s=2)
+
+
+def test_a_failure_costs_its_own_row_only(server):
+    url, _, answers = server
+    answers += ["Final Score: 4", "?", "Final Score: 4", "?", "Final Score: 3"]
+    rewards = RewardSum([RewardConfig("judge", options={"url": url})], functions={"judge": unified_reward})
+    result = rewards.score(["a", "b", "c"], pictures(3), {})
+    assert result.total == [0.8, pytest.approx(float("nan"), nan_ok=True), 0.6]
+    assert result.errors == {"judge/raised": 1}
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(UserError, match="'localhost:1'; must start with http"):
+        unified_reward([], [], url="localhost:1")
+    with pytest.raises(UserError, match="must contain"):
+        unified_reward([], [], url="http://localhost:1", question="how good is it?")
