@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -65,7 +65,7 @@ def _orw() -> OrwSettings:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="ac_flow")
+    return ObjectiveConfig(preset="flow_grpo", kl_coef=1.0)
 
 
 @dataclass
@@ -96,6 +96,7 @@ class AcFlowRecipe(OrwRecipe):
     """Critic-weighted matching of the policy's own images; see the module."""
 
     config: AcFlowConfig
+    loss_name: ClassVar[str | None] = "ac_flow"
 
     def __init__(self, config: AcFlowConfig) -> None:
         super().__init__(config)

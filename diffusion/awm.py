@@ -37,8 +37,6 @@ from mmrl.training.objectives import ObjectiveConfig
 
 __all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
 
-AVERAGING = ("exp_first", "sum_first", "bgpo")
-
 
 @dataclass
 class AwmSettings:
@@ -172,11 +170,21 @@ class AwmRecipe(MatchedRecipe):
 
 def _with_ratio(config: AwmConfig) -> AwmConfig:
     """The objective's ratio and surrogate as `awm.average` says, unless the configuration sets them itself."""
-    changes = {"sum_first": {"ratio": "sequence_full"}, "bgpo": {"surrogate": "bgpo"}}.get(config.awm.average, {})
-    kept = {key: value for key, value in changes.items() if getattr(config.objective, key) is None}
+    changes: dict[str, Any] = {"sum_first": {"ratio": "sequence_full"}, "bgpo": {"surrogate": "bgpo"}}.get(
+        config.awm.average, {}
+    )
+    kept: dict[str, Any] = {key: value for key, value in changes.items() if getattr(config.objective, key) is None}
     return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **kept))
 
 
 def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
     size, base = (x.detach().float().square().mean().sqrt() for x in (velocity, reference))
     return Metric(float(size / base.clamp(min=1e-8)), 1.0)
+
+
+AVERAGING: dict[str, dict[str, Any]] = {
+    "exp_first": {},
+    "sum_first": {"ratio": "sequence_full"},
+    "bgpo": {"surrogate": "bgpo"},
+}
+"""What an averaging changes in the objective."""

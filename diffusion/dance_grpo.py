@@ -22,9 +22,7 @@ __all__ = ["DanceGrpoConfig", "DanceGrpoRecipe"]
 
 
 def _sampler() -> SamplerConfig:
-    return SamplerConfig(
-        steps=16, guidance=1.0, kernel="dance_sde", noise_level=0.3, same_noise=True, random_share=0.6
-    )
+    return SamplerConfig(steps=16, guidance=1.0, kernel="dance_sde", noise_level=0.3, same_noise=True, random_share=0.6)
 
 
 def _objective() -> ObjectiveConfig:

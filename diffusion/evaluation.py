@@ -108,9 +108,7 @@ def base_distance(recipe: DiffusionRecipe, latents: Tensor, text: TextRows, seed
         The mean over images, latent dimensions and the times 0.2, 0.4, 0.6, 0.8.
     """
     generator = torch.Generator().manual_seed(seed)
-    noisy = stack_timesteps(
-        latents, len(DISTANCE_TIMES), generator=generator, sigma=torch.tensor(DISTANCE_TIMES)
-    )
+    noisy = stack_timesteps(latents, len(DISTANCE_TIMES), generator=generator, sigma=torch.tensor(DISTANCE_TIMES))
     rows = text.select(noisy.image)
 
     def base(x: Tensor, sigma: Tensor) -> Tensor:

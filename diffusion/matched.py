@@ -187,9 +187,7 @@ class MatchedRecipe(DiffusionRecipe):
         payload: DiffusionPayload = rollouts.payload
         text = self.text_of(payload.tasks, rollouts.group).select(noisy.image)
         config = self.config.sampler
-        velocity = guided(
-            self.policy, model, text, config.guidance, config.negative_prompt, detach_negative=True
-        )
+        velocity = guided(self.policy, model, text, config.guidance, config.negative_prompt, detach_negative=True)
         return velocity(noisy.latents, noisy.sigma)
 
     def matched(self, policy: Any, rollouts: Rollouts) -> Matching:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -68,7 +68,7 @@ def _draws() -> DrawSettings:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="diffusion_nft")
+    return ObjectiveConfig(preset="flow_grpo", kl_coef=1e-4)
 
 
 def _eval_ema() -> EvalEmaConfig:
@@ -100,6 +100,7 @@ class DiffusionNftRecipe(MatchedRecipe):
     """Two-sided matching around an old policy; see the module."""
 
     config: DiffusionNftConfig
+    loss_name: ClassVar[str | None] = "diffusion_nft"
 
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)

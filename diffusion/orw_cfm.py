@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -63,7 +63,7 @@ class OrwSettings:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="orw_cfm_w2")
+    return ObjectiveConfig(preset="flow_grpo", kl_coef=1.0)
 
 
 @dataclass
@@ -87,6 +87,7 @@ class OrwRecipe(MatchedRecipe):
     """Reward-weighted matching of the policy's own images; see the module."""
 
     config: OrwConfig
+    loss_name: ClassVar[str | None] = "orw_cfm_w2"
 
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)

@@ -56,6 +56,7 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
             raise UserError(f"patch={patch} must be 2 ** {len(block_out_channels) - 1}, as block_out_channels says")
         if not 1 <= latent_channels <= 3 * patch * patch:
             raise UserError(f"latent_channels={latent_channels} must be between 1 and {3 * patch * patch}")
+        self._patch = patch
         self.basis = nn.Parameter(torch.eye(latent_channels, 3 * patch * patch), requires_grad=False)
         self.mean = nn.Parameter(torch.zeros(3 * patch * patch), requires_grad=False)
 
@@ -95,7 +96,7 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
         Returns:
             A Gaussian (B, K, h / p, w / p) of no width.
         """
-        patch = self.config.patch
+        patch = self._patch
         coordinates = self.basis @ (self._patches(x) - self.mean[:, None])
         latents = coordinates.unflatten(2, (x.shape[2] // patch, x.shape[3] // patch))
         gaussian = DiagonalGaussianDistribution(torch.cat([latents, torch.full_like(latents, NOISELESS)], 1))
@@ -112,11 +113,11 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
         Returns:
             (B, 3, p H, p W).
         """
-        patch = self.config.patch
+        patch = self._patch
         patches = self.basis.T @ z.flatten(2) + self.mean[:, None]
         images = nn.functional.fold(patches, (z.shape[2] * patch, z.shape[3] * patch), patch, stride=patch)
         return DecoderOutput(sample=images) if return_dict else (images,)
 
     def _patches(self, x: Tensor) -> Tensor:
-        """(B, 3 p^2, patches)."""
-        return nn.functional.unfold(x, self.config.patch, stride=self.config.patch)
+        """Patches of images as columns (B, 3 p^2, patches)."""
+        return nn.functional.unfold(x, self._patch, stride=self._patch)

@@ -6,11 +6,12 @@ Shapes: B images, C latent channels, H x W latent pixels, h x w image pixels.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 INDEX_FILE = "model_index.json"
+PATCHES = "diffusion.patches"
 
 
 class DecodedImages(NamedTuple):
@@ -70,7 +72,8 @@ def load_pipeline(
         raise UserError(f"{where} is a {family}; supported are: {', '.join(PIPELINES)}")
     absent = _absent_parts(index, family, where, folder)
     _check_scheduler_class(index, where)
-    pipeline = _from_pretrained(where, family, dtype, absent)
+    libraries = {part[0] for part in index.values() if isinstance(part, list) and part}
+    pipeline = _from_pretrained(where, family, dtype, absent, libraries)
     _check_scheduler(pipeline.scheduler, where)
     _check_complete(pipeline, where)
     for module in _modules(pipeline):
@@ -276,10 +279,12 @@ def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path |
     return absent
 
 
-def _from_pretrained(where: str, family: str, dtype: torch.dtype, absent: list[str]) -> Any:
+def _from_pretrained(where: str, family: str, dtype: torch.dtype, absent: list[str], libraries: Collection[str]) -> Any:
     import diffusers
 
     missing: dict[str, Any] = dict.fromkeys(absent)
+    if PATCHES in libraries:
+        importlib.import_module(PATCHES)  # diffusers loads classes of other packages only when they are imported
     try:
         with quiet_transformers(), quiet_diffusers():
             return getattr(diffusers, family).from_pretrained(where, torch_dtype=dtype, **missing)
@@ -289,17 +294,19 @@ def _from_pretrained(where: str, family: str, dtype: torch.dtype, absent: list[s
 
 @contextlib.contextmanager
 def quiet_diffusers() -> Iterator[None]:
-    """Switch off the progress bars of loading, and the warning that torch_dtype has another name in newer releases."""
+    """Switch off progress bars and warnings of loading and saving; what they warn of is checked and said here."""
     from diffusers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             # the oldest release that is supported knows only the older name
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

@@ -263,7 +263,7 @@ class DiffusionPolicy(nn.Module):
         parts = {**self.pipeline.components, "transformer": transformer}
         pipeline = type(self.pipeline)(**parts)
         Path(path).mkdir(parents=True, exist_ok=True)
-        with quiet_transformers():
+        with quiet_transformers(), quiet_diffusers():
             pipeline.save_pretrained(path)
 
     def load_weights(self, path: Path | str) -> None:

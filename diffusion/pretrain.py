@@ -51,7 +51,7 @@ def _draws() -> DrawSettings:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="orw_cfm_w2", kl_coef=0.0)
+    return ObjectiveConfig(preset="flow_grpo", kl_coef=0.0)
 
 
 def _trainer() -> TrainerConfig:
@@ -100,6 +100,7 @@ class PretrainRecipe(MatchedRecipe):
     """Flow matching on given images; see the module."""
 
     config: PretrainConfig
+    loss_name: ClassVar[str | None] = "flow_matching"
     uses_rewards: ClassVar[bool] = False
 
     def load_train_tasks(self) -> Sequence[Any]:

@@ -6,12 +6,13 @@ the methods with a log-probability of each denoising step, `diffusion/matched.py
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -100,7 +101,8 @@ class DiffusionConfig(RunConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
-        for part in (self.model, self.data, self.sampler, self.eval_ema, *self.eval_data.values()):
+        parts: tuple[Any, ...] = (self.model, self.data, self.sampler, self.eval_ema, *self.eval_data.values())
+        for part in parts:
             part.validate()
         _check_rewards(self)
         if self.combine not in COMBINATIONS:
@@ -136,10 +138,14 @@ class DiffusionRecipe(Recipe):
 
     config: DiffusionConfig
     policy: DiffusionPolicy
+    loss_name: ClassVar[str | None] = None
+    """Name of a loss of the recipe's own, which takes only advantages and coefficients from the objective."""
 
     def __init__(self, config: DiffusionConfig) -> None:
         self.config = config
         self.objective: Objective = make_objective(config.objective)
+        if self.loss_name is not None:
+            self.objective = dataclasses.replace(self.objective, name=self.loss_name)
         self.policy = load_policy(config.model, config.seed)
         self.skipped: Counter[str] = Counter()
         self.train_tasks: Sequence[Any] = self.load_train_tasks()
@@ -316,7 +322,7 @@ class DiffusionRecipe(Recipe):
         size = self.config.trainer.samples_per_task
         seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
         if self.config.sampler.same_noise:
-            seeds[:, 0] = seeds[:: size or 1, 0].repeat_interleave(size)
+            seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
         return seeds
 
     def _load(self, data: PromptConfig, key: str) -> LoadedPrompts:
@@ -336,8 +342,6 @@ def _reward_sum(config: DiffusionConfig) -> RewardSum:
 
 
 def _unweighted(judge: RewardConfig) -> RewardConfig:
-    import dataclasses
-
     return dataclasses.replace(judge, weight=0.0)
 
 

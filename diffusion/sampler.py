@@ -175,7 +175,8 @@ def _trajectories(
     pairs = _pairs(seeds)
     latents = _first_latents(policy, pairs)
     noise = row_noise(pairs[:, 1], len(window), policy.latent_shape).to(policy.device)
-    states, logps, means = [], [], []
+    states: list[Tensor] = []
+    logps, means = [], []
     ode = OdeStep()
     for index, (sigma, following) in enumerate(pairwise(grid)):
         v = velocity(latents, sigma.to(latents.device))

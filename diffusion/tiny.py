@@ -203,11 +203,13 @@ def _write(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
     import torch
 
     ensure_torchvision()
+    from diffusion.pipelines import quiet_diffusers
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = assemble()
     path.mkdir(parents=True, exist_ok=True)
-    with quiet_transformers():
+    with quiet_transformers(), quiet_diffusers():
         pipeline.save_pretrained(path)
     return path
 

@@ -261,6 +261,18 @@ def method_loss(name, b, lp):
 
         policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2, 3.0), valid)
         return token_mean(policy, valid) + 0.1 * token_mean(table(value_term, valid), valid)
+    if name in IMAGE_METHODS:
+        clip_range, kl_coef, scale, per_group = IMAGE_METHODS[name]
+        a = (
+            group_mean_std(group, mask, reward, *per_group)
+            if per_group
+            else group_mean_global_std(group, mask, reward, 1e-4)
+        )
+        a = table(lambda i, t: scale * clip(a[i][t], -5, 5), valid)
+        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], clip_range, clip_range), valid)
+        # the exact divergence comes from the policy's side; this one is that of two unit Gaussians
+        exact = table(lambda i, t: 0.5 * (lp[i][t] - ref[i][t]) ** 2, valid)
+        return token_mean(policy, valid) + kl_coef * token_mean(exact, valid)
     raise KeyError(name)
 
 
@@ -280,7 +292,16 @@ def method_gradient(name, b, step=1e-6):
 
 
 NAN = float("nan")
+# clip range, weight of the exact KL, factor on the advantage, and (ddof, eps) where the group's own deviation counts
+IMAGE_METHODS = {
+    "flow_grpo": (1e-4, 0.04, 1.0, None),
+    "flow_grpo_fast": (1e-5, 0.0, 1.0, None),
+    "ddpo": (1e-4, 0.0, 1.0, (0, 1e-6)),
+    "dance_grpo": (1e-4, 0.0, 1.0, (1, 1e-8)),
+    "awm": (1.0, 0.001, 0.2, None),
+}
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
+METHODS += tuple(IMAGE_METHODS)
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],

@@ -50,7 +50,8 @@ def loss_of(name, dtype):
     objective = get(name)
     rollouts = objective.compute_advantages(rollouts_from(DATA["batch"], dtype))
     logp = torch.tensor(DATA["batch"]["logp"], dtype=dtype, requires_grad=True)
-    scores = TokenScores(logp, values=torch.tensor(DATA["batch"]["values_new"], dtype=dtype))
+    exact = 0.5 * (logp - torch.tensor(DATA["batch"]["logp_ref"], dtype=dtype)).square()
+    scores = TokenScores(logp, values=torch.tensor(DATA["batch"]["values_new"], dtype=dtype), kl_ref=exact)
     return objective.loss(scores, rollouts, objective.denominators(rollouts)).loss, logp
 
 
