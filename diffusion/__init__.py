@@ -1,7 +1,59 @@
 """Reinforcement learning of diffusion and flow models.
 
-Schedules, steps with a Gaussian log-probability, samplers and the methods on them (DDPO, Flow-GRPO, AWM, AC-Flow)
-will live here. Importing this package loads none of them.
+Recipes, transition kernels, rewards and models by name; importing the package loads none of them, only what is taken
+from it: `from diffusion import AwmRecipe, FlowSdeStep, load_image_rewards`.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "diffusion.ac_flow": ("AcFlowConfig", "AcFlowRecipe"),
+    "diffusion.awm": ("AwmConfig", "AwmRecipe"),
+    "diffusion.conditioning": ("PromptEmbeddings", "TextRows"),
+    "diffusion.dance_grpo": ("DanceGrpoConfig", "DanceGrpoRecipe"),
+    "diffusion.data": ("DiffusionTask", "PromptConfig", "load_prompts"),
+    "diffusion.ddpo": ("DdpoConfig", "DdpoRecipe"),
+    "diffusion.flow_grpo": ("FlowGrpoConfig", "FlowGrpoRecipe"),
+    "diffusion.flow_grpo_fast": ("FlowGrpoFastConfig", "FlowGrpoFastRecipe"),
+    "diffusion.forward_process": ("NoisyRows", "matched_velocities", "stack_timesteps"),
+    "diffusion.grpo_guard": ("GrpoGuardConfig", "GrpoGuardRecipe"),
+    "diffusion.guidance": ("GuidedVelocity", "Sd3Transformer", "euler_ode"),
+    "diffusion.flux": ("FluxTransformer",),
+    "diffusion.matching": ("nft_loss", "pseudo_log_likelihood", "sample_times", "velocity_kl"),
+    "diffusion.nft": ("DiffusionNftConfig", "DiffusionNftRecipe"),
+    "diffusion.orw_cfm": ("OrwConfig", "OrwRecipe"),
+    "diffusion.pipelines": ("decode_latents", "encode_images", "load_pipeline"),
+    "diffusion.policy": ("DiffusionPolicy", "LoraSettings", "ModelConfig", "load_policy"),
+    "diffusion.pretrain": ("PretrainConfig", "PretrainRecipe"),
+    "diffusion.rewards": ("IMAGE_REWARDS", "ImageReward", "load_image_rewards"),
+    "diffusion.sampler": ("SamplerConfig", "sample_latents", "sample_trajectories"),
+    "diffusion.schedule": ("make_solver", "sigma_grid"),
+    "diffusion.shadow": ("ShadowWeights",),
+    "diffusion.steps": (
+        "STEPS",
+        "CpsStep",
+        "DanceSdeStep",
+        "DdimStep",
+        "FlowSdeStep",
+        "OdeStep",
+        "gaussian_kl",
+        "sample_step",
+    ),
+    "diffusion.tiny": ("TinyFluxSizes", "TinySd3Sizes", "build_tiny_flux", "build_tiny_sd3"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -88,6 +88,8 @@ class AcFlowConfig(OrwConfig):
         super().validate()
         self.shaping.validate()
         self.critic.validate()
+        if self.orw.center:
+            raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
         if self.advantage_bound < 0:
             raise ValueError(f"advantage_bound is {self.advantage_bound}; must be positive, or 0 for none")
 
@@ -107,6 +109,8 @@ class AcFlowRecipe(OrwRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Weights of the matching errors; none of them counts while the critic warms up."""
+        if self.critic is not None:
+            self.critic.critic.to(self.policy.device)  # made before the policy moved to its device
         weighted = super().advantages(rollouts, accelerator)
         if self.critic is not None and not self.critic.warm:
             weighted = weighted.replace(mask=torch.zeros_like(weighted.mask))
@@ -158,6 +162,7 @@ class AcFlowRecipe(OrwRecipe):
         """Restore `state_dict`."""
         super().load_state_dict(state)
         if self.critic is not None and state["critic"] is not None:
+            self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
             self.critic.load_state_dict(state["critic"])
         self._running = None if state["running"] is None else (state["running"][0], state["running"][1])
         self._step = int(state["step"])

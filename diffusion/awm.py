@@ -85,8 +85,6 @@ class AwmConfig(MatchedConfig):
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
         self.awm.validate()
-        if self.objective.kl not in (None, "full"):
-            raise ValueError(f"objective.kl is '{self.objective.kl}'; AWM measures the velocity distance, kl: full")
 
 
 class AwmRecipe(MatchedRecipe):
@@ -170,9 +168,7 @@ class AwmRecipe(MatchedRecipe):
 
 def _with_ratio(config: AwmConfig) -> AwmConfig:
     """The objective's ratio and surrogate as `awm.average` says, unless the configuration sets them itself."""
-    changes: dict[str, Any] = {"sum_first": {"ratio": "sequence_full"}, "bgpo": {"surrogate": "bgpo"}}.get(
-        config.awm.average, {}
-    )
+    changes = AVERAGING[config.awm.average]
     kept: dict[str, Any] = {key: value for key, value in changes.items() if getattr(config.objective, key) is None}
     return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **kept))
 

@@ -63,7 +63,7 @@ def evaluate_split(
 
     Returns:
         score/<reward> and judge/<reward> with bootstrap intervals over prompts, diversity/latent, distance/base, the
-        cost of training so far, counts, and one image of each of the first prompts.
+        cost of training so far, counts, and some images of each of the first prompts.
     """
     mine = shard(list(enumerate(tasks)), accelerator)
     size = recipe.config.evaluation.batch_tasks
@@ -180,14 +180,15 @@ def _costs(spent: dict[str, int], accelerator: Accelerator) -> dict[str, float]:
 def _record(row: dict[str, Any]) -> SampleRecord:
     from PIL import Image
 
-    first = {name: float(values[0]) for name, values in row["terms"].items()}
+    shown = slice(0, SHOWN_IMAGES)
+    terms = {name: float(np.mean(values[shown])) for name, values in row["terms"].items()}
     return SampleRecord(
         id=row["task"].id,
         prompt=row["task"].prompt,
         response="",
-        outputs=[Image.fromarray(image) for image in row["images"][:SHOWN_IMAGES]],
-        reward=float(row["total"][0]),
-        terms=first,
+        outputs=[Image.fromarray(image) for image in row["images"][shown]],
+        reward=float(np.mean(row["total"][shown])),
+        terms=terms,
     )
 
 

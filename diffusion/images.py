@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,16 +99,22 @@ def _read_packed(path: Path) -> list[CaptionedImage]:
     try:
         with np.load(path) as data:
             images, captions = data["images"], data["captions"].tolist()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is no file of captioned images: {error}") from error
-    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(captions):
-        raise UserError(f"{path}: images are {images.dtype} {images.shape}, captions {len(captions)}")
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or len(images) != len(captions):
+        raise UserError(
+            f"{path}: images are {images.dtype} {images.shape}, captions {len(captions)}; must be uint8 (N, h, w, 3), N"
+        )
     return [CaptionedImage(f"{path.name} {n}", caption, _Stored(images, n)) for n, caption in enumerate(captions)]
 
 
 def _read_list(path: Path) -> list[CaptionedImage]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         place = f"{path.name} line {number}"
         try:
             row = json.loads(line)

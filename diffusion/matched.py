@@ -58,6 +58,8 @@ class DrawSettings:
     uniform."""
     fraction: float = 0.9
     """Share of the grid that the discrete kinds use, from the noisy end."""
+    shift: float = 3.0
+    """Shift of the continuous kinds towards noise; 1 = none."""
     share_times: str = "group"
     """Who has the same times: batch (all images), group (those of a prompt) or image (nobody)."""
     share_noise: bool = False
@@ -71,6 +73,8 @@ class DrawSettings:
             raise ValueError(f"draws.times is '{self.times}'; allowed: {', '.join(TIME_SAMPLERS)}")
         if self.share_times not in SHARING:
             raise ValueError(f"draws.share_times is '{self.share_times}'; allowed: {', '.join(SHARING)}")
+        if self.shift <= 0:
+            raise ValueError(f"draws.shift is {self.shift}; must be above 0")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"draws.fraction is {self.fraction}; must be in (0, 1]")
 
@@ -90,6 +94,8 @@ class MatchedConfig(DiffusionConfig):
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
         self.draws.validate()
+        if self.trainer.old_logp != "recompute":
+            raise ValueError("trainer.old_logp must be 'recompute'; the sampler knows no likelihood of noisy versions")
 
 
 @dataclass
@@ -161,7 +167,9 @@ class MatchedRecipe(DiffusionRecipe):
         grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
 
         def drawn() -> Tensor:
-            times = sample_times(draws.times, draws.count, generator, grid=grid, fraction=draws.fraction)
+            times = sample_times(
+                draws.times, draws.count, generator, grid=grid, fraction=draws.fraction, shift=draws.shift
+            )
             return times.reshape(draws.count)
 
         distinct = {"batch": 1, "group": groups, "image": groups * size}[draws.share_times]

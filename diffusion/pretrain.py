@@ -127,7 +127,7 @@ class PretrainRecipe(MatchedRecipe):
                 latents=latents.to(self.policy.device, self.policy.dtype),
                 images=pixels,
                 sigma=self.times(rows, generator).to(latents.device),
-                noise_seed=torch.randint(2**62, (rows,), generator=generator),
+                noise_seed=torch.randint(2**62, (rows,), generator=generator).to(latents.device),
                 finite=[True] * rows,
             ),
         )

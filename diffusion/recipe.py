@@ -107,7 +107,16 @@ class DiffusionConfig(RunConfig):
         _check_rewards(self)
         if self.combine not in COMBINATIONS:
             raise ValueError(f"combine is '{self.combine}'; allowed: {', '.join(COMBINATIONS)}")
-        make_objective(self.objective)
+        _check_objective(make_objective(self.objective))
+
+
+def _check_objective(objective: Objective) -> None:
+    if objective.needs_values:
+        raise ValueError(f"objective.advantage is '{objective.advantage}', which needs a critic; use a group estimator")
+    if objective.needs_reference and (objective.kl != "full" or objective.kl_in_reward):
+        raise ValueError(f"objective.kl is '{objective.kl}'; images have an exact divergence in the loss, use kl: full")
+    if objective.needs_entropy:
+        raise ValueError("objective.entropy is 'full'; a denoising step has a fixed entropy, leave it out")
 
 
 def _check_rewards(config: DiffusionConfig) -> None:
@@ -210,7 +219,9 @@ class DiffusionRecipe(Recipe):
         """
         rows = [row for row, good in enumerate(finite) if good]
         kept = [tasks[row] for row in rows]
-        found = self.rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns_of(kept))
+        # the columns of all tasks: a reward's column does not go missing because no row with an image has it
+        columns = {name: [task.columns.get(name) for task in kept] for name in columns_of(tasks)}
+        found = self.rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
         result = _spread(found, rows, len(finite))
         for name, count in result.errors.items():
             if not self.errors[name]:
@@ -237,8 +248,8 @@ class DiffusionRecipe(Recipe):
             return self.estimate(rollouts, accelerator)
         total = torch.zeros_like(rollouts.mask)
         for reward in self.config.rewards:
-            values = rollouts.reward_terms[reward.name]
-            values = torch.where(rollouts.scored, values.nan_to_num(), torch.nan)  # None: the term does not apply
+            # where a term does not apply it is NaN: no reward of 0, which would move the others' mean and deviation
+            values = torch.where(rollouts.scored, rollouts.reward_terms[reward.name], torch.nan)
             part = self.estimate(rollouts.replace(reward=values), accelerator).advantage
             assert part is not None
             total = total + reward.weight * part
@@ -250,6 +261,8 @@ class DiffusionRecipe(Recipe):
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
         """Images at fixed prompts and seeds: rewards, judges, diversity, distance to the base model."""
+        device = self.policy.device
+        self.base.score(lambda module: module.to(device))  # copied before the policy moved to its device
         if self.eval_ema is None:
             return evaluate_split(self, self.eval_tasks[split], split, accelerator)
         with self.eval_ema.applied():
@@ -337,8 +350,15 @@ class DiffusionRecipe(Recipe):
 
 
 def _reward_sum(config: DiffusionConfig) -> RewardSum:
+    """All terms as one sum in which the judges have no weight."""
     terms = [*config.rewards, *(_unweighted(judge) for judge in config.judges)]
-    return RewardSum(terms, functions=load_image_rewards([term.function or term.name for term in terms]))
+    functions: dict[str, Any] = {}
+    for term in terms:
+        name = term.function or term.name
+        if ":" not in name:
+            load_image_rewards([name], {name: term.options})  # wrong options and missing weights show before the run
+            functions |= load_image_rewards([name])
+    return RewardSum(terms, functions=functions)
 
 
 def _unweighted(judge: RewardConfig) -> RewardConfig:

@@ -68,6 +68,8 @@ class SamplerConfig:
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
+        lowest = self.window_low + max(self.window, 1)
+        highest = f"0, or between window_low + window={lowest} and steps={self.steps}"
         for name, valid, expected in (
             ("steps", self.steps >= 1, "at least 1"),
             ("eval_steps", self.eval_steps >= 1, "at least 1"),
@@ -78,7 +80,10 @@ class SamplerConfig:
             ("fraction", 0 < self.fraction <= 1, "in (0, 1]"),
             ("random_share", 0 < self.random_share <= 1, "in (0, 1]"),
             ("window", 0 <= self.window <= self.steps, f"between 0 and steps={self.steps}"),
+            ("window_low", 0 <= self.window_low <= self.steps - self.window, "between 0 and steps - window"),
+            ("window_high", self.window_high == 0 or lowest <= self.window_high <= self.steps, highest),
             ("guidance", self.guidance >= 0, "0 or more"),
+            ("eval_guidance", self.eval_guidance is None or self.eval_guidance >= 0, "0 or more, or empty"),
         ):
             if not valid:
                 raise ValueError(f"sampler.{name} is {getattr(self, name)}; must be {expected}")

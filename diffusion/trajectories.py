@@ -58,6 +58,8 @@ class TrajectoryConfig(DiffusionConfig):
         self.step.validate()
         if self.sampler.noise_level == 0:
             raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
+        if self.sampler.kernel == "cps" and self.sampler.noise_level > 1:
+            raise ValueError(f"sampler.noise_level is {self.sampler.noise_level}; must be at most 1 for cps")
         if self.sampler.steps < 2:
             raise ValueError(f"sampler.steps is {self.sampler.steps}; needs at least 2, the last one is not trained")
 

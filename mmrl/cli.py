@@ -293,9 +293,11 @@ def _parts_of(objective: Objective) -> str:
 
 
 def _reward_rows() -> list[tuple[str, str, str]]:
+    from diffusion.rewards import IMAGE_REWARDS
     from mmrl.rewards import REWARDS
 
-    return [(name, entry.summary, entry.citation) for name, entry in REWARDS.items()]
+    rows = [(name, entry.summary, entry.citation) for name, entry in REWARDS.items()]
+    return rows + [(name, f"images: {entry.summary}", entry.citation) for name, entry in IMAGE_REWARDS.items()]
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -68,7 +68,14 @@ def build_images(
 
 
 def build_pipeline(
-    path: str, *, size: int = 32, patch: int = 4, channels: int = 12, seed: int = 0, **sizes: Any
+    path: str,
+    *,
+    size: int = 32,
+    patch: int = 4,
+    channels: int = 12,
+    shift: float = 1.5,
+    seed: int = 0,
+    **sizes: Any,
 ) -> Path:
     """Write a tiny Stable Diffusion 3 pipeline whose autoencoder fits rendered scenes and whose transformer is random.
 
@@ -77,6 +84,7 @@ def build_pipeline(
         size: side of an image in pixels.
         patch: pixels on a side of a latent pixel, a power of 2.
         channels: latent channels.
+        shift: timestep shift of the scheduler; small images need less than the 3 of the released models.
         seed: seed of the weights.
         sizes: further fields of `TinySd3Sizes`.
 
@@ -93,6 +101,7 @@ def build_pipeline(
         path,
         corpus=[scene.caption for scene in scenes],
         sizes=TinySd3Sizes(latent_size=size // patch, latent_channels=channels, **chosen),
+        shift=shift,
         seed=seed,
         autoencoder=PatchAutoencoder.fit(images, patch, channels),
     )

@@ -20,8 +20,10 @@ __all__ = [
     "interval_chart",
     "line_chart",
     "moving_average",
+    "panel_chart",
     "save_png",
     "stacked_chart",
+    "work_figure",
 ]
 
 # after Okabe and Ito, without black and yellow: safe for colour-blind readers, visible on white and black
@@ -30,6 +32,7 @@ _INK = "#7b8087"
 _GRID = "#7b808733"
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
 
 
 def line_chart(series: Series, *, log_scale: bool = False) -> bytes:
@@ -55,9 +58,7 @@ def line_chart(series: Series, *, log_scale: bool = False) -> bytes:
     return _svg(figure)
 
 
-def interval_chart(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]],
-) -> bytes:
+def interval_chart(series: Estimates) -> bytes:
     """Evaluated shares over steps, in per cent with their intervals.
 
     Args:
@@ -69,21 +70,34 @@ def interval_chart(
     figure, axes = _canvas()
     for (label, (steps, *shares)), colour in zip(series.items(), _colours(), strict=False):
         values, low, high = (100 * np.asarray(share, dtype=float) for share in shares)
-        reach = np.nan_to_num(np.maximum([values - low, high - values], 0))
-        axes.errorbar(
-            steps,
-            values,
-            yerr=reach,
-            color=colour,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            linewidth=1.6,
-            label=label,
-        )
+        _draw_intervals(axes, steps, values, low, high, colour, label)
     axes.set_ylabel("%", color=_INK)
     if len(series) > 1:
         _legend_above(figure)
+    return _svg(figure)
+
+
+def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
+    """Evaluated numbers of unlike scales: one panel each, over a shared horizontal axis.
+
+    Args:
+        series: Label to (positions, values, low ends, high ends); NaN ends draw no interval.
+        x_label: What the positions count.
+
+    Returns:
+        The figure as SVG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 0.5 + 1.15 * len(series)), layout="constrained")
+    figure.patch.set_alpha(0)
+    panels = np.atleast_1d(figure.subplots(len(series), 1, sharex=True))
+    for axes, (label, (positions, *columns)), colour in zip(panels, series.items(), _colours(), strict=False):
+        values, low, high = (np.asarray(column, dtype=float) for column in columns)
+        _style(axes)
+        _draw_intervals(axes, positions, values, low, high, colour, label)
+        axes.set_title(label, fontsize=9, color=_INK, loc="left")
+    panels[-1].set_xlabel(x_label, color=_INK)
     return _svg(figure)
 
 
@@ -164,6 +178,41 @@ def comparison_figure(
     return figure
 
 
+def work_figure(
+    title: str,
+    metric: str,
+    curves: Mapping[str, Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]]],
+    targets: Sequence[float] = (),
+) -> Figure:
+    """A metric over what it cost, one panel a cost and one colour an arm, with the mean target as a dashed line.
+
+    Args:
+        title: Name of the experiment.
+        metric: Name of the metric.
+        curves: Cost to arm to one (costs, values) a seed; values that are not finite are joined over.
+        targets: Value to reach at each seed; empty draws no line.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(curves), 4.2), layout="constrained", facecolor="white")
+    panels = np.atleast_1d(figure.subplots(1, len(curves), sharey=True))
+    for axes, (cost, arms) in zip(panels, curves.items(), strict=True):
+        _style(axes)
+        for (arm, runs), colour in zip(arms.items(), _colours(), strict=False):
+            _draw_cost_band(axes, runs, arm, colour)
+        if targets:
+            axes.axhline(float(np.mean(targets)), color=_INK, linewidth=1, linestyle="--", label="target, mean")
+        axes.set_xlabel(cost, color=_INK)
+    panels[0].set_ylabel(metric, color=_INK)
+    if panels[0].get_legend_handles_labels()[0]:
+        _legend(panels[0])
+    figure.suptitle(f"{title}: mean and range of seeds")
+    return figure
+
+
 def save_png(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, replacing an earlier file in one step.
 
@@ -232,6 +281,37 @@ def _draw_bands(
     axes.set_xlabel("step", color=_INK)
     axes.set_title(f"{metric}: mean and range of seeds", fontsize=10, color=_INK)
     _legend(axes)
+
+
+def _draw_intervals(
+    axes: Axes,
+    positions: Sequence[float],
+    values: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    colour: str,
+    label: str,
+) -> None:
+    reach = np.nan_to_num(np.maximum([values - low, high - values], 0))
+    look: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.6}
+    axes.errorbar(positions, values, yerr=reach, color=colour, label=label, **look)
+
+
+def _draw_cost_band(
+    axes: Axes, runs: Sequence[tuple[Sequence[float], Sequence[float]]], label: str, colour: str
+) -> None:
+    """Mean and range over the costs that all seeds have; the mean of joined lines bends where any of them does."""
+    pairs = [(np.asarray(costs, dtype=float), np.asarray(values, dtype=float)) for costs, values in runs]
+    known = [(costs[np.isfinite(values)], values[np.isfinite(values)]) for costs, values in pairs]
+    known = [(costs, values) for costs, values in known if costs.size]
+    if not known:
+        return
+    start, end = max(costs[0] for costs, _ in known), min(costs[-1] for costs, _ in known)
+    grid = np.unique(np.concatenate([costs for costs, _ in known]))
+    grid = grid[(grid >= start) & (grid <= end)]
+    values = np.array([np.interp(grid, *run) for run in known])
+    axes.plot(grid, values.mean(axis=0), color=colour, linewidth=2, label=f"{label} ({len(known)} seeds)")
+    axes.fill_between(grid, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
 
 
 def _canvas() -> tuple[Figure, Axes]:

@@ -8,6 +8,7 @@ their last checkpoint, failed ones are listed and tried again at the next call.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,14 @@ from typing import Any
 from mmrl.errors import RunError, UserError
 from mmrl.training import ledger
 from mmrl.training.comparison import chosen_values, draw, plan_comparison, plan_sweep, summarise
-from mmrl.training.experiment import ExperimentConfig, RunPlan, load_experiment, plan_arm_run, plan_preparations
+from mmrl.training.experiment import (
+    BASELINE_FINAL,
+    ExperimentConfig,
+    RunPlan,
+    load_experiment,
+    plan_arm_run,
+    plan_preparations,
+)
 from mmrl.training.jsonlines import finite_or_none, write_atomically
 from mmrl.training.processes import Job, JobResult, run_jobs
 
@@ -52,7 +60,9 @@ def run_experiment(
     command: CommandBuilder = train_command,
     announce: Callable[[str], None] | None = None,
 ) -> Path:
-    """Run what an experiment file asks for and is not yet done, and write comparison.json and comparison.png.
+    """Run what an experiment file asks for and is not yet done, and write comparison.json and its pictures.
+
+    The pictures are comparison.png, and work.png where the experiment has costs.
 
     Args:
         path: The experiment file.
@@ -157,7 +167,7 @@ class _Session:
         return failed
 
     def write(self, status: str) -> dict[str, Any]:
-        """Summarise all runs so far into comparison.json, and comparison.png unless more runs are to come.
+        """Summarise all runs so far into comparison.json, with pictures unless more runs are to come.
 
         Args:
             status: "running", "done" or "failed".
@@ -214,17 +224,92 @@ def _announce_summary(summary: dict[str, Any], announce: Callable[[str], None]) 
     for arm, entry in summary["arms"].items():
         if entry["n"]:
             announce(f"{arm}: mean {summary['metric']} {entry['mean']:.4f} over {entry['n']} seeds")
-    for arm, difference in summary["differences"].items():
-        pair = f"{arm} - {summary['baseline']}"
+    for line in _difference_lines(summary["differences"], summary["baseline"]):
+        announce(line)
+    for line in (*_work_lines(summary), *_at_lines(summary), *_collapse_lines(summary)):
+        announce(line)
+    if summary["failures"]:
+        announce(_failure_text(summary))
+
+
+def _difference_lines(differences: dict[str, Any], baseline: str) -> list[str]:
+    lines = []
+    for arm, difference in differences.items():
+        pair = f"{arm} - {baseline}"
         if difference["n"]:
             low, high = difference["low"], difference["high"]
             interval = "" if difference["n"] < 2 else f", 95 % [{low:+.4f}, {high:+.4f}]"
             wins = f"{difference['wins']} wins in {difference['n']} pairs"
-            announce(f"{pair}: {difference['mean']:+.4f}{interval}, {wins}")
+            lines.append(f"{pair}: {difference['mean']:+.4f}{interval}, {wins}")
         if difference["missing_seeds"]:
-            announce(f"{pair}: no pair for seeds {', '.join(map(str, difference['missing_seeds']))}")
-    if summary["failures"]:
-        announce(_failure_text(summary))
+            lines.append(f"{pair}: no pair for seeds {', '.join(map(str, difference['missing_seeds']))}")
+    return lines
+
+
+def _work_lines(summary: dict[str, Any]) -> list[str]:
+    """Table of how many times less than the baseline each arm needs, one row a cost and arm."""
+    work, baseline = summary["work"], summary["baseline"]
+    if not work:
+        return []
+    last = "final value" if work["baseline_last"] == 1 else f"mean of the last {work['baseline_last']} evaluations"
+    target = f"{baseline}'s {last} at each seed" if work["target"] == BASELINE_FINAL else f"{work['target']:g}"
+    rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
+    notes = []
+    for cost, table in work["costs"].items():
+        for arm, ratio in table["ratios"].items():
+            shown = _ratio_text(ratio)
+            reached = f"{ratio['n'] - len(ratio['never'])} of {ratio['n']}"
+            by_baseline = f"{ratio['n'] - len(ratio['baseline_never'])} of {ratio['n']}"
+            rows.append((cost, arm, *shown, reached, by_baseline))
+            if ratio["missing_seeds"]:
+                notes.append(f"  {cost}, {arm}: no pair for seeds {', '.join(map(str, ratio['missing_seeds']))}")
+        for arm, entry in table["arms"].items():
+            if entry["at_first_evaluation"]:
+                seeds = ", ".join(map(str, entry["at_first_evaluation"]))
+                notes.append(f"  {cost}, {arm}: the first evaluation has the target already at seeds {seeds}")
+    return [f"cost to reach {work['metric']} = {target}, geometric mean of the ratios:", *_aligned(rows), *notes]
+
+
+def _ratio_text(ratio: dict[str, Any]) -> tuple[str, str]:
+    """Ratio and interval, or the bound that the seeds without a crossing leave."""
+    if ratio["ratio"] is not None and math.isfinite(ratio["ratio"]):
+        low, high = ratio["low"], ratio["high"]
+        return f"{ratio['ratio']:.3g}x", "" if ratio["n"] < 2 else f"[{low:.3g}, {high:.3g}]"
+    if ratio["at_least"] > 0:
+        return f"at least {ratio['at_least']:.3g}x", ""
+    if ratio["at_most"] is not None and math.isfinite(ratio["at_most"]):
+        return f"at most {ratio['at_most']:.3g}x", ""
+    return "unknown", ""
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [f"  {line.rstrip()}" for line in lines]
+
+
+def _at_lines(summary: dict[str, Any]) -> list[str]:
+    at = summary["at"]
+    if not at:
+        return []
+    where = f"{at['value']:g}" if not isinstance(at["value"], str) else "what every arm has spent at each seed"
+    lines = [f"{at['metric']} at equal {at['cost']} ({where}):"]
+    for arm, entry in at["arms"].items():
+        mean = "no value" if entry["mean"] is None else f"mean {entry['mean']:.4f} over {entry['n']} seeds"
+        lines.append(f"  {arm}: {mean}")
+    return lines + [f"  {line}" for line in _difference_lines(at["differences"], summary["baseline"])]
+
+
+def _collapse_lines(summary: dict[str, Any]) -> list[str]:
+    collapse = summary["collapse"]
+    if not collapse:
+        return []
+    lines = [f"runs that end with less than {collapse['below']:g} of their first {collapse['metric']}:"]
+    for arm, entry in collapse["arms"].items():
+        missing = entry["missing_seeds"]
+        unknown = f"; unknown for seeds {', '.join(map(str, missing))}" if missing else ""
+        lines.append(f"  {arm}: {len(entry['collapsed'])} of {entry['n']}{unknown}")
+    return lines
 
 
 def _failure_text(summary: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,17 +18,24 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 
 __all__ = [
+    "BASELINE_FINAL",
+    "MIN_OF_ARMS_FINAL",
     "ArmConfig",
+    "AtConfig",
+    "CollapseConfig",
     "ExperimentConfig",
     "PrepareConfig",
     "RunPlan",
     "SweepConfig",
+    "WorkConfig",
     "dotted_overrides",
     "load_experiment",
     "plan_arm_run",
     "plan_preparations",
 ]
 
+BASELINE_FINAL = "baseline_final"
+MIN_OF_ARMS_FINAL = "min_of_arms_final"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -68,6 +76,57 @@ class SweepConfig:
 
 
 @dataclass
+class WorkConfig:
+    """What it costs each arm to reach a target, and how many times less than the baseline that is.
+
+    Costs are counted from the start of the arm's own run; shared preparations are not part of them.
+    """
+
+    metric: str | None = None
+    """Evaluation metric whose curve is read; null takes the experiment's."""
+    higher_is_better: bool | None = None
+    """Whether a larger value of it is better; null takes the experiment's."""
+    target: str | int | float = BASELINE_FINAL
+    """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
+    baseline_last: int = 1
+    """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
+
+    def check(self) -> None:
+        """Check what the types cannot; raises ValueError naming the key."""
+        _check_number("work.target", self.target, BASELINE_FINAL)
+        if self.baseline_last < 1:
+            raise ValueError(f"`work.baseline_last` ({self.baseline_last}) must be at least 1")
+        if self.baseline_last > 1 and self.target != BASELINE_FINAL:
+            raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
+        if not self.costs:
+            raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
+        for name, weights in self.costs.items():
+            _check_cost(name, weights)
+
+
+@dataclass
+class AtConfig:
+    """Values of the arms at equal cost; needs `work`, whose metric is read."""
+
+    cost: str = MISSING
+    """Name of the cost in `work.costs`."""
+    value: str | int | float = MIN_OF_ARMS_FINAL
+    """`min_of_arms_final`, at each seed the largest cost that every finished arm has spent, or one number."""
+
+
+@dataclass
+class CollapseConfig:
+    """Which runs count as collapsed: those that end with less than a share of what they started with."""
+
+    metric: str = MISSING
+    """Evaluation metric of which more is better, such as a judge that is never optimised."""
+    below: float = 0.5
+    """Share of its value before training below which the final value counts as collapsed."""
+
+
+@dataclass
 class ExperimentConfig:
     """A comparison of arms on the same seeds and the same budget."""
 
@@ -91,6 +150,12 @@ class ExperimentConfig:
     """Parameter to choose per arm before the comparison; null for none."""
     secondary_metrics: list[str] = field(default_factory=list)
     """Further metrics to report, of the last evaluation or else of the last step."""
+    work: WorkConfig | None = None
+    """What each arm spends until it reaches a target; null for none."""
+    at: AtConfig | None = None
+    """Values at equal cost; null for none."""
+    collapse: CollapseConfig | None = None
+    """When a run counts as collapsed; null counts none."""
     split: str | None = None
     """Task set whose evaluation counts; null takes the first one."""
     higher_is_better: bool = True
@@ -121,6 +186,7 @@ class ExperimentConfig:
             raise ValueError(f"`baseline` is '{self.baseline}'; {hint}arms: {', '.join(self.arms)}")
         _check_seeds("seeds", self.seeds)
         self._check_sweep()
+        self._check_work()
         self._check_reserved()
         if self.jobs < 1 or self.timeout_s <= 0:
             raise ValueError(f"`jobs` ({self.jobs}) must be at least 1, `timeout_s` ({self.timeout_s}) positive")
@@ -134,6 +200,18 @@ class ExperimentConfig:
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:
             raise ValueError(f"seeds {shared} are in `seeds` and in `sweep.seeds`; the comparison needs fresh seeds")
+
+    def _check_work(self) -> None:
+        if self.work is not None:
+            self.work.check()
+        if self.at is not None:
+            if self.work is None:
+                raise ValueError("`at` needs `work`, which names the metric and the costs")
+            if self.at.cost not in self.work.costs:
+                raise ValueError(f"`at.cost` is '{self.at.cost}'; costs of `work`: {', '.join(self.work.costs)}")
+            _check_number("at.value", self.at.value, MIN_OF_ARMS_FINAL)
+        if self.collapse is not None and not 0 < self.collapse.below <= 1:
+            raise ValueError(f"`collapse.below` ({self.collapse.below}) is a share of the start value, in (0, 1]")
 
     def _check_reserved(self) -> None:
         swept = [] if self.sweep is None else [self.sweep.parameter]
@@ -292,6 +370,28 @@ def _check_seeds(key: str, seeds: list[int]) -> None:
         raise ValueError(f"`{key}` is empty; give the seeds to run")
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"`{key}` repeats a seed: {seeds}")
+
+
+def _check_number(key: str, value: str | int | float, word: str) -> None:
+    if isinstance(value, str) and value != word:
+        raise ValueError(f"`{key}` is '{value}'; allowed: {word} or a number")
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise ValueError(f"`{key}` is {value}; allowed: {word} or a finite number")
+
+
+def _check_cost(name: str, weights: Mapping[str, float]) -> None:
+    from mmrl.training.tracking import METRICS
+
+    counters = [metric for metric in METRICS if metric.startswith("cost/")]
+    if not weights:
+        raise ValueError(f"`work.costs.{name}` is empty; give weights of {', '.join(counters)}")
+    for counter, weight in weights.items():
+        if counter not in counters:
+            close = difflib.get_close_matches(counter, counters, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")
 
 
 def _existing(name: str, here: Path, where: str) -> Path:

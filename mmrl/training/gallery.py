@@ -1,4 +1,7 @@
-"""Rollouts as a report shows them: grouped by task, images inlined, the same questions before and after."""
+"""Rollouts as a report shows them: grouped by task, images inlined, the same questions before and after.
+
+Answers are text or, for models that draw, images; `mmrl/training/image_grid.py` lays out the latter over evaluations.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,24 @@ from mmrl.training.samples import SampleRecord, read_samples, sample_steps
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["before_after", "sample_gallery"]
+__all__ = [
+    "before_after",
+    "evaluation_columns",
+    "picture",
+    "question",
+    "readable",
+    "sample_gallery",
+    "show_number",
+]
 
 ROLLOUT_TASKS = 6
 SAMPLES_PER_TASK = 8
 COMPARED_TASKS = 12
 TEXT_LIMIT = 4000
 IMAGE_SIDE = 448
+DRAWN_SIDE = 256
+PIXELATED_BELOW = 128
+PIXELATED_SIDE = 96
 
 _REPEATED_MARK = re.compile(r"(<\|[^<>|]+\|>)\1+")
 _MARK = re.compile(r"<\|[^<>|]+\|>")
@@ -55,9 +69,10 @@ def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         runs: (name, folder) of each run, the first one first.
 
     Returns:
-        `note`, `columns` and `tasks` with one side a column; None where fewer than two evaluations kept answers.
+        `note`, `columns` and `tasks` with one side a column; None where fewer than two evaluations kept
+        answers in words.
     """
-    columns = _evaluation_columns(runs)
+    columns = [(label, _answered(groups)) for label, groups in evaluation_columns(runs)]
     if len(columns) < 2:
         return None
     last = columns[-1][1]
@@ -73,18 +88,72 @@ def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
     return {"note": note, "columns": [label for label, _ in kept], "tasks": tasks}
 
 
-def _evaluation_columns(runs: Sequence[tuple[str, Path]]) -> list[tuple[str, dict[str, list[SampleRecord]]]]:
+def evaluation_columns(
+    runs: Sequence[tuple[str, Path]], during: int = 0
+) -> list[tuple[str, dict[str, list[SampleRecord]]]]:
+    """Kept samples of evaluations: the first one of each run, and of the last run also its last one.
+
+    Args:
+        runs: (name, folder) of each run, the first one first.
+        during: Evaluations to pick evenly from between the first and the last one of the last run.
+
+    Returns:
+        (label, samples by task) of each evaluation that kept some.
+    """
     columns = []
     for index, (name, folder) in enumerate(runs):
         steps = sample_steps(folder, "eval")
-        wanted = steps[:1] if index < len(runs) - 1 else [*steps[:1], *steps[1:][-1:]]
-        for step in wanted:
-            when = "before" if step == 0 else "after"
+        between = [] if index < len(runs) - 1 else _spread(steps[1:-1], during)
+        end = [] if index < len(runs) - 1 else steps[1:][-1:]
+        for step in [*steps[:1], *between, *end]:
+            when = "before" if step == 0 else "during" if step in between else "after"
             label = f"{when} {name}" if len(runs) > 1 else f"{when} training"
             groups = _by_task(read_samples(folder, step, "eval"))
             if groups:
                 columns.append((f"{label} (step {step})", groups))
     return columns
+
+
+def question(prompt: str) -> str:
+    """The last user turn of a chat prompt without its marks, or the whole prompt where there is none."""
+    turns = _USER_TURN.findall(prompt)
+    return readable(_MARK.sub("", turns[-1]).strip() if turns else prompt)
+
+
+def readable(text: str) -> str:
+    """Text of a run as a page can show it: repeated marks counted, control characters replaced, cut at a limit."""
+    text = _REPEATED_MARK.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
+    text = _CONTROL.sub("\ufffd", text)
+    hidden = len(text) - TEXT_LIMIT
+    return text if hidden <= 0 else f"{text[:TEXT_LIMIT]}… ({hidden} more characters)"
+
+
+def show_number(value: float | None, signed: bool = False) -> str:
+    """Four digits, or three decimals with a sign; a dash for what is missing or not finite."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{value:+.3f}" if signed else f"{value:.4g}"
+
+
+def picture(image: Image) -> dict[str, Any]:
+    """An image that a model drew, inlined, with the size to show it at.
+
+    Args:
+        image: Any size and mode.
+
+    Returns:
+        `source`, a data URI; `width` and `height` in pixels of the page; `pixelated`, whether it is so small that it
+        is scaled up by a whole number and its pixels are to stay sharp. Small images are stored as they are, large
+        ones are reduced.
+    """
+    side = max(image.size)
+    if side < PIXELATED_BELOW:
+        factor = max(2, PIXELATED_SIDE // side)
+        width, height = (factor * length for length in image.size)
+        return {"source": _data_uri(image), "width": width, "height": height, "pixelated": True}
+    reduction = max(1.0, side / DRAWN_SIDE)
+    width, height = (round(length / reduction) for length in image.size)
+    return {"source": _data_uri(image, DRAWN_SIDE, "JPEG"), "width": width, "height": height, "pixelated": False}
 
 
 def _by_task(records: Sequence[SampleRecord]) -> dict[str, list[SampleRecord]]:
@@ -94,28 +163,40 @@ def _by_task(records: Sequence[SampleRecord]) -> dict[str, list[SampleRecord]]:
     return groups
 
 
+def _answered(groups: dict[str, list[SampleRecord]]) -> dict[str, list[SampleRecord]]:
+    return {task: group for task, group in groups.items() if not group[0].outputs}
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    chosen = min(count, len(steps))
+    return [steps[round(place * (len(steps) + 1) / (chosen + 1)) - 1] for place in range(1, chosen + 1)]
+
+
 def _rollout_task(group: Sequence[SampleRecord]) -> dict[str, Any]:
     terms = list(dict.fromkeys(term for record in group for term in record.terms))
+    drawn = any(record.outputs for record in group)
     samples = [
         {
-            "response": _readable(record.response),
-            "reward": _show(record.reward),
-            "terms": [_show(record.terms.get(term)) for term in terms],
-            "advantage": _show(record.advantage, signed=True),
+            "response": readable(record.response),
+            "outputs": [picture(image) for image in record.outputs],
+            "reward": show_number(record.reward),
+            "terms": [show_number(record.terms.get(term)) for term in terms],
+            "advantage": show_number(record.advantage, signed=True),
             "tone": _tone(record.advantage),
             "finish": record.finish or "–",
         }
         for record in group[:SAMPLES_PER_TASK]
     ]
-    return {**_task_view(group[0]), "terms": terms, "samples": samples}
+    ends = drawn and any(record.finish not in (None, "image") for record in group)
+    return {**_task_view(group[0]), "terms": terms, "samples": samples, "drawn": drawn, "show_finish": ends}
 
 
 def _task_view(record: SampleRecord) -> dict[str, Any]:
     return {
-        "id": _readable(str(record.id)),
-        "question": _question(record.prompt),
-        "prompt": _readable(record.prompt),
-        "answer": None if record.answer in (None, "") else _readable(str(record.answer)),
+        "id": readable(str(record.id)),
+        "question": question(record.prompt),
+        "prompt": None if record.outputs else readable(record.prompt),  # a drawn image's prompt is its question
+        "answer": None if record.answer in (None, "") else readable(str(record.answer)),
         "images": [_data_uri(image) for image in record.images],
     }
 
@@ -124,26 +205,8 @@ def _side(group: Sequence[SampleRecord] | None) -> dict[str, Any] | None:
     if not group:
         return None
     record = group[0]
-    remark = "" if record.reward is None else f"reward {_show(record.reward)}"
-    return {"correct": record.correct, "remark": remark, "response": _readable(record.response)}
-
-
-def _question(prompt: str) -> str:
-    turns = _USER_TURN.findall(prompt)
-    return _readable(_MARK.sub("", turns[-1]).strip() if turns else prompt)
-
-
-def _readable(text: str) -> str:
-    text = _REPEATED_MARK.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
-    text = _CONTROL.sub("\ufffd", text)
-    hidden = len(text) - TEXT_LIMIT
-    return text if hidden <= 0 else f"{text[:TEXT_LIMIT]}… ({hidden} more characters)"
-
-
-def _show(value: float | None, signed: bool = False) -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:+.3f}" if signed else f"{value:.4g}"
+    remark = "" if record.reward is None else f"reward {show_number(record.reward)}"
+    return {"correct": record.correct, "remark": remark, "response": readable(record.response)}
 
 
 def _tone(advantage: float | None) -> str:
@@ -152,11 +215,12 @@ def _tone(advantage: float | None) -> str:
     return "good" if advantage > 0 else "bad"
 
 
-def _data_uri(image: Image) -> str:
-    small = image if image.mode in ("RGB", "RGBA", "L") else image.convert("RGB")
-    if max(small.size) > IMAGE_SIDE:
+def _data_uri(image: Image, side: int = IMAGE_SIDE, form: str = "PNG") -> str:
+    modes = ("RGB", "L") if form == "JPEG" else ("RGB", "RGBA", "L")
+    small = image if image.mode in modes else image.convert("RGB")
+    if max(small.size) > side:
         small = small.copy()
-        small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+        small.thumbnail((side, side))
     buffer = io.BytesIO()
-    small.save(buffer, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    small.save(buffer, format=form, optimize=True, **({"quality": 90} if form == "JPEG" else {}))
+    return f"data:image/{form.lower()};base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

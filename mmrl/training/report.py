@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.charts import interval_chart, line_chart, stacked_chart
+from mmrl.training.charts import interval_chart, line_chart, panel_chart, stacked_chart
 from mmrl.training.derived import derived_numbers
 from mmrl.training.gallery import before_after, sample_gallery
+from mmrl.training.image_grid import image_grid
 from mmrl.training.jsonlines import write_atomically
 from mmrl.training.statistics import difference_interval
 from mmrl.training.stopwatch import STAGES, STAGES_BETWEEN
@@ -42,8 +43,10 @@ def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path
         "formula": run.result.get("objective_formula"),
         "notices": _notices(run),
         "headline": _headline(runs),
+        "scores": _score_tables(runs),
         "numbers": derived_numbers(run.metrics, run.result),
         "charts": _charts(run),
+        "grid": image_grid([(run.name, run.folder) for run in runs]),
         "comparison": before_after([(run.name, run.folder) for run in runs]),
         "rollouts": sample_gallery(run.folder),
         "files": [(name, run.text(name)) for name in ("config.yaml", "result.json") if run.text(name)],
@@ -109,21 +112,112 @@ def _notices(run: _Run) -> list[str]:
     saved = len(list(failures.glob("*"))) if failures.is_dir() else 0
     if saved:
         notices.append(f"{saved} failed optimiser step(s) were saved in {failures}.")
+    if any("reward/mean" in record for record in run.metrics):  # supervised runs optimise no reward
+        notices += [notice for split in _splits(run) if (notice := _hacking_notice(run, split))]
     return notices
 
 
+def _hacking_notice(run: _Run, split: str) -> str | None:
+    records = [record for record in run.evaluations if record.get("split", "") == split]
+    first, last = records[0], records[-1]
+    names = _measured([first], JUDGED)
+    risen = [name for name in names if name.startswith("score/") and last.get(name, math.nan) > first[name]]
+    fallen = [name for name in names if name.startswith("judge/") and _is_below(last, first, name)]
+    spread, before = last.get(DIVERSITY, math.nan), first.get(DIVERSITY, math.nan)
+    narrow = spread < (1 - DIVERSITY_LOSS) * before
+    if not risen or not (fallen or narrow):
+        return None
+    losses = [f"the judge {_move(first, last, name)}" for name in fallen]
+    losses += [f"diversity fell by {100 * (1 - spread / before):.0f} %"] if narrow else []
+    gains = " and ".join(_move(first, last, name) for name in risen)
+    return (
+        f"Possible reward hacking on {split}: the optimised {gains}, while {' and '.join(losses)}. Look at the images."
+    )
+
+
+def _is_below(last: Mapping[str, Any], first: Mapping[str, Any], name: str) -> bool:
+    value, low, _ = _estimate(first, name)
+    return last.get(name, math.nan) < (value if math.isnan(low) else low)
+
+
+def _move(first: Mapping[str, Any], last: Mapping[str, Any], name: str) -> str:
+    verb = "rose" if last[name] > first[name] else "fell"
+    return f"{_label(name)} {verb} from {_plain(first[name])} to {_plain(last[name])}"
+
+
 def _headline(runs: Sequence[_Run]) -> list[dict[str, Any]]:
-    splits = list(dict.fromkeys(record.get("split", "") for record in runs[-1].evaluations))
     tables = []
-    for split in splits:
-        points = [point for run in runs for point in _ends(run, split, several=len(runs) > 1)]
-        names = dict.fromkeys(name for _, record in points for name in record if name.startswith("accuracy/"))
-        protocols = [name for name in names if not name.endswith(("/low", "/high"))]
+    for split in _splits(runs[-1]):
+        points = _points(runs, split)
+        protocols = _measured([record for _, record in points], ("accuracy/",))
         if protocols:
             rows = _headline_rows(points, protocols)
-            labels = [name.removeprefix("accuracy/") for name in protocols]
-            tables.append({"split": split, "protocols": labels, "rows": rows})
+            tables.append({"split": split, "protocols": [_label(name) for name in protocols], "rows": rows})
     return tables
+
+
+def _score_tables(runs: Sequence[_Run]) -> list[dict[str, Any]]:
+    tables = []
+    for split in _splits(runs[-1]):
+        points = _points(runs, split)
+        names = _measured([record for _, record in points], (*JUDGED, *UNJUDGED))
+        if not any(name.startswith(JUDGED) for name in names):
+            continue
+        columns = [{"label": label, "step": record["step"], "count": _count(record)} for label, record in points]
+        groups = [
+            {"heading": heading, "rows": [_score_row(points, name) for name in names if name.startswith(prefixes)]}
+            for heading, prefixes in SCORE_GROUPS
+        ]
+        tables.append({"split": split, "columns": columns, "groups": [group for group in groups if group["rows"]]})
+    return tables
+
+
+def _score_row(points: Sequence[tuple[str, dict[str, Any]]], name: str) -> dict[str, Any]:
+    cells = []
+    previous: Mapping[str, Any] = {}
+    for _, record in points:
+        cell = _score_cell(_estimate(record, name), _estimate(previous, name))
+        if cell is not None and name == DIVERSITY and record[name] < (1 - DIVERSITY_LOSS) * previous.get(name, 0.0):
+            cell["tone"] = "bad"
+        cells.append(cell)
+        previous = record
+    label = name if name.startswith(UNJUDGED) else _label(name)
+    return {"label": label, "definition": describe_metric(name) or "", "cells": cells}
+
+
+def _score_cell(estimate: tuple[float, float, float], earlier: tuple[float, float, float]) -> dict[str, str] | None:
+    value, low, high = estimate
+    if math.isnan(value):
+        return None
+    cell = {"value": _plain(value), "interval": "" if math.isnan(low) else f"[{_plain(low)}, {_plain(high)}]"}
+    if math.isnan(earlier[0]):
+        return cell
+    change, least, most = difference_interval(estimate, earlier)
+    cell["change"] = _plain(change, "+")
+    cell["change_interval"] = "" if math.isnan(least) else f"[{_plain(least, '+')}, {_plain(most, '+')}]"
+    cell["tone"] = "good" if least > 0 else "bad" if most < 0 else ""
+    return cell
+
+
+def _splits(run: _Run) -> list[str]:
+    return list(dict.fromkeys(record.get("split", "") for record in run.evaluations))
+
+
+def _points(runs: Sequence[_Run], split: str) -> list[tuple[str, dict[str, Any]]]:
+    return [point for run in runs for point in _ends(run, split, several=len(runs) > 1)]
+
+
+def _measured(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...]) -> list[str]:
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(prefixes))
+    return [name for name in names if not name.endswith(("/low", "/high"))]
+
+
+def _label(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _plain(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if value == 0 or abs(value) >= 0.0005 else f"{value:{sign}.1e}"
 
 
 def _ends(run: _Run, split: str, several: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -140,10 +234,13 @@ def _headline_rows(points: Sequence[tuple[str, dict[str, Any]]], protocols: Sequ
     previous: Mapping[str, Any] = {}
     for label, record in points:
         cells = [_cell(record, previous, name) for name in protocols]
-        count = f"{record['n']:.0f}" if math.isfinite(record.get("n", math.nan)) else "–"
-        rows.append({"label": label, "step": record["step"], "count": count, "cells": cells})
+        rows.append({"label": label, "step": record["step"], "count": _count(record), "cells": cells})
         previous = record
     return rows
+
+
+def _count(record: Mapping[str, Any]) -> str:
+    return f"{record['n']:.0f}" if math.isfinite(record.get("n", math.nan)) else "–"
 
 
 def _cell(record: Mapping[str, Any], previous: Mapping[str, Any], name: str) -> dict[str, str] | None:
@@ -174,7 +271,7 @@ def _charts(run: _Run) -> list[dict[str, Any]]:
     names -= {"step", "time", *UNCHARTED}
     times = {name for name in names if name.startswith("time/") and _is_telling(run, name)} - {"time/step"}
     names = {name for name in names if not name.startswith("time/")}
-    charts = _accuracy_charts(run)
+    charts = _accuracy_charts(run) + _score_charts(run)
     exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}
     for title, patterns, log_scale in CHARTS:
         chosen = [name for name in _chosen(names, patterns, exact) if _is_telling(run, name)]
@@ -202,22 +299,59 @@ def _time_charts(run: _Run, names: set[str]) -> list[dict[str, Any]]:
 
 def _accuracy_charts(run: _Run) -> list[dict[str, Any]]:
     charts = []
-    for split in dict.fromkeys(record.get("split", "") for record in run.evaluations):
+    for split in _splits(run):
         records = [record for record in run.evaluations if record.get("split", "") == split]
-        names = dict.fromkeys(name for record in records for name in record if name.startswith("accuracy/"))
-        protocols = [name for name in names if not name.endswith(("/low", "/high"))]
+        protocols = _measured(records, ("accuracy/",))
         if len(records) < 2 or not protocols:
             continue
         steps = [record["step"] for record in records]
         series = {
-            name.removeprefix("accuracy/"): (
-                steps,
-                *zip(*(_estimate(record, name) for record in records), strict=True),
-            )
+            _label(name): (steps, *zip(*(_estimate(record, name) for record in records), strict=True))
             for name in protocols
         }
         charts.append(_figure(f"Accuracy on {split}", protocols, interval_chart(series)))  # type: ignore[arg-type]
     return charts
+
+
+def _score_charts(run: _Run) -> list[dict[str, Any]]:
+    charts = []
+    for split in _splits(run):
+        records = [record for record in run.evaluations if record.get("split", "") == split]
+        scores, others = (_measured(records, prefixes) for prefixes in (JUDGED, UNJUDGED))
+        costs = {axis: positions for axis in COSTS if len(set(positions := _cost(records, axis))) > 1} if scores else {}
+        for axis, positions in costs.items():
+            charts.append(_panels(f"Scores and judges on {split} by {axis}", scores, records, positions, axis))
+        if len(records) > 1:
+            steps = [record["step"] for record in records]
+            charts += [_panels(f"Scores and judges on {split}", scores, records, steps)] if scores and not costs else []
+            charts += [_panels(f"Diversity and distance on {split}", others, records, steps)] if others else []
+    return charts
+
+
+def _cost(records: Sequence[Mapping[str, Any]], axis: str) -> list[float]:
+    parts = COSTS[axis]
+    costs = [sum(weight * float(record.get(name, math.nan)) for name, weight in parts.items()) for record in records]
+    return costs if all(map(math.isfinite, costs)) else []
+
+
+def _panels(
+    title: str,
+    names: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    positions: Sequence[float],
+    axis: str = "step",
+) -> dict[str, Any]:
+    series = {
+        _panel_label(name): (positions, *zip(*(_estimate(record, name) for record in records), strict=True))
+        for name in names
+    }
+    image = panel_chart(series, axis)  # type: ignore[arg-type]
+    return {**_figure(title, names, image), "caption": AXIS_CAPTIONS.get(axis, "")}
+
+
+def _panel_label(name: str) -> str:
+    family = FAMILIES.get(name.partition("/")[0])
+    return f"{_label(name)} ({family})" if family else name
 
 
 def _chosen(names: set[str], patterns: Sequence[str], exact: set[str]) -> list[str]:
@@ -276,7 +410,33 @@ UNCHARTED = (
     "reward/errors",
     "optim/skipped",
     "checkpoint/failed",
+    "cost/forward_rows",
+    "cost/train_rows",
 )
+JUDGED = ("score/", "judge/")
+UNJUDGED = ("diversity/", "distance/")
+SCORE_GROUPS = (
+    ("optimised", ("score/",)),
+    ("not optimised, held out", ("judge/",)),
+    ("what else moved", UNJUDGED),
+)
+FAMILIES = {"score": "optimised", "judge": "not optimised"}
+DIVERSITY = "diversity/latent"
+DIVERSITY_LOSS = 0.3
+"""Share of the diversity that may go before the report points at it."""
+COSTS: dict[str, dict[str, float]] = {
+    "images": {"cost/samples": 1},
+    "seconds": {"cost/seconds": 1},
+    "model evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
+}
+AXIS_CAPTIONS = {
+    "images": "Images drawn for training so far.",
+    "seconds": "Seconds of training so far, without evaluation.",
+    "model evaluations": (
+        "Forward equivalents of the denoiser in training so far: rows without gradient + 3 × rows with gradient, "
+        "since a row with gradient costs a forward pass and a backward pass of about two forwards."
+    ),
+}
 CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Reward", ("reward/mean", "reward/std"), False),
     ("Reward terms", ("reward/*",), False),

@@ -110,14 +110,15 @@ class ConsoleSink:
             self._console.print(_step_line(step, self._total_steps, metrics), markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Show each accuracy and score with its interval."""
+        """Show each accuracy and score with its interval, then judges and diversity without."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
-        shown = [
-            f"{name.removeprefix('accuracy/').removeprefix('score/')} {_estimate(name, metrics)}"
-            for name in metrics
-            if name.startswith(HEADLINES) and not name.endswith(("/low", "/high"))
-        ]
-        line = f"evaluation at step {step} ({tag}, {split}{count}): " + (", ".join(shown) or "nothing measured")
+        names = [name for name in metrics if not name.endswith(("/low", "/high"))]
+        shown = [f"{_part(name)} {_estimate(name, metrics)}" for name in names if name.startswith(HEADLINES)]
+        judges = [f"{_part(name)} {metrics[name]:.3f}" for name in names if name.startswith("judge/")]
+        parts = [", ".join(shown) or "nothing measured"]
+        parts += [f"judges: {', '.join(judges)}"] if judges else []
+        parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
+        line = f"evaluation at step {step} ({tag}, {split}{count}): " + "; ".join(parts)
         self._console.print(line, style="green", markup=False)
 
     def truncate_after(self, step: int) -> None:
@@ -276,6 +277,10 @@ def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
     return shown + "".join(f" + {stage}" for stage in between)
 
 
+def _part(name: str) -> str:
+    return name.partition("/")[2]
+
+
 def _estimate(name: str, metrics: Mapping[str, float]) -> str:
     """An accuracy in per cent, another measurement as it is."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
@@ -287,5 +292,6 @@ def _estimate(name: str, metrics: Mapping[str, float]) -> str:
     return f"{value} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
 
 
-HEADLINES = ("accuracy/", "score/", "judge/")
-"""Metrics of an evaluation that its line shows."""
+HEADLINES = ("accuracy/", "score/")
+"""Metrics that the line of an evaluation shows with their intervals."""
+DIVERSITY = "diversity/latent"

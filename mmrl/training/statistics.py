@@ -1,8 +1,8 @@
-"""Intervals for the numbers a run reports: one proportion, one mean, a paired difference, clusters.
+"""Intervals for the numbers a run reports: one proportion, one mean, a paired difference, a ratio of costs, clusters.
 
 An accuracy over n questions is a proportion (Wilson); the score of a method over seeds is a mean (Student t);
-two methods on the same seeds are compared by their paired difference; several samples of one question are not
-independent, so n-sample accuracy resamples whole questions.
+two methods on the same seeds are compared by their paired difference, what they cost by the geometric mean of their
+ratios; several samples of one question are not independent, so n-sample accuracy resamples whole questions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ import numpy as np
 __all__ = [
     "MeanInterval",
     "PairedDifference",
+    "RatioInterval",
     "cluster_bootstrap_interval",
     "difference_interval",
+    "first_reach",
     "mean_interval",
     "paired_difference",
+    "ratio_bounds",
+    "ratio_interval",
     "t_quantile",
+    "value_at",
     "wilson_interval",
 ]
 
@@ -46,6 +51,21 @@ class PairedDifference(NamedTuple):
     high: float
     n: int
     wins: int
+
+
+class RatioInterval(NamedTuple):
+    """Geometric mean of ratios that may be known by bounds only.
+
+    `ratio`, `low` and `high` are NaN unless every ratio is known; `at_least` and `at_most` bound the geometric mean
+    in any case, by 0 and infinity where nothing is known on that side.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    n: int
+    at_least: float
+    at_most: float
 
 
 def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -142,6 +162,102 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
     return PairedDifference(*mean_interval(difference.tolist(), confidence), int((difference > 0).sum()))
 
 
+def first_reach(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float]:
+    """Bounds of the cost at which a curve, straight between its points, first reaches a target.
+
+    The curve and its running maximum reach a target at the same cost, so none is taken. A maximum over the points
+    before they are joined would move the crossing of a segment that begins in a dip to a cheaper place, on the
+    strength of a value that was lost again.
+
+    Args:
+        costs: (n,) finite numbers that never fall, n at least 1.
+        values: (n,) values at these costs, the larger the better; NaN reaches nothing and is joined over.
+        target: The value to reach.
+
+    Returns:
+        (c, c) where it is reached between two points; (0, cost of the first point) where the first one has it
+        already; (last cost, infinity) where it is never reached.
+
+    Raises:
+        ValueError: Different lengths, no points, or costs that fall or are not finite.
+    """
+    cost, value = _curve(costs, values)
+    known = np.isfinite(value)
+    cost, value, spent = cost[known], value[known], float(cost[-1])
+    reached = np.flatnonzero(value >= target)
+    if reached.size == 0:
+        return spent, math.inf
+    end = int(reached[0])
+    if end == 0:
+        return 0.0, float(cost[0])
+    share = (target - value[end - 1]) / (value[end] - value[end - 1])
+    crossing = float(cost[end - 1] + share * (cost[end] - cost[end - 1]))
+    return crossing, crossing
+
+
+def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> float:
+    """Value of a curve, straight between its points, at one cost.
+
+    Args:
+        costs: (n,) finite numbers that never fall, n at least 1.
+        values: (n,) values at these costs; NaN is joined over.
+        cost: Where to read the curve.
+
+    Returns:
+        The value; NaN outside the first and last known point.
+
+    Raises:
+        ValueError: Different lengths, no points, or costs that fall or are not finite.
+    """
+    grid, value = _curve(costs, values)
+    known = np.isfinite(value)
+    if not known.any():
+        return math.nan
+    return float(np.interp(cost, grid[known], value[known], left=math.nan, right=math.nan))
+
+
+def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
+    """Bounds of a quotient of two costs that are known by bounds.
+
+    Args:
+        above: (low, high) of the numerator, each in 0 to infinity.
+        below: (low, high) of the denominator.
+
+    Returns:
+        (low, high); (0, infinity) where a cost is exactly 0, since a ratio to nothing says nothing.
+    """
+    if above[1] == 0 or below[1] == 0:
+        return 0.0, math.inf
+    low = 0.0 if math.isinf(below[1]) else above[0] / below[1]
+    high = math.inf if below[0] == 0 else above[1] / below[0]
+    return low, high
+
+
+def ratio_interval(bounds: Sequence[tuple[float, float]], confidence: float = 0.95) -> RatioInterval:
+    """Geometric mean of positive ratios with the Student-t interval of the mean of their logarithms.
+
+    Args:
+        bounds: (low, high) of each ratio, equal where it is known.
+        confidence: Two-sided coverage in (0, 1).
+
+    Returns:
+        The geometric mean and its interval, or its bounds alone where some ratio is known by bounds only.
+
+    Raises:
+        ValueError: No ratios, or bounds that are NaN or in the wrong order.
+    """
+    pairs = np.asarray(bounds, dtype=np.float64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or not (pairs[:, 0] <= pairs[:, 1]).all():
+        raise ValueError(f"expected (low, high) with low <= high for each ratio, got {list(bounds)}")
+    with np.errstate(divide="ignore"):
+        logs = np.log(pairs)
+    at_least, at_most = (float(np.exp(side.mean())) for side in logs.T)
+    if not np.isfinite(logs).all() or (pairs[:, 0] < pairs[:, 1]).any():
+        return RatioInterval(math.nan, math.nan, math.nan, len(pairs), at_least, at_most)
+    mean, low, high, n = mean_interval(logs[:, 0].tolist(), confidence)
+    return RatioInterval(math.exp(mean), math.exp(low), _exp(high), n, at_least, at_most)
+
+
 def cluster_bootstrap_interval(
     values_by_question: Sequence[Sequence[float]],
     rng: np.random.Generator,
@@ -228,6 +344,20 @@ def _normal_quantile(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence}")
     return NormalDist().inv_cdf(0.5 + confidence / 2)
+
+
+def _exp(value: float) -> float:
+    """Exponential that is infinite where the number has no room, as the interval of two unequal ratios may be."""
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _curve(costs: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    cost, value = _finite(costs), np.asarray(values, dtype=np.float64)
+    if cost.shape != value.shape:
+        raise ValueError(f"a curve needs a value a cost, got shapes {cost.shape} and {value.shape}")
+    if (np.diff(cost) < 0).any():
+        raise ValueError(f"costs never fall along a run, got {cost.tolist()}")
+    return cost, value
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:

@@ -6,9 +6,13 @@ import pytest
 from mmrl.training.statistics import (
     cluster_bootstrap_interval,
     difference_interval,
+    first_reach,
     mean_interval,
     paired_difference,
+    ratio_bounds,
+    ratio_interval,
     t_quantile,
+    value_at,
     wilson_interval,
 )
 
@@ -129,6 +133,87 @@ def test_bootstrap_repeats_and_does_not_depend_on_its_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("values", "target", "expected"),
+    [
+        ([0.0, 0.2, 0.8], 0.5, (15.0, 15.0)),  # half of the way from 10 to 20
+        ([0.0, 0.2, 0.8], 0.2, (10.0, 10.0)),
+        ([0.0, 0.6, 0.2], 0.3, (5.0, 5.0)),  # the first crossing, though it falls back
+        ([0.4, 0.0, 0.8], 0.6, (17.5, 17.5)),  # from the dip, not from the maximum so far
+        ([0.0, math.nan, 0.8], 0.4, (10.0, 10.0)),  # joined over
+        ([0.0, 0.2, 0.8], 0.9, (20.0, math.inf)),
+        ([0.0, 0.8, math.nan], 0.9, (20.0, math.inf)),  # spent all of it
+        ([math.nan] * 3, 0.1, (20.0, math.inf)),
+        ([0.3, 0.2, 0.8], 0.3, (0.0, 0.0)),
+    ],
+)
+def test_first_reach_by_hand(values, target, expected):
+    assert first_reach([0.0, 10.0, 20.0], values, target) == pytest.approx(expected)
+
+
+def test_first_reach_agrees_with_a_fine_grid_and_with_the_running_maximum():
+    rng = np.random.default_rng(0)
+    costs = np.cumsum(rng.uniform(0.5, 2.0, size=8))
+    grid = np.linspace(costs[0], costs[-1], 200_001)
+    for _ in range(20):
+        values = rng.normal(size=8)
+        curve = np.interp(grid, costs, values)
+        target = float(values[0] + 0.9 * (values.max() - values[0]))
+        expected = grid[np.argmax(np.maximum.accumulate(curve) >= target)]
+        if target > values[0]:
+            assert first_reach(costs, values, target)[0] == pytest.approx(expected, abs=2e-4)
+
+
+def test_a_curve_that_begins_late_bounds_its_crossing():
+    assert first_reach([5.0, 10.0], [0.5, 0.6], 0.4) == (0.0, 5.0)
+    assert ratio_bounds((20.0, 20.0), (0.0, 5.0)) == (4.0, math.inf)
+
+
+def test_value_at_joins_points_and_knows_its_ends():
+    costs, values = [0.0, 10.0, 20.0], [0.0, 0.2, 0.8]
+    assert value_at(costs, values, 15.0) == pytest.approx(0.5)
+    assert value_at(costs, values, 20.0) == 0.8
+    assert math.isnan(value_at(costs, values, 20.5))
+    assert value_at(costs, [0.0, math.nan, 0.8], 10.0) == pytest.approx(0.4)
+    assert math.isnan(value_at(costs, [0.0, 0.2, math.nan], 15.0))
+    assert math.isnan(value_at(costs, [math.nan] * 3, 15.0))
+
+
+def test_ratio_bounds_contain_every_ratio_within_the_bounds():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        above, below = np.sort(rng.uniform(0, 3, size=(2, 2)), axis=1)
+        low, high = ratio_bounds(tuple(above), tuple(below))
+        inside = rng.uniform(*above) / rng.uniform(*below)
+        assert low <= inside <= high
+    assert ratio_bounds((6.0, 6.0), (4.0, math.inf)) == (0.0, 1.5)
+    assert ratio_bounds((6.0, math.inf), (4.0, 4.0)) == (1.5, math.inf)
+    for pair in [((6.0, math.inf), (4.0, math.inf)), ((0.0, 0.0), (4.0, 4.0)), ((4.0, 4.0), (0.0, 0.0))]:
+        assert ratio_bounds(*pair) == (0.0, math.inf)
+
+
+def test_ratio_interval_is_the_mean_interval_of_the_logs():
+    ratios = [1.5, 2.0, 4.5, 0.9]
+    found = ratio_interval([(ratio, ratio) for ratio in ratios])
+    expected = np.exp(mean_interval(np.log(ratios).tolist())[:3])
+    assert found[:3] == pytest.approx(expected)
+    assert (found.n, found.at_least, found.at_most) == (4, pytest.approx(expected[0]), pytest.approx(expected[0]))
+    inverse = ratio_interval([(1 / ratio, 1 / ratio) for ratio in ratios])
+    assert (inverse.ratio, inverse.low, inverse.high) == pytest.approx((1 / found.ratio, 1 / found.high, 1 / found.low))
+
+
+def test_one_open_ratio_leaves_bounds_only():
+    found = ratio_interval([(4.0, 4.0), (0.0, 1.0)])
+    assert math.isnan(found.ratio)
+    assert math.isnan(found.low)
+    assert (found.at_least, found.at_most) == (0.0, pytest.approx(2.0))
+    assert ratio_interval([(4.0, 4.0), (9.0, math.inf)])[-2:] == (pytest.approx(6.0), math.inf)
+    assert ratio_interval([(0.0, 1.0), (9.0, math.inf)])[-2:] == (0.0, math.inf)
+    alone = ratio_interval([(2.0, 2.0)])
+    assert alone.ratio == pytest.approx(2.0)
+    assert math.isnan(alone.low)
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda: wilson_interval(5, 4),
@@ -140,6 +225,13 @@ def test_bootstrap_repeats_and_does_not_depend_on_its_chunks(monkeypatch):
         lambda: cluster_bootstrap_interval([], np.random.default_rng(0)),
         lambda: cluster_bootstrap_interval([[1.0], []], np.random.default_rng(0)),
         lambda: t_quantile(0.95, 0),
+        lambda: first_reach([], [], 1.0),
+        lambda: first_reach([0.0, 2.0, 1.0], [0.0, 1.0, 2.0], 1.0),
+        lambda: first_reach([0.0, math.nan], [0.0, 1.0], 1.0),
+        lambda: value_at([0.0, 1.0], [0.0], 1.0),
+        lambda: ratio_interval([]),
+        lambda: ratio_interval([(2.0, 1.0)]),
+        lambda: ratio_interval([(math.nan, 1.0)]),
     ],
 )
 def test_bad_numbers_are_refused(call):

@@ -154,6 +154,19 @@ def test_console_shows_plain_lines_without_a_terminal():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_console_line_of_an_image_evaluation_keeps_intervals_for_what_is_optimised():
+    stream = io.StringIO()
+    metrics = {"n": 54, "score/graded": 0.376, "score/graded/low": 0.35, "score/graded/high": 0.4}
+    for name, value in (("strict", 0.1674), ("vendor.aesthetic", 5.25)):
+        metrics |= {f"judge/{name}": value, f"judge/{name}/low": value - 0.1, f"judge/{name}/high": value + 0.1}
+    metrics |= {"diversity/latent": 1.024, "distance/base": 0.5, "cost/samples": 96.0}
+    ConsoleSink(9, stream=stream).evaluation(3, "during", "held_out", metrics)
+    assert stream.getvalue() == (
+        "evaluation at step 3 (during, held_out of 54 tasks): graded 0.376 [0.350, 0.400]; "
+        "judges: strict 0.167, vendor.aesthetic 5.250; diversity 1.02\n"
+    )
+
+
 def test_console_columns_stay_aligned_when_values_are_missing():
     stream = io.StringIO()
     console = ConsoleSink(10, stream=stream)

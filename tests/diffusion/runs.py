@@ -1,0 +1,137 @@
+"""Configurations of small real runs of the image recipes for the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion.data import PromptConfig
+from diffusion.evaluation import DiffusionEvaluationConfig
+from diffusion.policy import LoraSettings, ModelConfig
+from diffusion.shapes import building
+from mmrl.core.rollouts import Rollouts
+from mmrl.recipes import RECIPES
+from mmrl.rewards.combine import RewardConfig
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.reference import make_reference
+from mmrl.training.seeds import make_generator
+from mmrl.training.settings import CheckpointConfig
+from mmrl.training.tracking import TrackingConfig
+from mmrl.training.trainer import Trainer
+
+PROMPTS = ("a red circle", "a blue square", "a green triangle")
+TINY = {"patch": 8, "layers": 1, "heads": 2, "text_width": 32, "pooled_width": 16, "vocab_size": 700}
+TRAJECTORY_RECIPES = ("flow_grpo", "flow_grpo_fast", "grpo_guard", "dance_grpo", "ddpo")
+_KEPT: list[Any] = []  # folders that are deleted with the process
+MATCHED_RECIPES = ("awm", "diffusion_nft", "orw_cfm_w2", "ac_flow")
+
+
+@functools.cache
+def tiny_model() -> Path:
+    """A random pipeline of 32 x 32 images whose latents are 12 x 4 x 4; its autoencoder has seen a few scenes."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-pipeline-")
+    _KEPT.append(folder)
+    kept = building.FITTED_IMAGES
+    building.FITTED_IMAGES = 48
+    try:
+        return building.build_pipeline(str(Path(folder.name) / "model"), **TINY)
+    finally:
+        building.FITTED_IMAGES = kept
+
+
+def write_prompts(path: Path, prompts: Sequence[str] = PROMPTS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    return path
+
+
+def run_config(name: str, folder: Path, **trainer: Any) -> Any:
+    """A two-step run of a recipe on two prompts, four images each, four denoising steps."""
+    config = RECIPES[name].load_config_class()(
+        recipe=name,
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(rank=4, alpha=8), max_sequence_length=1),
+        data=PromptConfig(path=str(write_prompts(folder / "prompts.txt"))),
+        eval_data={"held_out": PromptConfig(path=str(folder / "prompts.txt"))},
+        rewards=[RewardConfig(name="caption_colour")],
+        judges=[RewardConfig(name="jpeg_incompressibility")],
+        evaluation=DiffusionEvaluationConfig(samples=2, records=2),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )
+    config.sampler = dataclasses.replace(config.sampler, steps=4, eval_steps=3)
+    if hasattr(config, "draws"):
+        config.draws = dataclasses.replace(config.draws, count=3, fraction=0.99)
+    options = {"steps": 2, "tasks_per_step": 2, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
+    config.trainer = dataclasses.replace(config.trainer, **options)
+    config.validate()
+    return config
+
+
+def build(config: Any) -> Any:
+    """The recipe of a configuration."""
+    return RECIPES[config.recipe].load_recipe_class()(config)
+
+
+def make_trainer(config: Any, folder: Path) -> Trainer:
+    """A trainer of the recipe without records of the run."""
+    return Trainer(build(config), config, folder / "run", make_accelerator(), None)
+
+
+def collected(recipe: Any, step: int = 0, count: int = 2) -> Rollouts:
+    """Scored rollouts with advantages, as the loop makes them."""
+    generator = make_generator(recipe.config.seed, "rollout", step, 0, 0)
+    recipe.policy.eval()
+    with torch.no_grad():
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:count], generator))
+    reference = make_reference(recipe.config.reference, recipe.policy, needed=recipe.objective.needs_reference)
+    rollouts = recipe.annotate(recipe.policy, reference, rollouts)
+    return recipe.advantages(rollouts, make_accelerator())
+
+
+def gradients(recipe: Any, rollouts: Rollouts, rows: int = 0) -> tuple[float, torch.Tensor]:
+    """Loss and its gradient with respect to all trained weights, summed over micro-batches of so many rows."""
+    recipe.policy.zero_grad()
+    denominators = recipe.objective.denominators(rollouts)
+    total = 0.0
+    for chunk in rollouts.micro_batches(rows or rollouts.num_rows):
+        output = recipe.loss(recipe.policy, chunk, denominators)
+        output.loss.backward()
+        total += float(output.loss.detach())
+    found = [p.grad.flatten() for p in recipe.policy.parameters() if p.grad is not None]
+    recipe.policy.zero_grad()
+    return total, torch.cat(found)
+
+
+def trained(policy: Any) -> torch.Tensor:
+    """All trained weights as one vector."""
+    return torch.cat([p.detach().flatten().clone() for p in policy.parameters() if p.requires_grad])
+
+
+def disturb(policy: Any, size: float = 0.05, seed: int = 0) -> None:
+    """Move the trained weights, so that policy, reference and averages differ."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def with_function(recipe: Any, functions: dict[str, Callable[..., Any]]) -> None:
+    """Give a recipe reward functions of the test, by the names of its terms."""
+    from mmrl.rewards.combine import RewardSum
+
+    recipe.rewards.close()
+    terms = [*recipe.config.rewards, *(dataclasses.replace(judge, weight=0.0) for judge in recipe.config.judges)]
+    recipe.rewards = RewardSum(terms, functions=functions)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,339 @@
+"""What every image recipe shares: rewards that fail, latents that overflow, advantages, records, bad input."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import diffusion.trajectories
+from mmrl.cli import main
+from mmrl.config import load_run
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.rewards.combine import RewardConfig
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.settings import GroupFilterConfig
+from tests.diffusion.runs import (
+    build,
+    collected,
+    gradients,
+    make_trainer,
+    run_config,
+    tiny_model,
+    trained,
+    with_function,
+    write_prompts,
+)
+
+NAN = float("nan")
+CONFIG = """
+recipe: {recipe}
+output_dir: {folder}/run
+model: {{path: {model}, max_sequence_length: 1, lora: {{rank: 4, alpha: 8}}}}
+data: {{path: {folder}/prompts.txt}}
+eval_data: {{held_out: {{path: {folder}/prompts.txt}}}}
+rewards: [{{name: caption_colour}}]
+judges: [{{name: jpeg_incompressibility}}]
+sampler: {{steps: 4, eval_steps: 2}}
+trainer: {{steps: 1, tasks_per_step: 2, samples_per_task: 2}}
+evaluation: {{at_start: false, samples: 1}}
+tracking: {{quiet: true, tensorboard: false, strict: true}}
+"""
+
+
+def written(folder, recipe="flow_grpo"):
+    """A configuration file that works."""
+    write_prompts(folder / "prompts.txt")
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.format(recipe=recipe, folder=folder, model=tiny_model()))
+    return path
+
+
+def red(prompts, completions, **columns):
+    return [float(image[..., 0].mean()) / 255 for image in completions]
+
+
+def nan_for_third(prompts, completions, **columns):
+    return [NAN if index == 2 else value for index, value in enumerate(red(prompts, completions))]
+
+
+def raises_for_third(prompts, completions, **columns):
+    if len(completions) > 1:
+        raise ValueError("rows one at a time")
+    raises_for_third.calls += 1
+    if raises_for_third.calls == 3:
+        raise RuntimeError("the third image is odd")
+    return red(prompts, completions)
+
+
+raises_for_third.calls = 0
+
+
+def too_few(prompts, completions, **columns):
+    return red(prompts, completions)[:-1] if len(completions) > 1 else red(prompts, completions)
+
+
+def always_raises(prompts, completions, **columns):
+    raise RuntimeError("no reward today")
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "awm", "diffusion_nft", "orw_cfm_w2"])
+def test_failed_rows_leave_the_gradient_of_the_others_as_it_is(name, tmp_path):
+    config = run_config(name, tmp_path)
+    config.objective.kl_coef = 0.5
+    recipe = build(config)
+    with_function(recipe, {"caption_colour": nan_for_third, "jpeg_incompressibility": red})
+    rollouts = collected(recipe)
+    assert rollouts.reward.isnan().tolist() == [index == 2 for index in range(8)]
+    assert recipe.errors == {"caption_colour/nonfinite": 1}
+    assert recipe.step_metrics(rollouts)["reward/errors/caption_colour/nonfinite"] == 1.0
+    assert float(rollouts.advantage[2].abs().max()) == 0.0
+    loss, gradient = gradients(recipe, rollouts)
+    others = rollouts.select(torch.tensor([0, 1, 3, 4, 5, 6, 7]))
+    own = recipe.advantages(others, make_accelerator())
+    if name != "diffusion_nft":  # its weights are not linear in the advantage's row
+        torch.testing.assert_close(own.advantage, others.advantage)
+    expected_loss, expected = gradients(recipe, own)
+    assert math.isfinite(loss)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+def test_a_reward_that_raises_or_returns_too_few_costs_its_own_row(tmp_path):
+    raises_for_third.calls = 0
+    recipe = build(run_config("awm", tmp_path))
+    with_function(recipe, {"caption_colour": raises_for_third, "jpeg_incompressibility": red})
+    rollouts = collected(recipe)
+    assert int(rollouts.reward.isnan().sum()) == 1
+    assert recipe.errors == {"caption_colour/exception": 1}
+    with_function(recipe, {"caption_colour": too_few, "jpeg_incompressibility": red})
+    assert not bool(collected(recipe).reward.isnan().any())  # each row alone gives one number
+
+
+def test_a_judge_that_fails_costs_no_row(tmp_path):
+    recipe = build(run_config("awm", tmp_path))
+    with_function(recipe, {"caption_colour": red, "jpeg_incompressibility": nan_for_third})
+    rollouts = collected(recipe)
+    assert not bool(rollouts.reward.isnan().any())
+    assert bool(rollouts.reward_terms["jpeg_incompressibility"].isnan()[2])
+    assert recipe.errors == {"jpeg_incompressibility/nonfinite": 1}
+
+
+def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path):
+    recipe = build(run_config("awm", tmp_path))
+    with_function(recipe, {"caption_colour": always_raises, "jpeg_incompressibility": red})
+    with pytest.raises(RunError, match=r"every reward of this step failed.*no reward today"):
+        collected(recipe)
+
+
+@pytest.mark.parametrize("value", [float("inf"), NAN])
+@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "awm", "ac_flow"])
+def test_latents_that_overflow_are_counted_and_teach_nothing(name, value, tmp_path, monkeypatch):
+    spoil(monkeypatch, value, rows=[5])
+    config = run_config(name, tmp_path)
+    if name == "ac_flow":
+        config.critic.warmup_updates = 0
+    trainer = make_trainer(config, tmp_path)
+    recipe = trainer.recipe
+    rollouts = collected(recipe)
+    assert rollouts.payload.finite == [index != 5 for index in range(8)]
+    assert rollouts.reward.isnan().tolist() == [index == 5 for index in range(8)]
+    assert recipe.errors["latents/overflow"] == 1
+    assert recipe.step_metrics(rollouts)["reward/errors/latents/overflow"] == 1.0
+    assert recipe.records(rollouts, 8)[5].finish == "overflow"
+    loss, gradient = gradients(recipe, rollouts)
+    assert math.isfinite(loss)
+    assert bool(gradient.isfinite().all())
+    before = trained(trainer.policy)
+    trainer.train_step()
+    after = trained(trainer.policy)
+    assert bool(after.isfinite().all())
+    assert not torch.equal(after, before)
+    assert trainer.updater.skipped == 0
+    recipe.close()
+
+
+def test_only_overflow_ends_the_run(tmp_path, monkeypatch):
+    spoil(monkeypatch, float("inf"), rows=list(range(8)))
+    with pytest.raises(RunError, match=r"every reward of this step failed: latents/overflow"):
+        collected(build(run_config("flow_grpo", tmp_path)))
+
+
+def spoil(monkeypatch, value, rows):
+    """Make some rows of every rollout overflow."""
+    real_runs, real_latents = diffusion.trajectories.sample_trajectories, diffusion.matched.sample_latents
+
+    def runs(*arguments, **options):
+        run = real_runs(*arguments, **options)
+        for tensor in (run.latents, run.states[:, -1], run.logp, *([] if run.mean is None else [run.mean[:, -1]])):
+            tensor[rows] = value
+        return run
+
+    def latents(*arguments, **options):
+        drawn = real_latents(*arguments, **options)
+        drawn[rows] = value
+        return drawn
+
+    monkeypatch.setattr(diffusion.trajectories, "sample_trajectories", runs)
+    monkeypatch.setattr(diffusion.matched, "sample_latents", latents)
+
+
+def scored(group, rewards, **terms):
+    rows = len(group)
+    return Rollouts(
+        group=torch.tensor(group),
+        mask=torch.ones(rows, 2),
+        logp_old=torch.zeros(rows, 2),
+        reward=torch.tensor(rewards),
+        reward_terms={name: torch.tensor(values) for name, values in terms.items()},
+    )
+
+
+def test_gdpo_sums_the_advantages_of_each_reward(tmp_path):
+    config = run_config("flow_grpo", tmp_path)
+    config.rewards = [
+        RewardConfig(name="caption_colour", weight=2.0),
+        RewardConfig(name="caption_position", weight=0.5),
+    ]
+    config.combine = "gdpo"
+    config.validate()
+    recipe = build(config)
+    first, second = [0.0, 1.0, 2.0, 4.0, 7.0, 5.0], [10.0, 30.0, NAN, 5.0, 5.0, NAN]
+    # row 2: the second reward does not apply; row 5: it failed, so that the row counts nowhere
+    total = [5.0, 17.0, 4.0, 10.5, 16.5, NAN]
+    rollouts = scored([0, 0, 0, 1, 1, 1], total, caption_colour=first, caption_position=second)
+    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    own = np.array(first[:5])
+    one = (own - [1, 1, 1, 5.5, 5.5]) / (own.std() + 1e-4)
+    spread = np.array([10, 30, 5, 5]).std() + 1e-4
+    other = np.array([-10, 10, 0, 0, 0]) / spread
+    expected = [*(2.0 * one.clip(-5, 5) + 0.5 * other), 0.0]
+    np.testing.assert_allclose(found.numpy(), np.repeat(np.array(expected)[:, None], 2, 1), rtol=1e-5, atol=1e-7)
+
+
+def test_gdpo_with_a_reward_that_applies_nowhere_is_the_other_alone(tmp_path):
+    config = run_config("flow_grpo", tmp_path)
+    config.rewards = [RewardConfig(name="caption_colour"), RewardConfig(name="caption_position")]
+    config.combine = "gdpo"
+    recipe = build(config)
+    rollouts = scored([0, 0, 0], [1.0, 2.0, 6.0], caption_colour=[1.0, 2.0, 6.0], caption_position=[NAN] * 3)
+    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    alone = recipe.estimate(rollouts, make_accelerator()).advantage
+    torch.testing.assert_close(found, alone)
+    assert bool(found.isfinite().all())
+
+
+def test_columns_of_rows_without_an_image_are_still_known(tmp_path):
+    """A reward that needs a column is not told that it is missing because only failed rows had it."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a red circle", "wish": 1}\n{"prompt": "a blue square"}\n')
+    config = run_config("awm", tmp_path)
+    config.data.path = str(tmp_path / "prompts.jsonl")
+    recipe = build(config)
+    with_function(recipe, {"caption_colour": needs_wish, "jpeg_incompressibility": red})
+    tasks = [*recipe.train_tasks]
+    images = np.zeros((2, 32, 32, 3), np.uint8)
+    result = recipe.judge(tasks, images, [False, True])
+    assert [value == value for value in result.total] == [False, True]
+    assert recipe.judge(tasks, images, [False, False]).errors == {"latents/overflow": 2}
+
+
+def needs_wish(prompts, completions, wish):
+    return [1.0] * len(completions)
+
+
+def test_records_show_whole_groups_with_their_images(tmp_path):
+    recipe = build(run_config("flow_grpo", tmp_path))
+    rollouts = collected(recipe)
+    records = recipe.records(rollouts, 5)
+    assert [record.prompt for record in records] == [rollouts.payload.prompts[0]] * 4 + [rollouts.payload.prompts[1]]
+    assert np.array_equal(np.asarray(records[2].outputs[0]), rollouts.payload.images[2])
+    assert set(records[0].terms) == {"caption_colour", "jpeg_incompressibility"}
+    assert records[0].reward == records[0].terms["caption_colour"]  # the judge has no weight
+    assert records[0].advantage == pytest.approx(float(rollouts.advantage[0, 0]))
+    assert records[0].finish == "image"
+
+
+def test_prompts_that_cannot_be_used_are_counted(tmp_path, caplog):
+    path = written(tmp_path)
+    long = "red " * 40
+    write_prompts(tmp_path / "prompts.txt", ["a red circle", "", f"  {long}", "a blue square", "   "])
+    recipe = build(load_run(path)[1])
+    assert [task.prompt for task in recipe.train_tasks] == ["a red circle", "a blue square"]
+    assert recipe.skipped == {"empty": 2, "too_long": 1}
+    assert recipe.step_metrics(collected(recipe))["data/skipped"] == 3.0
+    assert "line 2" in caplog.text
+    recipe.close()
+
+
+def test_bad_prompts_can_be_errors(tmp_path, capsys):
+    path = written(tmp_path)
+    write_prompts(tmp_path / "prompts.txt", ["a red circle", "red " * 40])
+    assert main(["train", str(path), "data.on_bad_row=error"]) == 2
+    message = capsys.readouterr().err
+    assert "prompts.txt line 2" in message
+    assert "would drop" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.path=no/such.txt"], "data: no/such.txt cannot be read"),
+        (["eval_data.held_out.path=no/such.txt"], "eval_data.held_out: no/such.txt cannot be read"),
+        (["data.on_bad_row=ignore"], "allowed: error, skip"),
+        (["sampler.kernel=flow_ode"], "sampler.kernel is flow_ode; must be one of flow_sde, dance_sde, cps"),
+        (["sampler.noise_level=0"], "sampler.noise_level is 0"),
+        (["sampler.kernel=cps", "sampler.noise_level=1.5"], "must be at most 1 for cps"),
+        (["sampler.steps=1"], "sampler.steps is 1; needs at least 2"),
+        (["sampler.window=3", "sampler.window_low=2"], "sampler.window_low is 2"),
+        (["sampler.window=2", "sampler.window_high=5"], "sampler.window_high is 5"),
+        (["sampler.eval_guidance=-1"], "sampler.eval_guidance is -1"),
+        (["sampler.solver=heun"], "must be one of euler, sa_solver, dpm"),
+        (["step.kl_form=k3"], "allowed: exact, flow_grpo_head, velocity"),
+        (["judges=[]"], "judges is empty"),
+        (["rewards=[]"], "rewards is empty"),
+        (["judges=[{name: caption_colour}]"], "caption_colour is in rewards and in judges"),
+        (["rewards=[{name: caption_color}]"], "did you mean"),
+        (["rewards=[{name: caption_colour, options: {tint: 3}}]"], "tint"),
+        (["evaluation.greedy=true"], "evaluation.greedy and evaluation.temperature mean nothing for images"),
+        (["combine=mean"], "allowed: sum, gdpo"),
+        (["filter.key=brightness"], "filter.key is 'brightness'; allowed: reward, caption_colour"),
+        (["eval_ema.decay=1.0"], "eval_ema.decay is 1.0"),
+        (["objective.preset=ppo"], "which needs a critic"),
+        (["objective.preset=grpo"], "objective.kl is 'k3'; images have an exact divergence"),
+        (["model.dtype=float16"], "model.dtype='float16'"),
+        (["model.path=no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_bad_options_are_one_clear_line_and_exit_code_2(overrides, message, tmp_path, capsys):
+    assert main(["train", str(written(tmp_path)), *overrides]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_guard_refuses_what_it_cannot_correct(tmp_path):
+    path = written(tmp_path, "grpo_guard")
+    with pytest.raises(UserError, match="has no scale to correct"):
+        load_run(path, ["sampler.kernel=cps"])
+    with pytest.raises(UserError, match=r"trainer\.old_logp must be 'sampler'"):
+        load_run(path, ["trainer.old_logp=recompute"])
+
+
+def test_recomputed_old_log_densities_are_those_of_the_sampler(tmp_path):
+    found = {}
+    for source in ("sampler", "recompute"):
+        config = run_config("flow_grpo", tmp_path, old_logp=source, minibatches_per_step=2)
+        found[source] = collected(build(config)).logp_old
+    torch.testing.assert_close(found["recompute"], found["sampler"], rtol=0, atol=1e-6)
+
+
+def test_objective_and_filter_are_read_from_the_run(tmp_path):
+    config = run_config("ddpo", tmp_path)
+    config.filter = GroupFilterConfig(kind="drop", key="caption_colour")
+    config.objective = ObjectiveConfig(preset="ddpo", clip_low=0.3)
+    config.validate()
+    assert build(config).objective.clip_low == 0.3
