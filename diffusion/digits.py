@@ -48,11 +48,12 @@ def build_images(path: str) -> Path:
     return write_images(path, images, [CAPTIONS[label] for label in labels.tolist()])
 
 
-def build_pipeline(path: str, *, seed: int = 0, **sizes: Any) -> Path:
+def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any) -> Path:
     """Write a tiny Stable Diffusion 3 pipeline of 8 x 8 grey images whose transformer is random.
 
     Args:
         path: folder to write.
+        shift: timestep shift of the scheduler.
         seed: seed of the weights.
         sizes: further fields of `TinySd3Sizes`.
 
@@ -67,6 +68,7 @@ def build_pipeline(path: str, *, seed: int = 0, **sizes: Any) -> Path:
         path,
         corpus=CAPTIONS,
         sizes=TinySd3Sizes(latent_size=8, latent_channels=1, vae_widths=(4,), **chosen),
+        shift=shift,
         seed=seed,
         autoencoder=PatchAutoencoder.fit(_scans()[0], 1, 1),
     )

@@ -295,7 +295,7 @@ METRICS: dict[str, str] = {
     "cost/samples": "Samples drawn for training so far.",
     "cost/seconds": "Seconds of training so far, without evaluation.",
     "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",
-    "cost/train_rows": "Rows that it evaluated with gradient; each costs about three times one without, for the backward pass.",
+    "cost/train_rows": "Rows that it evaluated with gradient; each costs about three without, for the backward pass.",
     "time/decode": "Seconds of sampling after the prompts are read, or of turning latents into images.",
     "time/critic": "Seconds of training the critic.",
     "loss/kl_ema": "AWM's distance to the moving average of past policies, coefficient included.",

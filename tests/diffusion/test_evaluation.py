@@ -1,0 +1,137 @@
+"""Held-out images: the same seeds at every evaluation, distances to the start, costs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.evaluation import latent_diversity
+from mmrl.recipes import RECIPES
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.runs import train
+from tests.diffusion.runs import build, disturb, make_trainer, read_lines, run_config
+
+
+def shown(evaluation):
+    return [np.asarray(image) for record in evaluation.records for image in record.outputs]
+
+
+def evaluated(recipe):
+    return recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_evaluation_repeats_and_starts_at_distance_zero(lora, tmp_path):
+    config = run_config("awm", tmp_path)
+    config.model.lora.enabled = lora
+    recipe = build(config)
+    first, second = evaluated(recipe), evaluated(recipe)
+    assert first.metrics == second.metrics
+    assert first.metrics["distance/base"] == 0.0
+    assert first.metrics["n"] == 3.0
+    assert first.metrics["unscored"] == 0.0
+    assert len(shown(first)) == 4  # records of two prompts, two images each
+    for one, other in zip(shown(first), shown(second), strict=True):
+        assert np.array_equal(one, other)
+    assert not np.array_equal(shown(first)[0], shown(first)[1])
+    disturb(recipe.policy)
+    moved = evaluated(recipe)
+    assert moved.metrics["distance/base"] > 0
+    assert not np.array_equal(shown(first)[0], shown(moved)[0])
+
+
+def test_seeds_depend_on_split_and_prompt_alone(tmp_path):
+    config = run_config("awm", tmp_path)
+    one = shown(evaluated(build(config)))
+    config.evaluation.batch_tasks, config.sampler.batch_rows = 1, 1
+    for image, other in zip(one, shown(evaluated(build(config))), strict=True):
+        assert abs(image.astype(int) - other.astype(int)).max() <= 1
+    config.seed = 1
+    assert not np.array_equal(one[0], shown(evaluated(build(config)))[0])
+
+
+def test_rewards_and_judges_have_names_of_their_own_and_intervals(tmp_path):
+    config = run_config("awm", tmp_path)
+    recipe = build(config)
+    metrics = evaluated(recipe).metrics
+    for name in ("score/caption_colour", "judge/jpeg_incompressibility"):
+        assert metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"]
+    assert not any(name.startswith(("judge/caption_colour", "score/jpeg")) for name in metrics)
+    assert metrics["diversity/latent"] > 0.1
+
+
+def test_costs_are_those_of_training_alone(tmp_path):
+    config = run_config("flow_grpo", tmp_path, minibatches_per_step=1)
+    trainer = make_trainer(config, tmp_path)
+    trainer.evaluate("before")
+    assert trainer.evaluations[0]["cost/forward_rows"] == 0.0
+    trainer.train_step()
+    trainer.evaluate("after")
+    after = trainer.evaluations[1]
+    # eight images of four steps with guidance; three trained steps: the negative half and two of the reference without
+    # a graph, the positive half with one
+    assert after["cost/forward_rows"] == 8 * 4 * 2 + 8 * 3 * (1 + 2)
+    assert after["cost/train_rows"] == 8 * 3
+    assert after["cost/samples"] == 8.0
+    trainer.recipe.close()
+
+
+def test_the_average_is_what_is_evaluated(tmp_path):
+    config = run_config("awm", tmp_path)
+    config.eval_ema.decay = 0.9
+    recipe = build(config)
+    start = shown(evaluated(recipe))
+    disturb(recipe.policy, 0.3)
+    weights = [p.clone() for p in recipe.policy.parameters()]
+    for one, other in zip(start, shown(evaluated(recipe)), strict=True):
+        assert np.array_equal(one, other)  # the average has not moved yet
+    assert all(torch.equal(p, kept) for p, kept in zip(recipe.policy.parameters(), weights, strict=True))
+    recipe.advance(1, {})  # keeps 2 / 11 of the old average
+    assert not np.array_equal(start[0], shown(evaluated(recipe))[0])
+    values = torch.cat([v.flatten() for v in recipe.eval_ema.state_dict().values()])
+    now = torch.cat([p.detach().flatten() for p in recipe.policy.parameters() if p.requires_grad])
+    first = torch.cat([v.flatten() for v in recipe.kl_ema.state_dict().values()]) * 0
+    assert not torch.equal(values, now)
+    assert values.shape == now.shape == first.shape
+
+
+def test_images_that_cannot_be_scored_are_counted(tmp_path, monkeypatch):
+    import diffusion.evaluation
+
+    real = diffusion.evaluation.sample_latents
+
+    def spoilt(*arguments, **options):
+        latents = real(*arguments, **options)
+        latents[0] = float("nan")
+        return latents
+
+    monkeypatch.setattr(diffusion.evaluation, "sample_latents", spoilt)
+    metrics = evaluated(build(run_config("awm", tmp_path))).metrics
+    assert metrics["unscored"] == 2.0  # of one image, one for each of two terms
+    assert np.isfinite(metrics["score/caption_colour"])
+    assert np.isfinite(metrics["distance/base"])
+
+
+def test_diversity_by_hand():
+    latents = torch.zeros(3, 2, 1, 2)
+    latents[1] = 2.0
+    latents[2, 0] = 2.0
+    # root mean squares 2, sqrt(2), sqrt(2)
+    assert latent_diversity(latents) == pytest.approx((2 + 2 * 2**0.5) / 3)
+    assert latent_diversity(latents[:1]) == 0.0
+    noise = torch.randn(40, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert latent_diversity(noise) == pytest.approx(2**0.5, rel=0.01)
+
+
+def test_a_whole_run_leaves_evaluations_pictures_and_a_report(tmp_path):
+    run_dir = train(RECIPES["awm"], run_config("awm", tmp_path))
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "done"
+    evaluations = read_lines(run_dir / "evaluations.jsonl")
+    assert [row["tag"] for row in evaluations] == ["before", "after"]
+    assert evaluations[0]["distance/base"] == 0.0
+    assert evaluations[1]["distance/base"] > 0.0
+    assert read_lines(run_dir / "metrics.jsonl")[0]["policy/ratio_mean"] == 1.0
+    assert (run_dir / "report.html").stat().st_size > 10_000
