@@ -100,6 +100,9 @@ class ModelConfig:
     max_sequence_length: int | None = None
     """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""
 
+    free_text_encoders: bool = False
+    """Embed all prompts of the run at its start and let the text encoders go; no other prompt can be drawn then."""
+
     def validate(self) -> None:
         """Check the settings that need no model; raises UserError."""
         if self.dtype not in DTYPES:

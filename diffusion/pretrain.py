@@ -107,6 +107,10 @@ class PretrainRecipe(MatchedRecipe):
         """The captioned images."""
         return load_images(self.config.images)
 
+    def prompts_of(self, task: Any) -> list[str]:
+        """The caption of an image, or the prompt of an evaluation."""
+        return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
+
     def rollout(self, policy: nn.Module, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
         pixels = self._pixels(tasks)

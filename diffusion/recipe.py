@@ -163,6 +163,8 @@ class DiffusionRecipe(Recipe):
             name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
         }
         self.rewards = _reward_sum(config)
+        if config.model.free_text_encoders:
+            self._free_text_encoders()
         self.base: Reference = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
         self.reference: Reference | None = None
         self.eval_ema = ShadowWeights(self.policy) if config.eval_ema.decay else None
@@ -337,6 +339,19 @@ class DiffusionRecipe(Recipe):
         if self.config.sampler.same_noise:
             seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
         return seeds
+
+    def _free_text_encoders(self) -> None:
+        tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
+        embeddings = self.policy.embeddings
+        embeddings.negative(self.config.sampler.negative_prompt)
+        embeddings.negative("")
+        for prompt in dict.fromkeys(prompt for task in tasks for prompt in self.prompts_of(task)):
+            embeddings.rows([prompt])
+        LOGGER.info("text encoders freed: %.0f MB", embeddings.free_encoders() / 1e6)
+
+    def prompts_of(self, task: Any) -> list[str]:
+        """Texts that a training or evaluation task can ask for."""
+        return [task.prompt]
 
     def _load(self, data: PromptConfig, key: str) -> LoadedPrompts:
         try:

@@ -68,7 +68,11 @@ def test_advantage_modes():
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("beta", 0.0, "must be above 0"), ("old_schedule", 3, "allowed: 0, 1, 2"), ("advantage_mode", "x", "allowed: all")],
+    [
+        ("beta", 0.0, "must be above 0"),
+        ("old_schedule", 3, "allowed: 0, 1, 2"),
+        ("advantage_mode", "x", "allowed: all"),
+    ],
 )
 def test_settings_out_of_range_are_refused(key, value, message, tmp_path):
     config = run_config("diffusion_nft", tmp_path)

@@ -70,9 +70,7 @@ def test_single_seeds_give_two_streams(policy):
 def test_means_are_kept_where_asked(policy):
     config = SamplerConfig(steps=3, guidance=1.0)
     with torch.no_grad():
-        run = sample_trajectories(
-            policy, text_of(policy, 3), torch.tensor([1, 2, 3]), config, range(2), keep_mean=True
-        )
+        run = sample_trajectories(policy, text_of(policy, 3), torch.tensor([1, 2, 3]), config, range(2), keep_mean=True)
     assert run.mean.shape == (3, 2, *policy.latent_shape)
     noise = (run.states[:, 1:] - run.mean).flatten(2).std(2)
     assert bool((noise > 0.05).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ def test_fast_records_the_window_only_and_follows_the_ode_elsewhere(tmp_path):
     assert torch.equal(run.states[0, 0], run.states[1, 0])  # one start, and no noise before the window
     assert not torch.equal(run.states[0, 1], run.states[1, 1])
     x = run.states[:, 2]
-    for sigma, following in zip(grid[3:-1], grid[4:], strict=True):
+    for sigma, following in pairwise(grid[3:]):
         with torch.no_grad():
             v = recipe.policy(x, sigma.expand(2), *text.expanded())
         x = x + (following - sigma) * v

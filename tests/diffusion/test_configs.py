@@ -1,0 +1,101 @@
+"""Every file under configs/diffusion builds its recipe and takes a step, on a tiny model and a few prompts."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion import digits
+from mmrl.config import load_run
+from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
+
+CONFIGS = Path(__file__).parents[2] / "configs/diffusion"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+SMALL = [
+    "trainer.steps=1",
+    "trainer.tasks_per_step=2",
+    "trainer.minibatches_per_step=1",
+    "trainer.warmup_steps=0",
+    "trainer.mixed_precision=none",
+    "sampler.steps=4",
+    "sampler.eval_steps=2",
+    "evaluation.max_tasks=2",
+    "evaluation.samples=1",
+    "evaluation.at_start=false",
+    "tracking.quiet=true",
+    "tracking.tensorboard=false",
+    "tracking.strict=true",
+    "model.dtype=float32",
+    "judges=[{name: jpeg_incompressibility}]",
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A tiny pipeline for what a configuration draws."""
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    digits.build_pipeline(str(folder), layers=1, heads=2, text_width=32, pooled_width=16)
+    return {"digits": folder, "shapes": tiny_model()}
+
+
+def overrides_of(whole, folder, models):
+    """Paths inside the test's folder and small numbers; everything is built anew."""
+    subject = "digits" if "digits" in str(whole.model.path) else "shapes"
+    found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={models[subject]}", "model.build=null"]
+    if whole.data.path:
+        found += [f"data.path={folder / 'data.jsonl'}"]
+        found += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    found += [f"eval_data.{name}.path={folder / f'{name}.jsonl'}" for name in whole.eval_data]
+    if hasattr(whole, "images"):
+        found += [f"images.path={folder / 'images.npz'}"]
+        found += ["images.build_options.count=12"] if subject == "shapes" else []
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_config_builds_and_takes_a_step(path, tmp_path, models):
+    _, whole = load_run(path)
+    _, config = load_run(path, overrides_of(whole, tmp_path, models))
+    trainer = make_trainer(config, tmp_path)
+    result = trainer.run()
+    trainer.recipe.close()
+    assert result["status"] == "done"
+    assert result["optimiser_steps"] == 1
+    split = next(iter(whole.eval_data))
+    last = result["last_evaluation"][split]
+    assert all(math.isfinite(last[name]) for name in ("distance/base", "judge/jpeg_incompressibility"))
+
+
+def test_there_are_configurations():
+    assert len(FILES) >= 4
+
+
+@pytest.mark.parametrize("name", [*TRAJECTORY_RECIPES, *MATCHED_RECIPES])
+def test_formula_names_the_weights_of_the_run(name, tmp_path):
+    config = run_config(name, tmp_path)
+    config.objective.kl, config.objective.kl_coef = "full", 0.125
+    config.validate()
+    assert "0.125" in build(config).describe()
+
+
+def test_importing_the_package_and_listing_its_recipes_loads_no_model_library():
+    program = (
+        "import sys, diffusion; from mmrl.recipes import RECIPES; dir(diffusion)\n"
+        "print('heavy:', *sorted({'torch', 'transformers', 'diffusers', 'sklearn', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "heavy:"
+
+
+def test_loading_a_configuration_loads_no_model_library():
+    program = (
+        "import sys; from mmrl.config import load_run; from pathlib import Path\n"
+        f"[load_run(path) for path in Path({str(CONFIGS)!r}).glob('*.yaml')]\n"
+        "print('heavy:', *sorted({'transformers', 'diffusers', 'sklearn', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "heavy:"

@@ -1,0 +1,98 @@
+"""Captioned images: what functions build, what users bring, and damaged files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion.images import ImageDataConfig, load_images, write_images
+from mmrl.errors import UserError
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (3, 8, 6, 3), dtype=np.uint8)
+
+
+def test_packed_images_come_back(tmp_path):
+    path = write_images(tmp_path / "deep/images.npz", PIXELS, ["one", "", "ünï"])
+    found = load_images(ImageDataConfig(path=str(path)))
+    assert [image.caption for image in found] == ["one", "", "ünï"]
+    assert all(np.array_equal(image.read(), pixels) for image, pixels in zip(found, PIXELS, strict=True))
+    with pytest.raises(ValueError, match="3 images and 1 captions"):
+        write_images(path, PIXELS, ["one"])
+
+
+def test_lists_name_files_relative_to_themselves(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(PIXELS[0]).save(tmp_path / "pictures/a.png")
+    Image.fromarray(PIXELS[1][..., 0]).save(tmp_path / "pictures/grey.png")
+    rows = [{"image": "pictures/a.png", "prompt": "one"}, {"image": "pictures/grey.png", "prompt": "grey"}]
+    path = tmp_path / "list.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    found = load_images(ImageDataConfig(path=str(path)))
+    assert np.array_equal(found[0].read(), PIXELS[0])
+    assert np.array_equal(found[1].read(), PIXELS[1][..., :1].repeat(3, 2))
+    (tmp_path / "pictures/a.png").write_bytes(b"not an image")
+    with pytest.raises(UserError, match=r"a\.png cannot be read as an image"):
+        found[0].read()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no images"),
+        (b"{", r"list\.jsonl line 1: expected an object with image and prompt"),
+        (b'{"image": "a.png"}', "line 1: expected"),
+        (b"[1]", "line 1: expected"),
+        (b'{"image": "gone.png", "prompt": "x"}', r"line 1: no such image: .*gone\.png"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_bad_lists_are_errors(content, message, tmp_path):
+    path = tmp_path / "list.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_images(ImageDataConfig(path=str(path)))
+
+
+def damaged(whole, kind):
+    return {
+        "empty": b"",
+        "text": b"not an archive",
+        "cut": whole[: len(whole) // 2],
+        "flipped": whole[:120] + bytes(255 - byte for byte in whole[120:180]) + whole[180:],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "cut", "flipped"])
+def test_damaged_archives_are_errors(kind, tmp_path):
+    path = write_images(tmp_path / "images.npz", PIXELS, ["a", "b", "c"])
+    path.write_bytes(damaged(path.read_bytes(), kind))
+    with pytest.raises(UserError, match=r"images\.npz is no file of captioned images"):
+        load_images(ImageDataConfig(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"images": PIXELS.astype(np.float32), "captions": np.array(["a", "b", "c"])},
+        {"images": PIXELS[..., :1], "captions": np.array(["a", "b", "c"])},
+        {"images": PIXELS[0], "captions": np.array(["a"] * 8)},
+        {"images": PIXELS, "captions": np.array(["a"])},
+    ],
+)
+def test_arrays_of_other_shapes_are_errors(arrays, tmp_path):
+    np.savez(tmp_path / "images.npz", **arrays)
+    with pytest.raises(UserError, match=r"must be uint8 \(N, h, w, 3\)"):
+        load_images(ImageDataConfig(path=str(tmp_path / "images.npz")))
+
+
+def test_archives_without_captions_and_missing_files_are_errors(tmp_path):
+    np.savez(tmp_path / "images.npz", images=PIXELS)
+    with pytest.raises(UserError, match="captions"):
+        load_images(ImageDataConfig(path=str(tmp_path / "images.npz")))
+    with pytest.raises(UserError, match="no such file"):
+        load_images(ImageDataConfig(path=str(tmp_path / "gone.npz")))
+    with pytest.raises(UserError, match=r"images\.path is not set"):
+        load_images(ImageDataConfig())
