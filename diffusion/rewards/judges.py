@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,10 +209,16 @@ def wanted_counts(metadata: Mapping[str, Any]) -> Tensor:
 @functools.lru_cache(maxsize=4)
 def _kept_judge(path: str, seed: int, images: int) -> ShapesJudge:
     folder = Path(path)
-    if (folder / WEIGHTS_FILE).exists() or (folder / SETTINGS_FILE).exists():
+    if folder.exists():
         return ShapesJudge.load(folder)
     judge = ShapesJudge.fit(seed, images=images)
-    judge.save(folder)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    judge.save(partial)
+    try:
+        partial.rename(folder)  # whole or not at all, for processes that look for it at the same time
+    except OSError:
+        shutil.rmtree(partial)
+        return ShapesJudge.load(folder)
     return judge
 
 

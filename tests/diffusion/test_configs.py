@@ -50,6 +50,8 @@ def overrides_of(whole, folder, models):
         found += [f"data.path={folder / 'data.jsonl'}"]
         found += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
     found += [f"eval_data.{name}.path={folder / f'{name}.jsonl'}" for name in whole.eval_data]
+    if hasattr(whole, "critic"):
+        found += ["critic.warmup_updates=0"]
     if hasattr(whole, "images"):
         found += [f"images.path={folder / 'images.npz'}"]
         found += ["images.build_options.count=12"] if subject == "shapes" else []
