@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,14 +31,14 @@ from diffusion.sampler import SamplerConfig
 from diffusion.shadow import ShadowWeights, eval_ema_decay
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig, RewardResult, RewardSum
 from mmrl.training.distributed import global_advantages
-from mmrl.training.metrics import metric_label
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, Recipe
 from mmrl.training.reference import Reference
 from mmrl.training.samples import SampleRecord
+from mmrl.training.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.settings import RunConfig, TrainerConfig
 from mmrl.training.stopwatch import stopwatch
 
@@ -198,15 +199,7 @@ class DiffusionRecipe(Recipe):
         payload: DiffusionPayload = rollouts.payload
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
         result = self.judge(tasks, payload.images, payload.finite)
-        device = rollouts.mask.device
-        total = torch.tensor(result.total, dtype=torch.float32, device=device)
-        if bool(torch.isnan(total).all()):
-            reasons = "; ".join(f"{name}: {message}" for name, message in result.examples.items())
-            raise RunError(f"every reward of this step failed: {reasons}")
-        terms = {
-            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()
-        }
-        return rollouts.replace(reward=total, reward_terms=terms)
+        return with_rewards(rollouts, result)
 
     def judge(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
         """Score images with all rewards and judges, and count what failed.
@@ -225,10 +218,7 @@ class DiffusionRecipe(Recipe):
         columns = {name: [task.columns.get(name) for task in kept] for name in columns_of(tasks)}
         found = self.rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
         result = _spread(found, rows, len(finite))
-        for name, count in result.errors.items():
-            if not self.errors[name]:
-                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
-            self.errors[name] += count
+        note_errors(self.errors, result)
         return result
 
     def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
@@ -298,7 +288,7 @@ class DiffusionRecipe(Recipe):
         return {
             "data/skipped": float(sum(self.skipped.values())),
             **{f"cost/{name}": float(value) for name, value in self.policy.cost.items()},
-            **{_error_metric(name): float(count) for name, count in self.errors.items()},
+            **error_metrics(self.errors),
         }
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -322,6 +312,12 @@ class DiffusionRecipe(Recipe):
         self.policy.cost.update(state["cost"])
         if self.eval_ema is not None and state["eval_ema"] is not None:
             self.eval_ema.load_state_dict(state["eval_ema"])
+
+    def save_parts(self, folder: Path) -> None:
+        """Write the evaluation average beside the policy, as `eval_ema`."""
+        if self.eval_ema is not None:
+            with self.eval_ema.applied():
+                self.policy.save_pretrained(folder / "eval_ema")
 
     def close(self) -> None:
         """End the reward workers."""
@@ -392,8 +388,3 @@ def _spread(found: RewardResult, rows: Sequence[int], total: int) -> RewardResul
     examples = found.examples | ({"latents/overflow": "the latents are not finite"} if missing else {})
     terms = {name: fill(values) for name, values in found.terms.items()}
     return RewardResult(fill(found.total), terms, errors, examples)
-
-
-def _error_metric(name: str) -> str:
-    term, _, kind = name.rpartition("/")
-    return f"reward/errors/{metric_label(term)}/{kind}"

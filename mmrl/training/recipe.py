@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -237,6 +238,13 @@ class Recipe(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Restore `state_dict`."""
+
+    def save_parts(self, folder: Path) -> None:  # noqa: B027
+        """Write further weights into a checkpoint, for use outside the run; `state_dict` is what a resume reads.
+
+        Args:
+            folder: folder of the checkpoint, which holds the policy in `model`.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Free worker processes."""

@@ -101,6 +101,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             folder = checkpoints.path(best["step"]) if best else checkpoints.latest()
             checkpoints.check(folder)
             recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
+            recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
             LOGGER.info("evaluating %s", folder)
             step = int(folder.name.removeprefix("step-"))
         policy = recipe.policy.to(accelerator.device).eval()

@@ -300,6 +300,7 @@ class Trainer:
 
     def _write_parts(self, folder: Path) -> None:
         self.policy.save_pretrained(folder / "model")
+        self.recipe.save_parts(folder)
         if not self.reference.needs_saving:
             return
         if self.reference.kind == "ema":

@@ -22,12 +22,12 @@ from torch import nn
 from mmrl.core.objective import Objective, TokenScores
 from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
-from mmrl.training.metrics import metric_label
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe, SharedWork
 from mmrl.training.samples import SampleRecord
+from mmrl.training.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.settings import RunConfig
 from mmrl.training.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_tasks
@@ -149,16 +149,8 @@ class VlmRecipe(Recipe):
         prompts = [payload.prompts[group].text for group in rollouts.group.tolist()]
         lengths = rollouts.mask.sum(1).int().tolist()
         result = self.rewards.score(prompts, payload.texts, columns_of(tasks, lengths))
-        self._note_errors(result)
-        device = rollouts.mask.device
-        total = torch.tensor(result.total, dtype=torch.float32, device=device)
-        if bool(torch.isnan(total).all()):
-            reasons = "; ".join(f"{name}: {message}" for name, message in result.examples.items())
-            raise RunError(f"every reward of this step failed: {reasons}")
-        terms = {
-            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()
-        }
-        return rollouts.replace(reward=total, reward_terms=terms)
+        note_errors(self._errors, result)
+        return with_rewards(rollouts, result)
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
@@ -207,7 +199,7 @@ class VlmRecipe(Recipe):
             "data/skipped": float(sum(self.skipped.values())),
             "policy/kl_coef": self.objective.kl_coef,
             **self._kept_mass(rollouts),
-        } | {_error_metric(name): float(count) for name, count in self._errors.items()}
+        } | error_metrics(self._errors)
 
     def encode(self, tasks: Sequence[VlmTask], *, allow_none: bool = False) -> tuple[list[VlmTask], list[Prompt]]:
         """Tokenise questions with their images.
@@ -293,21 +285,10 @@ class VlmRecipe(Recipe):
         """End the reward workers."""
         self.rewards.close()
 
-    def _note_errors(self, result: Any) -> None:
-        for name, count in result.errors.items():
-            if not self._errors[name]:
-                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
-            self._errors[name] += count
-
 
 def _kl_controller(config: VlmConfig, objective: Objective) -> AdaptiveKL | None:
     chosen = config.adaptive_kl
     return None if chosen.target is None else AdaptiveKL(objective.kl_coef, chosen.target, chosen.horizon)
-
-
-def _error_metric(name: str) -> str:
-    term, _, kind = name.rpartition("/")
-    return f"reward/errors/{metric_label(term)}/{kind}"
 
 
 def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:

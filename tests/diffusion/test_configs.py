@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffusion import digits
+from diffusion.shapes.building import build_prompts
 from mmrl.config import load_run
 from tests.diffusion.runs import MATCHED_RECIPES, TRAJECTORY_RECIPES, build, make_trainer, run_config, tiny_model
 
@@ -30,6 +31,9 @@ SMALL = [
     "tracking.tensorboard=false",
     "tracking.strict=true",
     "model.dtype=float32",
+    "model.height=null",
+    "model.width=null",
+    "model.max_sequence_length=1",
     "judges=[{name: jpeg_incompressibility}]",
 ]
 
@@ -43,9 +47,14 @@ def models(tmp_path_factory):
 
 
 def overrides_of(whole, folder, models):
-    """Paths inside the test's folder and small numbers; everything is built anew."""
+    """Paths inside the test's folder and small numbers; prompts that no function builds are captions of shapes."""
     subject = "digits" if "digits" in str(whole.model.path) else "shapes"
     found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={models[subject]}", "model.build=null"]
+    for name, data in {"data": whole.data, **whole.eval_data}.items():
+        if data.path and data.build is None:
+            build_prompts(str(folder / f"{name}.jsonl"), kinds=["single"])
+    if any("path" in reward.options for reward in whole.rewards):  # weights that are not there
+        found += ["rewards=[{name: caption_colour}]"]
     if whole.data.path:
         found += [f"data.path={folder / 'data.jsonl'}"]
         found += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]

@@ -161,4 +161,4 @@ def test_training_raises_the_reward(name, tmp_path):
 @pytest.mark.parametrize("name", ["awm", "flow_grpo"])
 def test_long_training_raises_the_reward_further(name, tmp_path):
     before, after = learnt(name, tmp_path, steps=100)
-    assert after > before + 0.05
+    assert after > before + 0.025

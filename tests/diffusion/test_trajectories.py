@@ -44,15 +44,15 @@ def test_ratio_is_one_before_the_first_update_whatever_the_batches_are(name, dty
     recipe = build(config)
     rollouts = collected(recipe)
     assert bool((rollouts.logp_old[rollouts.mask > 0] != 0).all())
-    # a product of other sizes may be summed in another order, which a rounded weight or state carries further
-    limit = 1e-6 if dtype == "float32" else 2e-3
-    for size in (0, 3):
+    # a product of another size may be summed in another order, which rounding to bfloat16 makes visible
+    parts = 1e-6 if dtype == "float32" else 5e-3
+    for size, limit in ((0, 1e-6), (3, parts)):
         config.trainer.micro_batch = size
         logp = recipe.scores_in_chunks(recipe.policy, rollouts, WANT).logp
         assert float(((logp - rollouts.logp_old) * rollouts.mask).abs().max()) <= limit
-    recipe.policy.train()  # as in the update
+    recipe.policy.train()  # as in the update, where the negative half of guidance has a pass of its own
     logp = recipe.scores(recipe.policy, rollouts, WANT).logp.detach()
-    assert float(((logp - rollouts.logp_old) * rollouts.mask).abs().max()) <= limit
+    assert float(((logp - rollouts.logp_old) * rollouts.mask).abs().max()) <= parts
 
 
 def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_same(tmp_path):
