@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diffusion.recipe import image_trainer
+from diffusion.policy import ModelConfig
+from diffusion.recipe import full_model, image_trainer
 from diffusion.sampler import SamplerConfig
 from diffusion.trajectories import TrajectoryConfig, TrajectoryRecipe
 from mmrl.training.objectives import ObjectiveConfig
@@ -40,6 +41,8 @@ def _trainer() -> TrainerConfig:
 class DanceGrpoConfig(TrajectoryConfig):
     """A DanceGRPO run."""
 
+    model: ModelConfig = field(default_factory=full_model)
+    """Pipeline, trained in full."""
     sampler: SamplerConfig = field(default_factory=_sampler)
     """Constant noise, shared start, 60 % of the steps."""
     objective: ObjectiveConfig = field(default_factory=_objective)

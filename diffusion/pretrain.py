@@ -24,7 +24,8 @@ from diffusion.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.matched import DrawSettings, MatchedConfig, MatchedRecipe, mean_over_decisions
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
-from diffusion.policy import LoraSettings, ModelConfig
+from diffusion.policy import ModelConfig
+from diffusion.recipe import full_model
 from diffusion.sampler import SamplerConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
@@ -36,10 +37,6 @@ from mmrl.training.reference import Reference
 from mmrl.training.settings import TrainerConfig
 
 __all__ = ["PretrainConfig", "PretrainRecipe"]
-
-
-def _model() -> ModelConfig:
-    return ModelConfig(lora=LoraSettings(enabled=False))
 
 
 def _no_prompts() -> PromptConfig:
@@ -68,7 +65,7 @@ def _sampler() -> SamplerConfig:
 class PretrainConfig(MatchedConfig):
     """A flow-matching run on captioned images; `rewards` and `judges` only measure held-out prompts."""
 
-    model: ModelConfig = field(default_factory=_model)
+    model: ModelConfig = field(default_factory=full_model)
     """Pipeline whose transformer is trained in full."""
     images: ImageDataConfig = field(default_factory=ImageDataConfig)
     """The captioned images."""

@@ -25,7 +25,7 @@ from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_o
 from diffusion.evaluation import DiffusionEvaluationConfig, evaluate_split
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
-from diffusion.policy import DiffusionPolicy, ModelConfig, load_policy
+from diffusion.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.rewards import load_image_rewards
 from diffusion.sampler import SamplerConfig
 from diffusion.shadow import ShadowWeights, eval_ema_decay
@@ -42,10 +42,15 @@ from mmrl.training.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.settings import RunConfig, TrainerConfig
 from mmrl.training.stopwatch import stopwatch
 
-__all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "image_trainer"]
+__all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "full_model", "image_trainer"]
 
 LOGGER = logging.getLogger("mmrl")
 COMBINATIONS = ("sum", "gdpo")
+
+
+def full_model() -> ModelConfig:
+    """Every weight of the transformer is trained."""
+    return ModelConfig(lora=LoraSettings(enabled=False))
 
 
 def image_trainer() -> TrainerConfig:
@@ -120,6 +125,10 @@ def _check_objective(objective: Objective) -> None:
         raise ValueError("objective.entropy is 'full'; a denoising step has a fixed entropy, leave it out")
 
 
+def _source(reward: RewardConfig) -> str:
+    return reward.function or reward.name
+
+
 def _check_rewards(config: DiffusionConfig) -> None:
     optimised = [reward.name for reward in config.rewards]
     judges = [reward.name for reward in config.judges]
@@ -129,7 +138,7 @@ def _check_rewards(config: DiffusionConfig) -> None:
         raise ValueError(
             "judges is empty; name at least one reward that is not optimised, so that reward hacking shows"
         )
-    both = sorted(set(optimised) & set(judges))
+    both = sorted({_source(reward) for reward in config.rewards} & {_source(judge) for judge in config.judges})
     if both:
         raise ValueError(f"{', '.join(both)} is in rewards and in judges; a judge must not be optimised")
     if config.filter.key not in ("reward", *optimised):

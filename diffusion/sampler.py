@@ -149,7 +149,14 @@ def make_kernel(config: SamplerConfig, grid: Tensor) -> StepKernel:
 
 
 def sample_trajectories(
-    policy: Any, text: TextRows, seeds: Tensor, config: SamplerConfig, window: range, *, keep_mean: bool = False
+    policy: Any,
+    text: TextRows,
+    seeds: Tensor,
+    config: SamplerConfig,
+    window: range,
+    *,
+    keep_mean: bool = False,
+    together: bool = True,
 ) -> Trajectory:
     """Denoise, with the steps of the window stochastic and recorded and the others deterministic.
 
@@ -160,6 +167,7 @@ def sample_trajectories(
         config: grid, kernel and guidance.
         window: the trained steps.
         keep_mean: whether the means of the transitions are returned.
+        together: of `GuidedVelocity`.
 
     Returns:
         The B runs.
@@ -167,7 +175,7 @@ def sample_trajectories(
     grid = sigma_grid(policy.pipeline.scheduler, config.steps, policy.image_tokens)
     parts = []
     for rows in torch.arange(len(text)).split(config.batch_rows):
-        velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
+        velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt, together=together)
         parts.append(_trajectories(policy, velocity, seeds[rows], grid, make_kernel(config, grid), window, keep_mean))
     means = [part.mean for part in parts if part.mean is not None]
     joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in _JOINED}

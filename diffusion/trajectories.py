@@ -94,7 +94,9 @@ class TrajectoryRecipe(DiffusionRecipe):
         window = trained_window(config, generator)
         seeds = self.seeds_for(len(tasks), generator)
         text = self.text_of(tasks, group)
-        run = sample_trajectories(self.policy, text, seeds, config, window, keep_mean=self.keeps_mean)
+        run = sample_trajectories(
+            self.policy, text, seeds, config, window, keep_mean=self.keeps_mean, together=self.halves_together
+        )
         device = run.logp.device
         return Rollouts(
             group=group.to(device),
@@ -159,6 +161,16 @@ class TrajectoryRecipe(DiffusionRecipe):
         return gaussian_kl(steps.mean, mean, steps.std)
 
     @property
+    def halves_together(self) -> bool:
+        """Whether the two halves of guidance go through the model in one call.
+
+        In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
+        the two ways round differently, by more than a clip range of 1e-4.
+        """
+        low_precision = self.policy.dtype != torch.float32 or self.config.trainer.mixed_precision != "none"
+        return not (low_precision and self.config.step.detach_negative)
+
+    @property
     def _kernel(self) -> StepKernel:
         grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
         return make_kernel(self.config.sampler, grid)
@@ -182,10 +194,9 @@ class _Steps:
 
     def velocity_of(self, model: Any, detach_negative: bool) -> Tensor:
         """Guided velocity (M, C, H, W) of a model at the states before the steps."""
-        config, policy = self._recipe.config.sampler, self._recipe.policy
-        velocity = guided(
-            policy, model, self._text, config.guidance, config.negative_prompt, detach_negative=detach_negative
-        )
+        recipe, config = self._recipe, self._recipe.config.sampler
+        options = {"detach_negative": detach_negative, "together": recipe.halves_together}
+        velocity = guided(recipe.policy, model, self._text, config.guidance, config.negative_prompt, **options)
         return velocity(self.latents, self.sigma)
 
 
