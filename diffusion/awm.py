@@ -109,11 +109,11 @@ class AwmRecipe(MatchedRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Policy term, distance to the reference and distance to the moving average."""
-        noisy, _ = self.noisy(minibatch)
+        drawn = self.noisy(minibatch)
         with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
-            ema = self._ema_velocity(minibatch, noisy)
-            ref = self.reference_velocity(minibatch, noisy)
-        matching = self.matched(policy, minibatch)
+            ema = self._ema_velocity(minibatch, drawn[0])
+            ref = self.reference_velocity(minibatch, drawn[0])
+        matching = self.matched(policy, minibatch, drawn)
         scores = TokenScores(self._logp(matching), kl_ref=self._distance(matching, ref))
         output = self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
         mask = minibatch.loss_mask

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.training.distributed import average_gradients
+from mmrl.training.distributed import average_gradients, merge_lists
 
 __all__ = ["Critic", "CriticConfig", "CriticTrainer"]
 
@@ -169,6 +169,4 @@ class CriticTrainer:
 
     def _batches(self, rows: int, accelerator: Any) -> int:
         """Updates of one pass, the same number on every process."""
-        from mmrl.training.distributed import merge_lists
-
         return max(1, -(-max(merge_lists([rows], accelerator)) // self.config.batch_rows))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["NoisyRows", "matched_velocities", "stack_timesteps"]
+__all__ = ["NoisyRows", "matched_velocities", "mix", "stack_timesteps"]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(latents (R, C, H, W), sigma (R,)) -> velocity (R, C, H, W)."""
@@ -86,14 +86,24 @@ def stack_timesteps(
     shape = (draws, sources, *images.shape[1:])
     noise = torch.randn(shape, generator=generator, device=generator.device)[:, source]
     noise, times = noise.to(images.device), times.to(images.device)
-    clean = images.detach().float().expand(draws, *images.shape)
-    weight = times.reshape(draws, count, *[1] * (images.ndim - 1))
-    return NoisyRows(
-        latents=((1 - weight) * clean + weight * noise).flatten(0, 1).to(images.dtype),
-        target=(noise - clean).flatten(0, 1),
-        sigma=times.flatten(),
-        image=torch.arange(count).repeat(draws),
-    )
+    clean = images.detach().repeat(draws, *[1] * (images.ndim - 1))
+    return mix(clean, noise.flatten(0, 1), times.flatten(), torch.arange(count).repeat(draws))
+
+
+def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows:
+    """Noisy versions x_t = (1 - sigma) x_0 + sigma noise with the velocity that each has to match.
+
+    Args:
+        clean: x_0 of each row (R, C, H, W).
+        noise: (R, C, H, W) float32.
+        sigma: time of each row (R,) float32.
+        image: image that each row is a version of (R,) int64, on the CPU.
+
+    Returns:
+        The R rows, latents in the dtype of `clean`.
+    """
+    wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
+    return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)
 
 
 def matched_velocities(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.data import DiffusionTask
-from diffusion.forward_process import NoisyRows
+from diffusion.forward_process import NoisyRows, mix
 from diffusion.matching import TIME_SAMPLERS, sample_times, velocity_kl
 from diffusion.payload import DiffusionPayload
 from diffusion.recipe import DiffusionConfig, DiffusionRecipe, image_trainer
@@ -185,10 +185,7 @@ class MatchedRecipe(DiffusionRecipe):
         noise = row_noise(payload.noise_seed, self.config.draws.count, tuple(payload.latents.shape[1:]))
         noise = noise[:, :width].flatten(0, 1).to(chosen.device)[chosen]
         sigma = payload.sigma[:, :width].flatten()[chosen]
-        clean = payload.latents.float()[chosen // width]
-        weight = sigma.view(-1, *[1] * (clean.dim() - 1))
-        latents = ((1 - weight) * clean + weight * noise).to(payload.latents.dtype)
-        return NoisyRows(latents, noise - clean, sigma, (chosen // width).cpu()), chosen
+        return mix(payload.latents[chosen // width], noise, sigma, (chosen // width).cpu()), chosen
 
     def velocity_of(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
         """Guided velocity (M, C, H, W) of a model on noisy rows."""
@@ -198,9 +195,9 @@ class MatchedRecipe(DiffusionRecipe):
         velocity = guided(self.policy, model, text, config.guidance, config.negative_prompt, detach_negative=True)
         return velocity(noisy.latents, noisy.sigma)
 
-    def matched(self, policy: Any, rollouts: Rollouts) -> Matching:
-        """Evaluate a model on the noisy versions of some rows."""
-        noisy, chosen = self.noisy(rollouts)
+    def matched(self, policy: Any, rollouts: Rollouts, drawn: tuple[NoisyRows, Tensor] | None = None) -> Matching:
+        """Evaluate a model on the noisy versions of some rows; `drawn` is what `noisy` gave, if it was asked before."""
+        noisy, chosen = drawn or self.noisy(rollouts)
         velocity = self.velocity_of(policy, rollouts, noisy)
         clean = rollouts.payload.latents.float()[noisy.image.to(chosen.device)]
         return Matching(noisy, clean, velocity, chosen, rollouts.mask.shape)

@@ -118,10 +118,10 @@ class DiffusionNftRecipe(MatchedRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Two-sided matching loss and the distance to the start model."""
-        noisy, _ = self.noisy(minibatch)
+        drawn = self.noisy(minibatch)
         with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
-            old = self.velocity_of(self.policy, minibatch, noisy)
-        matching = self.matched(policy, minibatch)
+            old = self.velocity_of(self.policy, minibatch, drawn[0])
+        matching = self.matched(policy, minibatch, drawn)
         assert minibatch.advantage is not None
         weight = nft_weight(matching.of(minibatch.advantage))
         rows = nft_loss(matching.velocity, old, matching.noisy, matching.clean, weight, self.config.nft.beta)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,8 @@ class TrajectoryConfig(DiffusionConfig):
 class StepScores:
     """The trained steps of some rows, one entry a step that counts."""
 
-    chosen: Tensor
-    """(M,) int64, place of each in the flattened (B, T)."""
+    states: _Steps
+    """Where the steps start from and lead to."""
     velocity: Tensor
     """(M, C, H, W), carries the gradient."""
     mean: Tensor
@@ -78,6 +79,11 @@ class StepScores:
     """(M,) float32, standard deviation of the step."""
     logp: Tensor
     """(M,) float32."""
+
+    @property
+    def chosen(self) -> Tensor:
+        """(M,) int64, place of each in the flattened (B, T)."""
+        return self.states.chosen
 
 
 class TrajectoryRecipe(DiffusionRecipe):
@@ -136,18 +142,18 @@ class TrajectoryRecipe(DiffusionRecipe):
         velocity = states.velocity_of(policy, self.config.step.detach_negative)
         mean, std = self._kernel.transition(velocity, states.latents, states.sigma, states.following)
         logp = self._kernel.log_prob(states.reached, mean, std)
-        return StepScores(states.chosen, velocity, mean, std, logp)
+        return StepScores(states, velocity, mean, std, logp)
 
     def placed_divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor | None:
         """`divergence` as (B, T), or None where no loss asks for it."""
         if not (torch.is_grad_enabled() and self.objective.needs_reference):
             return None
-        return placed(self.divergence(rollouts, steps), steps.chosen, rollouts.mask.shape)
+        return placed(self.divergence(steps), steps.chosen, rollouts.mask.shape)
 
-    def divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor:
+    def divergence(self, steps: StepScores) -> Tensor:
         """KL (M,) of the policy's steps from those of the reference, in the configured form."""
         assert self.reference is not None
-        states = _Steps(self, rollouts)
+        states = steps.states
 
         def transition(module: nn.Module) -> tuple[Tensor, Tensor]:
             velocity = states.velocity_of(module, detach_negative=True)
@@ -170,7 +176,7 @@ class TrajectoryRecipe(DiffusionRecipe):
         low_precision = self.policy.dtype != torch.float32 or self.config.trainer.mixed_precision != "none"
         return not (low_precision and self.config.step.detach_negative)
 
-    @property
+    @cached_property
     def _kernel(self) -> StepKernel:
         grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
         return make_kernel(self.config.sampler, grid)
