@@ -24,16 +24,23 @@ from diffusion.conditioning import PromptEmbeddings
 from diffusion.flux import FluxTransformer
 from diffusion.guidance import Sd3Transformer, VelocityModel
 from diffusion.pipelines import image_tokens, latent_shape, load_pipeline, quiet_diffusers
+from diffusion.saved import (
+    ADAPTER,
+    BASE_FILE,
+    copy_into,
+    guarded,
+    merged,
+    read_adapter,
+    read_base,
+    read_transformer,
+    save_adapter,
+)
 from mmrl.errors import UserError
 from mmrl.training.machine import avoid_refused_instructions
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 from mmrl.vlm.data import build_if_missing
 
 __all__ = ["DiffusionPolicy", "LoraSettings", "ModelConfig", "load_policy"]
-
-BASE_FILE = "base.json"
-LORA_FILE = "pytorch_lora_weights.safetensors"
-ADAPTER = "default"
 
 
 @dataclass
@@ -248,7 +255,7 @@ class DiffusionPolicy(nn.Module):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         if self.has_adapter:
-            _save_adapter(self, folder)
+            save_adapter(self, folder)
         else:
             self.transformer.save_pretrained(folder)
         text = json.dumps(_base(self), indent=2, sort_keys=True)
@@ -262,7 +269,7 @@ class DiffusionPolicy(nn.Module):
         Args:
             path: folder, created with its parents.
         """
-        transformer = _merged(self.transformer) if self.has_adapter else self.transformer
+        transformer = merged(self.transformer) if self.has_adapter else self.transformer
         parts = {**self.pipeline.components, "transformer": transformer}
         pipeline = type(self.pipeline)(**parts)
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -280,9 +287,9 @@ class DiffusionPolicy(nn.Module):
         """
         folder = Path(path)
         _check_kind(self, folder)
-        own = _read_adapter if self.has_adapter else partial(_read_transformer, self.transformer)
-        state = _guarded(folder, lambda: own(folder))
-        _copy_into(self.transformer, state, folder, adapter_only=self.has_adapter)
+        own = read_adapter if self.has_adapter else partial(read_transformer, self.transformer)
+        state = guarded(folder, lambda: own(folder))
+        copy_into(self.transformer, state, folder, adapter_only=self.has_adapter)
 
 
 def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
@@ -332,37 +339,16 @@ def _find_start(path: str, dtype: torch.dtype) -> _Start:
         # relative paths would end with this process
         place = str(Path(path).absolute()) if Path(path).is_dir() else str(path)
         return _Start(load_pipeline(path, dtype), place, place, None)
-    saved = _read_base(file)
+    saved = read_base(file)
     below = _find_start(str(saved["path"]), dtype)
     if below.adapter is not None:
         raise UserError(f"{file} goes on from an adapter, {below.adapter}; save_pipeline makes a pipeline of one")
     if saved.get("kind") == "lora":
         return below._replace(adapter=file.parent)
     transformer = below.pipeline.transformer
-    state = _guarded(file.parent, lambda: _read_transformer(transformer, file.parent))
-    _copy_into(transformer, state, file.parent, adapter_only=False)
+    state = guarded(file.parent, lambda: read_transformer(transformer, file.parent))
+    copy_into(transformer, state, file.parent, adapter_only=False)
     return below._replace(base=str(file.parent.absolute()))
-
-
-def _read_base(file: Path) -> dict[str, Any]:
-    try:
-        saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if "path" not in saved:
-        raise UserError(f"{file} names no base pipeline: it has {', '.join(saved) or 'nothing'}")
-    return saved
-
-
-def _guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Weights of a folder, or one clear error of whatever a reader raises."""
-    try:
-        return read()
-    except UserError:
-        raise
-    except Exception as error:  # safetensors, json and diffusers each raise their own kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise UserError(f"the weights in {folder} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def _add_adapter(transformer: Any, settings: LoraSettings, seed: int) -> None:
@@ -416,89 +402,17 @@ def _base(policy: DiffusionPolicy) -> dict[str, Any]:
     return base | ({"rank": lora.rank, "alpha": lora.alpha} if lora.enabled else {})
 
 
-def _save_adapter(policy: DiffusionPolicy, folder: Path) -> None:
-    from peft import get_peft_model_state_dict
-
-    transformer = policy.transformer
-    weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
-    # rank and alpha travel in the file's header; without them diffusers takes alpha = rank
-    settings = transformer.peft_config[ADAPTER].to_dict()
-    type(policy.pipeline).save_lora_weights(
-        folder,
-        transformer_lora_layers={name: weight.detach().cpu() for name, weight in weights.items()},
-        transformer_lora_adapter_metadata=settings,
-    )
-
-
-def _merged(transformer: Any) -> Any:
-    """A transformer with the adapters' products in its weights; it shares all weights without an adapter."""
-    # the policy's own is not touched: merging and unmerging would round it
-    state = {
-        name.replace(".base_layer.", "."): weight
-        for name, weight in transformer.state_dict().items()
-        if ".lora_" not in name
-    }
-    layers: list[tuple[str, Any]] = list(transformer.named_modules())
-    with torch.no_grad():
-        for name, layer in layers:
-            if hasattr(layer, "get_delta_weight"):
-                weight = state[f"{name}.weight"]
-                state[f"{name}.weight"] = (weight.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
-    with torch.device("meta"):
-        merged = type(transformer).from_config(transformer.config)
-    merged.load_state_dict(state, assign=True)
-    return merged
-
-
 def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
     """Refuse a folder that was saved with other settings, naming them."""
     file = folder / BASE_FILE
     if not file.is_file():
         raise UserError(f"{folder} is not a saved policy: it has no {BASE_FILE}")
-    saved = _read_base(file)
+    saved = read_base(file)
     own = _base(policy)
     different = [key for key in ("transformer", "kind", "rank", "alpha") if saved.get(key) != own.get(key)]
     if different:
         said = ", ".join(f"{key} {saved.get(key)} instead of {own.get(key)}" for key in different)
         raise UserError(f"the weights in {folder} do not fit this policy: they have {said}; adapt model.lora")
-
-
-def _read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Weights of an adapter file, under the names that they have in the transformer."""
-    from safetensors.torch import load_file
-
-    state = {}
-    for key, weight in load_file(folder / LORA_FILE).items():
-        stem, _, last = key.removeprefix("transformer.").rpartition(".")
-        state[f"{stem}.{ADAPTER}.{last}"] = weight
-    return state
-
-
-def _read_transformer(transformer: Any, folder: Path) -> dict[str, Tensor]:
-    """Weights of a transformer folder, through diffusers, which knows sharded files."""
-    with quiet_diffusers():
-        saved, report = type(transformer).from_pretrained(
-            folder, torch_dtype=transformer.dtype, local_files_only=True, output_loading_info=True
-        )
-    wrong = {key: sorted(map(str, value))[:4] for key, value in report.items() if value}
-    if wrong:
-        raise UserError(f"the weights in {folder} do not fit this model: {wrong}")
-    return dict(saved.state_dict())
-
-
-def _copy_into(transformer: Any, state: dict[str, Tensor], folder: Path, *, adapter_only: bool) -> None:
-    own = {key: value for key, value in transformer.state_dict().items() if not adapter_only or ".lora_" in key}
-    different = sorted(set(state) ^ set(own))
-    different += [key for key in own if key in state and own[key].shape != state[key].shape]
-    if different:
-        raise UserError(f"the weights in {folder} do not fit this model; they differ in {', '.join(different[:4])}")
-    inexact = [key for key in own if own[key].dtype != state[key].dtype]
-    if inexact:
-        key = inexact[0]
-        raise UserError(f"{key} in {folder} is {state[key].dtype}, here it is {own[key].dtype}; set model.dtype to fit")
-    with torch.no_grad():
-        for key, value in state.items():
-            own[key].copy_(value)
 
 
 def _sd3_velocity(transformer: Any, config: ModelConfig) -> VelocityModel:

@@ -42,7 +42,7 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
     ]
     note = (
         f"The first {len(rows)} of the {len(last)} prompts kept from the evaluations, not selected; "
-        "a run draws them from the same seeds every time. The reward is that of a prompt's first image."
+        "a run draws them from the same seeds every time. The reward is the mean of the images shown."
     )
     return {"note": note, "columns": [label for label, _ in columns], "rows": rows}
 
