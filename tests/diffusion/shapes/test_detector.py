@@ -94,6 +94,11 @@ def test_texture_and_noise_are_no_objects():
     assert not [look for look in looks(stripes) if look[1] != UNKNOWN]
 
 
+def test_blank_image_has_no_objects():
+    for value in (0, 128, 255):
+        assert detect(np.full((32, 32, 3), value, np.uint8)) == []
+
+
 def test_detection_is_fast():
     images, _ = render_dataset(all_scenes(["count"]), 50, seed=0)
     start = time.process_time()
