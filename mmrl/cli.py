@@ -136,14 +136,14 @@ def _quieten_libraries() -> None:
 
 
 class _LogLines(logging.Handler):
-    """One line a message on the streams of the moment, which a progress bar redirects; warnings on standard error."""
+    """Messages on the streams of the moment, which a progress bar redirects; warnings, one line each, on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(record.getMessage().split())
+        text = record.getMessage()
         if record.levelno < logging.WARNING:
             _say(text)
         else:
-            sys.stderr.write(f"mmrl: {record.levelname.lower()}: {text}\n")
+            sys.stderr.write(f"mmrl: {record.levelname.lower()}: {' '.join(text.split())}\n")
 
 
 def _show_log() -> None:

@@ -164,6 +164,14 @@ _ROWS = (
         kl_coef=0.001,
         aggregation="token_mean",
     ),
+    Objective(
+        name="srpo",
+        citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means; the reward is the recipe's)",
+        advantage="group_mean_std",
+        clip_high=0.28,
+        dual_clip=3.0,
+        aggregation="sequence_mean",
+    ),
 )
 
 CATALOGUE: dict[str, Objective] = {row.name: row for row in _ROWS}

@@ -16,7 +16,7 @@ from mmrl.training.derived import derived_numbers
 from mmrl.training.gallery import before_after, sample_gallery
 from mmrl.training.image_grid import image_grid
 from mmrl.training.jsonlines import write_atomically
-from mmrl.training.statistics import difference_interval
+from mmrl.training.statistics import SHARES, difference_interval
 from mmrl.training.stopwatch import STAGES, STAGES_BETWEEN
 from mmrl.training.tracking import describe_metric, read_evaluations, read_metrics
 
@@ -43,6 +43,7 @@ def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path
         "formula": run.result.get("objective_formula"),
         "notices": _notices(run),
         "headline": _headline(runs),
+        "headline_name": _headline_name(run),
         "scores": _score_tables(runs),
         "numbers": derived_numbers(run.metrics, run.result),
         "charts": _charts(run),
@@ -149,11 +150,17 @@ def _headline(runs: Sequence[_Run]) -> list[dict[str, Any]]:
     tables = []
     for split in _splits(runs[-1]):
         points = _points(runs, split)
-        protocols = _measured([record for _, record in points], ("accuracy/",))
+        protocols = _measured([record for _, record in points], SHARES)
         if protocols:
             rows = _headline_rows(points, protocols)
             tables.append({"split": split, "protocols": [_label(name) for name in protocols], "rows": rows})
     return tables
+
+
+def _headline_name(run: _Run) -> str:
+    """accuracy or success."""
+    names = _measured(run.evaluations, SHARES)
+    return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
 
 
 def _score_tables(runs: Sequence[_Run]) -> list[dict[str, Any]]:
@@ -301,7 +308,7 @@ def _accuracy_charts(run: _Run) -> list[dict[str, Any]]:
     charts = []
     for split in _splits(run):
         records = [record for record in run.evaluations if record.get("split", "") == split]
-        protocols = _measured(records, ("accuracy/",))
+        protocols = _measured(records, SHARES)
         if len(records) < 2 or not protocols:
             continue
         steps = [record["step"] for record in records]
@@ -309,7 +316,7 @@ def _accuracy_charts(run: _Run) -> list[dict[str, Any]]:
             _label(name): (steps, *zip(*(_estimate(record, name) for record in records), strict=True))
             for name in protocols
         }
-        charts.append(_figure(f"Accuracy on {split}", protocols, interval_chart(series)))  # type: ignore[arg-type]
+        charts.append(_figure(f"{protocols[0].partition('/')[0].capitalize()} on {split}", protocols, interval_chart(series)))  # type: ignore[arg-type]
     return charts
 
 

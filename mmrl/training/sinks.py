@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from mmrl.errors import UserError
 from mmrl.training.jsonlines import JsonLines
+from mmrl.training.statistics import HEADLINES, SHARES
 from mmrl.training.stopwatch import STAGES, STAGES_BETWEEN
 
 if TYPE_CHECKING:
@@ -282,9 +283,9 @@ def _part(name: str) -> str:
 
 
 def _estimate(name: str, metrics: Mapping[str, float]) -> str:
-    """An accuracy in per cent, another measurement as it is."""
+    """A share in per cent, another measurement as it is."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
-    share = name.startswith("accuracy/")
+    share = name.startswith(SHARES)
     factor, digits = (100.0, 1) if share else (1.0, 3)
     value = f"{factor * metrics[name]:.{digits}f}{' %' if share else ''}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):
@@ -292,6 +293,4 @@ def _estimate(name: str, metrics: Mapping[str, float]) -> str:
     return f"{value} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
 
 
-HEADLINES = ("accuracy/", "score/")
-"""Metrics that the line of an evaluation shows with their intervals."""
 DIVERSITY = "diversity/latent"

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = [
+    "HEADLINES",
+    "SHARES",
     "MeanInterval",
     "PairedDifference",
     "RatioInterval",
@@ -29,6 +31,11 @@ __all__ = [
     "value_at",
     "wilson_interval",
 ]
+
+SHARES = ("accuracy/", "success/")
+"""Evaluation metrics that are shares of tasks, shown in per cent."""
+HEADLINES = (*SHARES, "score/")
+"""Evaluation metrics that say how good a policy is; by default the first of them decides which checkpoint is best."""
 
 _LARGE_DOF = 2000
 _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB

@@ -24,6 +24,7 @@ from mmrl.training.reference import make_reference
 from mmrl.training.samples import write_samples
 from mmrl.training.seeds import capture_global_rng, make_generator, restore_global_rng
 from mmrl.training.settings import RunConfig
+from mmrl.training.statistics import HEADLINES
 from mmrl.training.stopwatch import STAGES_BETWEEN, Stopwatch, stopwatch
 from mmrl.training.tasks import TaskStream
 from mmrl.training.tracking import Tracker
@@ -355,4 +356,4 @@ def _per_split(evaluations: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _first_score(evaluation: dict[str, Any]) -> str:
-    return next((name for name in evaluation if name.startswith(("accuracy/", "score/"))), "n")
+    return next((name for name in evaluation if name.startswith(HEADLINES)), "n")

@@ -190,20 +190,20 @@ class ImageRollout:
         return self._data[scene]
 
     def reset(self, seeds: Sequence[int]) -> Observation:
-        """Begin an episode in every scene.
+        """Begin an episode in every scene, or in the first ones.
 
         Args:
-            seeds: one a scene; equal seeds give equal starts.
+            seeds: one a scene, from the first on; equal seeds give equal starts. Scenes without one rest.
 
         Returns:
-            Observation of all scenes.
+            Observation of the scenes that were given a seed.
 
         Raises:
-            UserError: the number of seeds is another.
+            UserError: there are more seeds than scenes, or none.
         """
-        if len(seeds) != self.scenes:
+        if not 1 <= len(seeds) <= self.scenes:
             raise UserError(f"{len(seeds)} seeds for {self.scenes} scenes")
-        self.live = np.arange(self.scenes)
+        self.live = np.arange(len(seeds))
         self._elapsed[:] = 0
         observation = self._allocate(self.live)
 
@@ -216,7 +216,7 @@ class ImageRollout:
             mujoco.mj_forward(self.model, data)
             _observe(worker, data, data.sensordata, observation, row)
 
-        self._in_parallel(begin, self.scenes)
+        self._in_parallel(begin, len(seeds))
         return observation
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> Chunk:

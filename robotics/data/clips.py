@@ -1,0 +1,161 @@
+"""Pictures of an episode: cut out of a video that holds many episodes, or as PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["decode_png", "describe_video", "encode_png", "read_clip"]
+
+
+def read_clip(
+    path: Path, start_s: float, length: int, fps: float, size: Sequence[int]
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Decode one episode's part of a video.
+
+    Args:
+        path: of the video.
+        start_s: seconds from the beginning of the video to the episode's first frame.
+        length: T, frames of the episode.
+        fps: frames a second.
+        size: (H, W) pixels of the pictures; what the video has beyond them is padding.
+
+    Returns:
+        (T, H, W, 3) uint8 and (T,) whether a frame could be decoded; one that could not repeats the one before it, or
+        the first that could.
+
+    Raises:
+        UserError: the file is missing, is no video, is smaller than the pictures, or no frame of the part decodes.
+    """
+    height, width = size
+    frames = np.zeros((length, height, width, 3), np.uint8)
+    decoded = np.zeros(length, np.bool_)
+    for time_s, picture in _pictures(path, start_s):
+        place = round((time_s - start_s) * fps)
+        if place >= length:
+            break
+        if place < 0:
+            continue
+        if picture.height < height or picture.width < width:
+            raise UserError(f"{path} is {picture.width}x{picture.height}; the features say {width}x{height}")
+        frames[place] = picture.to_ndarray(format="rgb24")[:height, :width]
+        decoded[place] = True
+    if not decoded.any():
+        raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")
+    latest = np.maximum.accumulate(np.where(decoded, np.arange(length), -1))
+    return frames[np.where(latest < 0, decoded.argmax(), latest)], decoded
+
+
+def describe_video(path: Path) -> dict[str, Any]:
+    """What `meta/info.json` says of the videos of a feature.
+
+    Args:
+        path: of one of them.
+
+    Returns:
+        Size, codec, pixel format and rate under lerobot's names.
+    """
+    import av
+
+    with av.open(str(path)) as container:
+        video = container.streams.video[0]
+        rate = video.base_rate
+        return {
+            "video.height": video.height,
+            "video.width": video.width,
+            "video.codec": video.codec.canonical_name,
+            "video.pix_fmt": video.pix_fmt,
+            "video.is_depth_map": False,
+            "video.fps": int(rate) if rate else None,
+            "video.channels": 3,
+            "has_audio": False,
+        }
+
+
+def encode_png(frame: NDArray[np.uint8]) -> bytes:
+    """Pack a picture without loss.
+
+    Args:
+        frame: (H, W, 3) uint8.
+
+    Returns:
+        Content of a PNG file.
+    """
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
+    """Unpack a picture.
+
+    Args:
+        content: of a PNG or any other file that Pillow knows.
+        size: (H, W) that it should have.
+
+    Returns:
+        (H, W, 3) uint8; None where it cannot be read or has another size.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            frame = np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return frame if frame.shape[:2] == tuple(size) else None
+
+
+def _pictures(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
+    import av
+
+    if not path.is_file():
+        raise UserError(f"the dataset lacks {path}")
+    try:
+        container = av.open(str(path))
+    except av.error.FFmpegError as error:
+        raise UserError(f"{path} cannot be read as a video: {error}") from error
+    with container:
+        if not container.streams.video:
+            raise UserError(f"{path} has no video in it")
+        video: Any = container.streams.video[0]
+        # Without it the decoder paints over what is broken and says nothing.
+        video.codec_context.options = {"err_detect": "explode"}
+        video.codec_context.thread_type = "NONE"
+        # Backward to the picture that stands by itself; the half millisecond is for starts that are rounded down.
+        container.seek(int((start_s + 5e-4) / video.time_base), stream=video)
+        for packet in _packets(container, video):
+            for picture in _decode(packet):
+                if picture.pts is not None:
+                    yield float(picture.pts * picture.time_base), picture
+
+
+def _packets(container: Any, video: Any) -> Iterator[Any]:
+    import av
+
+    packets = container.demux(video)
+    while True:
+        try:
+            yield next(packets)
+        except (StopIteration, av.error.FFmpegError):
+            return
+
+
+def _decode(packet: Any) -> Sequence[Any]:
+    import av
+
+    try:
+        return [picture for picture in packet.decode() if not picture.is_corrupt]
+    except av.error.FFmpegError:
+        return []

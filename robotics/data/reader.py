@@ -1,0 +1,372 @@
+"""Reading of LeRobotDataset v3.0, whoever wrote it: episodes, frames with action chunks, statistics.
+
+Pictures are decoded when they are looked at. Followed is lerobot 0.4.4; see `robotics.data.layout`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.data.clips import decode_png, read_clip
+from robotics.data.layout import (
+    ACTION,
+    DATA_PATH,
+    INFO_PATH,
+    STATE,
+    STATS_PATH,
+    SUCCESS,
+    TASKS_PATH,
+    VERSION,
+    VIDEO_PATH,
+    camera_features,
+    camera_name,
+    numbered_files,
+    read_json,
+)
+from robotics.data.statistics import Statistics
+from robotics.data.tables import column_array, column_names, read_table, task_texts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+__all__ = ["EpisodeData", "FrameSample", "LeRobotReader", "action_chunks"]
+
+TIME_TOLERANCE_S = 1e-4
+
+
+@dataclass(frozen=True)
+class EpisodeData:
+    """One episode of T frames."""
+
+    number: int
+    """Of the episode."""
+    state: NDArray[np.float32]
+    """(T, S) before each action; (T, 0) where the dataset has none."""
+    action: NDArray[np.float32]
+    """(T, A); (T, 0) where the dataset has none."""
+    images: Mapping[str, NDArray[np.uint8]]
+    """(T, H, W, 3) RGB by camera, decoded anew with each look."""
+    task: str
+    """Instruction."""
+    success: bool | None
+    """Whether the task was done; None where the dataset does not say."""
+    timestamp_s: NDArray[np.float32]
+    """(T,) seconds since the first frame."""
+    extra: Mapping[str, NDArray]
+    """(T, ...) the other features by name, such as `next.reward`."""
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+
+@dataclass(frozen=True)
+class FrameSample:
+    """A frame and the actions around it."""
+
+    episode: int
+    """Number of the episode."""
+    frame: int
+    """Number of the frame within the episode."""
+    state: NDArray[np.float32]
+    """(S,)."""
+    action: NDArray[np.float32]
+    """(K, A) an action for each time asked for; the nearest of the episode beyond its ends."""
+    valid: NDArray[np.bool_]
+    """(K,) False where the time lies beyond the episode's ends."""
+    images: Mapping[str, NDArray[np.uint8]]
+    """(H, W, 3) by camera, of those asked for."""
+    task: str
+    """Instruction."""
+
+
+class LeRobotReader:
+    """Reads a dataset that lies in a folder.
+
+        reader = LeRobotReader("demos")
+        for sample in reader.frames(delta_timestamps=[k / reader.fps for k in range(8)]):
+            ...
+
+    Args:
+        folder: of the dataset.
+
+    Raises:
+        UserError: a file is missing or broken, of another version, or episodes that the info counts are not there.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.info: dict[str, Any] = read_json(self.folder / INFO_PATH)
+        """Content of `meta/info.json`."""
+        version = self.info.get("codebase_version")
+        if version != VERSION:
+            raise UserError(
+                f"{self.folder} has codebase_version {version}; this reads {VERSION}. lerobot converts v2.1 with "
+                "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
+            )
+        self.episodes: list[dict[str, Any]] = self._episode_rows()
+        """Rows of `meta/episodes` without the statistics, by number of the episode."""
+        self.tasks: list[str] = self._task_texts()
+        """Instructions by number."""
+        self.stats: dict[str, Statistics] = self._statistics()
+        """Statistics by feature; empty where the dataset has none."""
+        self.counts: Counter[str] = Counter()
+        """`corrupt_frames`: pictures looked at that could not be decoded and repeat a neighbour."""
+
+    @property
+    def fps(self) -> float:
+        """Frames a second."""
+        return self.info["fps"]
+
+    @property
+    def cameras(self) -> list[str]:
+        """Names of the cameras, without `observation.images.`."""
+        return [camera_name(key) for key in camera_features(self.info["features"])]
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes."""
+        return len(self.episodes)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def __iter__(self) -> Iterator[EpisodeData]:
+        return (self.episode(number) for number in range(len(self)))
+
+    def episode(self, number: int) -> EpisodeData:
+        """Read an episode.
+
+        Args:
+            number: 0 to `len(reader) - 1`.
+
+        Returns:
+            The episode; its pictures are not decoded yet.
+
+        Raises:
+            UserError: there is no such episode, or its part of a file is missing, broken or of another length.
+        """
+        if not 0 <= number < len(self):
+            raise UserError(f"no episode {number}; {self.folder} has {len(self)}, numbered from 0")
+        row = self.episodes[number]
+        table = self._frames_of(row)
+        columns = {name: column_array(table[name]) for name in table.column_names if self._is_number(name)}
+        length = len(table)
+        places = {camera_name(key): key for key in camera_features(self.info["features"])}
+        return EpisodeData(
+            number,
+            _matrix(columns.pop(STATE, None), length),
+            _matrix(columns.pop(ACTION, None), length),
+            _Images({name: self._decoder(key, row, table) for name, key in places.items()}),
+            self._task(int(columns["task_index"][0])),
+            _success(row, columns.get(SUCCESS)),
+            np.asarray(columns["timestamp"], np.float32),
+            {name: values for name, values in columns.items() if name not in BOOKKEPT},
+        )
+
+    def images(self, number: int, camera: str) -> NDArray[np.uint8]:
+        """Decode the pictures of an episode.
+
+        Args:
+            number: 0 to `len(reader) - 1`.
+            camera: one of `cameras`.
+
+        Returns:
+            (T, H, W, 3) uint8 RGB.
+
+        Raises:
+            UserError: there is no such episode or camera, or the file is missing or broken.
+        """
+        self._check_cameras([camera])
+        return self.episode(number).images[camera]
+
+    def frames(
+        self,
+        delta_timestamps: Sequence[float] = (0.0,),
+        cameras: Sequence[str] = (),
+        episodes: Sequence[int] | None = None,
+    ) -> Iterator[FrameSample]:
+        """Go through the frames in order.
+
+        Args:
+            delta_timestamps: K times in seconds, relative to the frame, of the actions wanted; multiples of 1/fps.
+            cameras: whose pictures are wanted.
+            episodes: numbers of the episodes; all when None.
+
+        Returns:
+            Iterator over the frames.
+
+        Raises:
+            UserError: a time is no multiple of 1/fps, or a camera or episode is unknown.
+        """
+        offsets = self._offsets(delta_timestamps)
+        self._check_cameras(cameras)
+        return self._samples(offsets, cameras, range(len(self)) if episodes is None else episodes)
+
+    def _samples(
+        self, offsets: Sequence[int], cameras: Sequence[str], episodes: Sequence[int]
+    ) -> Iterator[FrameSample]:
+        for number in episodes:
+            episode = self.episode(number)
+            actions, valid = action_chunks(episode.action, offsets)
+            images = {camera: episode.images[camera] for camera in cameras}
+            for frame in range(len(episode)):
+                seen = {camera: pictures[frame] for camera, pictures in images.items()}
+                state = episode.state[frame]
+                yield FrameSample(number, frame, state, actions[frame], valid[frame], seen, episode.task)
+
+    def _check_cameras(self, cameras: Sequence[str]) -> None:
+        unknown = [camera for camera in cameras if camera not in self.cameras]
+        if unknown:
+            raise UserError(f"no camera {', '.join(unknown)}; {self.folder} has {', '.join(self.cameras) or 'none'}")
+
+    def _offsets(self, delta_timestamps: Sequence[float]) -> list[int]:
+        offsets = [round(delta * self.fps) for delta in delta_timestamps]
+        for delta, offset in zip(delta_timestamps, offsets, strict=True):
+            if abs(delta - offset / self.fps) > TIME_TOLERANCE_S:
+                raise UserError(f"delta_timestamps has {delta} s; must be a multiple of 1/fps = {1 / self.fps:.6g} s")
+        return offsets
+
+    def _episode_rows(self) -> list[dict[str, Any]]:
+        rows: dict[int, dict[str, Any]] = {}
+        total = int(self.info["total_episodes"])
+        for path in numbered_files(self.folder / "meta/episodes", ".parquet"):
+            wanted = [name for name in column_names(path) if not name.startswith("stats/")]
+            chunk, file = (int(part.rpartition("-")[2]) for part in (path.parent.name, path.stem))
+            for row in read_table(path, columns=wanted).to_pylist():
+                # Where it was found, because merged datasets may still name the file that it was in before.
+                row |= {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
+                # A killed writer may leave a row twice, of which the first is newer, and one that info does not count.
+                rows.setdefault(row["episode_index"], row)
+        missing = [number for number in range(total) if number not in rows]
+        if missing:
+            raise UserError(
+                f"{self.folder / INFO_PATH} counts {total} episodes; meta/episodes lacks {len(missing)} of them, the "
+                f"first is {missing[0]}"
+            )
+        return [rows[number] for number in range(total)]
+
+    def _task_texts(self) -> list[str]:
+        path = self.folder / TASKS_PATH
+        return task_texts(read_table(path)) if self.episodes or path.exists() else []
+
+    def _statistics(self) -> dict[str, Statistics]:
+        path = self.folder / STATS_PATH
+        content = read_json(path) if path.exists() else {}
+        return {key: {name: np.asarray(one) for name, one in part.items()} for key, part in content.items()}
+
+    def _task(self, number: int) -> str:
+        if not 0 <= number < len(self.tasks):
+            raise UserError(f"task_index {number} is used; {self.folder / TASKS_PATH} has {len(self.tasks)} tasks")
+        return self.tasks[number]
+
+    def _frames_of(self, row: Mapping[str, Any]) -> pa.Table:
+        path = self._path(self.info.get("data_path") or DATA_PATH, "data", row)
+        table = read_table(path, filters=[("episode_index", "=", row["episode_index"])])
+        lacking = [
+            name for name in self.info["features"] if not self._is_video(name) and name not in table.column_names
+        ]
+        if lacking:
+            raise UserError(f"{path} lacks the columns {', '.join(lacking)} that {INFO_PATH} names")
+        if len(table) != row["length"]:
+            raise UserError(
+                f"episode {row['episode_index']} has {len(table)} frames in {path}; meta/episodes says {row['length']}"
+            )
+        return table
+
+    def _decoder(self, key: str, row: Mapping[str, Any], table: pa.Table) -> Callable[[], NDArray[np.uint8]]:
+        feature = self.info["features"][key]
+        size = _picture_size(feature)
+        if feature["dtype"] == "image":
+            return lambda: self._decode_images(table[key].to_pylist(), size)
+        path = self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
+        start = row[f"videos/{key}/from_timestamp"]
+        return lambda: self._counted(*read_clip(path, start, row["length"], self.fps, size))
+
+    def _decode_images(self, cells: Sequence[Mapping[str, Any]], size: Sequence[int]) -> NDArray[np.uint8]:
+        contents = [cell["bytes"] or (self.folder / cell["path"]).read_bytes() for cell in cells]
+        frames = [decode_png(content, size) for content in contents]
+        good = [frame for frame in frames if frame is not None]
+        if not good:
+            raise UserError(f"no picture of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
+        latest, filled = good[0], []
+        for frame in frames:
+            latest = latest if frame is None else frame
+            filled.append(latest)
+        return self._counted(np.stack(filled), np.array([frame is not None for frame in frames]))
+
+    def _counted(self, frames: NDArray[np.uint8], decoded: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        self.counts["corrupt_frames"] += int((~decoded).sum())
+        return frames
+
+    def _path(self, pattern: str, prefix: str, row: Mapping[str, Any], **names: str) -> Path:
+        chunk, file = row[f"{prefix}/chunk_index"], row[f"{prefix}/file_index"]
+        return self.folder / pattern.format(chunk_index=chunk, file_index=file, **names)
+
+    def _is_video(self, name: str) -> bool:
+        return self.info["features"][name]["dtype"] == "video"
+
+    def _is_number(self, name: str) -> bool:
+        feature = self.info["features"].get(name)
+        return feature is not None and feature["dtype"] not in ("video", "image")
+
+
+def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, NDArray[np.bool_]]:
+    """Actions around each frame of an episode.
+
+    Args:
+        actions: (T, A).
+        offsets: K frames from the current one, 0 is its own action.
+
+    Returns:
+        (T, K, A) actions, the first or last of the episode beyond its ends, and (T, K) whether there was one.
+    """
+    places = np.arange(len(actions))[:, None] + np.asarray(offsets, np.int64)
+    inside = np.clip(places, 0, len(actions) - 1)
+    return actions[inside], inside == places
+
+
+class _Images(Mapping[str, "NDArray[np.uint8]"]):
+    """Pictures by camera, decoded when one asks."""
+
+    def __init__(self, decoders: Mapping[str, Callable[[], NDArray[np.uint8]]]) -> None:
+        self._decoders = decoders
+
+    def __getitem__(self, camera: str) -> NDArray[np.uint8]:
+        if camera not in self._decoders:
+            raise KeyError(f"no camera {camera!r}; there are: {', '.join(self._decoders) or 'none'}")
+        return self._decoders[camera]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._decoders)
+
+    def __len__(self) -> int:
+        return len(self._decoders)
+
+
+def _matrix(values: NDArray | None, length: int) -> NDArray[np.float32]:
+    return np.zeros((length, 0), np.float32) if values is None else values.astype(np.float32).reshape(length, -1)
+
+
+def _picture_size(feature: Mapping[str, Any]) -> tuple[int, int]:
+    shape, names = feature["shape"], feature.get("names") or ()
+    # Datasets ported from elsewhere may give (channel, height, width).
+    first = str(names[0]) if names else ""
+    return (shape[1], shape[2]) if first.startswith("c") else (shape[0], shape[1])
+
+
+def _success(row: Mapping[str, Any], reached: NDArray | None) -> bool | None:
+    if row.get("success") is not None:
+        return bool(row["success"])
+    return None if reached is None else bool(np.any(reached))
+
+
+BOOKKEPT = ("timestamp", "frame_index", "episode_index", "index", "task_index")

@@ -1,0 +1,233 @@
+"""Parquet files of a LeRobotDataset: their columns, and arrays to columns and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.data.clips import encode_png
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+__all__ = [
+    "column_array",
+    "column_names",
+    "count_rows",
+    "data_schema",
+    "episode_table",
+    "read_table",
+    "task_table",
+    "task_texts",
+    "write_table",
+]
+
+
+def data_schema(features: Mapping[str, Any]) -> pa.Schema:
+    """Columns of the data files.
+
+    Args:
+        features: of a dataset; videos have no column.
+
+    Returns:
+        Schema, with the description of the columns that the `datasets` library looks for.
+    """
+    import pyarrow as pa
+
+    columns: list[tuple[str, Any]] = []
+    described: dict[str, Any] = {}
+    for key, feature in features.items():
+        if feature["dtype"] == "video":
+            continue
+        if feature["dtype"] == "image":
+            columns.append((key, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
+            described[key] = {"_type": "Image"}
+            continue
+        kind, length = pa.type_for_alias(feature["dtype"]), feature["shape"][0]
+        value: dict[str, Any] = {"dtype": feature["dtype"], "_type": "Value"}
+        columns.append((key, kind if length == 1 else pa.list_(kind, length)))
+        described[key] = value if length == 1 else {"feature": value, "length": length, "_type": "Sequence"}
+    return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": described}})})
+
+
+def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -> pa.Table:
+    """Frames of an episode as they lie in a data file.
+
+    Args:
+        columns: (T, ...) by feature; pictures (T, H, W, 3) uint8 become PNG, videos are left out.
+        features: of the dataset.
+
+    Returns:
+        Table of T rows.
+    """
+    import pyarrow as pa
+
+    schema = data_schema(features)
+    return pa.table([_arrow(columns[one.name], one.type) for one in schema], schema=schema)
+
+
+def column_array(column: pa.ChunkedArray) -> NDArray:
+    """Numbers of a column.
+
+    Args:
+        column: of numbers or of lists of one length, nested to any depth.
+
+    Returns:
+        (T,) or (T, n, ...).
+    """
+    import pyarrow as pa
+
+    whole = column.combine_chunks()
+    if pa.types.is_nested(whole.type) or isinstance(whole.type, pa.ExtensionType):
+        return np.array(whole.to_pylist())
+    return whole.to_numpy(zero_copy_only=False)
+
+
+def task_table(tasks: Sequence[str]) -> pa.Table:
+    """Instructions as `meta/tasks.parquet` has them: pandas takes the texts as the index of the numbers.
+
+    Args:
+        tasks: texts in the order of their numbers.
+
+    Returns:
+        Table of task_index and task.
+    """
+    import pyarrow as pa
+
+    described = {
+        "index_columns": ["task"],
+        "column_indexes": [],
+        "columns": [
+            {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+            for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+        ],
+    }
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
+    return table.replace_schema_metadata({"pandas": json.dumps(described)})
+
+
+def task_texts(table: pa.Table) -> list[str]:
+    """Instructions of `meta/tasks.parquet`, whose column of texts has no settled name.
+
+    Args:
+        table: of the file.
+
+    Returns:
+        Texts in the order of their numbers.
+
+    Raises:
+        UserError: it has no numbers from 0 on, or no texts.
+    """
+    texts = [name for name in table.column_names if name != "task_index"]
+    numbers = table["task_index"].to_pylist() if "task_index" in table.column_names else []
+    if sorted(numbers) != list(range(len(table))) or not texts:
+        raise UserError(
+            f"meta/tasks.parquet has the columns {table.column_names}; expected task_index 0..n-1 and texts"
+        )
+    by_number = dict(zip(numbers, table[texts[0]].to_pylist(), strict=True))
+    return [str(by_number[number]) for number in range(len(table))]
+
+
+def read_table(path: Path, **options: Any) -> pa.Table:
+    """Read a parquet file.
+
+    Args:
+        path: of the file.
+        options: of `pyarrow.parquet.read_table`.
+
+    Returns:
+        Its table.
+
+    Raises:
+        UserError: the file is not there or cannot be read.
+    """
+    import pyarrow.parquet as pq
+
+    with _named_errors(path):
+        return pq.read_table(path, partitioning=None, **options)
+
+
+def count_rows(path: Path) -> int:
+    """Number of rows of a parquet file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The number, from the description at its end.
+
+    Raises:
+        UserError: the file is not there or cannot be read.
+    """
+    return int(_description(path).num_rows)
+
+
+def column_names(path: Path) -> list[str]:
+    """Names of the columns of a parquet file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The names.
+
+    Raises:
+        UserError: the file is not there or cannot be read.
+    """
+    return list(_description(path).schema.to_arrow_schema().names)
+
+
+def write_table(tables: pa.Table | Sequence[pa.Table], path: Path) -> None:
+    """Write a parquet file with a row group for each table; replaces what is there at once.
+
+    Args:
+        tables: of one schema.
+        path: of the file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts = [tables] if isinstance(tables, pa.Table) else tables
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with pq.ParquetWriter(temporary, parts[0].schema, compression="snappy", use_dictionary=True) as writer:
+        for part in parts:
+            writer.write_table(part)
+    temporary.replace(path)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    if not path.is_file():
+        raise UserError(f"the dataset lacks {path}")
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _description(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    with _named_errors(path):
+        return pq.read_metadata(path)
+
+
+def _arrow(values: NDArray, kind: pa.DataType) -> pa.Array:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        pictures = [{"bytes": encode_png(frame), "path": f"frame-{at:06d}.png"} for at, frame in enumerate(values)]
+        return pa.array(pictures, type=kind)
+    inner = kind.value_type if pa.types.is_fixed_size_list(kind) else kind
+    flat = pa.array(values.reshape(-1).astype(inner.to_pandas_dtype()), type=inner)
+    return flat if inner is kind else pa.FixedSizeListArray.from_arrays(flat, type=kind)

@@ -1,0 +1,173 @@
+"""The robot arms that come with the package: where their models lie, how they start, and their kinematics.
+
+Both are MJCF with primitives; kinematics, masses and gains are those of the real arms (sources in the files). The site
+`grip` lies between the fingertips. Its frame has z along the fingers and y along the line on which they close; at home
+z points down at the table and x away from the base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+__all__ = ["ARMS", "ASSETS", "ArmModel", "ForwardKinematics", "find_arm"]
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+@dataclass(frozen=True)
+class ArmModel:
+    """An arm with a two-finger gripper; its base stands at the origin of the scene."""
+
+    name: str
+    """Key in `ARMS`."""
+    file: str
+    """MJCF file in the folder of assets."""
+    joints: tuple[str, ...]
+    """Hinge joints from the base to the hand; an actuator of the same name takes a target angle in radians."""
+    home_rad: tuple[float, ...]
+    """Angles at the start of an episode: the grip about 20 cm above the middle of the table, pointing down."""
+    licence: str
+    """Where the numbers come from and under which licence."""
+    fingers: tuple[str, str] = ("left_finger", "right_finger")
+    """Slide joints, metres from the closed position each."""
+    gripper: str = "gripper"
+    """Actuator that takes the target of one finger in metres."""
+    grip_site: str = "grip"
+    """Site between the fingertips."""
+    opening_m: float = 0.04
+    """Way of one finger from closed to open."""
+
+    @property
+    def path(self) -> Path:
+        """The MJCF file."""
+        return ASSETS / self.file
+
+    def load(self) -> mujoco.MjModel:
+        """Load the arm alone.
+
+        Returns:
+            MjModel with the arm's joints and actuators, without table and light.
+        """
+        import mujoco
+
+        return mujoco.MjModel.from_xml_path(str(self.path))
+
+    @cached_property
+    def kinematics(self) -> ForwardKinematics:
+        """Pose of the grip as a function of the angles, read from the model once."""
+        return ForwardKinematics(self.load(), self)
+
+
+class ForwardKinematics:
+    """Where grip and joint axes are, for many sets of angles at once; knows nothing of masses or contacts.
+
+    Args:
+        model: MjModel that contains the arm, with its base fixed to the world.
+        arm: names of its joints and of the grip.
+    """
+
+    def __init__(self, model: mujoco.MjModel, arm: ArmModel) -> None:
+        joints = [int(model.joint(name).id) for name in arm.joints]
+        site = int(model.site(arm.grip_site).id)
+        self.low_rad: NDArray[np.float64] = model.jnt_range[joints, 0].copy()
+        self.high_rad: NDArray[np.float64] = model.jnt_range[joints, 1].copy()
+        bodies = [int(model.jnt_bodyid[joint]) for joint in joints]
+        parents = [0, *bodies[:-1]]
+        links = np.stack([_between(model, *pair) for pair in zip(parents, bodies, strict=True)])
+        tool = _between(model, bodies[-1], int(model.site_bodyid[site]))
+        self._tool = tool @ _transform(model.site_pos[site], model.site_quat[site])
+        self._axes: NDArray[np.float64] = model.jnt_axis[joints][:, :, None].copy()
+        # Rodrigues' formula, R = I + sin(q) K + (1 - cos(q)) K K, multiplied from the left by the fixed part of a link.
+        cross = np.stack([_cross_matrix(axis) for axis in model.jnt_axis[joints]])
+        self._links, self._sines, self._cosines = links, links @ cross, links @ cross @ cross
+
+    def __call__(self, joint_rad: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Pose of the grip and how it changes with the angles.
+
+        Args:
+            joint_rad: (R, J) angles.
+
+        Returns:
+            (R, 4, 4) T_world_grip, and the Jacobian (R, 6, J): the velocity of the grip's origin (m/s) in the first
+            three rows and its angular velocity (rad/s) in the last, both in world axes, by joint velocity.
+        """
+        sine, cosine = np.sin(joint_rad)[..., None, None], np.cos(joint_rad)[..., None, None]
+        poses = self._links + sine * self._sines + (1.0 - cosine) * self._cosines
+        for joint in range(1, joint_rad.shape[1]):
+            poses[:, joint] = poses[:, joint - 1] @ poses[:, joint]
+        grip = poses[:, -1] @ self._tool
+        # An axis is not moved by the turn about it, so the pose after the turn gives it as well.
+        ax, ay, az = (poses[..., :3, :3] @ self._axes)[..., 0].transpose(2, 0, 1)
+        x, y, z = (grip[:, None, :3, 3] - poses[..., :3, 3]).transpose(2, 0, 1)
+        jacobian = np.stack([ay * z - az * y, az * x - ax * z, ax * y - ay * x, ax, ay, az], axis=1)
+        return grip, jacobian
+
+
+def find_arm(name: str) -> ArmModel:
+    """Look an arm up.
+
+    Args:
+        name: key in `ARMS`.
+
+    Returns:
+        Its description.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name not in ARMS:
+        raise UserError(f"arm is {name!r}; there are {', '.join(ARMS)}")
+    return ARMS[name]
+
+
+def _between(model: mujoco.MjModel, ancestor: int, body: int) -> NDArray[np.float64]:
+    """T_ancestor_body with all joints in between at zero."""
+    pose = np.eye(4)
+    while body != ancestor:
+        pose = _transform(model.body_pos[body], model.body_quat[body]) @ pose
+        body = int(model.body_parentid[body])
+    return pose
+
+
+def _transform(position: NDArray[np.float64], quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
+    import mujoco
+
+    rotation = np.empty(9)
+    mujoco.mju_quat2Mat(rotation, quaternion)
+    pose = np.eye(4)
+    pose[:3, :3], pose[:3, 3] = rotation.reshape(3, 3), position
+    return pose
+
+
+def _cross_matrix(axis: NDArray[np.float64]) -> NDArray[np.float64]:
+    x, y, z = axis
+    return np.array([[0.0, -z, y, 0.0], [z, 0.0, -x, 0.0], [-y, x, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+
+
+ARMS: dict[str, ArmModel] = {
+    "panda": ArmModel(
+        name="panda",
+        file="panda.xml",
+        joints=("joint1", "joint2", "joint3", "joint4", "joint5", "joint6", "joint7"),
+        home_rad=(0.0, -0.1289, 0.0, -2.5263, 0.0, 2.3974, 0.7854),
+        licence="Franka Emika Panda, google-deepmind/mujoco_menagerie franka_emika_panda (Apache-2.0)",
+    ),
+    "ur5e": ArmModel(
+        name="ur5e",
+        file="ur5e.xml",
+        joints=("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3"),
+        home_rad=(-1.8732, -1.6333, 2.0643, -2.0018, -1.5708, -1.8732),
+        licence="Universal Robots UR5e, google-deepmind/mujoco_menagerie universal_robots_ur5e (BSD-3-Clause)",
+    ),
+}

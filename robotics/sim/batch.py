@@ -1,0 +1,315 @@
+"""Many tabletop episodes side by side in the threads of one process; the simulator that training uses.
+
+The actions of a chunk are turned into joint targets first, as these do not depend on the physics; then the physics of
+the whole chunk runs in one call a row (`ImageRollout`), and only what a policy or a video will look at is drawn. Rows
+may have different tasks. Their trajectories are those of `TabletopEnv` with the same layouts and actions, bit for bit.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.sim.arms import find_arm
+from robotics.sim.backends import require_backend
+from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation
+from robotics.sim.rendering import RenderSettings
+from robotics.sim.rollout import ImageRollout
+from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
+from robotics.sim.tasks import TabletopScene, find_task, layout_seed
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from robotics.sim.rollout import Chunk, Observation
+
+__all__ = ["BatchSettings", "TabletopBatch"]
+
+STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What the rows observe and how they are rewarded."""
+
+    image_size: tuple[int, int] | None = (64, 64)
+    """(H, W) pixels; None for states only."""
+    camera: str = "front"
+    """front or wrist."""
+    state: str = "full"
+    """full, with the poses of the pieces, or proprio, what a robot knows of itself."""
+    reward: str = "sparse"
+    """sparse, 1 with the step that solves the task, or dense in 0..1."""
+    horizon: int | None = None
+    """Control steps after which an episode is truncated; that of each task when None."""
+    control: ControlSettings = ControlSettings()
+    """Step sizes and workspace."""
+
+    def validate(self) -> None:
+        """Check ranges and names; raises UserError."""
+        self.control.validate()
+        if self.state not in STATES:
+            raise UserError(f"state is {self.state!r}; there are {' and '.join(STATES)}")
+        if self.horizon is not None and self.horizon < 1:
+            raise UserError(f"horizon is {self.horizon}; must be at least 1")
+
+
+@dataclass
+class _Group:
+    """Rows of one task and split; its scenes are numbered from 0."""
+
+    scene: TabletopScene
+    rollout: ImageRollout
+    rows: NDArray[np.int64]
+
+
+class TabletopBatch:
+    """Runs episodes of the tabletop tasks; fulfils `RobotSim`.
+
+    The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10.
+
+    Args:
+        tasks: keys of `TASKS` that episodes may name.
+        arm: key in `ARMS`.
+        settings: observation, reward, horizon and control.
+        workers: threads; the usable cores when None.
+        backend: name of a renderer that was probed; chosen and probed when None.
+
+    Raises:
+        UserError: there is no such task, arm, camera, state or reward, or no renderer.
+    """
+
+    action_size: int = ACTION_SIZE
+    capacity: int | None = None
+
+    def __init__(
+        self,
+        tasks: Sequence[str] = ("reach",),
+        arm: str = "panda",
+        settings: BatchSettings | None = None,
+        *,
+        workers: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.settings = settings or BatchSettings()
+        self.settings.validate()
+        if not tasks:
+            raise UserError("tasks is empty; name at least one")
+        self.arm = find_arm(arm)
+        self._tasks = {name: find_task(name) for name in tasks}
+        self._scenes = {
+            name: TabletopScene(task, self.arm, reward=self.settings.reward) for name, task in self._tasks.items()
+        }
+        self.image_size = self.settings.image_size
+        self.state_size = STATES[self.settings.state]
+        self.horizon = max(self._horizon(name) for name in self._tasks)
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._pictures = self._render_settings()
+        self._backend = (backend or require_backend().name) if self._pictures is not None else ""
+        self._workers = workers
+        self._controller = CartesianController(self.arm, self.settings.control)
+        self._rollouts: dict[tuple[str, str], ImageRollout] = {}
+        self._groups: list[_Group] = []
+        self._full = np.zeros((0, STATE_SIZE), np.float32)
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names of the tasks with their instructions."""
+        return {name: task.instruction for name, task in self._tasks.items()}
+
+    def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
+        """Begin episodes in rows 0..R-1, ending those that still run.
+
+        Args:
+            episodes: R of them, of the tasks of this simulator.
+
+        Returns:
+            Result of a chunk of no steps.
+
+        Raises:
+            UserError: there is no episode, or one names what does not exist.
+        """
+        if not episodes:
+            raise UserError("no episodes to begin")
+        seeds = [layout_seed(episode.split, episode.layout) for episode in episodes]
+        self._groups = self._arrange(episodes)
+        self.live = np.arange(len(episodes))
+        self._controller.reset(len(episodes))
+        self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
+        output = self._allocate(self.live, 0)
+        commands = self._controller.commands(self.live)
+        for group in self._groups:
+            observation = group.rollout.reset([seeds[row] for row in group.rows])
+            self._observe(group, observation, group.rows, commands[group.rows], output.observation)
+        return output
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
+        """Step the live rows.
+
+        Args:
+            actions: (L, K, 5) dx, dy, dz, dyaw, gripper of the live rows; what lies outside -1..1 is clipped.
+            record: rows of which every control step is drawn.
+
+        Returns:
+            What happened; rows that ended or failed have left `live`.
+
+        Raises:
+            UserError: the shape does not fit, an action is not finite, no row is live, or there are no pictures to
+                record.
+        """
+        if not len(self.live):
+            raise UserError("no row is live; reset first")
+        if record and self._pictures is None:
+            raise UserError("nothing can be recorded without pictures; give an image_size")
+        moves = check_actions(actions, len(self.live))
+        live = self.live
+        plan = self._controller.plan(live, moves)
+        output, frames = self._allocate(live, moves.shape[1]), {}
+        for group in self._groups:
+            rows = group.rows[group.rollout.live]
+            if not len(rows):
+                continue
+            places = np.searchsorted(live, rows)
+            wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
+            chunk = group.rollout.step_chunk(plan.controls[places], wanted)
+            self._collect(chunk, places, output)
+            ends = plan.commands[places, np.maximum(chunk.steps - 1, 0)]
+            self._observe(group, chunk.observation, places, ends, output.observation, rows, ~chunk.failed)
+            frames |= {int(group.rows[scene]): pictures for scene, pictures in chunk.recorded.items()}
+        return self._finish(output, frames)
+
+    def full_state(self) -> NDArray[np.float32]:
+        """What a scripted expert needs, whatever the policy is given.
+
+        Returns:
+            (L, 22) state of the live rows as they were last observed.
+        """
+        return self._full[self.live]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Everything that a number measured here depends on."""
+        import mujoco
+
+        settings = asdict(self.settings)
+        return {
+            "simulator": "tabletop",
+            "tasks": {name: self._horizon(name) for name in self._tasks},
+            "arm": self.arm.name,
+            "control_hz": round(1.0 / (PHYSICS_STEPS * self._physics_step()), 3),
+            "physics_step_s": self._physics_step(),
+            "renderer": self._backend or None,
+            "mujoco": mujoco.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+            **settings,
+            "horizon": self.horizon,
+        }
+
+    def close(self) -> None:
+        """Stop the threads and free the renderers."""
+        self._groups, self.live = [], np.zeros(0, np.int64)
+        while self._rollouts:
+            self._rollouts.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _horizon(self, task: str) -> int:
+        return self.settings.horizon or self._tasks[task].horizon
+
+    def _physics_step(self) -> float:
+        return float(next(iter(self._scenes.values())).model.opt.timestep)
+
+    def _render_settings(self) -> RenderSettings | None:
+        if self.image_size is None:
+            return None
+        pictures = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera)
+        pictures.validate()
+        return pictures
+
+    def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:
+        rows: dict[tuple[str, str], list[int]] = {}
+        for row, episode in enumerate(episodes):
+            if episode.task not in self._tasks:
+                raise UserError(
+                    f"episode {row} has the task {episode.task!r}; this simulator runs {', '.join(self._tasks)}"
+                )
+            rows.setdefault((episode.task, episode.split), []).append(row)
+        return [self._group(key, np.array(found)) for key, found in rows.items()]
+
+    def _group(self, key: tuple[str, str], rows: NDArray[np.int64]) -> _Group:
+        task, split = key
+        scene = self._scenes[task].for_split(split)
+        known = self._rollouts.get(key)
+        if known is None or known.scenes < len(rows):
+            if known is not None:
+                known.close()
+            known = self._rollouts[key] = ImageRollout(
+                scene.model,
+                scene,
+                len(rows),
+                self._pictures,
+                substeps=PHYSICS_STEPS,
+                horizon=self._horizon(task),
+                workers=self._workers,
+                backend=self._backend or None,
+            )
+        return _Group(scene, known, rows)
+
+    def _allocate(self, rows: NDArray[np.int64], length: int) -> ChunkResult:
+        count = len(rows)
+        images = None if self.image_size is None else np.zeros((count, *self.image_size, 3), np.uint8)
+        return ChunkResult(
+            rows=rows,
+            rewards=np.zeros((count, length)),
+            steps=np.zeros(count, np.int64),
+            success=np.zeros(count, bool),
+            terminated=np.zeros(count, bool),
+            truncated=np.zeros(count, bool),
+            failed=np.zeros(count, bool),
+            observation=RobotObservation(rows, np.zeros((count, self.state_size), np.float32), images),
+        )
+
+    def _observe(
+        self,
+        group: _Group,
+        seen: Observation,
+        places: NDArray[np.int64],
+        commands: NDArray[np.float64],
+        out: RobotObservation,
+        rows: NDArray[np.int64] | None = None,
+        sound: NDArray[np.bool_] | None = None,
+    ) -> None:
+        kept = np.ones(len(places), bool) if sound is None else sound
+        rows = places if rows is None else rows
+        state = group.scene.sensors.state(seen.sensordata[kept], commands[kept])
+        self._full[rows[kept]] = state
+        out.state[places[kept]] = state[:, : self.state_size]
+        if out.images is not None and seen.frames is not None:
+            out.images[places[kept]] = seen.frames[kept]
+
+    def _collect(self, chunk: Chunk, places: NDArray[np.int64], output: ChunkResult) -> None:
+        done = chunk.dones.any(axis=1)
+        output.rewards[places], output.steps[places] = chunk.rewards, chunk.steps
+        output.success[places] = output.terminated[places] = done
+        output.truncated[places], output.failed[places] = chunk.truncated, chunk.failed
+
+    def _finish(self, output: ChunkResult, frames: dict[int, NDArray[np.uint8]]) -> ChunkResult:
+        self.live = output.rows[~(output.terminated | output.truncated | output.failed)]
+        broken = [int(row) for row in output.rows[output.failed]]
+        self.counts["diverged"] += len(broken)
+        self.counts["dropped"] += len(broken)
+        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of numbers that blow up or of a full buffer")
+        return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
+
+
+COUNTS = ("crashed", "hung", "raised", "restarted", "dropped", "diverged")

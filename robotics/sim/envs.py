@@ -1,0 +1,280 @@
+"""The tabletop tasks as Gymnasium environments.
+
+    env = TabletopEnv(task="pick_place", arm="ur5e", observation=("state", "rgb"))
+    observation, info = env.reset(seed=0, options={"layout": 3, "split": "held_out"})
+
+An action is dx, dy, dz, dyaw and gripper in -1..1 (`control.CartesianController`). Equal layouts and actions give equal
+bits, here and in `TabletopBatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from mmrl.errors import RunError, UserError
+from robotics.sim.arms import find_arm
+from robotics.sim.backends import require_backend
+from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
+from robotics.sim.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["OBSERVATIONS", "SimulationDiverged", "TabletopEnv"]
+
+ROW = (0,)
+CONTROL_HZ = 10
+
+
+class SimulationDiverged(RunError):
+    """The numbers of a simulation blew up; the episode has no result."""
+
+
+class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """One tabletop task with one arm.
+
+    Observations are a dictionary with the kinds that were asked for: `state` (22,) float32, see `SceneSensors.state`;
+    `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
+    `segmentation` (H, W, 2) int32 object number and type, -1 where there is nothing.
+    `info` has success, instruction, layout, split and dense_reward.
+
+    Args:
+        task: key in `TASKS`.
+        arm: key in `ARMS`.
+        observation: kinds, see above.
+        image_size: (H, W) pixels of what is observed.
+        camera: front or wrist.
+        horizon: control steps until truncation; that of the task when None.
+        render_mode: rgb_array or None.
+        split: where layouts come from that `reset` is not told.
+        reward: sparse, 1 with the step that solves the task, or dense in 0..1.
+        control: step sizes and workspace.
+        render_size: (H, W) pixels of `render()`.
+
+    Raises:
+        UserError: there is no such task, arm, kind of observation, split or reward, or no renderer for it.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}
+
+    def __init__(
+        self,
+        task: str = "reach",
+        arm: str = "panda",
+        observation: Sequence[str] = ("state", "rgb"),
+        image_size: tuple[int, int] = (64, 64),
+        camera: str = "front",
+        horizon: int | None = None,
+        render_mode: str | None = None,
+        split: str = "train",
+        reward: str = "sparse",
+        control: ControlSettings | None = None,
+        render_size: tuple[int, int] = (256, 256),
+    ) -> None:
+        if horizon is not None and horizon < 1:
+            raise UserError(f"horizon is {horizon}; must be at least 1")
+        self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward)
+        self.kinds = _check_kinds(observation)
+        self.split, self.reward = split, reward
+        self.horizon = horizon or scene.task.horizon
+        self.render_mode = _check_render_mode(render_mode)
+        draws = render_mode is not None or any(KINDS[kind].drawn for kind in self.kinds)
+        self._backend = require_backend().name if draws else ""
+
+        import mujoco
+
+        self._lib = mujoco
+        self.model = scene.model
+        self.data = mujoco.MjData(self.model)
+        self.controller = CartesianController(scene.arm, control)
+        self._settings = {
+            "observe": RenderSettings(image_size[1], image_size[0], camera),
+            "render": RenderSettings(render_size[1], render_size[0], camera),
+        }
+        self._renderers: dict[str, FrameRenderer] = {}
+        for settings in self._settings.values():
+            settings.validate()
+        self._layout, self._elapsed, self._over = -1, 0, True
+        self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
+        self.observation_space = spaces.Dict({kind: KINDS[kind].space(image_size) for kind in self.kinds})
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: of the draw of the layout.
+            options: layout, its number, drawn when missing; split, the environment's own when missing.
+
+        Returns:
+            Observation and info.
+
+        Raises:
+            UserError: an option is unknown or out of range.
+        """
+        super().reset(seed=seed)
+        chosen = dict(options or {})
+        layout, split = chosen.pop("layout", None), chosen.pop("split", self.split)
+        if chosen:
+            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout and split")
+        number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
+        start = layout_seed(split, number)
+        self._scene = self._scene.for_split(split)
+        self._layout, self._elapsed, self._over = number, 0, False
+        self._lib.mj_resetData(self.model, self.data)
+        self._scene.reset(self.model, self.data, np.random.default_rng(start))
+        self._lib.mj_forward(self.model, self.data)
+        self.controller.reset(1)
+        success, dense = self._judge()
+        return self._observe(), self._info(success, dense)
+
+    def step(self, action: NDArray[np.floating]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Move for one control step, a tenth of a second.
+
+        Args:
+            action: (5,) dx, dy, dz, dyaw, gripper; clipped to -1..1.
+
+        Returns:
+            Observation, reward, whether the task is done, whether the horizon cut the episode off, info.
+
+        Raises:
+            UserError: the action's shape is another or it is not finite, or no episode runs.
+            SimulationDiverged: MuJoCo warned; reset to go on.
+        """
+        given = np.asarray(action)
+        if given.shape != (ACTION_SIZE,):
+            raise UserError(
+                f"an action has the shape {given.shape}; expected ({ACTION_SIZE},): dx, dy, dz, dyaw, gripper"
+            )
+        moves = check_actions(given[None, None], 1)
+        if self._over:
+            raise UserError("no episode runs; call reset first")
+        self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
+        self._lib.mj_step(self.model, self.data, PHYSICS_STEPS)
+        self._elapsed += 1
+        self._check_sound()
+        success, dense = self._judge()
+        truncated = not success and self._elapsed >= self.horizon
+        self._over = success or truncated
+        reward = dense if self.reward == "dense" else float(success)
+        return self._observe(), reward, success, truncated, self._info(success, dense)
+
+    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+        """Draw the scene as it is.
+
+        Returns:
+            (H, W, 3) RGB; None where the environment was made without a render mode.
+        """
+        if self.render_mode is None:
+            return None
+        update_poses(self.model, self.data)
+        return self._renderer("render").rgb(self.data).copy()
+
+    def close(self) -> None:
+        """Free the renderers."""
+        while self._renderers:
+            self._renderers.popitem()[1].close()
+
+    @property
+    def instruction(self) -> str:
+        """What the robot is told."""
+        return self._scene.task.instruction
+
+    @property
+    def state(self) -> NDArray[np.float32]:
+        """(22,) everything that is known of the scene, also where it is not observed."""
+        return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
+
+    def _judge(self) -> tuple[bool, float]:
+        reading = self._scene.sensors.read(self.data.sensordata[None])
+        task = self._scene.task
+        return bool(task.success(reading)[0]), float(task.dense_reward(reading)[0])
+
+    def _check_sound(self) -> None:
+        warnings = self.data.warning.number
+        if warnings.any():
+            self._over = True
+            kinds = [self._lib.mjtWarning(int(number)).name for number in np.flatnonzero(warnings)]
+            raise SimulationDiverged(
+                f"the simulation of {self._scene.task.name} broke down in control step {self._elapsed} of layout "
+                f"{self._layout} ({', '.join(kinds)}); reset to go on"
+            )
+
+    def _info(self, success: bool, dense: float) -> dict[str, Any]:
+        return {
+            "success": success,
+            "instruction": self.instruction,
+            "layout": self._layout,
+            "split": self._scene.split,
+            "dense_reward": dense,
+        }
+
+    def _observe(self) -> dict[str, Any]:
+        if any(KINDS[kind].drawn for kind in self.kinds):
+            update_poses(self.model, self.data)
+        return {kind: KINDS[kind].observe(self) for kind in self.kinds}
+
+    def _renderer(self, purpose: str) -> FrameRenderer:
+        if purpose not in self._renderers:
+            self._renderers[purpose] = FrameRenderer(self.model, self._settings[purpose], self._backend)
+        return self._renderers[purpose]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One kind of observation: its space by the size of pictures, how it is made, and whether that draws."""
+
+    space: Callable[[tuple[int, int]], spaces.Box]
+    observe: Callable[[TabletopEnv], Any]
+    drawn: bool
+
+
+def _check_kinds(observation: Sequence[str]) -> tuple[str, ...]:
+    kinds = (observation,) if isinstance(observation, str) else tuple(observation)
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        raise UserError(f"observation is {tuple(kinds)}; it takes at least one of {', '.join(KINDS)}")
+    return kinds
+
+
+def _check_render_mode(mode: str | None) -> str | None:
+    if mode is not None and mode not in TabletopEnv.metadata["render_modes"]:
+        raise UserError(f"render_mode is {mode!r}; there are rgb_array and None")
+    return mode
+
+
+def _numbers(size: int) -> spaces.Box:
+    return spaces.Box(-np.inf, np.inf, (size,), np.float32)
+
+
+LARGEST_ID = 2**24
+OBSERVATIONS = ("state", "proprio", "rgb", "depth", "segmentation")
+
+KINDS: dict[str, _Kind] = {
+    "state": _Kind(lambda size: _numbers(STATE_SIZE), lambda env: env.state, drawn=False),
+    "proprio": _Kind(lambda size: _numbers(PROPRIO_SIZE), lambda env: env.state[:PROPRIO_SIZE], drawn=False),
+    "rgb": _Kind(
+        lambda size: spaces.Box(0, 255, (*size, 3), np.uint8),
+        lambda env: env._renderer("observe").rgb(env.data).copy(),
+        drawn=True,
+    ),
+    "depth": _Kind(
+        lambda size: spaces.Box(0.0, np.inf, size, np.float32),
+        lambda env: env._renderer("observe").depth(env.data),
+        drawn=True,
+    ),
+    "segmentation": _Kind(
+        lambda size: spaces.Box(-1, LARGEST_ID, (*size, 2), np.int32),
+        lambda env: env._renderer("observe").segmentation(env.data),
+        drawn=True,
+    ),
+}

@@ -1,0 +1,179 @@
+"""Any Gymnasium environment with continuous actions as the row that a worker drives.
+
+Loaded by its path in the environment's own Python, so it asks for Python 3.8 and numpy; it never imports gymnasium but
+takes an environment that is there. Spaces are told apart by their names, which gym and gymnasium share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["EnvError", "GymRow"]
+
+LAYOUTS = 1 << 30
+
+
+class EnvError(Exception):
+    """An environment that cannot be used as it was asked for; the message names the culprit and what is allowed."""
+
+    for_user = True
+
+
+class GymRow:
+    """One Gymnasium environment, its observations cut into state and picture, its actions scaled from -1..1.
+
+    Args:
+        env: gymnasium.Env with a Box of actions.
+        task: name of its only task; the id it was made by when None.
+        instruction: what the robot is told.
+        state_keys: entries of a Dict observation that are the state, in this order; all that are no pictures when
+            None.
+        image_key: entry of a Dict observation that is the picture (H, W, 3) uint8; the first such one when None,
+            `env.render()` where there is none.
+        success_key: entry of `info` that says whether the task is done; `success` or `is_success` when None.
+        success_reward: a control step with at least this reward has done the task; for environments whose `info` says
+            nothing.
+        horizon: control steps of an episode; that of the registered id when None.
+        layout_options: whether `reset` is given the options layout, split and task beside the seed.
+
+    Raises:
+        EnvError: actions are not continuous or have no bounds, a key does not exist, there is no horizon.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        task: str | None = None,
+        instruction: str = "",
+        state_keys: Sequence[str] | None = None,
+        image_key: str | None = None,
+        success_key: str | None = None,
+        success_reward: float | None = None,
+        horizon: int | None = None,
+        layout_options: bool = False,
+    ) -> None:
+        spec = getattr(env, "spec", None)
+        self._env, self._low, self._high = env, *_bounds(env.action_space)
+        self._name = task or getattr(spec, "id", None) or type(env).__name__
+        self._instruction = instruction
+        self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
+        self._success_key, self._success_reward = success_key, success_reward
+        self._layout_options = layout_options
+        self.horizon = _horizon(horizon, spec)
+        self.action_size = int(np.prod(env.action_space.shape))
+        self._observation, _ = env.reset(seed=0)
+        self.state_size = len(self.state())
+        self.image_size = self._image_size()
+
+    def tasks(self) -> Mapping[str, str]:
+        """The only task with its instruction."""
+        return {self._name: self._instruction}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Layouts are seeds, those of held_out above those of train."""
+        return {"train": LAYOUTS, "held_out": LAYOUTS}
+
+    def reset(self, task: str, layout: int, split: str, seed: int) -> None:
+        """Begin an episode; the seed differs from layout to layout and from split to split."""
+        options = {"layout": layout, "split": split, "task": task} if self._layout_options else None
+        self._observation, _ = self._env.reset(seed=seed, options=options)
+
+    def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
+        """Act for one control step with (A,) in -1..1; returns reward, success, terminated and truncated."""
+        space = self._env.action_space
+        scaled = self._low + (np.asarray(action, np.float64) + 1.0) / 2.0 * (self._high - self._low)
+        self._observation, reward, terminated, truncated, info = self._env.step(
+            scaled.reshape(space.shape).astype(space.dtype)
+        )
+        return float(reward), self._success(float(reward), info), bool(terminated), bool(truncated)
+
+    def state(self) -> np.ndarray:
+        """(S,) float32, the entries of the state one after the other."""
+        parts = [self._observation[key] for key in self._state_keys] if self._state_keys is not None else []
+        if self._state_keys is None and self._image_key is None:
+            parts = [self._observation]
+        return np.concatenate([np.zeros(0), *(np.ravel(part) for part in parts)]).astype(np.float32)
+
+    def render(self) -> np.ndarray:
+        """(H, W, 3) picture of the observation, or what the environment draws."""
+        if self._image_key is not None:
+            return np.asarray(self._observation[self._image_key] if self._image_key else self._observation, np.uint8)
+        return np.asarray(self._env.render(), np.uint8)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Id and what `metadata` says of the control rate."""
+        spec, metadata = getattr(self._env, "spec", None), getattr(self._env, "metadata", None) or {}
+        return {
+            "environment": getattr(spec, "id", type(self._env).__name__),
+            "render_fps": metadata.get("render_fps"),
+            "state_keys": list(self._state_keys) if self._state_keys is not None else None,
+            "image_key": self._image_key,
+        }
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _image_size(self) -> tuple[int, int] | None:
+        if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
+            return None
+        height, width = np.shape(self.render())[:2]
+        return int(height), int(width)
+
+    def _success(self, reward: float, info: Mapping[str, Any]) -> bool:
+        if self._success_reward is not None:
+            return reward >= self._success_reward
+        if self._success_key is not None:
+            if self._success_key not in info:
+                raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
+            return bool(info[self._success_key])
+        return any(bool(info[key]) for key in SUCCESS_KEYS if key in info)
+
+
+def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
+    if type(space).__name__ != "Box":
+        raise EnvError(
+            f"actions are {space}; only a Box of continuous actions is understood. Wrap the environment so that its "
+            "actions are a Box, for discrete ones for instance a preference each of which the largest is taken"
+        )
+    low, high = np.ravel(space.low).astype(np.float64), np.ravel(space.high).astype(np.float64)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise EnvError(f"actions are {space}; every entry needs finite bounds to be scaled from -1..1")
+    return low, high
+
+
+def _is_picture(space: Any) -> bool:
+    shape = tuple(getattr(space, "shape", None) or ())
+    return len(shape) == 3 and shape[2] == 3 and getattr(space, "dtype", None) == np.uint8
+
+
+def _split_keys(
+    space: Any, state_keys: Sequence[str] | None, image_key: str | None
+) -> tuple[list[str] | None, str | None]:
+    """Keys of state and picture; "" is the picture of an observation that is nothing else."""
+    if type(space).__name__ != "Dict":
+        if state_keys is not None or image_key is not None:
+            raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")
+        return None, "" if _is_picture(space) else None
+    parts = space.spaces
+    for key in [*(state_keys or ()), *([image_key] if image_key else ())]:
+        if key not in parts:
+            raise EnvError(f"observations have no {key!r}; they have: {', '.join(parts)}")
+    pictures = [key for key in parts if _is_picture(parts[key])]
+    image = image_key or (pictures[0] if pictures else None)
+    chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
+    return chosen, image
+
+
+def _horizon(asked: int | None, spec: Any) -> int:
+    horizon = asked if asked is not None else getattr(spec, "max_episode_steps", None)
+    if horizon is None or horizon < 1:
+        raise EnvError(f"horizon is {horizon}; the environment names none, so give one of at least 1")
+    return int(horizon)
+
+
+SUCCESS_KEYS = ("success", "is_success")

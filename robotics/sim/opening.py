@@ -1,0 +1,154 @@
+"""A simulator from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.errors import UserError
+from robotics.sim.episodes import RobotSim
+
+__all__ = ["SIMULATORS", "SimConfig", "open_sim"]
+
+
+@dataclass
+class SimConfig:
+    """Where episodes run."""
+
+    kind: str = "tabletop"
+    """tabletop, gymnasium, libero, metaworld, or module:function that returns a `RobotSim`."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks that the simulator offers; tabletop: empty = reach. Suites: empty = all of them."""
+    image_size: int = 64
+    """Side of the pictures in pixels; 0 = none."""
+    camera: str = "front"
+    """Camera of the pictures."""
+    horizon: int = 0
+    """Control steps after which an episode is cut off; 0 = that of the task."""
+    workers: int = 0
+    """Threads (tabletop) or processes; 0 = the usable cores."""
+    arm: str = "panda"
+    """tabletop: panda or ur5e."""
+    state: str = "proprio"
+    """tabletop: proprio, what a robot knows of itself, or full, with the poses of all pieces."""
+    env: str = ""
+    """gymnasium: id of a registered environment, or module:function that returns one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the simulator; gymnasium: arguments of the environment, with those of its adapter under
+    `adapter` and those of the processes under `settings`."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if self.kind not in SIMULATORS and ":" not in self.kind:
+            raise ValueError(f"sim.kind is '{self.kind}'; allowed: {', '.join(SIMULATORS)} or module:function")
+        for name in ("image_size", "horizon", "workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"sim.{name} is {getattr(self, name)}; must be at least 0")
+        if (self.kind == "gymnasium") != bool(self.env):
+            raise ValueError(f"sim.env is '{self.env}' with sim.kind '{self.kind}'; gymnasium needs it, others have none")
+
+
+def open_sim(config: SimConfig) -> RobotSim:
+    """Start a simulator.
+
+    Args:
+        config: which one.
+
+    Returns:
+        The simulator; its owner closes it.
+
+    Raises:
+        UserError: something that the configuration names does not exist, or an option is unknown.
+        RunError: it cannot be started.
+    """
+    if config.kind in SIMULATORS:
+        return SIMULATORS[config.kind](config)
+    from mmrl.rewards.loading import load_function
+
+    sim: RobotSim = load_function(config.kind, what="sim.kind")(config)
+    return sim
+
+
+def _open_tabletop(config: SimConfig) -> RobotSim:
+    from robotics.sim.batch import BatchSettings, TabletopBatch
+
+    settings = BatchSettings(
+        image_size=(config.image_size, config.image_size) if config.image_size else None,
+        camera=config.camera,
+        state=config.state,
+        reward="dense",  # success is told apart from it
+        horizon=config.horizon or None,
+    )
+    known = _known("sim.options", config.options, ())
+    return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None, **known)
+
+
+def _open_gymnasium(config: SimConfig) -> RobotSim:
+    from robotics.sim.workers import WorkerPool, WorkerSettings
+
+    options = dict(config.options)
+    adapter = dict(options.pop("adapter", {}))
+    settings = dict(options.pop("settings", {}))
+    if config.horizon:
+        adapter["horizon"] = config.horizon
+    by_id = ":" not in config.env
+    return WorkerPool(
+        WorkerSettings(
+            factory="gymnasium:make" if by_id else config.env,
+            kwargs={"id": config.env, **options} if by_id else options,
+            adapter=adapter,
+            images=bool(config.image_size),
+            workers=config.workers or _cores(),
+            **_known("sim.options.settings", settings, POOL_SETTINGS),
+        )
+    )
+
+
+def _open_suite(config: SimConfig) -> RobotSim:
+    from robotics.sim.suite_setup import open_suite
+
+    options = dict(config.options)
+    if config.horizon:
+        options["horizon"] = config.horizon
+    return open_suite(
+        config.kind,
+        tasks=config.tasks or None,
+        image_size=config.image_size,
+        workers=config.workers or _cores(),
+        **options,
+    )
+
+
+def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(names) or 'nothing'}")
+    return given
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+POOL_SETTINGS = (
+    "python",
+    "renderer",
+    "environment",
+    "end_at_success",
+    "start_timeout_s",
+    "reset_timeout_s",
+    "call_timeout_s",
+    "heartbeat_timeout_s",
+    "reset_retries",
+    "max_restarts",
+)
+
+SIMULATORS: dict[str, Callable[[SimConfig], RobotSim]] = {
+    "tabletop": _open_tabletop,
+    "gymnasium": _open_gymnasium,
+    "libero": _open_suite,
+    "metaworld": _open_suite,
+}

@@ -1,0 +1,268 @@
+"""Benchmarks in Pythons of their own: install one with one call, open it with another.
+
+    setup_suite("libero")
+    with open_suite("libero", {"suite": "libero_spatial"}, workers=4) as sim: ...
+
+Meta-World and LIBERO pin versions of mujoco, robosuite and others that exclude each other and this package's own, so
+each gets a virtual environment, by default in the user's cache folder. MMRL_SUITES names another folder for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import RunError, UserError
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.workers import WorkerPool, WorkerSettings
+
+__all__ = ["SuiteRecipe", "open_suite", "setup_suite", "suite_folder", "suite_python", "suite_settings"]
+
+FACTORIES = Path(__file__).resolve().parent / "suites"
+TAIL_CHARACTERS = 2000
+LINUX_ONLY = "linux"
+
+
+@dataclass(frozen=True)
+class SuiteRecipe:
+    """How to install a suite."""
+
+    steps: tuple[tuple[str, ...], ...]
+    """Arguments of pip, one call each."""
+    factory: str
+    """File that a worker loads."""
+    options: Mapping[str, Any]
+    """What the factory is given in the check after the installation."""
+    advice: str
+    """What to do next."""
+
+
+def suite_folder(name: str, folder: str | Path | None = None) -> Path:
+    """Where a suite's environment lies or will lie.
+
+    Args:
+        name: libero or metaworld.
+        folder: that of this suite; when None, the one below MMRL_SUITES or the user's cache folder.
+
+    Returns:
+        The folder, which need not exist.
+
+    Raises:
+        UserError: there is no such suite.
+    """
+    _recipe(name)
+    if folder is not None:
+        return Path(folder).expanduser().absolute()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("MMRL_SUITES") or cache / "mmrl" / "suites").expanduser().absolute() / name
+
+
+def suite_python(name: str, folder: str | Path | None = None) -> Path:
+    """The interpreter of an installed suite.
+
+    Args:
+        name: libero or metaworld.
+        folder: as for `suite_folder`.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UserError: there is no such suite, or it is not installed there.
+    """
+    python = _python_in(suite_folder(name, folder))
+    if not python.is_file():
+        raise UserError(
+            f"{name} is not installed in {suite_folder(name, folder)}; install it with `mmrl sim setup {name}`, or "
+            "let MMRL_SUITES name the folder that holds it"
+        )
+    return python
+
+
+def suite_settings(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    workers: int = 2,
+    images: bool = True,
+    folder: str | Path | None = None,
+) -> WorkerSettings:
+    """Settings of a pool of a suite's episodes, to be changed with `dataclasses.replace` where they do not suit.
+
+    Args:
+        name: libero or metaworld.
+        options: what `make` in robotics/sim/suites takes, such as suite, size, horizon, shadows.
+        workers: processes.
+        images: whether observations carry a picture.
+        folder: as for `suite_folder`.
+
+    Returns:
+        Settings for `WorkerPool`.
+
+    Raises:
+        UserError: there is no such suite, or it is not installed.
+    """
+    python, given = suite_python(name, folder), dict(options or {})
+    if name == "libero":
+        given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))
+    return WorkerSettings(
+        f"{FACTORIES / _recipe(name).factory}:make", given, workers=workers, images=images, python=str(python)
+    )
+
+
+def open_suite(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    workers: int = 2,
+    images: bool = True,
+    folder: str | Path | None = None,
+) -> WorkerPool:
+    """Start the workers of an installed suite.
+
+    Args:
+        name: libero or metaworld.
+        options: what `make` in robotics/sim/suites takes, such as suite, size, horizon, shadows.
+        workers: processes, one episode each at a time.
+        images: whether observations carry a picture.
+        folder: as for `suite_folder`.
+
+    Returns:
+        The pool; to be closed.
+
+    Raises:
+        UserError: the suite is unknown or not installed, an option is out of range, or assets are missing.
+        RunError: it does not start.
+    """
+    return WorkerPool(suite_settings(name, options, workers=workers, images=images, folder=folder))
+
+
+def setup_suite(
+    name: str,
+    folder: str | Path | None = None,
+    *,
+    python: str | None = None,
+    say: Callable[[str], object] | None = None,
+) -> Path:
+    """Install a suite into a virtual environment and begin an episode in it.
+
+    Args:
+        name: libero or metaworld.
+        folder: as for `suite_folder`; what an earlier installation left there is brought up to date.
+        python: interpreter to make the environment with; this one when None.
+        say: is told each step and what to do next; standard output when None.
+
+    Returns:
+        The environment's interpreter.
+
+    Raises:
+        UserError: there is no such suite, or the folder holds something else.
+        RunError: a step of the installation, or the check, failed.
+    """
+    tell = say if say is not None else _say
+    recipe, place = _recipe(name), suite_folder(name, folder)
+    if place.is_dir() and any(place.iterdir()) and not (place / "pyvenv.cfg").is_file():
+        raise UserError(f"{place} holds something that is no virtual environment; name another folder")
+    tell(f"{name}: virtual environment in {place}")
+    _run([python or sys.executable, "-m", "venv", str(place)])
+    for step in recipe.steps:
+        tell(f"{name}: pip install {' '.join(step)}")
+        _run([str(_python_in(place)), "-m", "pip", "install", "--quiet", *_for_this_system(step)])
+    tell(f"{name}: {_check(name, place)}")
+    tell(f"{name}: {recipe.advice}")
+    return _python_in(place)
+
+
+def _check(name: str, place: Path) -> str:
+    """Begin an episode; missing assets are no fault of the installation."""
+    start = time.monotonic()
+    settings = suite_settings(name, _recipe(name).options, workers=1, images=False, folder=place)
+    try:
+        with WorkerPool(settings) as pool:
+            task, instruction = next(iter(pool.tasks().items()))
+            result = pool.reset([EpisodeSpec(task, instruction, 0)])
+    except UserError as error:
+        return f"installed, but no episode can begin yet: {error}"
+    if result.failed.any():
+        raise RunError(f"{name} is installed in {place}, but the task {task} did not begin: {result.reasons[0]}")
+    return f"the task {task} began after {time.monotonic() - start:.0f} s"
+
+
+def _recipe(name: str) -> SuiteRecipe:
+    if name not in RECIPES:
+        raise UserError(f"there is no suite {name!r}; there are: {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def _python_in(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _for_this_system(step: Sequence[str]) -> list[str]:
+    """Elsewhere than on Linux the usual index has torch without CUDA."""
+    if TORCH_INDEX[0] in step and not sys.platform.startswith(LINUX_ONLY):
+        return [part for part in step if part not in TORCH_INDEX]
+    return list(step)
+
+
+def _run(command: Sequence[str]) -> None:
+    # An environment of another Python must not see this one's modules.
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(list(command), capture_output=True, text=True, errors="replace", env=variables, check=False)
+    if done.returncode:
+        tail = (done.stderr or done.stdout).strip()[-TAIL_CHARACTERS:]
+        raise RunError(f"`{' '.join(command)}` ended with code {done.returncode}:\n{tail}")
+
+
+def _say(text: str) -> None:
+    width = shutil.get_terminal_size().columns
+    sys.stdout.write(text[: max(width, 200)] + "\n")
+
+
+TORCH_INDEX = ("--index-url", "https://download.pytorch.org/whl/cpu")
+
+RECIPES = {
+    "metaworld": SuiteRecipe(
+        # packaging: gymnasium's renderer of mujoco scenes imports it, and nothing in this set asks for it
+        steps=(("metaworld==3.1.1", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
+        factory="metaworld.py",
+        options={"tasks": ["reach"]},
+        advice='open it with robotics.sim.suite_setup.open_suite("metaworld"), which has 50 tasks with their experts',
+    ),
+    "libero": SuiteRecipe(
+        steps=(
+            # First, so that nothing else brings a torch with CUDA along; it only reads the initial states here.
+            ("torch==2.13.0", *TORCH_INDEX),
+            # What robosuite, bddl and LIBERO's environments import; robosuite and bddl declare only a part of it.
+            (
+                "mujoco==3.8.1",
+                "robosuite==1.4.0",
+                "bddl==1.0.1",
+                "numpy==2.4.6",
+                "numba==0.68.1",
+                "gymnasium==1.4.0",
+                "termcolor",
+                "future",
+                "cloudpickle",
+                "matplotlib",
+            ),
+            # Without what it declares for training policies (robomimic, transformers, wandb, thop and more) and for
+            # choosing a GPU (egl-probe, built from source with cmake); its environments import none of these.
+            ("--no-deps", "hf-libero==0.1.4"),
+        ),
+        factory="libero.py",
+        options={"size": 64},
+        advice=(
+            "set LIBERO_ASSETS to the folder libero/libero/assets of a copy of the repository "
+            "Lifelong-Robot-Learning/LIBERO, which the package lacks; then open it with "
+            'robotics.sim.suite_setup.open_suite("libero", {"suite": "libero_spatial"})'
+        ),
+    ),
+}

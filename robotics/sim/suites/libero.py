@@ -1,0 +1,334 @@
+"""LIBERO's suites as a worker drives them: stored initial states, settling steps, success checks.
+
+Loaded by path in a Python that has hf-libero 0.1.4. The environments' own random layouts are not used: an episode
+starts from one of the 50 stored states of its task, after 10 control steps in which objects settle. A scene is built
+once for each task and only its state is set after that; the seed before each reset puts the fixtures, whose places are
+not part of a stored state, where they belong.
+
+State (8,): position of the gripper m (3), its axis-angle rad (3), finger positions m (2). Actions (7,): position (3),
+axis-angle (3), gripper (-1 opens, 1 closes). Pictures are turned by 180 degrees, as those that policies were trained
+on are.
+
+Environment variables: LIBERO_ASSETS, the folder `libero/libero/assets` of the public repository, which the package
+lacks; LIBERO_CONFIG_PATH, a folder with LIBERO's own config.yaml, written here where there is none.
+
+Source: arXiv 2306.03310; Lifelong-Robot-Learning/LIBERO libero/libero/envs, benchmark; the settling steps and horizons
+are those of openvla/openvla experiments/robot/libero/run_libero_eval.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["LiberoRow", "SuiteError", "axis_angle", "find_assets", "make", "prepare_config"]
+
+SETTLING_STEPS = 10
+SETTLING_ACTION = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
+STORED_STATES = 50
+REPOSITORY = "Lifelong-Robot-Learning/LIBERO"
+
+
+class SuiteError(Exception):
+    """Something that cannot be had from this suite as it was asked for."""
+
+    for_user = True
+
+
+def make(
+    suite: str = "libero_spatial",
+    size: int = 256,
+    horizon: int | None = None,
+    held_out_states: int = 10,
+    shadows: bool = True,
+    camera: str = "agentview",
+    config_folder: str | None = None,
+) -> LiberoRow:
+    """Make the row of a worker.
+
+    Args:
+        suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
+        size: pixels of a side of the pictures.
+        horizon: control steps of an episode after the settling; the suite's usual number when None.
+        held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are
+            train, and the split all has all of them in their order, as published numbers do.
+        shadows: whether pictures have shadows, as those of the published demonstrations; without them drawing is
+            faster.
+        camera: agentview, frontview, birdview, sideview or robot0_eye_in_hand.
+        config_folder: where LIBERO's config.yaml is written; a temporary folder when None.
+
+    Returns:
+        The row; a task's scene is built with its first episode.
+
+    Raises:
+        SuiteError: there is no such suite, a number is out of range, or the assets are missing.
+    """
+    if suite not in HORIZONS:
+        raise SuiteError(f"LIBERO has no suite {suite!r}; it has: {', '.join(HORIZONS)}")
+    steps = HORIZONS[suite] if horizon is None else horizon
+    if steps < 1 or not 0 <= held_out_states < STORED_STATES:
+        raise SuiteError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
+    package = package_folder()
+    assets = find_assets(package)
+    prepare_config(package, assets, config_folder)
+    _point_to_assets(assets)
+    return LiberoRow(suite, size, steps, held_out_states, shadows, camera)
+
+
+class LiberoRow:
+    """One LIBERO scene at a time; `make` says what the arguments are."""
+
+    action_size, state_size = 7, 8
+
+    def __init__(self, suite: str, size: int, horizon: int, held_out_states: int, shadows: bool, camera: str) -> None:
+        from libero.libero import benchmark
+
+        self._benchmark = benchmark.get_benchmark(suite)()
+        self._numbers = {task.name: number for number, task in enumerate(self._benchmark.tasks)}
+        self._suite, self._held_out, self._shadows, self._camera = suite, held_out_states, shadows, camera
+        self.image_size, self.horizon = (size, size), horizon
+        self._env: Any = None
+        self._task = ""
+        self._starts = np.zeros((0, 0))
+        self._observation: Mapping[str, np.ndarray] = {}
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names with instructions, in the order of the suite."""
+        return {task.name: task.language for task in self._benchmark.tasks}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Numbers of stored states."""
+        held_out = {"held_out": self._held_out} if self._held_out else {}
+        return {"train": STORED_STATES - self._held_out, **held_out, "all": STORED_STATES}
+
+    def reset(self, task: str, layout: int, split: str, seed: int) -> None:
+        """Set a stored state and let the objects settle."""
+        if task != self._task:
+            self._load(task)
+        number = layout + (STORED_STATES - self._held_out if split == "held_out" else 0)
+        # Not the episode's seed: it places the fixtures, which are where the stored states were taken.
+        self._env.seed(0)
+        self._env.reset()
+        for robot in self._env.robots:
+            # A soft reset leaves the command that the fingers are moving to where the last episode had it.
+            robot.gripper.current_action = np.zeros(robot.gripper.dof)
+        self._observation = self._env.set_init_state(self._starts[number])
+        for _ in range(SETTLING_STEPS):
+            self._observation, *_ = self._env.step(list(SETTLING_ACTION))
+
+    def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
+        """Act; success ends an episode."""
+        self._observation, reward, _, _ = self._env.step(action)
+        success = bool(self._env.check_success())
+        return float(reward), success, success, False
+
+    def state(self) -> np.ndarray:
+        """(8,) position, axis-angle and fingers of the gripper."""
+        seen = self._observation
+        turn = axis_angle(seen["robot0_eef_quat"])
+        return np.concatenate([seen["robot0_eef_pos"], turn, seen["robot0_gripper_qpos"]]).astype(np.float32)
+
+    def render(self) -> np.ndarray:
+        """(size, size, 3) picture, turned by 180 degrees."""
+        height, width = self.image_size
+        picture = self._env.sim.render(camera_name=self._camera, height=height, width=width, depth=False)
+        return np.asarray(picture, np.uint8)[::-1, ::-1]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Versions, camera, control rate and what the suite leaves open."""
+        from importlib.metadata import version
+
+        return {
+            "suite": self._suite,
+            "versions": {name: version(name) for name in ("hf-libero", "robosuite", "mujoco", "bddl")},
+            "assets": os.environ.get("LIBERO_ASSETS", "those of the package"),
+            "camera": self._camera,
+            "shadows": self._shadows,
+            "control_hz": 20,
+            "settling_steps": SETTLING_STEPS,
+            "held_out_states": self._held_out,
+        }
+
+    def close(self) -> None:
+        """Free the scene."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _load(self, task: str) -> None:
+        """Build a task's scene; this takes seconds and happens once while the task stays the same."""
+        from libero.libero import get_libero_path
+        from libero.libero.envs import OffScreenRenderEnv
+
+        self.close()
+        number = self._numbers[task]
+        info = self._benchmark.get_task(number)
+        height, width = self.image_size
+        try:
+            self._env = OffScreenRenderEnv(
+                bddl_file_name=self._benchmark.get_task_bddl_file_path(number),
+                camera_names=[self._camera],
+                camera_heights=height,
+                camera_widths=width,
+                # Pictures are drawn where somebody looks, not at every step.
+                use_camera_obs=False,
+                hard_reset=False,
+                horizon=self.horizon + SETTLING_STEPS + 1,
+                ignore_done=True,
+            )
+        except (FileNotFoundError, ValueError) as error:
+            raise _explain(task, error) from error
+        if not self._shadows:
+            self._env.sim.model.light_castshadow[:] = False
+        self._starts = load_states(Path(get_libero_path("init_states")) / info.problem_folder / info.init_states_file)
+        self._task = task
+
+
+def package_folder() -> Path:
+    """Folder of LIBERO's inner package, found without importing it, which may ask questions.
+
+    Returns:
+        The folder with bddl_files and init_files.
+
+    Raises:
+        SuiteError: hf-libero is not installed here.
+    """
+    try:
+        found = importlib.util.find_spec("libero.libero")
+    except ModuleNotFoundError:
+        found = None
+    if found is None or not found.submodule_search_locations:
+        raise SuiteError("LIBERO is not installed in this Python; it is hf-libero 0.1.4 with its pins")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def find_assets(package: Path) -> Path:
+    """Folder of the scenes' meshes and textures.
+
+    Args:
+        package: LIBERO's inner package.
+
+    Returns:
+        That of LIBERO_ASSETS, or `assets` in the package.
+
+    Raises:
+        SuiteError: there is none, or it is not such a folder.
+    """
+    named = os.environ.get("LIBERO_ASSETS", "")
+    folder = Path(named).expanduser() if named else package / "assets"
+    if (folder / "scenes").is_dir():
+        return folder.resolve()
+    what = f"LIBERO_ASSETS is {named!r}, which has no folder `scenes`" if named else "LIBERO_ASSETS is not set"
+    raise SuiteError(
+        f"LIBERO's scene assets are missing ({what}): the package comes without them. Set LIBERO_ASSETS to the folder "
+        f"libero/libero/assets of a copy of the repository {REPOSITORY}"
+    )
+
+
+def prepare_config(package: Path, assets: Path, folder: str | None) -> Path:
+    """Write the config.yaml for which LIBERO would ask at its first import.
+
+    Args:
+        package: LIBERO's inner package.
+        assets: folder of the assets.
+        folder: where to write; a temporary folder when None. A LIBERO_CONFIG_PATH with a config.yaml is left alone.
+
+    Returns:
+        The file that LIBERO will read; LIBERO_CONFIG_PATH names its folder.
+    """
+    named = os.environ.get("LIBERO_CONFIG_PATH")
+    if named and (Path(named) / "config.yaml").is_file():
+        return Path(named) / "config.yaml"
+    target = Path(named or folder or tempfile.mkdtemp(prefix="libero-config-")) / "config.yaml"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    paths = {
+        "benchmark_root": package,
+        "bddl_files": package / "bddl_files",
+        "init_states": package / "init_files",
+        "datasets": package.parent / "datasets",
+        "assets": assets,
+    }
+    # JSON is YAML too. Several workers may write at once; each puts a whole file there.
+    descriptor, draft = tempfile.mkstemp(dir=target.parent)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({name: str(path) for name, path in paths.items()}, file)
+    os.replace(draft, target)
+    os.environ["LIBERO_CONFIG_PATH"] = str(target.parent)
+    return target
+
+
+def load_states(path: Path) -> np.ndarray:
+    """Read a task's stored initial states.
+
+    The files are pickles of arrays in torch's older format. Only what an array is made of is allowed in them, so a file
+    cannot run code.
+
+    Args:
+        path: file of the package.
+
+    Returns:
+        (50, D) float64: time, positions and velocities.
+    """
+    import torch
+
+    multiarray = importlib.import_module("numpy._core.multiarray" if hasattr(np, "_core") else "numpy.core.multiarray")
+    allowed: list[Any] = [
+        (multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.float64)),
+    ]
+    with torch.serialization.safe_globals(allowed):
+        return np.asarray(torch.load(path, weights_only=True), np.float64)
+
+
+def axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """Turn a rotation into its axis times its angle.
+
+    Args:
+        quaternion: (4,) unit x, y, z, w.
+
+    Returns:
+        (3,) rad, angle in 0..2 pi; zeros where there is no rotation.
+    """
+    w = min(1.0, max(-1.0, float(quaternion[3])))
+    sine = math.sqrt(1.0 - w * w)
+    if math.isclose(sine, 0.0, abs_tol=1e-9):
+        return np.zeros(3)
+    return np.asarray(quaternion[:3], np.float64) * (2.0 * math.acos(w) / sine)
+
+
+def _point_to_assets(assets: Path) -> None:
+    import libero.libero
+
+    # Where its own folder `assets` is missing, the package would look this up and then download.
+    libero.libero._assets_path_cache = str(assets)
+
+
+def _explain(task: str, error: Exception) -> Exception:
+    text = " ".join(str(error).split())
+    lacking = isinstance(error, FileNotFoundError) or "Error opening file" in text or "resource" in text
+    if not lacking:
+        return error
+    return SuiteError(
+        f"the scene of {task} cannot be built: {text}. The folder of LIBERO_ASSETS seems to lack a part that this "
+        f"task needs; a full copy is libero/libero/assets of {REPOSITORY}"
+    )
+
+
+HORIZONS = {
+    "libero_spatial": 220,
+    "libero_object": 280,
+    "libero_goal": 300,
+    "libero_10": 520,
+    "libero_90": 400,
+}

@@ -1,0 +1,194 @@
+"""Meta-World's 50 tasks as a worker drives them, with their scripted experts.
+
+Loaded by path in a Python that has metaworld 3 (made for 3.1.1). A layout is the seed of the random vector that places
+object and goal, drawn anew for each episode as `seeded_rand_vec` means it. The state is Meta-World's observation with
+the goal visible, 39 numbers: hand and gripper (4), objects (14), the same 18 of the step before, goal (3).
+
+Source: the benchmark of arXiv 1910.10897; Farama-Foundation/Metaworld metaworld/sawyer_xyz_env.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MetaWorldRow", "SuiteError", "make"]
+
+LAYOUTS = 1 << 30
+STATE_SIZE = 39
+# The pictures of a camera that is mounted upside down are turned.
+UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
+
+
+class SuiteError(Exception):
+    """Something that cannot be had from this suite as it was asked for."""
+
+    for_user = True
+
+
+def make(
+    tasks: list[str] | None = None,
+    camera: str = "corner2",
+    size: int = 128,
+    horizon: int = 500,
+    shadows: bool = False,
+) -> MetaWorldRow:
+    """Make the row of a worker.
+
+    Args:
+        tasks: names such as `reach`, without the version; all 50 when None.
+        camera: name of a camera of the scenes.
+        size: pixels of a side of the pictures.
+        horizon: control steps of an episode, at most 500.
+        shadows: whether pictures have shadows and smooth edges, which takes a software renderer many times as long.
+
+    Returns:
+        The row; a task's scene is loaded with its first episode.
+
+    Raises:
+        SuiteError: there is no such task or camera, or the horizon is out of range.
+    """
+    for name in tasks or ():
+        if name not in INSTRUCTIONS:
+            raise SuiteError(f"Meta-World has no task {name!r}; it has: {', '.join(INSTRUCTIONS)}")
+    if camera not in CAMERAS:
+        raise SuiteError(f"Meta-World has no camera {camera!r}; it has: {', '.join(CAMERAS)}")
+    if not 1 <= horizon <= 500:
+        raise SuiteError(f"horizon is {horizon}; Meta-World allows 1 to 500 control steps")
+    return MetaWorldRow(tasks or list(INSTRUCTIONS), camera, size, horizon, shadows)
+
+
+class MetaWorldRow:
+    """One Meta-World scene at a time; `make` says what the arguments are."""
+
+    action_size, state_size = 4, STATE_SIZE
+
+    def __init__(self, tasks: list[str], camera: str, size: int, horizon: int, shadows: bool) -> None:
+        self._tasks, self._camera, self.image_size, self.horizon = tasks, camera, (size, size), horizon
+        self._shadows = shadows
+        self._env: Any = None
+        self._expert: Any = None
+        self._task = ""
+        self._observation = np.zeros(STATE_SIZE)
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names with instructions."""
+        return {name: INSTRUCTIONS[name] for name in self._tasks}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Any seed; those of the splits differ."""
+        return {"train": LAYOUTS, "held_out": LAYOUTS}
+
+    def reset(self, task: str, layout: int, split: str, seed: int) -> None:
+        """Place object and goal as the seed says."""
+        if task != self._task:
+            self._load(task)
+        self._env.seed(seed)
+        self._observation, _ = self._env.reset()
+
+    def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
+        """Act; Meta-World itself never ends an episode with success."""
+        self._observation, reward, terminated, truncated, info = self._env.step(action.astype(np.float32))
+        return float(reward), bool(info["success"]), bool(terminated), bool(truncated)
+
+    def state(self) -> np.ndarray:
+        """(39,) observation with the goal."""
+        return np.asarray(self._observation, np.float32)
+
+    def render(self) -> np.ndarray:
+        """(size, size, 3) picture."""
+        picture = np.asarray(self._env.render(), np.uint8)
+        return picture[::-1] if self._camera in UPSIDE_DOWN else picture
+
+    def expert(self) -> np.ndarray:
+        """(4,) action of the task's scripted policy, clipped."""
+        return np.clip(self._expert.get_action(np.asarray(self._observation, np.float64)), -1.0, 1.0)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Versions, camera and control rate."""
+        from importlib.metadata import version
+
+        versions = {name: version(name) for name in ("metaworld", "mujoco")}
+        drawing = {"camera": self._camera, "shadows": self._shadows}
+        return {"suite": "metaworld", "versions": versions, "control_hz": 80, **drawing}
+
+    def close(self) -> None:
+        """Free the scene."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _load(self, task: str) -> None:
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+        from metaworld.policies import ENV_POLICY_MAP
+
+        self.close()
+        height, width = self.image_size
+        kind = ALL_V3_ENVIRONMENTS[task + "-v3"]
+        env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
+        # What the class with the visible goal does, which takes no size of the pictures.
+        env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
+        env.__dict__.pop("sawyer_observation_space", None)
+        env._set_task_called = True
+        if not self._shadows:
+            env.model.light_castshadow[:] = False
+            env.model.vis.quality.offsamples = 0
+        self._env, self._expert, self._task = env, ENV_POLICY_MAP[task + "-v3"](), task
+
+
+CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
+
+INSTRUCTIONS = {
+    "assembly": "put the ring over the peg",
+    "basketball": "drop the ball through the hoop",
+    "bin-picking": "move the cube from one bin into the other",
+    "box-close": "put the lid on the box",
+    "button-press": "press the button",
+    "button-press-topdown": "press the button from above",
+    "button-press-topdown-wall": "reach over the wall and press the button from above",
+    "button-press-wall": "reach around the wall and press the button",
+    "coffee-button": "press the button of the coffee machine",
+    "coffee-pull": "pull the mug away from the coffee machine",
+    "coffee-push": "push the mug under the coffee machine",
+    "dial-turn": "turn the dial",
+    "disassemble": "lift the ring off the peg",
+    "door-close": "close the door",
+    "door-lock": "lock the door",
+    "door-open": "open the door",
+    "door-unlock": "unlock the door",
+    "drawer-close": "close the drawer",
+    "drawer-open": "open the drawer",
+    "faucet-close": "turn the faucet off",
+    "faucet-open": "turn the faucet on",
+    "hammer": "hammer the nail into the wall",
+    "hand-insert": "put the hand into the hole",
+    "handle-press": "press the handle down",
+    "handle-press-side": "press the handle down from the side",
+    "handle-pull": "pull the handle up",
+    "handle-pull-side": "pull the handle up from the side",
+    "lever-pull": "pull the lever up",
+    "peg-insert-side": "push the peg into the hole at the side",
+    "peg-unplug-side": "pull the peg out of the hole at the side",
+    "pick-out-of-hole": "take the object out of the hole and bring it to the goal",
+    "pick-place": "pick up the object and bring it to the goal",
+    "pick-place-wall": "pick up the object and bring it over the wall to the goal",
+    "plate-slide": "slide the plate into the net",
+    "plate-slide-back": "slide the plate back out of the net",
+    "plate-slide-back-side": "slide the plate out of the net to the side",
+    "plate-slide-side": "slide the plate into the net at the side",
+    "push": "push the object to the goal",
+    "push-back": "pull the object back to the goal",
+    "push-wall": "push the object around the wall to the goal",
+    "reach": "reach the goal",
+    "reach-wall": "reach the goal behind the wall",
+    "shelf-place": "put the object on the shelf",
+    "soccer": "push the ball into the goal",
+    "stick-pull": "pull the container with the stick",
+    "stick-push": "push the container with the stick",
+    "sweep": "sweep the object off the table",
+    "sweep-into": "sweep the object into the hole",
+    "window-close": "close the window",
+    "window-open": "open the window",
+}

@@ -1,0 +1,270 @@
+"""Videos as mp4: whole ones in a call, growing ones frame by frame, readable even when the process is killed.
+
+A growing video is written in fragments to `<name>.part.mp4`, which plays up to its last fragment at any moment; closing
+copies the packets into a plain mp4 under the final name. Colours lose something: H.264 at crf 18 with colour at half
+resolution (yuv420p, which every player reads) brings pictures back within about 2 of 255 levels on average, but pixels
+beside sharp coloured edges only within about 100.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["VideoRecorder", "VideoSettings", "copy_video", "pad_to_even", "write_mp4"]
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """How pictures become H.264."""
+
+    crf: int = 18
+    """Loss of the encoder libx264: 0 none but that of the colour format, 51 most."""
+    gop: int = 30
+    """Frames from one picture that stands by itself to the next: small for quick access, large for small files."""
+    encoder: str | None = None
+    """FFmpeg's name of the encoder; None takes the first of libx264 and libopenh264 that is there."""
+
+
+def write_mp4(
+    path: str | os.PathLike[str], frames: Iterable[ArrayLike], fps: float, settings: VideoSettings | None = None
+) -> Path:
+    """Write a video; under its name there is never half of one.
+
+    Args:
+        path: of the file; missing folders are made.
+        frames: (T, H, W, 3) uint8, or anything that yields (H, W, 3); odd sizes are padded by repeating the edge.
+        fps: frames a second.
+        settings: of the encoder; `VideoSettings()` when None.
+
+    Returns:
+        Path of the video.
+
+    Raises:
+        UserError: there are no frames, fps is not positive, or no encoder.
+        ValueError: the frames differ in shape or are not uint8 RGB.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    encoder = _Encoder(temporary, fps, settings or VideoSettings(), {"movflags": "faststart"})
+    try:
+        for frame in frames:
+            encoder.add(frame)
+        if not encoder.frames:
+            raise UserError(f"no frames for {path}; a video needs at least one")
+        encoder.close()
+        temporary.replace(path)
+    finally:
+        encoder.close()
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+class VideoRecorder:
+    """Writes frames as they come; what was recorded before an exception or a kill is kept.
+
+        with VideoRecorder("run.mp4", fps=20) as video:
+            video.add(frame)
+
+    Args:
+        path: of the video; it appears on closing, and until then `part` is the one that grows.
+        fps: frames a second.
+        settings: of the encoder; with a picture that stands by itself every second when None.
+
+    Raises:
+        UserError: fps is not positive or no encoder is there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fps: float, settings: VideoSettings | None = None) -> None:
+        self.path = Path(path)
+        self.part = self.path.with_name(f"{self.path.stem}.part.mp4")
+        """The video that grows, a fragment for each picture that stands by itself."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        settings = settings or VideoSettings(gop=max(1, round(fps)))
+        options = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
+        self._encoder = _Encoder(self.part, fps, settings, options)
+        self._closed = False
+
+    @property
+    def frames(self) -> int:
+        """Number of frames so far."""
+        return self._encoder.frames
+
+    def add(self, frame: ArrayLike) -> None:
+        """Append a picture.
+
+        Args:
+            frame: (H, W, 3) uint8 RGB, of the size of the first.
+
+        Raises:
+            ValueError: it has another shape or type, or the recorder is closed.
+        """
+        if self._closed:
+            raise ValueError(f"the recorder of {self.path} is closed")
+        self._encoder.add(frame)
+
+    def close(self) -> Path | None:
+        """Finish the video.
+
+        Returns:
+            Its path; None where there was no frame, and then there is no file.
+        """
+        if self._closed:
+            return self.path if self.frames else None
+        self._closed = True
+        self._encoder.close()
+        if not self.frames:
+            self.part.unlink(missing_ok=True)
+            return None
+        copy_video([self.part], self.path)
+        self.part.unlink()
+        return self.path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def copy_video(sources: Iterable[Path], target: Path) -> None:
+    """Put videos of one size and rate behind each other without decoding them; replaces the target at once.
+
+    Args:
+        sources: mp4 files from the same encoder and settings, without reordered frames.
+        target: mp4 to write; may be one of the sources.
+
+    Raises:
+        ValueError: there is no source.
+    """
+    import av
+
+    temporary = target.with_name(target.name + ".tmp")
+    with av.open(str(temporary), "w", format="mp4", options={"movflags": "faststart"}) as output:
+        stream: Any = None
+        start = 0
+        for path in sources:
+            with av.open(str(path)) as source:
+                video = source.streams.video[0]
+                if stream is None:
+                    stream = output.add_stream_from_template(video)
+                    stream.time_base = video.time_base
+                start = _append_packets(source, output, stream, start)
+    if stream is None:
+        temporary.unlink(missing_ok=True)
+        raise ValueError("no videos to put together")
+    temporary.replace(target)
+
+
+def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Repeat the last row and column where their number is odd.
+
+    Args:
+        frame: (H, W, 3) uint8.
+
+    Returns:
+        (H or H + 1, W or W + 1, 3), the same array where both are even.
+    """
+    height, width, _ = frame.shape
+    if height % 2 == 0 and width % 2 == 0:
+        return frame
+    return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+
+
+class _Encoder:
+    """An mp4 that grows; the file is made with the first frame, whose size is the video's."""
+
+    def __init__(self, path: Path, fps: float, settings: VideoSettings, container: Mapping[str, str]) -> None:
+        if not 0 < fps < 1000:
+            raise UserError(f"fps is {fps}; must lie between 0 and 1000")
+        self._path, self._settings, self._options = path, settings, dict(container)
+        self._rate = Fraction(fps).limit_denominator(1001)
+        self._encoder = _find_encoder(settings.encoder)
+        self._output: Any = None
+        self._stream: Any = None
+        self._shape: tuple[int, ...] = ()
+        self.frames = 0
+
+    def add(self, frame: ArrayLike) -> None:
+        import av
+
+        picture = np.asarray(frame)
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+            raise ValueError(f"a frame has shape {picture.shape} and type {picture.dtype}; expected (H, W, 3) uint8")
+        if self._output is None:
+            self._open(picture.shape)
+        if picture.shape != self._shape:
+            raise ValueError(f"frame {self.frames} has shape {picture.shape}; those before have {self._shape}")
+        encoded = av.VideoFrame.from_ndarray(np.ascontiguousarray(pad_to_even(picture)), format="rgb24")
+        encoded.pts = self.frames
+        encoded.time_base = 1 / self._rate
+        self._output.mux(self._stream.encode(encoded))
+        self.frames += 1
+
+    def close(self) -> None:
+        if self._output is None:
+            return
+        self._output.mux(self._stream.encode())
+        self._output.close()
+        self._output = None
+
+    def _open(self, shape: tuple[int, ...]) -> None:
+        import av
+
+        self._shape = shape
+        self._output = av.open(str(self._path), "w", format="mp4", options=self._options)
+        options = {"g": str(self._settings.gop), "bf": "0", **_quality(self._encoder, self._settings.crf)}
+        self._stream = self._output.add_stream(self._encoder, rate=self._rate, options=options)
+        self._stream.height, self._stream.width = (size + size % 2 for size in shape[:2])
+        self._stream.pix_fmt = "yuv420p"
+        # The bytes would depend on the number of threads.
+        self._stream.codec_context.thread_count = 1
+
+
+def _find_encoder(name: str | None) -> str:
+    wanted = (name,) if name else ENCODERS
+    found = [one for one in wanted if _can_encode(one)]
+    if not found:
+        raise UserError(f"this PyAV has no encoder {' or '.join(wanted)}; pip install --force-reinstall av brings one")
+    return found[0]
+
+
+def _can_encode(name: str) -> bool:
+    import av
+
+    try:
+        return bool(av.Codec(name, "w").is_encoder)
+    except ValueError:
+        return False
+
+
+def _quality(encoder: str, crf: int) -> dict[str, str]:
+    # With mbtree the bytes of small pictures depend on what lay in memory before.
+    return {"crf": str(crf), "preset": "veryfast", "mbtree": "0"} if encoder == "libx264" else {}
+
+
+def _append_packets(source: Any, output: Any, stream: Any, start: int) -> int:
+    video = source.streams.video[0]
+    end = start
+    for packet in source.demux(video):
+        if packet.dts is None:
+            continue
+        packet.pts, packet.dts, packet.stream = packet.pts + start, packet.dts + start, stream
+        end = max(end, packet.pts + (packet.duration or 0))
+        output.mux(packet)
+    return end
+
+
+ENCODERS = ("libx264", "libopenh264")

@@ -1,0 +1,169 @@
+"""Messages between a training process and an environment that lives in another Python.
+
+A message is a prefix of fixed size (mark, version, lengths), a JSON object and the raw bytes of some arrays. Nothing in
+it can name code to run, so a broken or hostile environment can at worst send wrong numbers. Both ends import this file,
+the other one by its path in whatever interpreter an environment needs: it asks for Python 3.8, numpy 1 or 2, no more.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["MARK", "MAX_BODY_BYTES", "MAX_HEADER_BYTES", "VERSION", "Decoder", "Message", "WireError", "pack", "read"]
+
+MARK = b"MRLW"
+VERSION = 1
+MAX_HEADER_BYTES = 8 << 20
+MAX_BODY_BYTES = 1 << 30
+PREFIX = struct.Struct("<4sHIQ")
+DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
+
+
+class WireError(ValueError):
+    """What came through the pipe is no message of this version, or a message cannot be sent."""
+
+
+class Message(NamedTuple):
+    """What one side tells the other."""
+
+    fields: dict[str, Any]
+    """A JSON object; `kind` says what it is."""
+    arrays: dict[str, np.ndarray]
+    """Numbers by name; the arrays are the receiver's to keep."""
+
+
+def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
+    """Make the bytes of a message.
+
+    Args:
+        fields: what JSON can say; floats must be finite, others go into an array.
+        arrays: bool, uint8, int32, int64, float32 or float64, of any shape and byte order.
+
+    Returns:
+        Prefix, header and the arrays' bytes in row-major order, little-endian.
+
+    Raises:
+        WireError: something is of a kind that does not travel, or too large.
+    """
+    plain = {name: _plain(name, array) for name, array in (arrays or {}).items()}
+    layout = [[name, array.dtype.str, list(array.shape)] for name, array in plain.items()]
+    try:
+        header = json.dumps({"fields": dict(fields), "arrays": layout}, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise WireError(f"fields of a message must be JSON: {error}") from None
+    body = b"".join(array.tobytes() for array in plain.values())
+    _check_lengths(len(header), len(body))
+    return PREFIX.pack(MARK, VERSION, len(header), len(body)) + header + body
+
+
+def read(stream: BinaryIO) -> Message | None:
+    """Wait for a message.
+
+    Args:
+        stream: binary, blocking.
+
+    Returns:
+        The message; None where the stream ended between two of them.
+
+    Raises:
+        WireError: the bytes are no message, or the stream ended within one.
+    """
+    prefix = stream.read(PREFIX.size)
+    if not prefix:
+        return None
+    header_bytes, body_bytes = _lengths(prefix)
+    rest = stream.read(header_bytes + body_bytes)
+    if len(rest) < header_bytes + body_bytes:
+        raise WireError(f"the stream ended after {len(rest)} of {header_bytes + body_bytes} bytes of a message")
+    return _unpack(rest[:header_bytes], memoryview(rest)[header_bytes:])
+
+
+class Decoder:
+    """Collects bytes as they come and gives out the messages that are complete."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take what a read gave.
+
+        Args:
+            data: any number of bytes, wherever they were cut.
+
+        Returns:
+            Messages that these bytes complete, oldest first.
+
+        Raises:
+            WireError: the bytes are no message; nothing after them can be understood either.
+        """
+        self._held += data
+        messages = []
+        while len(self._held) >= PREFIX.size:
+            header_bytes, body_bytes = _lengths(bytes(self._held[: PREFIX.size]))
+            start, end = PREFIX.size + header_bytes, PREFIX.size + header_bytes + body_bytes
+            if len(self._held) < end:
+                break
+            messages.append(_unpack(bytes(self._held[PREFIX.size : start]), bytes(self._held[start:end])))
+            del self._held[:end]
+        # The start alone tells garbage from a message that is still on its way.
+        if not MARK.startswith(bytes(self._held[: len(MARK)])):
+            raise WireError(_garbage(bytes(self._held)))
+        return messages
+
+
+def _plain(name: str, array: np.ndarray) -> np.ndarray:
+    values = np.asarray(array)
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    if little.dtype.str not in DTYPES:
+        raise WireError(f"array {name!r} has the dtype {values.dtype}; these travel: {', '.join(DTYPES)}")
+    return little
+
+
+def _lengths(prefix: bytes) -> tuple[int, int]:
+    if len(prefix) < PREFIX.size or not prefix.startswith(MARK):
+        raise WireError(_garbage(prefix))
+    _, version, header_bytes, body_bytes = PREFIX.unpack(prefix)
+    if version != VERSION:
+        raise WireError(f"the other side speaks version {version} of the messages, this one speaks {VERSION}")
+    _check_lengths(header_bytes, body_bytes)
+    return header_bytes, body_bytes
+
+
+def _check_lengths(header_bytes: int, body_bytes: int) -> None:
+    for part, size, limit in (("header", header_bytes, MAX_HEADER_BYTES), ("arrays", body_bytes, MAX_BODY_BYTES)):
+        if size > limit:
+            raise WireError(f"the {part} of a message would take {size} bytes; at most {limit} are allowed")
+
+
+def _unpack(header: bytes, body: bytes | memoryview) -> Message:
+    try:
+        parsed = json.loads(header.decode())
+        fields, layout = dict(parsed["fields"]), [(str(n), str(d), tuple(map(int, s))) for n, d, s in parsed["arrays"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"the header of a message cannot be read: {error!r}") from None
+    arrays, start = {}, 0
+    for name, dtype, shape in layout:
+        if dtype not in DTYPES or any(size < 0 for size in shape):
+            raise WireError(f"array {name!r} is announced with the dtype {dtype} and the shape {shape}")
+        count = 1
+        for size in shape:
+            count *= size
+        end = start + count * np.dtype(dtype).itemsize
+        if end > len(body):
+            raise WireError(f"array {name!r} {shape} needs {end - start} bytes; {len(body) - start} came")
+        arrays[name] = np.frombuffer(body[start:end], dtype).reshape(shape).copy()
+        start = end
+    if start != len(body):
+        raise WireError(f"{len(body) - start} bytes of a message belong to no array")
+    return Message(fields, arrays)
+
+
+def _garbage(data: bytes) -> str:
+    return f"expected a message, which begins with {MARK!r}, but {data[:40]!r} came; something else writes to this pipe"

@@ -1,0 +1,204 @@
+"""Actions as tokens: bins with their inverse, and drawing, scoring and imitating them.
+
+Shapes: B rows, T tokens of a chunk, n bins, ... any leading dimensions. A token is named by its index 0..n-1 among the
+action tokens; `to_ids` says which ids of a language model's vocabulary of V entries these are, its last n.
+
+Log-probabilities are those of log_softmax(logits / temperature) in float32, the same expression while drawing and while
+training, so that an update starts at ratio 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+__all__ = ["TOKEN_MODES", "ActionTokenizer", "draw_tokens", "score_tokens", "token_loss"]
+
+Values = TypeVar("Values", Tensor, NDArray[Any])
+
+TOKEN_MODES = ("openvla", "uniform")
+
+
+@dataclass(frozen=True)
+class ActionTokenizer:
+    """Cuts -1..1 into bins.
+
+    * openvla: n edges from -1 to 1, so n - 1 bins, and ids that fall as actions rise, V - digitize(a). Only an action
+      of exactly 1 reaches the lowest id, which decodes to the same centre as the next.
+    * uniform: n bins of equal width, indices that rise with the action, every index with a centre of its own.
+
+    Source: openvla/openvla prismatic/vla/action_tokenizer.py (openvla).
+    """
+
+    bins: int = 256
+    """n, tokens of the vocabulary that stand for actions."""
+    mode: str = "openvla"
+    """openvla or uniform."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in TOKEN_MODES:
+            raise UserError(f"there is no token mode {self.mode!r}; available: {', '.join(TOKEN_MODES)}")
+        if self.bins < 2 + (self.mode == "openvla"):
+            raise UserError(f"bins is {self.bins}; {self.mode} needs at least {2 + (self.mode == 'openvla')}")
+
+    @property
+    def centres(self) -> NDArray[np.float64]:
+        """(n,) action that each index decodes to."""
+        if self.mode == "uniform":
+            return (2 * np.arange(self.bins) + 1) / self.bins - 1
+        edges = np.linspace(-1, 1, self.bins)
+        places = (self.bins - 1 - np.arange(self.bins)).clip(0, self.bins - 2)
+        return ((edges[:-1] + edges[1:]) / 2)[places]
+
+    def encode(self, actions: Values) -> Values:
+        """Find the bin of each number.
+
+        Args:
+            actions: any shape, float; what lies outside -1..1 is clipped.
+
+        Returns:
+            Indices of the same shape, int64.
+
+        Raises:
+            ValueError: a number is not a number.
+        """
+        # in float64 on both sides, so that arrays and tensors fall into the same bins
+        if isinstance(actions, Tensor):
+            wide = actions.double()
+            _refuse_nan(bool(wide.isnan().any()))
+            return self._encode_tensor(wide.clamp(-1, 1))
+        values = np.asarray(actions, np.float64)
+        _refuse_nan(bool(np.isnan(values).any()))
+        values = values.clip(-1, 1)
+        if self.mode == "uniform":
+            return np.floor((values + 1) / 2 * self.bins).clip(0, self.bins - 1).astype(np.int64)
+        return np.asarray(self.bins - np.digitize(values, np.linspace(-1, 1, self.bins)), np.int64)
+
+    def decode(self, indices: Values) -> Values:
+        """Return the centre of each bin.
+
+        Args:
+            indices: any shape, integers in 0..n-1.
+
+        Returns:
+            Actions of the same shape, float32.
+
+        Raises:
+            ValueError: an index outside 0..n-1.
+        """
+        if len(indices.reshape(-1)):
+            low, high = int(indices.min()), int(indices.max())
+            if low < 0 or high >= self.bins:
+                raise ValueError(f"indices run from {low} to {high}; must be 0..{self.bins - 1}")
+        centres = self.centres.astype(np.float32)
+        if isinstance(indices, Tensor):
+            return torch.from_numpy(centres).to(indices.device)[indices]
+        return centres[indices]
+
+    def to_ids(self, indices: Values, vocabulary: int) -> Values:
+        """Return the ids of indices in a vocabulary of `vocabulary` entries whose last n are the actions."""
+        return indices + (vocabulary - self.bins)
+
+    def from_ids(self, ids: Values, vocabulary: int) -> Values:
+        """Undo `to_ids`."""
+        return ids - (vocabulary - self.bins)
+
+    def _encode_tensor(self, values: Tensor) -> Tensor:
+        if self.mode == "uniform":
+            return ((values + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
+        edges = torch.from_numpy(np.linspace(-1, 1, self.bins)).to(values.device)
+        return self.bins - torch.bucketize(values.contiguous(), edges, right=True)
+
+
+def draw_tokens(
+    logits: Tensor, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Draw one token from each row of logits.
+
+    Args:
+        logits: (..., n), any float dtype.
+        generator: source of the draws; one number a token, drawn on its own device also when greedy.
+        temperature: divides the logits.
+        greedy: take the most likely token; its log-probability is still that of the distribution.
+
+    Returns:
+        Indices (...) int64 and their log-probabilities (...) float32.
+
+    Raises:
+        ValueError: a temperature that is not above 0.
+
+    Gradient: none.
+    """
+    with torch.no_grad():
+        logp = _log_softmax(logits, temperature)
+        luck = torch.rand(logp.shape[:-1], generator=generator, device=generator.device, dtype=torch.float64)
+        if greedy:
+            tokens = logp.argmax(-1)
+        else:
+            mass = logp.double().exp().cumsum(-1)
+            aim = luck.to(mass.device)[..., None] * mass[..., -1:]
+            tokens = torch.searchsorted(mass, aim, right=True)[..., 0].clamp(max=mass.shape[-1] - 1)
+        return tokens, logp.gather(-1, tokens[..., None])[..., 0]
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of chosen tokens and entropies of the distributions.
+
+    Args:
+        logits: (..., n), any float dtype.
+        tokens: (...) int64 indices.
+        temperature: divides the logits; must be the one that the tokens were drawn with.
+
+    Returns:
+        Log-probability and entropy (...), float32, nats.
+
+    Raises:
+        ValueError: shapes that do not fit, or a temperature that is not above 0.
+
+    Gradient: through the logits, from both outputs.
+    """
+    if logits.shape[:-1] != tokens.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} do not fit tokens {tuple(tokens.shape)}; expected one more dim")
+    logp = _log_softmax(logits, temperature)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, tokens[..., None])[..., 0], entropy
+
+
+def token_loss(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of demonstrated tokens, a mean over those that count.
+
+    Args:
+        logits: (B, T, n), any float dtype.
+        targets: (B, T) int64 indices, or (B, T, n) float, how likely each token should be.
+        mask: (B, T), 1 where the demonstration has a token.
+        smoothing: share of the target that is spread over all n tokens.
+
+    Returns:
+        () float32; 0 where nothing counts.
+
+    Gradient: through the logits.
+    """
+    logp = _log_softmax(logits, 1.0)
+    chosen = logp.gather(-1, targets[..., None])[..., 0] if targets.dim() == 2 else (targets * logp).sum(-1)
+    spread = logp.mean(-1) if smoothing else 0.0
+    weight = mask.to(logp.dtype)
+    total = ((1 - smoothing) * chosen + smoothing * spread) * weight
+    return -total.sum() / weight.sum().clamp(min=1)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy for the most likely action.")
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def _refuse_nan(found: bool) -> None:
+    if found:
+        raise ValueError("actions hold NaN, which has no token")

@@ -1,0 +1,173 @@
+"""Behaviour cloning: the warm start of a policy from demonstrations, in the loop of reinforcement learning.
+
+A row is one moment of a demonstration: what the robot saw, and the chunk of K actions that followed; where the episode
+ends inside the chunk, the rest does not count. The loss is the policy's own (cross-entropy of action tokens, flow
+matching of a flow head). The simulator only measures held-out initial states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric
+from mmrl.core.objective import LossOutput
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.reference import Reference
+from mmrl.training.samples import SampleRecord
+from mmrl.training.settings import TrainerConfig
+from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, Moment, load_demonstrations
+from robotics.vla.policy import PolicyInputs
+from robotics.vla.recipe import RobotConfig, RobotRecipe
+from robotics.vla.tasks import EpisodeSetConfig
+
+__all__ = ["CloneConfig", "CloneRecipe", "MomentPayload"]
+
+
+def _trainer() -> TrainerConfig:
+    return TrainerConfig(
+        steps=1000, tasks_per_step=64, samples_per_task=1, learning_rate=1e-3, schedule="cosine", warmup_steps=20
+    )
+
+
+@dataclass
+class MomentPayload:
+    """B moments of demonstrations."""
+
+    inputs: PolicyInputs
+    """What the robot saw."""
+    actions: Tensor
+    """(B, K, A) float32, in -1..1."""
+    mask: Tensor
+    """(B, K) float32, 1 where the episode still ran."""
+    noise_seed: Tensor
+    """(B,) int64; the first one seeds the noise of a policy that learns from noisy actions."""
+
+    def select(self, rows: Tensor, groups: Tensor) -> Self:
+        """Keep rows (b,); every row is a group of its own."""
+        return dataclasses.replace(
+            self,
+            inputs=self.inputs.select(rows),
+            actions=self.actions[rows],
+            mask=self.mask[rows],
+            noise_seed=self.noise_seed[rows],
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Join payloads in order."""
+        inputs = PolicyInputs.concat([part.inputs for part in parts])
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("actions", "mask", "noise_seed")}
+        return cls(inputs, **joined)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the tensors to a device."""
+        inputs = self.inputs.to(device)
+        moved = {name: getattr(self, name).to(device) for name in ("actions", "mask", "noise_seed")}
+        return dataclasses.replace(self, inputs=inputs, **moved)
+
+
+@dataclass
+class CloneConfig(RobotConfig):
+    """A behaviour-cloning run."""
+
+    demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
+    """What is imitated."""
+    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
+    """Not used; the initial states are those of the demonstrations."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo", kl_coef=0.0))
+    """Only names the run; the loss is the policy's own."""
+    trainer: TrainerConfig = field(default_factory=_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.demonstrations.validate()
+        if self.trainer.samples_per_task != 1:
+            raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; a moment has no group")
+
+
+class CloneRecipe(RobotRecipe):
+    """Imitates demonstrations; see the module."""
+
+    config: CloneConfig
+    uses_rewards: ClassVar[bool] = False
+
+    def __init__(self, config: CloneConfig) -> None:
+        self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
+        super().__init__(config)
+        self.policy.statistics = self.demonstrations.statistics()
+        self.objective = dataclasses.replace(self.objective, name="behaviour_cloning")
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """Every moment of the demonstrations."""
+        return self.demonstrations.moments
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[Moment], generator: torch.Generator) -> Rollouts:
+        """Look the moments up; nothing is simulated."""
+        device = self.policy.device
+        observed = self.demonstrations.observations(tasks)
+        actions, mask = self.demonstrations.chunks(tasks, self.policy.chunk)
+        rows = len(tasks)
+        zeros = torch.zeros(rows, 1, device=device)
+        seeds = torch.randint(2**62, (rows,), generator=generator)
+        payload = MomentPayload(observed, torch.from_numpy(actions), torch.from_numpy(mask), seeds).to(device)
+        return Rollouts(
+            group=torch.arange(rows, device=device),
+            mask=torch.ones_like(zeros),
+            logp_old=zeros,
+            reward=zeros[:, 0],
+            advantage=zeros,
+            payload=payload,
+        )
+
+    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Demonstrations have no reward."""
+        return rollouts.reward, {}
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Demonstrations have no reward."""
+        return rollouts
+
+    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """There is no old policy."""
+        return rollouts
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Every moment counts the same."""
+        return rollouts
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """The policy's cloning loss, its mean over the moments of the optimiser step."""
+        payload: MomentPayload = minibatch.payload
+        generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
+        loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
+        share = minibatch.num_rows / denominators.rows
+        found = {"loss/total": Metric.summed(loss.detach() * share)}
+        found |= {name: Metric(value, 1.0) for name, value in metrics.items()}
+        return LossOutput(loss * share, found)
+
+    def describe(self) -> str:
+        """Name of the loss."""
+        return f"behaviour cloning of {len(self.demonstrations.moments)} moments"
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Moments are not kept as samples."""
+        return []
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Moments and demonstrations that are learnt from."""
+        return {
+            "data/moments": float(len(self.demonstrations.moments)),
+            "data/skipped": float(self.demonstrations.skipped),
+        }
+

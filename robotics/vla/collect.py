@@ -1,0 +1,264 @@
+"""Runs episodes with a policy: observe, choose a chunk of actions, carry it out, until every episode has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.policy import PolicyInputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.vla.ensemble import TemporalEnsemble
+
+__all__ = ["ActingSettings", "Episodes", "inputs_of", "replay_episode", "run_episodes"]
+
+
+@dataclass
+class ActingSettings:
+    """How a policy turns what it predicts into what the robot does."""
+
+    execute: int = 0
+    """Control steps of a chunk that are carried out before the policy looks again; 0 = all of them."""
+    temperature: float = 1.0
+    """Divides the logits while sampling and in every log-probability of the update."""
+    ensemble: float = 0.0
+    """Evaluation only: weight decay m of the temporal ensemble over overlapping chunks; 0 = none. Looks every step."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if self.execute < 0:
+            raise ValueError(f"acting.execute is {self.execute}; must be at least 0, 0 = the whole chunk")
+        if self.temperature <= 0:
+            raise ValueError(f"acting.temperature is {self.temperature}; must be above 0")
+        if self.ensemble < 0:
+            raise ValueError(f"acting.ensemble is {self.ensemble}; must be at least 0, 0 = none")
+
+
+@dataclass
+class Episodes:
+    """B finished episodes."""
+
+    payload: EpisodePayload
+    """What they saw and did; `episodes` holds one entry a row."""
+    logp: Tensor
+    """(B, C, D) float32, log-probability of each decision as sampled; 0 where none was taken."""
+    actions: list[NDArray[np.float32]] = field(default_factory=list)
+    """(steps, A) what each row carried out, in -1..1."""
+
+
+def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
+    """What a policy sees of some rows.
+
+    Args:
+        observation: R rows.
+        episodes: all episodes, looked up by row number.
+        device: where the tensors go.
+
+    Returns:
+        R inputs.
+    """
+    images = None if observation.images is None else torch.from_numpy(observation.images).to(device)
+    return PolicyInputs(
+        images=images,
+        state=torch.from_numpy(observation.state).to(device),
+        instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
+    )
+
+
+def run_episodes(
+    policy: Any,
+    sim: RobotSim,
+    episodes: Sequence[EpisodeSpec],
+    settings: ActingSettings,
+    generator: torch.Generator,
+    *,
+    greedy: bool = False,
+    record: bool = False,
+) -> Episodes:
+    """Run every episode to its end, as many at once as the simulator takes.
+
+    Args:
+        policy: an action policy, see `robotics.vla.policy`.
+        sim: the simulator.
+        episodes: B of them.
+        settings: how actions are carried out.
+        generator: source of the policy's draws.
+        greedy: take the most likely actions.
+        record: draw every control step.
+
+    Returns:
+        The episodes in the order given. Rows whose environment broke down are marked and have no result.
+    """
+    size = sim.capacity or len(episodes)
+    waves = [
+        _run_wave(policy, sim, episodes[start : start + size], settings, generator, greedy, record)
+        for start in range(0, len(episodes), size)
+    ]
+    width = max(wave.logp.shape[1] for wave in waves)
+    return Episodes(
+        payload=EpisodePayload.concat([wave.payload for wave in waves]),
+        logp=torch.cat([_padded(wave.logp, width) for wave in waves]),
+        actions=[actions for wave in waves for actions in wave.actions],
+    )
+
+
+def replay_episode(sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32]) -> tuple[NDArray[np.uint8], bool]:
+    """Carry out recorded actions once more and draw every step.
+
+    Args:
+        sim: the simulator.
+        episode: where it starts.
+        actions: (steps, A) in -1..1.
+
+    Returns:
+        Pictures (F, H, W, 3), none where the simulator draws none, and whether the task was done.
+    """
+    begun = sim.reset([episode])
+    frames: list[NDArray[np.uint8]] = [] if begun.observation.images is None else [begun.observation.images]
+    success = False
+    if len(sim.live) and len(actions):
+        result = sim.step_chunk(actions[None], record=[0])
+        frames += [result.frames[0]] if 0 in result.frames else []
+        success = bool(result.success[0])
+    return np.concatenate(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8), success
+
+
+def _run_wave(
+    policy: Any,
+    sim: RobotSim,
+    episodes: Sequence[EpisodeSpec],
+    settings: ActingSettings,
+    generator: torch.Generator,
+    greedy: bool,
+    record: bool,
+) -> Episodes:
+    device = next(_parameters(policy), torch.zeros(0)).device
+    begun = sim.reset(episodes)
+    book = _Book(episodes, begun, device)
+    observation = begun.observation
+    blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None
+    while len(sim.live):
+        observation = observation.of(sim.live)
+        inputs = inputs_of(observation, episodes, device)
+        choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
+        actions = choice.actions.float().cpu().numpy()
+        actions = actions[:, : settings.execute or None] if blend is None else blend(actions, observation.rows)
+        result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
+        book.add(observation, choice, actions, result)
+        observation = result.observation
+    return book.close()
+
+
+def _make_blend(policy: Any, settings: ActingSettings, rows: int) -> Any:
+    from robotics.vla.ensemble import TemporalEnsemble
+
+    ensemble: TemporalEnsemble = TemporalEnsemble(
+        rows=rows, chunk=policy.chunk, action_size=policy.action_size, decay=settings.ensemble
+    )
+    return lambda actions, live: ensemble.step(actions, live)[:, None]
+
+
+def _parameters(policy: Any) -> Iterator[nn.Parameter]:
+    return policy.parameters() if isinstance(policy, nn.Module) else iter(())
+
+
+def _padded(logp: Tensor, width: int) -> Tensor:
+    return nn.functional.pad(logp, (0, 0, 0, width - logp.shape[1]))
+
+
+class _Book:
+    """Collects the chunks of a wave row by row."""
+
+    def __init__(self, episodes: Sequence[EpisodeSpec], begun: ChunkResult, device: torch.device) -> None:
+        self.episodes, self.device = list(episodes), device
+        self.chunks: list[list[dict[str, Any]]] = [[] for _ in episodes]
+        self.actions: list[list[NDArray[np.float32]]] = [[] for _ in episodes]
+        self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in episodes]
+        self.last: list[tuple[NDArray[np.float32], NDArray[np.uint8] | None]] = [
+            _view(begun.observation, place) for place in range(len(episodes))
+        ]
+        self.first_images = begun.observation.images
+        self.success = np.zeros(len(episodes), bool)
+        self.failed = begun.failed.copy()
+        self.progress = np.zeros(len(episodes), np.float32)
+        self.reasons = [begun.reasons.get(row, "") for row in range(len(episodes))]
+        self.begun = begun
+
+    def add(
+        self, observation: RobotObservation, choice: Any, actions: NDArray[np.float32], result: ChunkResult
+    ) -> None:
+        """Note what the live rows saw, chose and reached."""
+        for place, row in enumerate(result.rows.tolist()):
+            steps = int(result.steps[place])
+            state, image = _view(observation, place)
+            seen = {"state": state, "image": image, "steps": steps}
+            self.chunks[row].append(seen | {"decisions": choice.decisions[place], "logp": choice.logp[place]})
+            self.actions[row].append(actions[place, :steps])
+            if row in result.frames:
+                self.frames[row].append(result.frames[row])
+            self.last[row] = _view(result.observation, place)
+            self.success[row] |= bool(result.success[place])
+            self.failed[row] |= bool(result.failed[place])
+            self.progress[row] = result.rewards[place, steps - 1] if steps else np.nan
+            self.reasons[row] = result.reasons.get(row, self.reasons[row])
+
+    def close(self) -> Episodes:
+        """Bring the rows to one length."""
+        width = max((len(chunks) for chunks in self.chunks), default=0)
+        example = next((chunks[0] for chunks in self.chunks if chunks), None)
+        rows = len(self.episodes)
+        if example is None:  # nothing could start
+            empty = torch.zeros(rows, 1, 1)
+            example = {"decisions": empty[0, 0].long(), "logp": empty[0, 0], "state": self.last[0][0]}
+            width = 1
+        payload = EpisodePayload(
+            episodes=self.episodes,
+            states=self._stack("state", width, torch.from_numpy(example["state"])),
+            decisions=self._stack("decisions", width, example["decisions"]),
+            steps=self._stack("steps", width, torch.zeros((), dtype=torch.int64)),
+            success=torch.from_numpy(self.success).to(self.device),
+            failed=torch.from_numpy(self.failed).to(self.device),
+            progress=torch.from_numpy(self.progress).to(self.device),
+            last_state=torch.from_numpy(np.stack([state for state, _ in self.last])).to(self.device),
+            images=None if self.first_images is None else self._stack("image", width, _blank(self.first_images)),
+            last_image=self._last_images(),
+            frames=[self._film(row) for row in range(rows)] if any(self.frames) else [],
+            reasons=self.reasons,
+        )
+        actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
+        return Episodes(payload, self._stack("logp", width, example["logp"]).float(), actions)
+
+    def _stack(self, name: str, width: int, example: Tensor) -> Tensor:
+        out = torch.zeros((len(self.chunks), width, *example.shape), dtype=example.dtype, device=self.device)
+        for row, chunks in enumerate(self.chunks):
+            for place, chunk in enumerate(chunks):
+                value = chunk[name]
+                out[row, place] = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        return out
+
+    def _last_images(self) -> Tensor | None:
+        images = [image for _, image in self.last if image is not None]
+        return torch.from_numpy(np.stack(images)).to(self.device) if len(images) == len(self.last) else None
+
+    def _film(self, row: int) -> NDArray[np.uint8] | None:
+        if not self.frames[row] or self.first_images is None:
+            return None
+        first = self.chunks[row][0]["image"]
+        return np.concatenate([first[None], *self.frames[row]])
+
+
+def _view(observation: RobotObservation, place: int) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:
+    return observation.state[place], None if observation.images is None else observation.images[place]
+
+
+def _blank(images: NDArray[np.uint8]) -> Tensor:
+    return torch.zeros(images.shape[1:], dtype=torch.uint8)

@@ -1,0 +1,158 @@
+"""Demonstrations in memory: which moments there are, what was seen there, and what was done next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mmrl.errors import UserError
+from robotics.vla.policy import PolicyInputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.data import EpisodeData
+    from robotics.vla.statistics import ActionStatistics
+
+__all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstrations"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+@dataclass
+class DemonstrationConfig:
+    """A folder in the LeRobotDataset v3 format."""
+
+    path: str = ""
+    """Folder of the dataset."""
+    build: str | None = None
+    """module:function that writes the folder where it is missing; is given the path and `build_options`."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `build`."""
+    camera: str = "front"
+    """Camera whose pictures the policy sees; empty = none."""
+    max_episodes: int = 0
+    """Episodes that are learnt from, the first ones; 0 = all."""
+    only_success: bool = True
+    """Leave out episodes that are marked as failures."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if not self.path:
+            raise ValueError("demonstrations.path is empty; name the folder of a LeRobotDataset")
+        if self.max_episodes < 0:
+            raise ValueError(f"demonstrations.max_episodes is {self.max_episodes}; must be at least 0, 0 = all")
+
+
+class Moment(NamedTuple):
+    """One control step of a demonstration."""
+
+    episode: int
+    """Its place in `Demonstrations`."""
+    step: int
+    """Number of the control step."""
+
+
+@dataclass
+class Demonstrations:
+    """Episodes to be imitated; pictures stay as uint8."""
+
+    states: list[NDArray[np.float32]]
+    """(T, S) of each episode."""
+    actions: list[NDArray[np.float32]]
+    """(T, A) of each episode, in -1..1."""
+    images: list[NDArray[np.uint8]] | None
+    """(T, H, W, 3) of each episode; None without a camera."""
+    instructions: list[str]
+    """Of each episode."""
+    skipped: int = 0
+    """Episodes that were left out: failures, or without an entry that is needed."""
+
+    @property
+    def moments(self) -> list[Moment]:
+        """Every control step of every episode."""
+        return [Moment(number, step) for number, actions in enumerate(self.actions) for step in range(len(actions))]
+
+    def statistics(self) -> ActionStatistics:
+        """Distribution of the actions."""
+        from robotics.vla.statistics import ActionStatistics
+
+        return ActionStatistics.from_arrays(np.concatenate(self.actions))
+
+    def observations(self, moments: Sequence[Moment]) -> PolicyInputs:
+        """What was seen at some moments."""
+        images = None
+        if self.images is not None:
+            images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))
+        states = np.stack([self.states[moment.episode][moment.step] for moment in moments])
+        instructions = tuple(self.instructions[moment.episode] for moment in moments)
+        return PolicyInputs(images=images, state=torch.from_numpy(states), instructions=instructions)
+
+    def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """What was done from some moments on.
+
+        Args:
+            moments: B of them.
+            length: K control steps.
+
+        Returns:
+            Actions (B, K, A), the last one repeated after the end of the episode, and (B, K) 1 where it still ran.
+        """
+        actions, mask = [], []
+        for moment in moments:
+            done = self.actions[moment.episode][moment.step : moment.step + length]
+            missing = length - len(done)
+            actions.append(np.concatenate([done, np.repeat(done[-1:], missing, 0)]))
+            mask.append(np.concatenate([np.ones(len(done), np.float32), np.zeros(missing, np.float32)]))
+        return np.stack(actions), np.stack(mask)
+
+
+def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
+    """Read demonstrations, writing them first where a builder is given and the folder is missing.
+
+    Args:
+        config: where they are.
+
+    Returns:
+        All that can be used, in memory.
+
+    Raises:
+        UserError: no such dataset, or nothing in it can be used.
+    """
+    from mmrl.vlm.data import build_if_missing
+    from robotics.data import LeRobotReader
+
+    build_if_missing(config, "demonstrations")
+    reader = LeRobotReader(config.path)
+    limit = config.max_episodes or len(reader.episodes)
+    found = Demonstrations([], [], [] if config.camera else None, [])
+    for number in range(len(reader.episodes)):
+        if len(found.actions) == limit:
+            break
+        episode = reader.episode(number)
+        if config.only_success and episode.success is False:
+            found.skipped += 1
+            continue
+        found.states.append(episode.state)
+        found.actions.append(episode.action)
+        found.instructions.append(episode.task)
+        if found.images is not None:
+            found.images.append(_pictures(episode, config))
+    if not found.actions:
+        raise UserError(f"{config.path} has no episode that can be learnt from; {found.skipped} were left out")
+    if found.skipped:
+        LOGGER.info("%d demonstrations of %s were left out as failures", found.skipped, config.path)
+    return found
+
+
+def _pictures(episode: EpisodeData, config: DemonstrationConfig) -> NDArray[np.uint8]:
+    if config.camera not in episode.images:
+        raise UserError(
+            f"demonstrations.camera is '{config.camera}', but {config.path} has {', '.join(episode.images) or 'none'}"
+        )
+    return episode.images[config.camera]

@@ -1,0 +1,264 @@
+"""From an observation to what an action head reads: a small transformer over image, instruction, state and queries.
+
+Shapes: B rows, W width, Q queries, N observation tokens, P pixels of a feature map, L words of an instruction.
+
+The image stem is made for little data: its features are scaled and shifted by the instruction (FiLM), and beside 4 x 4
+patch tokens it gives keypoints, the places at which learned features are strongest, because where a thing lies is what
+a gripper needs to know. Nothing here depends on the other rows of the batch, and there is no dropout: the same weights
+give the same numbers while sampling and while training.
+
+Source: FiLM, arXiv 1709.07871, as in BC-Z, arXiv 2202.02005; keypoints (spatial softmax): arXiv 1504.00702.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from robotics.vla.policy import PolicyInputs
+from robotics.vla.statistics import STATE_LIMIT, StateStatistics
+from robotics.vla.vocabulary import PADDING, Vocabulary
+
+__all__ = ["EncoderConfig", "ObservationEncoder", "StateScale"]
+
+PATCHES = 4
+"""Patch tokens on a side."""
+KEYPOINT_SHARPNESS = 5.0
+"""Spread of the scores that the first weights give to the places of a map."""
+GROUPS = 8
+"""Of the group norms."""
+
+
+@dataclass
+class EncoderConfig:
+    """Sizes of the observation encoder."""
+
+    image_size: tuple[int, int] | None = (64, 64)
+    """Height and width in pixels, multiples of 32; None for a policy that sees no pictures."""
+    state_size: int | None = None
+    """Entries of the state; None for a policy that is not told it."""
+    width: int = 128
+    """Width of the transformer, a multiple of 8 * heads."""
+    layers: int = 3
+    """Blocks of the transformer."""
+    heads: int = 4
+    """Attention heads."""
+    channels: int = 48
+    """Feature maps of the image stem, a multiple of 8."""
+    keypoints: int = 32
+    """Places that the stem reports; 0 for none."""
+    words: int = 32
+    """Most words of an instruction."""
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None:
+            self.image_size = (self.image_size[0], self.image_size[1])  # a saved file has a list
+
+    def validate(self) -> None:
+        """Check that the sizes fit together; raises UserError."""
+        if self.image_size is None and self.state_size is None:
+            raise UserError("the policy sees neither pictures nor a state; set image_size or state_size")
+        if self.image_size is not None and any(side < 32 or side % 32 for side in self.image_size):
+            raise UserError(f"image_size is {tuple(self.image_size)}; both must be multiples of 32")
+        if self.heads < 1 or self.width < 1 or self.width % (8 * self.heads):
+            raise UserError(f"width={self.width} must be a multiple of 8 * heads={8 * self.heads}")
+        if self.channels < 1 or self.channels % GROUPS or self.layers < 1 or self.keypoints < 0:
+            raise UserError(
+                f"channels={self.channels} must be a multiple of {GROUPS}, layers={self.layers} at least 1 and "
+                f"keypoints={self.keypoints} at least 0"
+            )
+
+
+class StateScale(nn.Module):
+    """Brings states to mean 0 and variance 1 with statistics that are saved with the weights.
+
+    Args:
+        size: S.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("std", torch.ones(size))
+
+    def set(self, statistics: StateStatistics) -> None:
+        """Take the numbers of a data set; raises UserError where it has other states."""
+        if statistics.size != len(self.mean):
+            raise UserError(f"the statistics are of {statistics.size} state entries, the policy has {len(self.mean)}")
+        self.mean.copy_(torch.as_tensor(statistics.mean))
+        # as `StateStatistics.normalise` does with entries that never change
+        self.std.copy_(torch.as_tensor(statistics.std).where(torch.as_tensor(statistics.std) > 1e-6, 1.0))
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Scale (B, S) states."""
+        return ((state.float() - self.mean) / self.std).clamp(-STATE_LIMIT, STATE_LIMIT)
+
+
+class ObservationEncoder(nn.Module):
+    """Reads observations and returns what Q learned queries found in them.
+
+    Args:
+        config: sizes.
+        vocabulary: words of the instructions.
+        queries: Q.
+
+    Raises:
+        UserError: sizes that do not fit.
+    """
+
+    def __init__(self, config: EncoderConfig, vocabulary: Vocabulary, queries: int) -> None:
+        super().__init__()
+        config.validate()
+        self.config, self.vocabulary = config, vocabulary
+        width = config.width
+        self.instruction = _InstructionEncoder(len(vocabulary), config.words, width, config.heads)
+        self.stem = None if config.image_size is None else _ImageStem(config)
+        self.scale = None if config.state_size is None else StateScale(config.state_size)
+        self.state = None if config.state_size is None else nn.Linear(config.state_size, width)
+        self.queries = nn.Parameter(torch.randn(queries, width) * 0.02)
+        self.blocks = nn.ModuleList(_Block(width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, batch: PolicyInputs) -> Tensor:
+        """Encode B rows.
+
+        Args:
+            batch: observations; what the encoder was not built for is ignored.
+
+        Returns:
+            (B, Q, W), normalised.
+
+        Raises:
+            UserError: pictures or state are missing or of another size.
+
+        Gradient: into all weights.
+        """
+        batch = batch.to(self.queries.device)
+        text = self._instructions(batch.instructions)
+        tokens = [text[:, None]]
+        if self.stem is not None:
+            tokens.append(self.stem(self._images(batch), text))
+        if self.state is not None and self.scale is not None:
+            tokens.append(self.state(self.scale(self._states(batch)))[:, None])
+        queries = self.queries.expand(len(batch), -1, -1)
+        hidden = torch.cat([*(token.to(text.dtype) for token in tokens), queries.to(text.dtype)], 1)
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        return self.norm(self.blocks[-1](hidden, tail=queries.shape[1]))
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """Take the scales of a data set's states; nothing where the state is not read."""
+        if self.scale is not None:
+            self.scale.set(statistics)
+
+    def _instructions(self, texts: tuple[str, ...]) -> Tensor:
+        """(B, W); each distinct text is read once."""
+        distinct = list(dict.fromkeys(texts))
+        words = self.vocabulary.encode(distinct, self.config.words).to(self.queries.device)
+        number = {text: place for place, text in enumerate(distinct)}
+        index = torch.tensor([number[text] for text in texts], device=self.queries.device)
+        return self.instruction(words)[index]
+
+    def _images(self, batch: PolicyInputs) -> Tensor:
+        size = tuple(self.config.image_size or ())
+        found = None if batch.images is None else tuple(batch.images.shape[1:3])
+        if batch.images is None or found != size:
+            raise UserError(f"the policy was built for pictures of {size} pixels, it is given {found or 'none'}")
+        return batch.images
+
+    def _states(self, batch: PolicyInputs) -> Tensor:
+        found = None if batch.state is None else batch.state.shape[1]
+        if batch.state is None or found != self.config.state_size:
+            raise UserError(
+                f"the policy was built for a state of {self.config.state_size} entries, it is given {found or 'none'}"
+            )
+        return batch.state
+
+
+class _InstructionEncoder(nn.Module):
+    """Words to one vector; always padded to the same length, so that no text depends on the others."""
+
+    def __init__(self, entries: int, length: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(entries, width)
+        self.places = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.block = _Block(width, heads)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(n, L) int64 -> (n, W)."""
+        real = words != PADDING
+        hidden = self.block(self.words(words) + self.places, real=real)
+        weight = real[..., None].to(hidden.dtype)
+        return (hidden * weight).sum(1) / weight.sum(1)
+
+
+class _ImageStem(nn.Module):
+    """(B, H, W, 3) uint8 pictures to 16 patch tokens and, where asked for, one token of keypoints."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        channels, width = config.channels, config.width
+        self.first = nn.Conv2d(3, channels // 2, 5, stride=2, padding=2)
+        self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(GROUPS, channels)
+        self.film = nn.Linear(width, 2 * channels)
+        # at first the instruction changes nothing
+        nn.init.zeros_(self.film.weight)
+        nn.init.zeros_(self.film.bias)
+        self.third = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.patches = nn.Linear(4 * channels, width)
+        self.places = nn.Parameter(torch.randn(PATCHES**2, width) * 0.02)
+        self.keypoints = nn.Conv2d(channels, config.keypoints, 1) if config.keypoints else None
+        self.keypoint_token = nn.Linear(2 * config.keypoints, width) if config.keypoints else None
+        if self.keypoints is not None:
+            # from near-uniform weights every keypoint is the middle of the picture, and learning takes long to start
+            nn.init.normal_(self.keypoints.weight, std=KEYPOINT_SHARPNESS / config.channels**0.5)
+
+    def forward(self, images: Tensor, text: Tensor) -> Tensor:
+        pixels = images.permute(0, 3, 1, 2).to(self.places.dtype) / 255 - 0.5
+        features = self.norm(self.second(functional.gelu(self.first(pixels))))
+        scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
+        features = functional.gelu(features * (1 + scale) + shift)
+        # two by two places of the coarser map side by side make a patch
+        coarse = functional.adaptive_avg_pool2d(functional.gelu(self.third(features)), 2 * PATCHES)
+        tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places
+        if self.keypoints is None or self.keypoint_token is None:
+            return tokens
+        found = _expected_places(self.keypoints(features))
+        return torch.cat([tokens, self.keypoint_token(found)[:, None]], 1)
+
+
+class _Block(nn.Module):
+    """Pre-norm transformer block without dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor, real: Tensor | None = None, tail: int | None = None) -> Tensor:
+        """(B, N, W) -> (B, N, W), or the last `tail` tokens alone; `real` (B, N) tells which may be looked at."""
+        q, k, v = self.qkv(self.before(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if tail is not None:
+            q, hidden = q[:, :, -tail:], hidden[:, -tail:]
+        allowed = None if real is None else real[:, None, None]
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        hidden = hidden + self.out(seen.transpose(1, 2).flatten(2))
+        return hidden + self.narrow(functional.gelu(self.wide(self.between(hidden))))
+
+
+def _expected_places(maps: Tensor) -> Tensor:
+    """(B, k, h, w) scores to (B, 2k) mean places in -1..1 under the softmax of each map."""
+    weight = maps.float().flatten(2).softmax(-1).unflatten(-1, maps.shape[2:])
+    rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)
+    columns = torch.linspace(-1, 1, maps.shape[3], device=maps.device)
+    return torch.cat([(weight.sum(3) * rows).sum(-1), (weight.sum(2) * columns).sum(-1)], 1)

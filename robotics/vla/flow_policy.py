@@ -1,0 +1,279 @@
+"""A flow-matching action head: a chunk of actions is drawn from noise in S random steps, each with a log-probability.
+
+Shapes: B rows, K control steps, D entries of an action, S denoising steps, E = K D numbers of a chunk. sigma runs from
+1 (noise) to 0 (actions), x_sigma = (1 - sigma) actions + sigma noise and the velocity is noise - actions, as in the
+`diffusion` package, whose steps are used.
+
+A decision is one denoising step: a Gaussian around where the flow leads, so its log-probability is exact, while that of
+the actions themselves would be an integral. `ActionChoice.decisions` is the whole chain (B, S + 1, E), the noise first.
+
+Source: pi_0, arXiv 2410.24164 (flow matching over action chunks); Flow-GRPO, arXiv 2505.05470, ReinFlow, arXiv
+    2505.22094, and pi_RL, arXiv 2510.25889 (denoising steps as decisions of reinforcement learning).
+
+What differs: the velocity is a small residual network that reads what queries found in the observation, instead of an
+action expert inside a transformer, so a denoising step costs next to nothing beside the observation; the noise has a
+fixed size (Flow-GRPO's), it is not learned as in ReinFlow; times of the cloning loss are uniform.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diffusion.forward_process import mix
+from diffusion.steps import FlowSdeStep, OdeStep
+from mmrl.errors import UserError
+from robotics.vla.encoder import EncoderConfig, ObservationEncoder
+from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
+from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
+from robotics.vla.small import VOCABULARY_FILE
+from robotics.vla.statistics import StateStatistics
+from robotics.vla.vocabulary import Vocabulary
+
+__all__ = ["FlowActionPolicy", "FlowPolicyConfig"]
+
+REDUCTIONS = ("sum", "mean")
+FREQUENCIES = 16
+"""Sines and cosines that tell the network the time."""
+
+
+@dataclass
+class FlowPolicyConfig:
+    """What the policy sees and does."""
+
+    action_size: int
+    """D, numbers of an action."""
+    chunk: int = 8
+    """K, control steps that are predicted at once."""
+    steps: int = 5
+    """S, denoising steps."""
+    noise_level: float = 0.5
+    """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
+    logp_reduction: str = "sum"
+    """sum: log-density of a step, as clip ranges of other policies assume; mean: a K D-th of it, as for images."""
+    hidden: int = 256
+    """Width of the velocity network."""
+    blocks: int = 3
+    """Residual blocks of the velocity network."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """Sizes of the observation encoder."""
+
+    def validate(self) -> None:
+        """Check ranges; raises UserError."""
+        for name in ("action_size", "chunk", "hidden", "blocks"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; must be at least 1")
+        if self.steps < 2:
+            raise UserError(f"steps is {self.steps}; must be at least 2, the noise of a single one would be infinite")
+        if self.noise_level <= 0:
+            raise UserError(f"noise_level is {self.noise_level}; must be above 0, else nothing has a log-probability")
+        if self.logp_reduction not in REDUCTIONS:
+            raise UserError(f"logp_reduction is {self.logp_reduction!r}; available: {', '.join(REDUCTIONS)}")
+
+
+class FlowActionPolicy(ActionPolicy):
+    """Image, instruction and state to a chunk of actions by denoising.
+
+    Args:
+        config: what it sees and does.
+        vocabulary: words of its instructions.
+        seed: of the weights; the global generator is left alone.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    by_step = False
+    sigmas: Tensor
+
+    def __init__(self, config: FlowPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
+        super().__init__()
+        config.validate()
+        self.config, self.vocabulary = config, vocabulary
+        self.chunk, self.action_size, self.decisions = config.chunk, config.action_size, config.steps
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
+            self.velocity = _Velocity(config)
+        self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
+        self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
+
+    @classmethod
+    def build(cls, config: FlowPolicyConfig, instructions: Iterable[str], seed: int = 0) -> Self:
+        """Make a policy that knows the words of some instructions."""
+        return cls(config, Vocabulary.from_texts(instructions), seed)
+
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """See `ActionPolicy.act`.
+
+        The temperature multiplies the noise of the steps. Greedy follows the flow without noise from one drawn start,
+        as flow policies are evaluated; those steps have no density and the log-probabilities are NaN.
+        """
+        _check_temperature(temperature)
+        size = (len(batch), self.chunk * self.action_size)
+        with torch.no_grad():
+            seen = self.encoder(batch).flatten(1)
+            chain = [self._noise(size, generator)]
+            logp = []
+            for number in range(self.config.steps):
+                following, score = self._draw(seen, chain[-1], number, generator, 0.0 if greedy else temperature)
+                chain.append(following)
+                logp.append(score)
+        actions = chain[-1].clamp(-1, 1).unflatten(1, (self.chunk, self.action_size))
+        return ActionChoice(actions, torch.stack(chain, 1), torch.stack(logp, 1))
+
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """See `ActionPolicy.log_probs`; decisions are (B, S + 1, E), entropies do not depend on the weights."""
+        expected = (len(batch), self.config.steps + 1, self.chunk * self.action_size)
+        if tuple(decisions.shape) != expected:
+            raise ValueError(f"decisions have the shape {tuple(decisions.shape)}; expected {expected}")
+        _check_temperature(temperature)
+        seen, chain = self.encoder(batch).flatten(1), decisions.float()
+        logp, entropy = [], []
+        # step by step like the draws: other batch sizes round differently, and the ratio would not start at 1
+        for number in range(self.config.steps):
+            mean, std = self._transition(seen, chain[:, number], number)
+            logp.append(self._score(chain[:, number + 1], mean, std * temperature))
+            entropy.append(self._count * (0.5 * math.log(2 * math.pi * math.e) + (std * temperature).log()))
+        return torch.stack(logp, 1), torch.stack(entropy, 1)
+
+    def bc_loss(
+        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """See `ActionPolicy.bc_loss`; squared error of the velocity at one drawn time and noise a row.
+
+        Raises:
+            ValueError: no generator.
+        """
+        check_demonstrations(self, batch, actions, mask)
+        if generator is None:
+            raise ValueError("flow matching draws times and noise; give bc_loss a generator")
+        weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
+        # what lies behind the end of a demonstration must not be seen either; 0 is no motion
+        clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
+        noise = self._noise(tuple(clean.shape), generator)
+        time = torch.rand(len(batch), generator=generator, device=generator.device).to(self.device)
+        noisy = mix(clean, noise, time, torch.arange(len(batch)))
+        found = self.velocity(self.encoder(batch).flatten(1), noisy.latents, time).float()
+        loss = ((found - noisy.target).square() * weight).sum() / weight.sum().clamp(min=1)
+        return loss, {"bc/loss": float(loss.detach())}
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """See `ActionPolicy.scale_states`."""
+        self.encoder.scale_states(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """See `ActionPolicy.save_pretrained`."""
+        folder = Path(path)
+        write_config(folder, "flow", self.config, self.statistics)
+        self.vocabulary.save(folder / VOCABULARY_FILE)
+        write_weights(self, folder)
+
+    def load_weights(self, path: Path | str) -> None:
+        """See `ActionPolicy.load_weights`."""
+        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
+        read_weights(self, Path(path))
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Load what `save_pretrained` wrote.
+
+        Args:
+            path: folder.
+
+        Returns:
+            The policy, on the CPU.
+
+        Raises:
+            UserError: the folder is not one, or is damaged.
+        """
+        entries = read_config(Path(path))
+        entries.pop("kind", None)
+        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
+        config = make_config(FlowPolicyConfig, entries | {"encoder": encoder}, str(path))
+        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))
+        policy.statistics = read_statistics(Path(path))
+        policy.load_weights(path)
+        return policy
+
+    @property
+    def _count(self) -> int:
+        """Numbers that a log-probability is summed over; 1 for a mean."""
+        return self.chunk * self.action_size if self.config.logp_reduction == "sum" else 1
+
+    def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
+        now, later = self.sigmas[number], self.sigmas[number + 1]
+        velocity = self.velocity(seen, latents, now.expand(len(latents)))
+        return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
+
+    def _draw(
+        self, seen: Tensor, latents: Tensor, number: int, generator: torch.Generator, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Latents after a step and their log-probability (B,); temperature 0 follows the ODE."""
+        mean, std = self._transition(seen, latents, number, ode=temperature == 0)
+        noise = self._noise(tuple(latents.shape), generator)
+        following = mean + (std * temperature)[:, None] * noise
+        return following, self._score(following, mean, std * temperature)
+
+    def _score(self, following: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        return self._kernel.log_prob(following, mean, std) * self._count
+
+    def _noise(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(size, generator=generator, device=generator.device).to(self.device)
+
+
+class _Velocity(nn.Module):
+    """Velocity of a noisy chunk, given what the queries found: a residual network scaled and shifted by both."""
+
+    def __init__(self, config: FlowPolicyConfig) -> None:
+        super().__init__()
+        numbers, hidden = config.chunk * config.action_size, config.hidden
+        self.enter = nn.Linear(numbers, hidden)
+        self.seen = nn.Linear(config.chunk * config.encoder.width, hidden)
+        self.time = nn.Linear(2 * FREQUENCIES, hidden)
+        self.blocks = nn.ModuleList(_VelocityBlock(hidden) for _ in range(config.blocks))
+        self.norm, self.leave = nn.LayerNorm(hidden), nn.Linear(hidden, numbers)
+
+    def forward(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
+        """(B, K W), (B, E), (B,) -> (B, E)."""
+        condition = functional.silu(self.seen(seen) + self.time(_waves(sigma)))
+        hidden = self.enter(latents) + condition
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.leave(self.norm(hidden))
+
+
+class _VelocityBlock(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 2 * hidden),
+            nn.Linear(2 * hidden, hidden),
+        )
+        self.modulate = nn.Linear(hidden, 2 * hidden)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.modulate(condition).chunk(2, -1)
+        return hidden + self.narrow(functional.silu(self.wide(self.norm(hidden) * (1 + scale) + shift)))
+
+
+def _waves(sigma: Tensor) -> Tensor:
+    """(B,) -> (B, 32) sines and cosines of periods from 4 down to 1/8."""
+    rate = torch.logspace(math.log10(math.pi / 2), math.log10(16 * math.pi), FREQUENCIES, device=sigma.device)
+    angle = sigma[:, None] * rate
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy for no noise.")

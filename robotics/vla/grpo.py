@@ -1,0 +1,57 @@
+"""GRPO on episodes: the baseline that sees success only, or a hand-written dense reward, and nothing else.
+
+    A_i = (R_i - mean_group R) / (std_group R + eps),
+    loss = mean over episodes of the mean over their decisions of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)),
+
+with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all got the same reward teach
+nothing. `reward: sparse` is 1 for success and else 0. `reward: dense` is the simulator's own reward at the end of the
+episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success).
+
+Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
+sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation and filter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.recipe import RobotConfig, RobotRecipe
+
+__all__ = ["RobotGrpoConfig", "RobotGrpoRecipe"]
+
+REWARDS = ("sparse", "dense")
+
+
+@dataclass
+class RobotGrpoConfig(RobotConfig):
+    """A GRPO run of a robot policy."""
+
+    reward: str = "sparse"
+    """sparse: 1 for success, else 0; dense: the simulator's reward at the end of the episode."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
+    """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.reward not in REWARDS:
+            raise ValueError(f"reward is '{self.reward}'; allowed: {', '.join(REWARDS)}")
+
+
+class RobotGrpoRecipe(RobotRecipe):
+    """Success or a dense reward; see the module."""
+
+    config: RobotGrpoConfig
+
+    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """The chosen reward; the other one is reported beside it."""
+        payload: EpisodePayload = rollouts.payload
+        success = payload.success.float()
+        dense = torch.where(payload.success, 1.0, payload.progress)
+        return (success if self.config.reward == "sparse" else dense), {"dense": dense}

@@ -1,0 +1,134 @@
+"""A policy from its configuration: a saved folder, a new one that fits the simulator, or a user's own module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mmrl.errors import UserError
+from robotics.sim.episodes import RobotSim
+from robotics.vla.policy import ActionPolicy, ModuleAdapter, open_policy
+
+__all__ = ["POLICIES", "ActionPolicyConfig", "load_action_policy"]
+
+
+@dataclass
+class ActionPolicyConfig:
+    """Which policy is trained."""
+
+    path: str = ""
+    """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
+    kind: str = "small"
+    """New ones: small, flow, vlm, or module:function that returns an ActionPolicy or a module with act and log_probs.
+    With a path, only a user's function is looked at: it builds what the weights are read into."""
+    chunk: int = 8
+    """K, control steps that are predicted at once."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the policy's configuration, or arguments of the user's function."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if self.kind not in POLICIES and ":" not in self.kind:
+            raise ValueError(f"model.kind is '{self.kind}'; allowed: {', '.join(POLICIES)} or module:function")
+        if self.chunk < 1:
+            raise ValueError(f"model.chunk is {self.chunk}; must be at least 1")
+
+
+def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    """Open or build a policy and check that it fits the simulator.
+
+    Args:
+        config: which one.
+        sim: gives sizes and the words of the instructions.
+        seed: of new weights.
+
+    Returns:
+        The policy on the CPU.
+
+    Raises:
+        UserError: no such folder, an unknown option, or a policy whose actions or inputs are not the simulator's.
+    """
+    if ":" in config.kind:
+        policy = _users_policy(config, sim)
+        if config.path:
+            policy.load_weights(Path(config.path))
+    elif config.path:
+        policy = open_policy(config.path)
+    else:
+        policy = POLICIES[config.kind](config, sim, sim.tasks().values(), seed)
+    _check_fit(policy, sim)
+    return policy
+
+
+def _small(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+
+    return SmallVlaPolicy.build(SmallVlaConfig(**_sizes(SmallVlaConfig, config, sim)), texts, seed)
+
+
+def _flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
+
+    return FlowActionPolicy.build(FlowPolicyConfig(**_sizes(FlowPolicyConfig, config, sim)), texts, seed)
+
+
+def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.vlm_policy import load_vlm_policy
+
+    return load_vlm_policy(action_size=sim.action_size, state_size=sim.state_size, chunk=config.chunk, **config.options)
+
+
+def _sizes(kind: type[Any], config: ActionPolicyConfig, sim: RobotSim) -> dict[str, Any]:
+    """Fields of a policy's configuration: those of the simulator, then the user's."""
+    from robotics.vla.encoder import EncoderConfig
+
+    options = dict(config.options)
+    encoder = dict(options.pop("encoder", {}))
+    _check_known("model.options", options, kind)
+    _check_known("model.options.encoder", encoder, EncoderConfig)
+    fitted = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
+    return {"action_size": sim.action_size, "chunk": config.chunk, **options, "encoder": EncoderConfig(**fitted)}
+
+
+def _check_known(where: str, given: dict[str, Any], kind: type[Any]) -> None:
+    known = {entry.name for entry in dataclasses.fields(kind)} - {"action_size", "chunk"}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
+
+
+def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
+    from mmrl.rewards.loading import load_function
+
+    made = load_function(config.kind, what="model.kind")(**config.options)
+    if isinstance(made, ActionPolicy):
+        return made
+    if isinstance(made, nn.Module):
+        return ModuleAdapter(made, sim.action_size, config.chunk, getattr(made, "decisions", 1))
+    raise UserError(f"model.kind {config.kind} returned a {type(made).__name__}; expected an nn.Module")
+
+
+def _check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
+    if policy.action_size != sim.action_size:
+        raise UserError(
+            f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"
+        )
+    encoder = getattr(getattr(policy, "config", None), "encoder", None)
+    if encoder is None:
+        return
+    if encoder.image_size is not None and (sim.image_size is None or tuple(encoder.image_size) != tuple(sim.image_size)):
+        raise UserError(f"the policy sees pictures of {tuple(encoder.image_size)}, the simulator draws {sim.image_size}")
+    if encoder.state_size is not None and encoder.state_size != sim.state_size:
+        raise UserError(f"the policy reads {encoder.state_size} state entries, the simulator has {sim.state_size}")
+
+
+POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int], ActionPolicy]] = {
+    "small": _small,
+    "flow": _flow,
+    "vlm": _vlm,
+}

@@ -1,0 +1,492 @@
+"""What a robot policy has to do, what it sees, and adapters for a user's own module.
+
+Shapes: B rows (one observation each), K control steps of a chunk, D entries of an action, T decisions of a chunk (its
+tokens, denoising steps, or 1), S state entries, H x W pixels, ... any leading dimensions.
+
+A policy chooses a chunk of K actions from one observation. It does so by T decisions with a log-probability each; what
+those decisions are is its own affair, it only has to recognise them when it is asked for their log-probability again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from robotics.vla.action_tokens import ActionTokenizer, draw_tokens, score_tokens, token_loss
+from robotics.vla.saved import read_config, read_weights, write_weights
+from robotics.vla.statistics import ActionStatistics, StateStatistics
+
+__all__ = [
+    "SAVED_POLICIES",
+    "ActionChoice",
+    "ActionPolicy",
+    "ModuleAdapter",
+    "PolicyInputs",
+    "TokenPolicy",
+    "check_demonstrations",
+    "open_policy",
+]
+
+CALLABLE = ("act", "log_probs", "bc_loss")
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy sees of B rows."""
+
+    images: Tensor | None
+    """(B, H, W, 3) uint8 RGB; None without pictures."""
+    state: Tensor | None
+    """(B, S) float32 in the simulator's units; None without a state."""
+    instructions: tuple[str, ...]
+    """What the robot is told, one a row."""
+
+    def __post_init__(self) -> None:
+        rows = len(self.instructions)
+        if self.images is not None and (
+            self.images.dim() != 4 or self.images.shape[-1] != 3 or self.images.dtype != torch.uint8
+        ):
+            raise ValueError(f"images must be (B, H, W, 3) uint8; got {self.images.dtype} {tuple(self.images.shape)}")
+        if self.state is not None and self.state.dim() != 2:
+            raise ValueError(f"state must be (B, S); got {tuple(self.state.shape)}")
+        for name, value in (("images", self.images), ("state", self.state)):
+            if value is not None and len(value) != rows:
+                raise ValueError(f"{name} has {len(value)} rows, there are {rows} instructions")
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the tensors to a device."""
+        images = None if self.images is None else self.images.to(device)
+        return dataclasses.replace(self, images=images, state=None if self.state is None else self.state.to(device))
+
+    def select(self, rows: Tensor | Sequence[int]) -> Self:
+        """Keep some rows.
+
+        Args:
+            rows: (b,) int64 numbers, or (B,) bool.
+
+        Returns:
+            The rows in the order given.
+        """
+        index = torch.as_tensor(rows)
+        index = torch.nonzero(index).flatten() if index.dtype == torch.bool else index.long()
+        return dataclasses.replace(
+            self,
+            images=None if self.images is None else self.images[index.to(self.images.device)],
+            state=None if self.state is None else self.state[index.to(self.state.device)],
+            instructions=tuple(self.instructions[row] for row in index.tolist()),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Join inputs that have the same parts."""
+
+        def join(name: str) -> Tensor | None:
+            values = [getattr(part, name) for part in parts]
+            return None if values[0] is None else torch.cat(values)
+
+        return cls(join("images"), join("state"), tuple(text for part in parts for text in part.instructions))
+
+
+@dataclass(frozen=True)
+class ActionChoice:
+    """Chunks of actions and the decisions that led to them."""
+
+    actions: Tensor
+    """(B, K, D) float32 in -1..1."""
+    decisions: Tensor
+    """(B, ...) whatever `log_probs` takes; tokens are (B, T) int64."""
+    logp: Tensor
+    """(B, T) float32, nats."""
+
+
+class ActionPolicy(nn.Module, ABC):
+    """A policy that chooses chunks of actions and can say how likely its decisions were.
+
+    Called as a module, `policy("log_probs", batch, decisions)` is `policy.log_probs(batch, decisions)`: wrappers for
+    many GPUs act on calls only.
+    """
+
+    chunk: int
+    """K."""
+    action_size: int
+    """D."""
+    decisions: int
+    """T."""
+    by_step: bool = True
+    """Whether the decisions are in the order of the control steps, as many for each; else each is of the chunk."""
+    statistics: ActionStatistics | None = None
+    """Scales of the data that it was cloned from; saved with it, not used by it."""
+
+    @abstractmethod
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """Choose a chunk of actions for each row.
+
+        Args:
+            batch: B rows.
+            generator: source of the draws.
+            temperature: spread of the draws; 1 is the policy's own.
+            greedy: the most likely actions, without a draw where the policy allows that.
+
+        Returns:
+            Actions, decisions and their log-probabilities.
+
+        Gradient: none.
+        """
+
+    @abstractmethod
+    def log_probs(
+        self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Say how likely decisions are.
+
+        Args:
+            batch: B rows, as they were when the decisions were taken.
+            decisions: (B, ...) of `ActionChoice.decisions`.
+            temperature: the one that they were drawn with.
+
+        Returns:
+            Log-probabilities (B, T) float32, which equal those of `act` for the same weights, and entropies (B, T);
+            None where the policy has none.
+
+        Gradient: into all trainable weights.
+        """
+
+    @abstractmethod
+    def bc_loss(
+        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of behaviour cloning.
+
+        Args:
+            batch: B rows.
+            actions: (B, K, D) demonstrated, in -1..1.
+            mask: (B, K), 1 where the demonstration goes on for so long.
+            generator: source of noise, for policies that learn from noisy actions.
+
+        Returns:
+            Loss () and metrics.
+
+        Gradient: into all trainable weights.
+        """
+
+    @abstractmethod
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write everything that the policy is to a folder, created with its parents."""
+
+    @abstractmethod
+    def load_weights(self, path: Path | str) -> None:
+        """Read the very bits that `save_pretrained` wrote; raises UserError where they do not fit."""
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """Take the scales of a data set's states, which are saved with the weights; nothing without a state.
+
+        Raises:
+            UserError: the statistics are of other states.
+        """
+
+    def carried_out(self, steps: Tensor) -> Tensor:
+        """Tell which decisions of a chunk had a part in what the robot did.
+
+        Args:
+            steps: (...) int64, control steps of the chunk that were carried out.
+
+        Returns:
+            (..., T) float32, 1 where a decision counts; one of the chunk as a whole counts if any step was carried out.
+        """
+        if not self.by_step:
+            return (steps > 0).float()[..., None].expand(*steps.shape, self.decisions)
+        each = self.decisions // self.chunk
+        return (torch.arange(self.decisions, device=steps.device) < steps[..., None] * each).float()
+
+    def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call `act`, `log_probs` or `bc_loss` by name."""
+        if method not in CALLABLE:
+            raise ValueError(f"a policy cannot be called for {method!r}; available: {', '.join(CALLABLE)}")
+        return getattr(self, method)(*arguments, **options)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights; the CPU without any."""
+        return next((weight.device for weight in self.parameters()), torch.device("cpu"))
+
+
+class TokenPolicy(ActionPolicy):
+    """A policy whose decisions are K * D action tokens, independent given the observation.
+
+    Tokens are step-major: step 0 dims 0..D-1, step 1 ... A subclass gives their logits, all at once.
+
+    Args:
+        tokenizer: bins of an action.
+        chunk: K.
+        action_size: D.
+        smoothing: share of the cloning target that is spread over all bins.
+        spread: standard deviation, on the scale of actions, of a Gaussian around the demonstrated action that replaces
+            the one bin as cloning target: keeps neighbouring bins likely, which reinforcement learning explores; 0 =
+            the bin alone.
+
+    Raises:
+        UserError: a number out of range.
+
+    Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding); HL-Gauss, arXiv 2403.03950 (Gaussian target).
+    """
+
+    def __init__(
+        self, tokenizer: ActionTokenizer, chunk: int, action_size: int, smoothing: float = 0.0, spread: float = 0.0
+    ) -> None:
+        super().__init__()
+        if chunk < 1 or action_size < 1:
+            raise UserError(f"chunk is {chunk} and action_size {action_size}; both must be at least 1")
+        if not 0 <= smoothing < 1 or spread < 0:
+            raise UserError(f"label_smoothing={smoothing} must be in [0, 1) and label_spread={spread} at least 0")
+        self.tokenizer, self.smoothing, self.spread = tokenizer, smoothing, spread
+        self.chunk, self.action_size, self.decisions = chunk, action_size, chunk * action_size
+
+    @abstractmethod
+    def logits(self, batch: PolicyInputs) -> Tensor:
+        """Logits of every token (B, T, bins), any float dtype."""
+
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """See `ActionPolicy.act`; greedy tokens carry the log-probability that they have under the temperature."""
+        with torch.no_grad():
+            tokens, logp = draw_tokens(self.logits(batch), generator, temperature, greedy)
+        actions = self.tokenizer.decode(tokens).unflatten(1, (self.chunk, self.action_size))
+        return ActionChoice(actions, tokens, logp)
+
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """See `ActionPolicy.log_probs`; decisions are (B, T) int64 tokens."""
+        return score_tokens(self.logits(batch), decisions, temperature)
+
+    def bc_loss(
+        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """See `ActionPolicy.bc_loss`; cross-entropy, nothing is drawn."""
+        check_demonstrations(self, batch, actions, mask)
+        logits = self.logits(batch)
+        wanted = actions.to(logits.device).flatten(1)
+        weight = mask.to(logits.device, torch.float32).repeat_interleave(self.action_size, 1)
+        tokens = self.tokenizer.encode(wanted)
+        targets = self._blurred(wanted) if self.spread else tokens
+        loss = token_loss(logits, targets, weight, self.smoothing)
+        with torch.no_grad():
+            best, count = logits.argmax(-1), weight.sum().clamp(min=1)
+            distance = (self.tokenizer.decode(best) - wanted).abs()
+            metrics = {
+                "bc/loss": loss,
+                "bc/token_accuracy": ((best == tokens) * weight).sum() / count,
+                "bc/action_error": (distance * weight).sum() / count,
+            }
+        return loss, {name: float(value.detach()) for name, value in metrics.items()}
+
+    def _blurred(self, actions: Tensor) -> Tensor:
+        """(B, T) actions as (B, T, bins) targets; two indices with one centre share its part."""
+        centres = torch.from_numpy(self.tokenizer.centres).to(actions)
+        far = (actions.clamp(-1, 1)[..., None] - centres) / self.spread
+        return (-0.5 * far.square()).softmax(-1)
+
+
+class ModuleAdapter(ActionPolicy):
+    """Makes a policy of a user's module.
+
+    The module needs two methods. Both are given a dict with "images" (B, H, W, 3) uint8, "state" (B, S) float32, each
+    where there is one, and "instructions", a list of B texts:
+
+    * act(obs, generator) -> (actions, logp): actions (B, K, D), (B, D) where K = 1; logp (B, T), or (B,) where T = 1
+    * log_probs(obs, actions) -> logp, or (logp, entropy): of the actions as they were drawn, before any clipping
+
+    `act` may also take `temperature` and `greedy`, `log_probs` `temperature`. A method bc_loss(obs, actions, mask) is
+    used where there is one; else the loss is minus the log-probability of the demonstrated actions.
+
+    Args:
+        module: the user's.
+        action_size: D.
+        chunk: K.
+        decisions: T: 1 for one log-probability a chunk, K for one a control step, K * D for one a number.
+
+    Raises:
+        UserError: a method is missing, or T is another number.
+    """
+
+    def __init__(self, module: nn.Module, action_size: int, chunk: int = 1, decisions: int = 1) -> None:
+        super().__init__()
+        missing = [name for name in ("act", "log_probs") if not callable(getattr(module, name, None))]
+        if missing:
+            raise UserError(
+                f"{type(module).__name__} has no method {' and no method '.join(missing)}; needed are "
+                "act(obs, generator) -> (actions, logp) and log_probs(obs, actions) -> logp"
+            )
+        if chunk < 1 or action_size < 1 or decisions not in (1, chunk, chunk * action_size):
+            raise UserError(
+                f"decisions={decisions} with chunk={chunk} and action_size={action_size}; must be 1, chunk or "
+                "chunk * action_size"
+            )
+        self.module = module
+        self.chunk, self.action_size, self.decisions = chunk, action_size, decisions
+        self.by_step = decisions > 1 or chunk == 1
+
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """See `ActionPolicy.act`; what the module draws outside -1..1 is clipped after its log-probability is taken."""
+        method = self._method("act")
+        with torch.no_grad():
+            answer = method(_as_dict(batch), generator, **_accepted(method, temperature, greedy, f"{self._name}.act"))
+        actions, logp = _pair(answer, f"{self._name}.act")
+        drawn = self._checked_actions(actions, len(batch))
+        return ActionChoice(
+            actions=drawn.clamp(-1, 1),
+            decisions=drawn.reshape(len(batch), self.decisions, -1),
+            logp=self._checked_scores(logp, len(batch), f"{self._name}.act", "logp"),
+        )
+
+    def log_probs(
+        self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `ActionPolicy.log_probs`."""
+        method, name = self._method("log_probs"), f"{self._name}.log_probs"
+        actions = decisions.reshape(self._shape(len(batch)))
+        answer = method(_as_dict(batch), actions, **_accepted(method, temperature, False, name))
+        logp, entropy = answer if isinstance(answer, tuple) else (answer, None)
+        scores = self._checked_scores(logp, len(batch), name, "logp")
+        return scores, None if entropy is None else self._checked_scores(entropy, len(batch), name, "entropy")
+
+    def bc_loss(
+        self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """See `ActionPolicy.bc_loss`; with one log-probability a chunk, chunks that break off early do not count."""
+        check_demonstrations(self, batch, actions, mask)
+        own = getattr(self.module, "bc_loss", None)
+        if callable(own):
+            answer = own(_as_dict(batch), actions, mask)
+            loss = answer[0] if isinstance(answer, tuple) else answer
+            return loss, {"bc/loss": float(loss.detach())}
+        logp, _ = self.log_probs(batch, actions.to(self.device))
+        mask = mask.to(logp)
+        weight = mask.prod(1, keepdim=True) if self.decisions == 1 else self.carried_out(mask.sum(1).long())
+        loss = -(logp * weight).sum() / weight.sum().clamp(min=1)
+        return loss, {"bc/loss": float(loss.detach())}
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the module by its own `save_pretrained` where it has one, else its weights."""
+        own = getattr(self.module, "save_pretrained", None)
+        if callable(own):
+            own(path)
+        else:
+            write_weights(self.module, Path(path))
+
+    def load_weights(self, path: Path | str) -> None:
+        """Read the weights by the module's own `load_weights` where it has one."""
+        own = getattr(self.module, "load_weights", None)
+        if callable(own):
+            own(path)
+        else:
+            read_weights(self.module, Path(path))
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.module, name)
+        return method
+
+    def _checked_actions(self, actions: Tensor, rows: int) -> Tensor:
+        if tuple(actions.shape) != self._shape(rows):
+            raise UserError(
+                f"{self._name}.act returned actions of the shape {tuple(actions.shape)}; expected {self._shape(rows)}, "
+                f"with chunk={self.chunk} and action_size={self.action_size}"
+            )
+        if not bool(torch.isfinite(actions).all()):
+            raise UserError(f"{self._name}.act returned actions that are not finite")
+        return actions.detach().float().reshape(rows, self.chunk, self.action_size)
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of the actions that the module speaks of."""
+        return (rows, self.action_size) if self.chunk == 1 else (rows, self.chunk, self.action_size)
+
+    def _checked_scores(self, values: Any, rows: int, method: str, what: str) -> Tensor:
+        expected = (rows, self.decisions)
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if shape == (rows,) and self.decisions == 1:
+            return values.float()[:, None]
+        if shape != expected:
+            also = f" or {(rows,)}" if self.decisions == 1 else f"; decisions={self.decisions} is set on the adapter"
+            raise UserError(f"{method} returned {what} of the shape {shape}; expected {expected}{also}")
+        return values.float()  # type: ignore[no-any-return]
+
+
+def open_policy(path: Path | str) -> ActionPolicy:
+    """Load a policy of this package from the folder that it was saved to.
+
+    Args:
+        path: folder written by `save_pretrained`.
+
+    Returns:
+        The policy, on the CPU.
+
+    Raises:
+        UserError: the folder is not one, or is damaged.
+    """
+    kind = read_config(Path(path)).get("kind")
+    if kind not in SAVED_POLICIES:
+        raise UserError(f"{path} holds a policy of kind {kind!r}; known are: {', '.join(SAVED_POLICIES)}")
+    module, name = SAVED_POLICIES[kind].split(":")
+    policy: ActionPolicy = getattr(importlib.import_module(module), name).from_pretrained(path)
+    return policy
+
+
+def check_demonstrations(policy: ActionPolicy, batch: PolicyInputs, actions: Tensor, mask: Tensor) -> None:
+    """Refuse demonstrations that are not (B, K, D) with a mask (B, K); raises ValueError."""
+    expected = (len(batch), policy.chunk, policy.action_size)
+    if tuple(actions.shape) != expected or tuple(mask.shape) != expected[:2]:
+        raise ValueError(
+            f"actions {tuple(actions.shape)} and mask {tuple(mask.shape)} must be {expected} and {expected[:2]}"
+        )
+
+
+def _as_dict(batch: PolicyInputs) -> dict[str, Any]:
+    found = {"images": batch.images, "state": batch.state, "instructions": list(batch.instructions)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _accepted(method: Callable[..., Any], temperature: float, greedy: bool, name: str) -> dict[str, Any]:
+    """The options that differ from their defaults, if the user's method takes them."""
+    options = (("temperature", temperature, 1.0), ("greedy", greedy, False))
+    wanted = {key: value for key, value, usual in options if value != usual}
+    known = inspect.signature(method).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    unknown = [key for key in wanted if key not in known and not takes_all]
+    if unknown:
+        raise UserError(f"{name} is asked for {unknown[0]}={wanted[unknown[0]]} but takes no argument {unknown[0]!r}")
+    return wanted
+
+
+def _pair(answer: Any, name: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(answer, tuple) or len(answer) != 2 or not all(isinstance(part, Tensor) for part in answer):
+        found = f"{len(answer)} things" if isinstance(answer, tuple) else type(answer).__name__
+        raise UserError(f"{name} returned {found}; expected two tensors, (actions, logp)")
+    return answer
+
+
+SAVED_POLICIES = {
+    "small": "robotics.vla.small:SmallVlaPolicy",
+    "flow": "robotics.vla.flow_policy:FlowActionPolicy",
+    "vlm": "robotics.vla.vlm_policy:VlmActionPolicy",
+}
+"""Kinds of policies that can be saved, and their classes."""

@@ -1,0 +1,290 @@
+"""What every robot recipe shares: simulator, policy, episodes as rollouts, evaluation, and the count of what broke.
+
+An episode is a row; its decisions are the action tokens (or denoising steps) of its chunks one after the other, or the
+chunks as wholes (`logp_level`). Only what was carried out counts: tokens of control steps after the end of an episode
+have mask 0. A row whose environment broke down takes its whole group out of the step, and both are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.objective import TokenScores
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError
+from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.recipe import Evaluation, Recipe
+from mmrl.training.samples import SampleRecord
+from mmrl.training.settings import RunConfig
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.opening import SimConfig, open_sim
+from robotics.vla.collect import ActingSettings, Episodes, run_episodes
+from robotics.vla.evaluation import RobotEvaluationConfig, evaluate_split
+from robotics.vla.loading import ActionPolicyConfig, load_action_policy
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.policy import ActionPolicy, PolicyInputs
+from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
+
+__all__ = ["RobotConfig", "RobotRecipe", "pack_episodes"]
+
+LOGGER = logging.getLogger("mmrl")
+LEVELS = ("token", "chunk")
+
+
+def _held_out() -> dict[str, EpisodeSetConfig]:
+    return {"held_out": EpisodeSetConfig(split="held_out", layouts=25)}
+
+
+@dataclass
+class RobotConfig(RunConfig):
+    """A run of a robot policy in a simulator."""
+
+    model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
+    """The policy."""
+    sim: SimConfig = field(default_factory=SimConfig)
+    """Where episodes run."""
+    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
+    """Initial states of training."""
+    eval_data: dict[str, EpisodeSetConfig] = field(default_factory=_held_out)
+    """Initial states of evaluation by name; the first split is the headline."""
+    acting: ActingSettings = field(default_factory=ActingSettings)
+    """How actions are drawn and carried out."""
+    logp_level: str = "token"
+    """token: every action token (or denoising step) is a decision; chunk: the sum over a chunk is one."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
+    """What is optimised."""
+    evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
+    """Evaluation over fixed initial states."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        for part in (self.model, self.sim, self.data, self.acting, *self.eval_data.values()):
+            part.validate()
+        if self.logp_level not in LEVELS:
+            raise ValueError(f"logp_level is '{self.logp_level}'; allowed: {', '.join(LEVELS)}")
+
+
+class RobotRecipe(Recipe):
+    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: simulator, policy or tasks cannot be used.
+    """
+
+    config: RobotConfig
+    policy: ActionPolicy
+
+    def __init__(self, config: RobotConfig) -> None:
+        self.config = config
+        self.objective = make_objective(config.objective)
+        self.sim: RobotSim = open_sim(config.sim)
+        known = self.sim.tasks()
+        self.train_tasks: Sequence[Any] = self.load_train_tasks()
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks: Mapping[str, Sequence[EpisodeSpec]] = {
+            name: list_episodes(data, known)[:limit] for name, data in config.eval_data.items()
+        }
+        self.policy = load_action_policy(config.model, self.sim, config.seed)
+        self.broken: Counter[str] = Counter()
+        self.step = 0
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """Initial states of training."""
+        return list_episodes(self.config.data, self.sim.tasks())
+
+    @abstractmethod
+    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Total reward (B,) and its terms of episodes that did not break down; NaN where one cannot be scored."""
+
+    def rollout(self, policy: nn.Module, tasks: Sequence[EpisodeSpec], generator: torch.Generator) -> Rollouts:
+        """Run G episodes from each initial state."""
+        size = self.config.trainer.samples_per_task
+        repeated = [task for task in tasks for _ in range(size)]
+        episodes = run_episodes(
+            self.policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
+        )
+        episodes.payload.episodes = list(tasks)
+        group = torch.arange(len(tasks)).repeat_interleave(size)
+        return pack_episodes(episodes, group, self.policy, self.config.logp_level)
+
+    @property
+    def needs_every_frame(self) -> bool:
+        """Whether the reward looks at pictures of every control step."""
+        return False
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Rewards of the episodes; a group with a broken environment keeps NaN and teaches nothing.
+
+        Raises:
+            RunError: no group of the step is whole.
+        """
+        payload: EpisodePayload = rollouts.payload
+        self._note_broken(payload)
+        whole = ~_in_broken_group(rollouts.group, payload.failed)
+        if not bool(whole.any()):
+            reasons = sorted({reason for reason in payload.reasons if reason})
+            raise RunError(f"every group of this step had a broken environment: {'; '.join(reasons) or 'no reason'}")
+        reward, terms = self.rewards(rollouts)
+        unknown = torch.full_like(reward, float("nan"))
+        terms = {"success": payload.success.float(), **terms}
+        return rollouts.replace(
+            reward=torch.where(whole, reward, unknown),
+            reward_terms={name: torch.where(whole, values, unknown) for name, values in terms.items()},
+        )
+
+    def scores(
+        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+    ) -> TokenScores:
+        """Log-probability and entropy of each decision, at the sampling temperature."""
+        payload: EpisodePayload = rollouts.payload
+        rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
+        inputs = _inputs(payload, rollouts.group, rows, chunks)
+        logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
+        place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
+        return TokenScores(
+            logp=self._spread(logp, *place), entropy=self._spread(entropy, *place) if "entropy" in want else None
+        )
+
+    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+        """Success over fixed initial states, overall and of each task."""
+        return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups with their last pictures, rewards and advantages."""
+        return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Success and length of the step's episodes, and what broke so far."""
+        payload: EpisodePayload = rollouts.payload
+        sound = ~payload.failed
+        found = {
+            "episode/success": float(payload.success[sound].float().mean()),
+            "episode/steps": float(payload.lengths[sound].float().mean()),
+        }
+        return found | {f"sim/{name}": float(count) for name, count in {**self.broken, **self.sim.counts}.items()}
+
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember the step, which names what evaluations write."""
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and counts."""
+        return {"step": self.step, "broken": dict(self.broken)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.step = int(state["step"])
+        self.broken = Counter(state["broken"])
+
+    def close(self) -> None:
+        """End the simulator's threads and processes."""
+        self.sim.close()
+
+    def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
+        """(M, D) values of chunks as (B, T) decisions."""
+        if self.config.logp_level == "chunk":
+            carried_out = self.policy.carried_out(steps[rows, chunks])
+            values = (values * carried_out).sum(1, keepdim=True)
+        out = values.new_zeros(*steps.shape, values.shape[1])
+        return out.index_put((rows, chunks), values).flatten(1)[:, :width]
+
+    def _note_broken(self, payload: EpisodePayload) -> None:
+        count = int(payload.failed.sum())
+        if count and not self.broken["episodes_failed"]:
+            reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
+            LOGGER.warning("an environment broke down, its group teaches nothing: %s", reason)
+        self.broken["episodes_failed"] += count
+
+
+def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
+    """Bring finished episodes into the form that the loop works on.
+
+    Args:
+        episodes: B of them; `payload.episodes` holds one entry a group.
+        group: (B,) int64.
+        policy: says which decisions of a chunk were carried out.
+        level: token or chunk.
+
+    Returns:
+        Rollouts with the log-probabilities as sampled and no reward.
+    """
+    payload, logp = episodes.payload, episodes.logp
+    mask = policy.carried_out(payload.steps)
+    if level == "chunk":
+        logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
+    mask = torch.where(payload.failed[:, None, None], 0.0, mask)
+    turn = torch.arange(mask.shape[1], device=mask.device)[None, :, None].expand(mask.shape)
+    return Rollouts(
+        group=group.to(mask.device),
+        mask=mask.flatten(1),
+        logp_old=(logp * mask).flatten(1),
+        reward=torch.full((len(group),), float("nan"), device=mask.device),
+        turn=turn.flatten(1),
+        payload=payload,
+    )
+
+
+def _chunks_that_count(
+    payload: EpisodePayload, mask: Tensor, policy: ActionPolicy, level: str
+) -> tuple[Tensor, Tensor]:
+    """Rows and chunks (M,) that have a decision in the mask."""
+    each = policy.decisions if level == "token" else 1
+    missing = payload.steps.shape[1] * each - mask.shape[1]
+    whole = nn.functional.pad(mask, (0, missing)).unflatten(1, (payload.steps.shape[1], each))
+    rows, chunks = torch.nonzero((whole > 0).any(2), as_tuple=True)
+    return rows, chunks
+
+
+def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor) -> PolicyInputs:
+    instructions = [payload.episodes[number].instruction for number in group.tolist()]
+    return PolicyInputs(
+        images=None if payload.images is None else payload.images[rows, chunks],
+        state=payload.states[rows, chunks],
+        instructions=tuple(instructions[row] for row in rows.tolist()),
+    )
+
+
+def _in_broken_group(group: Tensor, failed: Tensor) -> Tensor:
+    broken = torch.zeros(int(group.max()) + 1, dtype=torch.bool, device=group.device)
+    broken[group[failed]] = True
+    return broken[group]
+
+
+def _record(rollouts: Rollouts, row: int) -> SampleRecord:
+    from PIL import Image
+
+    payload: EpisodePayload = rollouts.payload
+    episode = payload.episodes[int(rollouts.group[row])]
+    last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
+    length = max(float(rollouts.mask[row].sum()), 1.0)
+    advantage = rollouts.advantage
+    return SampleRecord(
+        id=episode_id(episode),
+        prompt=episode.instruction,
+        response=f"{int(payload.lengths[row])} control steps",
+        outputs=last,
+        reward=float(rollouts.reward[row]),
+        terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+        advantage=None if advantage is None else float(advantage[row].sum()) / length,
+        finish=_ending(payload, row),
+        correct=bool(payload.success[row]),
+    )
+
+
+def _ending(payload: EpisodePayload, row: int) -> str:
+    if bool(payload.failed[row]):
+        return "failed"
+    return "success" if bool(payload.success[row]) else (payload.reasons[row] or "horizon")

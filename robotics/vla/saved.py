@@ -1,0 +1,103 @@
+"""Policies as folders: policy.json says what it is, beside weights and the statistics of its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mmrl.errors import UserError
+from robotics.vla.statistics import ActionStatistics
+
+__all__ = ["make_config", "read_config", "read_statistics", "read_weights", "write_config", "write_weights"]
+
+Config = TypeVar("Config")
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "policy.json"
+STATISTICS_FILE = "action_statistics.json"
+
+
+def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistics | None) -> None:
+    """Write policy.json and, where there are any, the statistics of the data.
+
+    Args:
+        path: folder, created with its parents.
+        kind: row of `robotics.vla.policy.SAVED_POLICIES`.
+        config: a dataclass of numbers, texts and further dataclasses.
+        statistics: of the data that the policy was cloned from.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2)
+    (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    if statistics is not None:
+        statistics.save(path / STATISTICS_FILE)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a folder's policy.json.
+
+    Args:
+        path: folder.
+
+    Returns:
+        Its entries, "kind" among them.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"{path} is not a saved policy: it has no {CONFIG_FILE}")
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+
+
+def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Config:
+    """Build a dataclass from entries; raises UserError where one is unknown."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(entries) - known)
+    if unknown:
+        raise UserError(f"{place} has the unknown entries {unknown}; known are: {', '.join(sorted(known))}")
+    return kind(**entries)
+
+
+def read_statistics(path: Path) -> ActionStatistics | None:
+    """Statistics in a folder; None where there are none."""
+    file = path / STATISTICS_FILE
+    return ActionStatistics.load(file) if file.is_file() else None
+
+
+def write_weights(module: nn.Module, path: Path) -> None:
+    """Write a module's weights and buffers to a folder, created with its parents."""
+    from safetensors.torch import save_model
+
+    path.mkdir(parents=True, exist_ok=True)
+    save_model(module, str(path / WEIGHTS_FILE))
+
+
+def read_weights(module: nn.Module, path: Path) -> None:
+    """Read what `write_weights` wrote into a module of the same shape.
+
+    Args:
+        module: its weights and buffers are written to.
+        path: folder.
+
+    Raises:
+        UserError: the folder has no weights, or those of another module.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    file = path / WEIGHTS_FILE
+    if not file.is_file():
+        raise UserError(f"{path} is not a saved policy: it has no {WEIGHTS_FILE}")
+    try:
+        load_model(module, str(file))
+    except (SafetensorError, RuntimeError) as error:  # a damaged file; other names or shapes
+        raise UserError(f"the weights in {file} do not fit this policy or are damaged: {error}") from error

@@ -1,0 +1,127 @@
+"""A small and fast vision-language-action policy: every number of an action chunk is a token, all decoded at once.
+
+Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding of action chunks), with a language-model head's likelihood in
+    place of its L1 regression, as Haozhan-Li/SimpleVLA-RL and sii-research/siiRL do.
+
+What differs: the observation encoder is `robotics.vla.encoder`, of about half a million weights; queries see each other
+in both directions; by default a query stands for a control step and has a head for each of the D numbers, which makes
+the same independent distributions from a D-th of the tokens (`queries="token"` has one query a number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from robotics.vla.action_tokens import ActionTokenizer
+from robotics.vla.encoder import EncoderConfig, ObservationEncoder
+from robotics.vla.policy import PolicyInputs, TokenPolicy
+from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
+from robotics.vla.statistics import StateStatistics
+from robotics.vla.vocabulary import Vocabulary
+
+__all__ = ["SmallVlaConfig", "SmallVlaPolicy"]
+
+QUERIES = ("step", "token")
+VOCABULARY_FILE = "vocabulary.json"
+
+
+@dataclass
+class SmallVlaConfig:
+    """What the policy sees and does."""
+
+    action_size: int
+    """D, numbers of an action."""
+    chunk: int = 8
+    """K, control steps that are predicted at once."""
+    bins: int = 64
+    """Tokens of each number; OpenVLA has 256, which take more demonstrations."""
+    token_mode: str = "uniform"
+    """uniform or openvla, see `ActionTokenizer`."""
+    queries: str = "step"
+    """step: one query a control step; token: one a number."""
+    label_smoothing: float = 0.0
+    """Share of the cloning target that is spread over all bins."""
+    label_spread: float = 0.0
+    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """Sizes of the observation encoder."""
+
+
+class SmallVlaPolicy(TokenPolicy):
+    """Image, instruction and state to K * D action tokens.
+
+    Args:
+        config: what it sees and does.
+        vocabulary: words of its instructions.
+        seed: of the weights; the global generator is left alone.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    def __init__(self, config: SmallVlaConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
+        tokenizer = ActionTokenizer(config.bins, config.token_mode)
+        super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
+        if config.queries not in QUERIES:
+            raise UserError(f"queries is {config.queries!r}; available: {', '.join(QUERIES)}")
+        self.config, self.vocabulary = config, vocabulary
+        each = 1 if config.queries == "token" else config.action_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = ObservationEncoder(config.encoder, vocabulary, self.decisions // each)
+            self.head = nn.Linear(config.encoder.width, each * config.bins)
+
+    @classmethod
+    def build(cls, config: SmallVlaConfig, instructions: Iterable[str], seed: int = 0) -> Self:
+        """Make a policy that knows the words of some instructions."""
+        return cls(config, Vocabulary.from_texts(instructions), seed)
+
+    def logits(self, batch: PolicyInputs) -> Tensor:
+        """See `TokenPolicy.logits`."""
+        found: Tensor = self.head(self.encoder(batch))
+        return found.reshape(len(batch), self.decisions, self.config.bins)
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """See `ActionPolicy.scale_states`."""
+        self.encoder.scale_states(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """See `ActionPolicy.save_pretrained`."""
+        folder = Path(path)
+        write_config(folder, "small", self.config, self.statistics)
+        self.vocabulary.save(folder / VOCABULARY_FILE)
+        write_weights(self, folder)
+
+    def load_weights(self, path: Path | str) -> None:
+        """See `ActionPolicy.load_weights`."""
+        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
+        read_weights(self, Path(path))
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Load what `save_pretrained` wrote.
+
+        Args:
+            path: folder.
+
+        Returns:
+            The policy, on the CPU.
+
+        Raises:
+            UserError: the folder is not one, or is damaged.
+        """
+        entries = read_config(Path(path))
+        entries.pop("kind", None)
+        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
+        config = make_config(SmallVlaConfig, entries | {"encoder": encoder}, str(path))
+        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))
+        policy.statistics = read_statistics(Path(path))
+        policy.load_weights(path)
+        return policy

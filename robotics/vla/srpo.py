@@ -1,0 +1,139 @@
+"""SRPO, Self-Referential Policy Optimization (arXiv 2511.15605; public code sii-research/siiRL).
+
+GRPO in which a failed episode is not worth 0 but how close it came: the distance of its latent to the successes that
+the same policy had in the same batch, of the same task.
+
+    z_i = latent of episode i,   C = centres of the DBSCAN clusters of the task's successes (their mean if none),
+    d_i = min_c |z_i - c|,       u_i = (d_i - min d) / (max d - min d) over the task's failures,
+    reward = 1 for success, 0.6 / (1 + exp(-10 (0.5 - u_i))) for failure, 0 where the task had no success.
+
+References are shared by a task, advantages by an initial state. The batch is that of all processes.
+
+Differences from the public code: DBSCAN's radius grows with the square root of the latent's size (at the published 0.5
+nothing ever clusters; `progress.eps_mode: absolute` is the published one); pictures belong to one episode (there the
+samples of a prompt share a buffer); an episode without a latent is counted and teaches nothing instead of getting 0;
+all-failed groups stay where their task has a reference, since that is where the reward has most to say
+(`filter.key: success` with bounds drops them as the release does). V-JEPA 2 is `latent.kind: vjepa2`; the default is a
+small video encoder trained on the demonstrations' own pictures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.stopwatch import stopwatch
+from robotics.vla.latents import LatentConfig, make_latent
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.progress import ProgressOutcome, ProgressSettings, SuccessMemory, progress_rewards
+from robotics.vla.recipe import RobotConfig, RobotRecipe
+
+__all__ = ["SrpoConfig", "SrpoRecipe"]
+
+
+@dataclass
+class SrpoConfig(RobotConfig):
+    """An SRPO run."""
+
+    progress: ProgressSettings = field(default_factory=ProgressSettings)
+    """From distances to rewards."""
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    """What an episode is compared by."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
+    """Advantage, clip range and aggregation."""
+
+    def validate(self) -> None:
+        """Check ranges and that the parts fit together; raises ValueError."""
+        super().validate()
+        self.progress.validate()
+        self.latent.validate()
+
+
+class SrpoRecipe(RobotRecipe):
+    """The progress reward; see the module."""
+
+    config: SrpoConfig
+
+    def __init__(self, config: SrpoConfig) -> None:
+        super().__init__(config)
+        self.latent = make_latent(config.latent)
+        self.memory = SuccessMemory(config.progress.memory)
+        self.invalid: Counter[str] = Counter()
+        self.outcome: ProgressOutcome | None = None
+
+    @property
+    def needs_every_frame(self) -> bool:
+        """Pictures of every control step, where the latent is to have them."""
+        return self.config.latent.frames == "step"
+
+    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Success, and progress towards it where there was none."""
+        payload: EpisodePayload = rollouts.payload
+        with stopwatch("latents"):
+            latents, valid = self._embed(payload)
+        tasks = [payload.episodes[group].task for group in rollouts.group.tolist()]
+        success = payload.success.cpu().numpy()
+        self.outcome, mine = self._judge(latents, success, valid, tasks)
+        progress = torch.from_numpy(self.outcome.reward[mine]).to(rollouts.reward)
+        return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """What the references looked like, beside the metrics of every robot recipe."""
+        found = super().step_metrics(rollouts) | {f"srpo/{name}": float(n) for name, n in self.invalid.items()}
+        if self.outcome is None:
+            return found
+        return found | {
+            "srpo/clusters": float(self.outcome.clusters),
+            "srpo/noise_fraction": float(self.outcome.noise_fraction),
+            "srpo/tasks_without_reference": float(self.outcome.tasks_without_reference),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and remembered successes."""
+        return super().state_dict() | {"memory": self.memory.state_dict(), "invalid": dict(self.invalid)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self.memory.load_state_dict(state["memory"])
+        self.invalid = Counter(state["invalid"])
+
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember the step."""
+        super().advance(step, metrics)
+
+    def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray]:
+        """Latents (B, E) and which rows have one."""
+        rows = len(payload.steps)
+        sound = [row for row in range(rows) if not bool(payload.failed[row])]
+        found = self.latent.embed([payload.film(row) for row in sound], [payload.path(row) for row in sound])
+        latents = np.zeros((rows, found.latents.shape[1]), np.float32)
+        valid = np.zeros(rows, bool)
+        latents[sound], valid[sound] = found.latents, found.valid
+        self.invalid["invalid_latents"] += int((~found.valid).sum())
+        return latents, valid
+
+    def _judge(
+        self, latents: np.ndarray, success: np.ndarray, valid: np.ndarray, tasks: list[str]
+    ) -> tuple[ProgressOutcome, slice]:
+        """Rewards over the rows of all processes, and which of them are this one's."""
+        state = PartialState()
+        parts = [(latents, success, valid, tasks)]
+        parts = parts if state.num_processes == 1 else list(gather_object(parts))
+        start = sum(len(part[1]) for part in parts[: state.process_index])
+        joined = [np.concatenate([part[place] for part in parts]) for place in range(3)]
+        names = [name for part in parts for name in part[3]]
+        references = self.memory.references()
+        outcome = progress_rewards(*joined, names, self.config.progress, references)
+        self.memory.add(joined[0], joined[1] & joined[2], names)
+        return outcome, slice(start, start + len(success))

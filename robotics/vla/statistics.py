@@ -1,0 +1,268 @@
+"""Scales of actions and states: what a data set's numbers are brought to -1..1 or to unit variance with.
+
+Shapes: D entries of an action or state, ... any leading dimensions. Every function takes numpy arrays and tensors alike
+and returns the kind that it was given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+__all__ = ["ActionStatistics", "StateStatistics", "libero_gripper"]
+
+Values = TypeVar("Values", Tensor, NDArray[Any])
+
+RANGE_EPS = 1e-8
+"""Added to q99 - q01 in both directions; OpenVLA's number."""
+SMALLEST_STD = 1e-6
+"""States that vary less are only shifted."""
+STATE_LIMIT = 10.0
+"""Standard deviations at which a scaled state is cut off."""
+
+
+@dataclass(frozen=True)
+class ActionStatistics:
+    """Distribution of each entry of an action over a data set; float64, so that a saved file gives the same bits."""
+
+    q01: NDArray[np.float64]
+    """(D,) quantile 0.01, in the data set's units."""
+    q99: NDArray[np.float64]
+    """(D,) quantile 0.99."""
+    minimum: NDArray[np.float64]
+    """(D,)."""
+    maximum: NDArray[np.float64]
+    """(D,)."""
+    mean: NDArray[np.float64]
+    """(D,)."""
+    std: NDArray[np.float64]
+    """(D,) population standard deviation."""
+    mask: NDArray[np.bool_]
+    """(D,) False where an entry is left as it is, such as a gripper that is 0 or 1."""
+
+    def __post_init__(self) -> None:
+        sizes = {name: np.shape(getattr(self, name)) for name in (*COLUMNS, "mask")}
+        if len(set(sizes.values())) != 1 or len(sizes["q01"]) != 1:
+            raise ValueError(f"all statistics must have one shape (D,); got {sizes}")
+
+    @property
+    def size(self) -> int:
+        """Number of entries D."""
+        return len(self.q01)
+
+    @classmethod
+    def from_arrays(cls, actions: ArrayLike, mask: Sequence[bool] | None = None) -> Self:
+        """Measure them.
+
+        Args:
+            actions: (N, D) actions of a whole data set.
+            mask: (D,) False for entries that stay as they are; None scales all.
+
+        Returns:
+            The statistics.
+
+        Raises:
+            UserError: no actions, or some that are not finite.
+        """
+        values = _table(actions, "actions")
+        low, high = np.quantile(values, [0.01, 0.99], axis=0)
+        kept = np.ones(values.shape[1], bool) if mask is None else np.asarray(mask, bool)
+        return cls(low, high, values.min(0), values.max(0), values.mean(0), values.std(0), kept)
+
+    @classmethod
+    def from_lerobot(
+        cls, stats: Mapping[str, Mapping[str, Any]], key: str = "action", mask: Sequence[bool] | None = None
+    ) -> Self:
+        """Read them from the contents of a LeRobotDataset's meta/stats.json.
+
+        Args:
+            stats: features with their min, max, mean, std, q01 and q99.
+            key: feature that is the action.
+            mask: (D,) False for entries that stay as they are; None scales all.
+
+        Returns:
+            The statistics.
+
+        Raises:
+            UserError: the feature or one of its numbers is missing.
+
+        Source: LeRobotDataset v3.0, meta/stats.json.
+        """
+        found = _lerobot_feature(stats, key, LEROBOT_NAMES)
+        kept = np.ones(len(found["q01"]), bool) if mask is None else np.asarray(mask, bool)
+        return cls(mask=kept, **{own: found[name] for name, own in LEROBOT_NAMES.items()})
+
+    def normalise(self, actions: Values) -> Values:
+        """Bring actions to -1..1 by their quantiles, clip(2 (a - q01) / (q99 - q01 + 1e-8) - 1).
+
+        Entries that never change become 0, and entries outside the mask stay as they are.
+
+        Args:
+            actions: (..., D) in the data set's units.
+
+        Returns:
+            (..., D) in the dtype of `actions`.
+
+        Source: openvla/openvla prismatic/vla/datasets/rlds/utils/data_utils.py (BOUNDS_Q99).
+        """
+        low, width, kept, constant = self._scales(actions)
+        scaled = (2 * (actions - low) / width - 1).clip(-1, 1)
+        return _where(kept, _where(constant, scaled * 0, scaled), actions)
+
+    def unnormalise(self, actions: Values) -> Values:
+        """Undo `normalise` within the quantiles, 0.5 (a + 1) (q99 - q01 + 1e-8) + q01.
+
+        Args:
+            actions: (..., D) in -1..1.
+
+        Returns:
+            (..., D) in the data set's units and the dtype of `actions`.
+
+        Source: openvla/openvla prismatic/extern/hf/modeling_prismatic.py (predict_action).
+        """
+        low, width, kept, _ = self._scales(actions)
+        return _where(kept, 0.5 * (actions + 1) * width + low, actions)
+
+    def as_dict(self) -> dict[str, list[Any]]:
+        """All numbers as lists."""
+        return {name: getattr(self, name).tolist() for name in (*COLUMNS, "mask")}
+
+    def save(self, path: Path | str) -> None:
+        """Write a JSON file."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read what `save` wrote; raises UserError where the file is missing or has other entries."""
+        entries = _read_json(Path(path))
+        if set(entries) != {*COLUMNS, "mask"}:
+            raise UserError(f"{path} has the entries {sorted(entries)}; needed are {sorted((*COLUMNS, 'mask'))}")
+        columns = {name: np.asarray(entries[name], np.float64) for name in COLUMNS}
+        return cls(mask=np.asarray(entries["mask"], bool), **columns)
+
+    def _scales(self, like: Values) -> tuple[Values, Values, Values, Values]:
+        if like.shape[-1] != self.size:
+            raise ValueError(f"actions have the shape {tuple(like.shape)}; the statistics are of {self.size} entries")
+        width = self.q99 - self.q01
+        constant = self.minimum == self.maximum
+        low, scale = _placed(self.q01, like), _placed(width + RANGE_EPS, like)
+        return low, scale, _placed(self.mask, like), _placed(constant, like)
+
+
+@dataclass(frozen=True)
+class StateStatistics:
+    """Mean and standard deviation of each entry of a state."""
+
+    mean: NDArray[np.float64]
+    """(S,) in the state's units."""
+    std: NDArray[np.float64]
+    """(S,)."""
+
+    @property
+    def size(self) -> int:
+        """Number of entries S."""
+        return len(self.mean)
+
+    @classmethod
+    def from_arrays(cls, states: ArrayLike) -> Self:
+        """Measure them over (N, S) states; raises UserError without states or where some are not finite."""
+        values = _table(states, "states")
+        return cls(values.mean(0), values.std(0))
+
+    @classmethod
+    def from_lerobot(cls, stats: Mapping[str, Mapping[str, Any]], key: str = "observation.state") -> Self:
+        """Read them from the contents of meta/stats.json; raises UserError where they are missing."""
+        found = _lerobot_feature(stats, key, ("mean", "std"))
+        return cls(found["mean"], found["std"])
+
+    def normalise(self, states: Values) -> Values:
+        """Bring states to mean 0 and variance 1, cut off at 10 standard deviations.
+
+        Args:
+            states: (..., S).
+
+        Returns:
+            (..., S) in the dtype of `states`; entries that never change are only shifted.
+        """
+        if states.shape[-1] != self.size:
+            raise ValueError(f"states have the shape {tuple(states.shape)}; the statistics are of {self.size} entries")
+        std = np.where(self.std > SMALLEST_STD, self.std, 1.0)
+        scaled: Values = (states - _placed(self.mean, states)) / _placed(std, states)
+        return scaled.clip(-STATE_LIMIT, STATE_LIMIT)
+
+
+def libero_gripper(actions: Values) -> Values:
+    """Turn the gripper of a policy trained on LIBERO, 1 = open, into the environment's, -1 = open.
+
+    Args:
+        actions: (..., D), the last entry in 0..1.
+
+    Returns:
+        (..., D) with the last entry -1 or 1; exactly 0.5 gives 0.
+
+    Source: openvla/openvla experiments/robot/robot_utils.py (normalize_gripper_action, invert_gripper_action).
+    """
+    gripper = actions[..., -1:] * -2 + 1
+    if isinstance(actions, Tensor):
+        return torch.cat([actions[..., :-1], gripper.sign()], -1)
+    return np.concatenate([actions[..., :-1], np.sign(gripper)], -1)
+
+
+def _table(values: ArrayLike, what: str) -> NDArray[np.float64]:
+    table = np.asarray(values, np.float64)
+    if table.ndim != 2 or not len(table):
+        raise UserError(f"{what} have the shape {table.shape}; statistics need (N, D) with N at least 1")
+    if not np.isfinite(table).all():
+        bad = np.flatnonzero(~np.isfinite(table).all(0)).tolist()
+        raise UserError(f"{what} are not finite in the entries {bad}")
+    return table
+
+
+def _lerobot_feature(
+    stats: Mapping[str, Mapping[str, Any]], key: str, names: Sequence[str] | Mapping[str, str]
+) -> dict[str, NDArray[np.float64]]:
+    if key not in stats:
+        raise UserError(f"the data set's statistics have no feature {key!r}; there are: {', '.join(sorted(stats))}")
+    missing = [name for name in names if name not in stats[key]]
+    if missing:
+        raise UserError(
+            f"the statistics of {key!r} have no {', '.join(missing)}; they have {', '.join(sorted(stats[key]))}. "
+            "Data sets written before quantiles were added can be measured with from_arrays"
+        )
+    return {name: np.asarray(stats[key][name], np.float64).reshape(-1) for name in names}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"there is no statistics file {path}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+
+
+def _placed(values: NDArray[Any], like: Values) -> Any:
+    """The values as the kind, device and dtype of another; bools stay bools."""
+    wanted = values if values.dtype == bool else values.astype(np.float64)
+    if isinstance(like, Tensor):
+        dtype = torch.bool if values.dtype == bool else like.dtype
+        return torch.as_tensor(wanted).to(like.device, dtype)
+    return wanted if values.dtype == bool else wanted.astype(like.dtype)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    return torch.where(condition, yes, no) if isinstance(yes, Tensor) else np.where(condition, yes, no)
+
+
+LEROBOT_NAMES = {"q01": "q01", "q99": "q99", "min": "minimum", "max": "maximum", "mean": "mean", "std": "std"}
+COLUMNS = tuple(LEROBOT_NAMES.values())

@@ -1,0 +1,133 @@
+"""Build function for configurations: demonstrations of the tabletop tasks by their scripted experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.sim.episodes import EpisodeSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.sim.batch import TabletopBatch
+
+__all__ = ["build_demonstrations", "run_experts"]
+
+FPS = 10
+
+
+def build_demonstrations(
+    path: str,
+    *,
+    tasks: Sequence[str] = ("reach",),
+    episodes: int = 50,
+    noise: float = 0.0,
+    arm: str = "panda",
+    image_size: int = 64,
+    camera: str = "front",
+    first_layout: int = 0,
+    keep_failures: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Have the experts do the tasks and write what they saw and did as a LeRobotDataset.
+
+    Args:
+        path: folder to write.
+        tasks: keys of `robotics.sim.TASKS`.
+        episodes: demonstrations of each task, from the layouts of the train split.
+        noise: standard deviation of what is added to the experts' motions, so that the data shows how to recover.
+        arm: panda or ur5e.
+        image_size: side of the pictures in pixels; 0 = none.
+        camera: camera of the pictures.
+        first_layout: number of the first layout.
+        keep_failures: write episodes without success too, marked as such.
+        seed: of the noise.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: a task, arm or camera does not exist, or no episode succeeded.
+    """
+    from robotics.data import EpisodeWriter, robot_features
+    from robotics.sim.batch import BatchSettings, TabletopBatch
+
+    size = (image_size, image_size) if image_size else None
+    settings = BatchSettings(image_size=size, camera=camera, state="proprio")
+    written = 0
+    with TabletopBatch(list(tasks), arm, settings) as sim:
+        features = robot_features(sim.state_size, sim.action_size, {camera: size} if size else {})
+        with EpisodeWriter(path, FPS, features, arm) as writer:
+            for start in range(0, episodes, BATCH):
+                layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
+                specs = [EpisodeSpec(task, sim.tasks()[task], layout) for layout in layouts for task in tasks]
+                for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start), strict=True):
+                    if seen.success or keep_failures:
+                        images = {camera: np.stack(seen.images)} if size else {}
+                        writer.add_episode(
+                            np.stack(seen.states), np.stack(seen.actions), images, spec.instruction, seen.success
+                        )
+                        written += seen.success
+    if not written:
+        raise UserError(f"none of {episodes} demonstrations of {', '.join(tasks)} succeeded; try less noise than {noise}")
+    return Path(path)
+
+
+class Demonstration:
+    """What one expert saw and did."""
+
+    def __init__(self) -> None:
+        self.states: list[NDArray[np.float32]] = []
+        self.images: list[NDArray[np.uint8]] = []
+        self.actions: list[NDArray[np.float32]] = []
+        self.success = False
+
+
+def run_experts(
+    sim: TabletopBatch, episodes: Sequence[EpisodeSpec], noise: float = 0.0, seed: int = 0
+) -> list[Demonstration]:
+    """Carry out episodes with the experts of their tasks, a control step at a time.
+
+    Args:
+        sim: a tabletop simulator with these tasks.
+        episodes: R of them.
+        noise: standard deviation of what is added to the motions; what is recorded is the action without it, so that
+            demonstrations show how to recover.
+        seed: of the noise.
+
+    Returns:
+        R demonstrations.
+    """
+    from robotics.sim.experts import Expert
+
+    experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
+    rng = np.random.default_rng(seed)
+    found = [Demonstration() for _ in episodes]
+    observation = sim.reset(episodes).observation
+    while len(sim.live):
+        rows, states = sim.live.copy(), sim.full_state()
+        actions = np.stack(
+            [experts[episodes[row].task].act(state) for row, state in zip(rows.tolist(), states, strict=True)]
+        )
+        seen = observation.of(rows)
+        for place, row in enumerate(rows.tolist()):
+            found[row].states.append(seen.state[place])
+            found[row].actions.append(actions[place])
+            if seen.images is not None:
+                found[row].images.append(seen.images[place])
+        moved = actions.copy()
+        moved[:, :-1] += noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
+        result = sim.step_chunk(np.clip(moved, -1, 1)[:, None])
+        observation = result.observation
+        for place, row in enumerate(result.rows.tolist()):
+            found[row].success |= bool(result.success[place])
+    return found
+
+
+BATCH = 32
+"""Layouts that run side by side."""

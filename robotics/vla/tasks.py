@@ -1,0 +1,62 @@
+"""Which episodes a run trains on and is measured on: tasks of a simulator at numbered initial states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmrl.errors import UserError
+from robotics.sim.episodes import EpisodeSpec
+
+__all__ = ["EpisodeSetConfig", "episode_id", "list_episodes"]
+
+SPLITS = ("train", "held_out")
+
+
+@dataclass
+class EpisodeSetConfig:
+    """A set of initial states."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Names of the simulator's tasks; empty = all."""
+    layouts: int = 50
+    """Initial states of each task."""
+    first: int = 0
+    """Number of the first of them."""
+    split: str = "train"
+    """train or held_out; the layouts of one are never those of the other."""
+
+    def validate(self) -> None:
+        """Check ranges; raises ValueError."""
+        if self.layouts < 1:
+            raise ValueError(f"layouts is {self.layouts}; must be at least 1")
+        if self.first < 0:
+            raise ValueError(f"first is {self.first}; must be at least 0")
+        if self.split not in SPLITS:
+            raise ValueError(f"split is '{self.split}'; allowed: {', '.join(SPLITS)}")
+
+
+def list_episodes(config: EpisodeSetConfig, known: Mapping[str, str]) -> list[EpisodeSpec]:
+    """Episodes of a set, tasks in turn so that any first part of the list holds all of them.
+
+    Args:
+        config: the set.
+        known: the simulator's tasks and their instructions.
+
+    Returns:
+        layouts x tasks episodes.
+
+    Raises:
+        UserError: a task that the simulator does not have.
+    """
+    unknown = [name for name in config.tasks if name not in known]
+    if unknown:
+        raise UserError(f"unknown task {', '.join(unknown)}; this simulator has: {', '.join(known)}")
+    names = config.tasks or list(known)
+    layouts = range(config.first, config.first + config.layouts)
+    return [EpisodeSpec(name, known[name], layout, config.split) for layout in layouts for name in names]
+
+
+def episode_id(episode: EpisodeSpec) -> str:
+    """Name of an initial state, such as `reach/held_out/7`."""
+    return f"{episode.task}/{episode.split}/{episode.layout}"

@@ -1,0 +1,250 @@
+"""A vision-language-action policy on the suite's vision-language models, in the manner of OpenVLA-OFT.
+
+Shapes: B rows, K control steps, D entries of an action, T = K D tokens, n bins, P prompt tokens, S state entries, H
+hidden units.
+
+A row is the chat prompt with the picture and "What action should the robot take to ...?", a token made of the state
+where there is one, and T placeholders. The language model reads it once with its own causal mask, and the states at the
+placeholders go through the rows of its head that belong to n ids of the vocabulary: T distributions over n bins from
+one pass, independent given the observation.
+
+Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft prismatic/extern/hf/modeling_prismatic.py; the language-model
+    head as likelihood: PRIME-RL/SimpleVLA-RL, sii-research/siiRL.
+
+What differs from that code: a placeholder predicts its own token, there the one after it (the last prompt token
+predicts the first); the prompt is the model's chat markup; the n ids are the last ones that stand for text, because in
+Qwen's vocabulary control tokens and unused rows follow; pictures are read whole, not cropped to 0.9 of their area.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from robotics.vla.action_tokens import ActionTokenizer
+from robotics.vla.encoder import StateScale
+from robotics.vla.policy import PolicyInputs, TokenPolicy
+from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
+from robotics.vla.statistics import StateStatistics
+
+if TYPE_CHECKING:
+    from mmrl.vlm.models import ModelConfig
+    from mmrl.vlm.payload import Prompt
+    from mmrl.vlm.policy import VlmPolicy
+
+__all__ = ["VlmActionConfig", "VlmActionPolicy"]
+
+PLACEHOLDERS = ("zero", "learned")
+VLM_FOLDER = "vlm"
+
+
+@dataclass
+class VlmActionConfig:
+    """What the policy sees and does."""
+
+    action_size: int
+    """D, numbers of an action."""
+    chunk: int = 8
+    """K, control steps that are predicted at once."""
+    bins: int = 256
+    """Ids of the vocabulary that stand for actions."""
+    token_mode: str = "openvla"
+    """openvla or uniform, see `ActionTokenizer`."""
+    first_id: int | None = None
+    """First of these ids; empty: the last ones of the vocabulary that stand for text."""
+    placeholders: str = "zero"
+    """Embeddings of the placeholders: zero, as OpenVLA-OFT has them, or learned, one each."""
+    state_size: int | None = None
+    """Entries of the state, which becomes one token; None for a policy that is not told it."""
+    prompt: str = "What action should the robot take to {instruction}?"
+    """What the robot is asked; the instruction is lower-cased."""
+    label_smoothing: float = 0.0
+    """Share of the cloning target that is spread over all bins."""
+    label_spread: float = 0.0
+    """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
+    seed: int = 0
+    """Seed of what is added to the model."""
+
+
+class VlmActionPolicy(TokenPolicy):
+    """Picture, instruction and state to K * D action tokens by a vision-language model.
+
+    Args:
+        vlm: the model, with or without LoRA adapters, as `mmrl.vlm.models.load_policy` gives it.
+        config: what the policy sees and does.
+
+    Raises:
+        UserError: a number out of range, or more bins than the vocabulary has ids.
+    """
+
+    action_ids: Tensor
+
+    def __init__(self, vlm: VlmPolicy, config: VlmActionConfig) -> None:
+        tokenizer = ActionTokenizer(config.bins, config.token_mode)
+        super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
+        _check(config)
+        self.config, self.vlm = config, vlm
+        first = _first_id(vlm, config)
+        self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
+        self.extra = _Extra(config, int(vlm.network.config.text_config.hidden_size), self.decisions)
+
+    def logits(self, batch: PolicyInputs) -> Tensor:
+        """See `TokenPolicy.logits`; (B, T, n) float32."""
+        from mmrl.vlm.packing import pack_rows, tabulate
+        from mmrl.vlm.vision import gather_features
+
+        vlm = self.vlm
+        prompts = self._prompts(batch)
+        given = self.extra(batch, vlm.device)
+        rows, count = given.shape[:2]
+        index = torch.arange(rows, device=vlm.device)
+        table = tabulate(prompts, vlm.pad_id, vlm.device)
+        fed = torch.full((rows, count), vlm.pad_id, device=vlm.device)
+        packed = pack_rows(table, index, fed, torch.full_like(index, count), vlm.pad_id)
+        embeddings, options = vlm.embed(packed, gather_features(vlm.network.model, prompts, vlm.features))
+        places = table.lengths[:, None] + torch.arange(count, device=vlm.device)
+        embeddings = embeddings.index_put((index[:, None], places), given.to(embeddings.dtype))
+        output = vlm.network.model.language_model(
+            inputs_embeds=embeddings, position_ids=packed.positions, use_cache=False, **options
+        )
+        return self._head(output.last_hidden_state[index[:, None], places[:, -self.decisions :]])
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """See `ActionPolicy.scale_states`."""
+        if self.extra.scale is not None:
+            self.extra.scale.set(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """See `ActionPolicy.save_pretrained`; the model lies in the folder vlm, as an ordinary one or as adapters."""
+        folder = Path(path)
+        write_config(folder, "vlm", self.config, self.statistics)
+        write_weights(self.extra, folder)
+        self.vlm.save_pretrained(folder / VLM_FOLDER)
+
+    def load_weights(self, path: Path | str) -> None:
+        """See `ActionPolicy.load_weights`."""
+        read_weights(self.extra, Path(path))
+        self.vlm.load_weights(Path(path) / VLM_FOLDER)
+
+    @classmethod
+    def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
+        """Put an action head on a vision-language model.
+
+        Args:
+            model: which model and how, LoRA included. Prompts are not shared by rows, so `shared_prefix` is off.
+            config: what the policy sees and does.
+
+        Returns:
+            The policy, on the CPU.
+
+        Raises:
+            UserError: the model cannot be used.
+        """
+        from mmrl.vlm.models import load_policy
+
+        return cls(load_policy(dataclasses.replace(model, shared_prefix=False)), config)
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str, model: ModelConfig | None = None) -> Self:
+        """Load what `save_pretrained` wrote.
+
+        Args:
+            path: folder.
+            model: precision, LoRA and other settings of the model; its path is not read.
+
+        Returns:
+            The policy, on the CPU.
+
+        Raises:
+            UserError: the folder is not one, or is damaged.
+        """
+        from mmrl.vlm.models import ModelConfig
+
+        folder = Path(path)
+        entries = read_config(folder)
+        entries.pop("kind", None)
+        config = make_config(VlmActionConfig, entries, str(folder))
+        settings = dataclasses.replace(model or ModelConfig(), path=str(folder / VLM_FOLDER), build=None)
+        policy = cls.from_model(settings, config)
+        read_weights(policy.extra, folder)
+        policy.statistics = read_statistics(folder)
+        return policy
+
+    def _prompts(self, batch: PolicyInputs) -> list[Prompt]:
+        from PIL import Image
+
+        from mmrl.vlm.task import VlmTask
+
+        images = [None] * len(batch) if batch.images is None else list(batch.images.cpu().numpy())
+        prompts = []
+        for text, pixels in zip(batch.instructions, images, strict=True):
+            places = [] if pixels is None else [{"type": "image"}]
+            question = self.config.prompt.format(instruction=text.lower())
+            turn = {"role": "user", "content": [*places, {"type": "text", "text": question}]}
+            prompts.append(self.vlm.encode(VlmTask(text, [turn]), [] if pixels is None else [Image.fromarray(pixels)]))
+        return prompts
+
+    def _head(self, states: Tensor) -> Tensor:
+        """(B, T, H) -> (B, T, n) by the action rows of the language model's head."""
+        weight = self.vlm.network.lm_head.weight[self.action_ids]
+        with torch.autocast(device_type=states.device.type, enabled=False):
+            return functional.linear(states, weight.to(states.dtype)).float()
+
+
+class _Extra(nn.Module):
+    """What is added to the model: projector of the state and embeddings of the placeholders."""
+
+    nothing: Tensor
+    project: nn.Linear | None
+
+    def __init__(self, config: VlmActionConfig, hidden: int, tokens: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.project = nn.Linear(config.state_size, hidden) if config.state_size else None
+            embeddings = torch.randn(tokens, hidden) * 0.02 if config.placeholders == "learned" else None
+        self.scale = StateScale(config.state_size) if config.state_size else None
+        self.learned = None if embeddings is None else nn.Parameter(embeddings)
+        self.register_buffer("nothing", torch.zeros(tokens, hidden), persistent=False)
+
+    def forward(self, batch: PolicyInputs, device: torch.device) -> Tensor:
+        """(B, T, H), or (B, 1 + T, H) with the state's token in front."""
+        tokens = self.nothing if self.learned is None else self.learned
+        tokens = tokens.expand(len(batch), -1, -1)
+        if self.project is None or self.scale is None:
+            return tokens
+        size = len(self.scale.mean)
+        found = None if batch.state is None else batch.state.shape[1]
+        if batch.state is None or found != size:
+            raise UserError(f"the policy was built for a state of {size} entries, it is given {found or 'none'}")
+        state: Tensor = self.project(self.scale(batch.state.to(device)))
+        return torch.cat([state[:, None].to(tokens.dtype), tokens], 1)
+
+
+def _check(config: VlmActionConfig) -> None:
+    if config.placeholders not in PLACEHOLDERS:
+        raise UserError(f"placeholders is {config.placeholders!r}; available: {', '.join(PLACEHOLDERS)}")
+    if "{instruction}" not in config.prompt:
+        raise UserError(f"the prompt {config.prompt!r} has no {{instruction}}")
+    if config.state_size is not None and config.state_size < 1:
+        raise UserError(f"state_size is {config.state_size}; must be at least 1, or empty")
+
+
+def _first_id(vlm: VlmPolicy, config: VlmActionConfig) -> int:
+    """First id of the actions; a tokenizer's vocab_size leaves out the control tokens behind its text."""
+    texts = int(vlm.processor.tokenizer.vocab_size)
+    rows = int(vlm.network.lm_head.weight.shape[0])
+    first = texts - config.bins if config.first_id is None else config.first_id
+    if first < 0 or first + config.bins > rows:
+        raise UserError(
+            f"bins={config.bins} with first_id={config.first_id} does not fit a vocabulary of {texts} text ids and "
+            f"{rows} rows"
+        )
+    return first

@@ -1,0 +1,81 @@
+"""Words of instructions as numbers, for policies that bring no language model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+__all__ = ["Vocabulary"]
+
+WORD = re.compile(r"[a-z0-9]+")
+PADDING, UNKNOWN = 0, 1
+
+
+class Vocabulary:
+    """A list of words; each word's number is its place, after padding 0 and unknown 1.
+
+    Args:
+        words: distinct, in order.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.unknown: Counter[str] = Counter()
+        """How often a word was asked for that is not in the list."""
+        self._number = {word: place for place, word in enumerate(self.words, start=UNKNOWN + 1)}
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str]) -> Self:
+        """All words of some texts, in alphabetical order."""
+        return cls(sorted({word for text in texts for word in WORD.findall(text.lower())}))
+
+    def __len__(self) -> int:
+        """Number of words, padding and unknown included."""
+        return len(self.words) + UNKNOWN + 1
+
+    def encode(self, texts: Sequence[str], length: int) -> Tensor:
+        """Return the words of texts, lower-cased and without punctuation.
+
+        Args:
+            texts: N texts.
+            length: most words of a text.
+
+        Returns:
+            (N, length) int64, padded on the right with 0.
+
+        Raises:
+            UserError: a text has more words, or none.
+        """
+        numbers = torch.full((len(texts), length), PADDING)
+        for row, text in enumerate(texts):
+            words = WORD.findall(text.lower())
+            if not 0 < len(words) <= length:
+                raise UserError(f"the instruction {text!r} has {len(words)} words; must be 1 to {length}")
+            self.unknown.update(word for word in words if word not in self._number)
+            numbers[row, : len(words)] = torch.tensor([self._number.get(word, UNKNOWN) for word in words])
+        return numbers
+
+    def save(self, path: Path | str) -> None:
+        """Write the words as JSON."""
+        Path(path).write_text(json.dumps(self.words) + "\n", encoding="utf-8")
+
+    def check_same(self, path: Path | str) -> None:
+        """Refuse a saved vocabulary of other words; raises UserError."""
+        if Vocabulary.load(path).words != self.words:
+            raise UserError(f"{path} holds other words than this policy knows")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read what `save` wrote; raises UserError where there is no such file."""
+        if not Path(path).is_file():
+            raise UserError(f"there is no vocabulary {path}")
+        return cls(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,741 @@
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmrl.errors import UserError
+from robotics.data import (
+    EpisodeWriter,
+    LeRobotReader,
+    StorageSettings,
+    action_chunks,
+    aggregate_statistics,
+    image_statistics,
+    robot_features,
+    vector_statistics,
+)
+
+av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
+pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")
+pq = pytest.importorskip("pyarrow.parquet")
+
+FPS = 20
+VIDEO = "observation.images.front"
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+# lerobot 0.4.4: create_empty_dataset_info, DEFAULT_FEATURES, _save_episode_data, _save_episode_video, save_episode.
+INFO_KEYS = {
+    "codebase_version",
+    "robot_type",
+    "total_episodes",
+    "total_frames",
+    "total_tasks",
+    "chunks_size",
+    "data_files_size_in_mb",
+    "video_files_size_in_mb",
+    "fps",
+    "splits",
+    "data_path",
+    "video_path",
+    "features",
+}
+ROW_KEYS = {
+    "episode_index",
+    "tasks",
+    "length",
+    "dataset_from_index",
+    "dataset_to_index",
+    "data/chunk_index",
+    "data/file_index",
+    "meta/episodes/chunk_index",
+    "meta/episodes/file_index",
+    f"videos/{VIDEO}/chunk_index",
+    f"videos/{VIDEO}/file_index",
+    f"videos/{VIDEO}/from_timestamp",
+    f"videos/{VIDEO}/to_timestamp",
+}
+
+
+def features(video=True, size=(16, 24)):
+    return robot_features(["x", "y", "z"], 2, {"front": size}, video)
+
+
+def made_episode(number, size=(16, 24)):
+    """Arguments of add_episode: length, numbers, colour, task and success tell the number."""
+    rng = np.random.default_rng(number)
+    length = 5 + number % 4
+    ramp = np.linspace(0, 40, size[1])[None, None, :, None] + 5.0 * np.arange(length)[:, None, None, None]
+    frames = np.broadcast_to(ramp + 15 * number % 150, (length, *size, 3)).astype(np.uint8)
+    states, actions = rng.normal(size=(length, 3)), rng.uniform(-1, 1, size=(length, 2))
+    return states, actions, {"front": frames}, f"task {number % 2}", number % 3 == 0
+
+
+def write(folder, numbers, settings=None, **options):
+    with EpisodeWriter(folder, FPS, features(**options), "arm", settings) as writer:
+        for number in numbers:
+            writer.add_episode(*made_episode(number))
+    return folder
+
+
+def assert_holds(reader, numbers, lossless=False):
+    """The reader gives exactly these made episodes."""
+    assert len(reader) == len(numbers)
+    for place, number in enumerate(numbers):
+        states, actions, images, task, success = made_episode(number)
+        found = reader.episode(place)
+        assert (found.number, found.task, found.success) == (place, task, success)
+        np.testing.assert_array_equal(found.state, states.astype(np.float32))
+        np.testing.assert_array_equal(found.action, actions.astype(np.float32))
+        np.testing.assert_allclose(found.timestamp_s, np.arange(len(states)) / FPS, atol=1e-6)
+        error = np.abs(found.images["front"].astype(int) - images["front"]).mean((1, 2, 3))
+        # A frame on the brightness differs by 5, an episode on by 15.
+        assert error.max() <= (0 if lossless else 2)
+    assert reader.counts["corrupt_frames"] == 0
+
+
+def all_rows(folder, kind):
+    files = sorted((folder / kind).glob("*/*.parquet"))
+    return [row for path in files for row in pq.read_table(path, partitioning=None).to_pylist()]
+
+
+def assert_is_clean(folder, episodes, spare_pictures=False):
+    """What a reader sees that takes every file there is, in order, as lerobot's does."""
+    frames = all_rows(folder, "data")
+    assert [frame["index"] for frame in frames] == list(range(len(frames)))
+    rows = all_rows(folder, "meta/episodes")
+    assert [row["episode_index"] for row in rows] == list(range(episodes))
+    videos = {video_place(folder, row) for row in rows if f"videos/{VIDEO}/file_index" in row}
+    assert videos == set((folder / "videos").rglob("*.mp4"))
+    assert not list(folder.rglob("*.tmp"))
+    for path in videos:
+        with av.open(str(path)) as container:
+            length = sum(row["length"] for row in rows if video_place(folder, row) == path)
+            pictures = sum(1 for _ in container.decode(video=0))
+        assert pictures >= length if spare_pictures else pictures == length
+
+
+def video_place(folder, row):
+    chunk, file = row[f"videos/{VIDEO}/chunk_index"], row[f"videos/{VIDEO}/file_index"]
+    return folder / f"videos/{VIDEO}/chunk-{chunk:03d}/file-{file:03d}.mp4"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("written") / "set", range(5))
+
+
+def test_files_are_those_of_the_format(written):
+    found = {path.relative_to(written).as_posix() for path in written.rglob("*") if path.is_file()}
+    assert found == {
+        "meta/info.json",
+        "meta/stats.json",
+        "meta/tasks.parquet",
+        "meta/episodes/chunk-000/file-000.parquet",
+        "data/chunk-000/file-000.parquet",
+        f"videos/{VIDEO}/chunk-000/file-000.mp4",
+    }
+    assert_is_clean(written, 5)
+
+
+def test_info_has_the_keys_of_the_format(written):
+    info = json.loads((written / "meta/info.json").read_text())
+    assert set(info) == INFO_KEYS
+    assert info["codebase_version"] == "v3.0"
+    assert (info["fps"], info["robot_type"]) == (FPS, "arm")
+    lengths = [len(made_episode(number)[0]) for number in range(5)]
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (5, sum(lengths), 2)
+    assert (info["chunks_size"], info["data_files_size_in_mb"], info["video_files_size_in_mb"]) == (1000, 100, 200)
+    assert info["splits"] == {"train": "0:5"}
+    assert info["data_path"] == "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+    assert info["video_path"] == "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+    kinds = {key: (feature["dtype"], feature["shape"]) for key, feature in info["features"].items()}
+    assert kinds == {
+        "observation.state": ("float32", [3]),
+        "action": ("float32", [2]),
+        VIDEO: ("video", [16, 24, 3]),
+        "next.success": ("bool", [1]),
+        "timestamp": ("float32", [1]),
+        "frame_index": ("int64", [1]),
+        "episode_index": ("int64", [1]),
+        "index": ("int64", [1]),
+        "task_index": ("int64", [1]),
+    }
+    assert info["features"]["observation.state"]["names"] == ["x", "y", "z"]
+    assert info["features"][VIDEO]["names"] == ["height", "width", "channels"]
+    assert info["features"][VIDEO]["info"] == {
+        "video.height": 16,
+        "video.width": 24,
+        "video.codec": "h264",
+        "video.pix_fmt": "yuv420p",
+        "video.is_depth_map": False,
+        "video.fps": FPS,
+        "video.channels": 3,
+        "has_audio": False,
+    }
+
+
+def test_data_columns_are_those_of_the_format(written):
+    table = pq.read_table(written / "data/chunk-000/file-000.parquet", partitioning=None)
+    types = {field.name: field.type for field in table.schema}
+    assert types == {
+        "observation.state": pa.list_(pa.float32(), 3),
+        "action": pa.list_(pa.float32(), 2),
+        "next.success": pa.bool_(),
+        "timestamp": pa.float32(),
+        "frame_index": pa.int64(),
+        "episode_index": pa.int64(),
+        "index": pa.int64(),
+        "task_index": pa.int64(),
+    }
+    columns = table.to_pydict()
+    lengths = [len(made_episode(number)[0]) for number in range(5)]
+    assert columns["episode_index"] == [number for number in range(5) for _ in range(lengths[number])]
+    assert columns["frame_index"] == [frame for length in lengths for frame in range(length)]
+    assert columns["task_index"] == [number % 2 for number in range(5) for _ in range(lengths[number])]
+    ends = np.cumsum(lengths) - 1
+    assert np.flatnonzero(columns["next.success"]).tolist() == [int(ends[0]), int(ends[3])]
+    described = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
+    assert described["action"] == {"feature": {"dtype": "float32", "_type": "Value"}, "length": 2, "_type": "Sequence"}
+
+
+def test_episode_rows_point_to_frames_and_pictures(written):
+    table = pq.read_table(written / "meta/episodes/chunk-000/file-000.parquet", partitioning=None)
+    plain = {name for name in table.column_names if not name.startswith("stats/")}
+    assert plain == ROW_KEYS | {"success"}
+    frames = 0
+    for number, row in enumerate(table.to_pylist()):
+        states, _, _, task, success = made_episode(number)
+        assert (row["episode_index"], row["tasks"], row["success"]) == (number, [task], success)
+        assert (row["length"], row["dataset_from_index"]) == (len(states), frames)
+        assert row[f"videos/{VIDEO}/from_timestamp"] == pytest.approx(frames / FPS)
+        frames += len(states)
+        assert row["dataset_to_index"] == frames
+        assert row[f"videos/{VIDEO}/to_timestamp"] == pytest.approx(frames / FPS)
+        assert {row[key] for key in plain if key.endswith(("chunk_index", "file_index"))} == {0}
+        np.testing.assert_allclose(row["stats/observation.state/mean"], states.astype(np.float32).mean(0), atol=1e-6)
+        assert np.shape(row[f"stats/{VIDEO}/mean"]) == (3, 1, 1)
+
+
+def test_tasks_are_the_index_of_their_numbers(written):
+    table = pq.read_table(written / "meta/tasks.parquet", partitioning=None)
+    assert table.to_pydict() == {"task_index": [0, 1], "task": ["task 0", "task 1"]}
+    assert json.loads(table.schema.metadata[b"pandas"])["index_columns"] == ["task"]
+    pytest.importorskip("pandas")
+    frame = table.to_pandas()
+    assert [frame.iloc[number].name for number in (0, 1)] == ["task 0", "task 1"]
+
+
+def test_stats_are_those_of_all_frames(written):
+    stats = json.loads((written / "meta/stats.json").read_text())
+    actions = np.concatenate([made_episode(number)[1] for number in range(5)]).astype(np.float32).astype(np.float64)
+    found = stats["action"]
+    assert set(found) == {"min", "max", "mean", "std", "count", *QUANTILES}
+    np.testing.assert_allclose(found["min"], actions.min(0))
+    np.testing.assert_allclose(found["max"], actions.max(0))
+    np.testing.assert_allclose(found["mean"], actions.mean(0))
+    np.testing.assert_allclose(found["std"], actions.std(0))
+    assert found["count"] == [len(actions)]
+    for name, quantile in QUANTILES.items():
+        np.testing.assert_allclose(found[name], np.quantile(actions, quantile, axis=0))
+    pictures = np.concatenate([made_episode(number)[2]["front"] for number in range(5)]) / 255
+    np.testing.assert_allclose(np.ravel(stats[VIDEO]["mean"]), pictures.mean((0, 1, 2)))
+    np.testing.assert_allclose(np.ravel(stats[VIDEO]["std"]), pictures.std((0, 1, 2)))
+    assert set(stats) == set(json.loads((written / "meta/info.json").read_text())["features"])
+
+
+def test_what_is_written_is_read(written):
+    reader = LeRobotReader(written)
+    assert (reader.fps, reader.cameras, reader.tasks) == (FPS, ["front"], ["task 0", "task 1"])
+    assert_holds(reader, range(5))
+    assert [episode.number for episode in reader] == list(range(5))
+    np.testing.assert_array_equal(reader.images(1, "front"), reader.episode(1).images["front"])
+
+
+def test_png_is_lossless_and_lies_in_the_data(tmp_path):
+    folder = write(tmp_path, range(3), video=False)
+    assert_holds(LeRobotReader(folder), range(3), lossless=True)
+    assert not (folder / "videos").exists()
+    assert json.loads((folder / "meta/info.json").read_text())["video_path"] is None
+    cell = all_rows(folder, "data")[0][VIDEO]
+    assert cell["bytes"][:4] == b"\x89PNG"
+    assert set(cell) == {"bytes", "path"}
+
+
+def test_odd_sizes_come_back_without_padding(tmp_path):
+    frames = made_episode(1, (15, 23))[2]
+    with EpisodeWriter(tmp_path, FPS, features(size=(15, 23))) as writer:
+        writer.add_episode(*made_episode(1)[:2], frames, "task", True)
+    found = LeRobotReader(tmp_path).images(0, "front")
+    assert found.shape == frames["front"].shape
+    assert np.abs(found.astype(int) - frames["front"]).mean() < 2
+
+
+def test_frame_by_frame_gives_the_same_files(tmp_path, written):
+    with EpisodeWriter(tmp_path, FPS, features(), "arm") as writer:
+        for number in range(5):
+            states, actions, images, task, success = made_episode(number)
+            for at in range(len(states)):
+                writer.add_frame(states[at], actions[at], {"front": images["front"][at]})
+            assert writer.save_episode(task, success) == number
+        writer.add_frame(states[0], actions[0], {"front": images["front"][0]})
+        writer.discard_frames()
+    for name in ("meta/info.json", "meta/stats.json", "data/chunk-000/file-000.parquet"):
+        assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
+
+
+def test_other_features_are_kept(tmp_path):
+    more = features() | {"next.reward": {"dtype": "float32", "shape": [1]}, "contact": {"dtype": "int64", "shape": [4]}}
+    reward, contact = np.arange(5.0), np.arange(20).reshape(5, 4)
+    with EpisodeWriter(tmp_path, FPS, more) as writer:
+        writer.add_episode(*made_episode(0), {"next.reward": reward, "contact": contact})
+    extra = LeRobotReader(tmp_path).episode(0).extra
+    np.testing.assert_array_equal(extra["next.reward"], reward)
+    np.testing.assert_array_equal(extra["contact"], contact)
+    assert extra["next.success"].tolist() == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("video", [True, False])
+def test_appending_goes_on_in_new_files(tmp_path, video):
+    write(tmp_path, range(3), video=video)
+    write(tmp_path, range(3, 6), video=video)
+    reader = LeRobotReader(tmp_path)
+    assert_holds(reader, range(6), lossless=not video)
+    assert [row["data/file_index"] for row in reader.episodes] == [0, 0, 0, 1, 1, 1]
+    actions = np.concatenate([made_episode(number)[1] for number in range(6)]).astype(np.float32)
+    np.testing.assert_allclose(reader.stats["action"]["q01"], np.quantile(actions.astype(float), 0.01, axis=0))
+    pictures = np.concatenate([made_episode(number)[2]["front"] for number in range(6)]) / 255
+    np.testing.assert_allclose(reader.stats[VIDEO]["mean"].ravel(), pictures.mean((0, 1, 2)))
+    assert_is_clean(tmp_path, 6)
+
+
+def test_appending_other_things_is_refused(tmp_path):
+    write(tmp_path, [0])
+    with pytest.raises(UserError, match=r"other features.*action"):
+        EpisodeWriter(tmp_path, FPS, robot_features(3, 5, {"front": (16, 24)}), "arm")
+    with pytest.raises(UserError, match="fps 20, not 10"):
+        EpisodeWriter(tmp_path, 10, features(), "arm")
+    with pytest.raises(UserError, match="robot_type 'arm', not 'leg'"):
+        EpisodeWriter(tmp_path, FPS, features(), "leg")
+
+
+def test_videos_and_episode_rows_roll_over(tmp_path):
+    # An episode's row alone takes 48 kB as a file, its video 1.7 kB.
+    write(tmp_path, range(9), StorageSettings(data_mb=110_000 / 1024**2, video_mb=4000 / 1024**2, files_per_chunk=2))
+    reader = LeRobotReader(tmp_path)
+    assert_holds(reader, range(9))
+    assert_is_clean(tmp_path, 9)
+    assert max(path.stat().st_size for path in (tmp_path / "videos").rglob("*.mp4")) <= 4000
+    for prefix in ("data", "meta/episodes", f"videos/{VIDEO}"):
+        places = [(row[f"{prefix}/chunk_index"], row[f"{prefix}/file_index"]) for row in reader.episodes]
+        assert places == sorted(places)
+        # No number is left out, and the second file of a chunk is its last.
+        assert sorted(set(places)) == [divmod(number, 2) for number in range(len(set(places)))]
+        assert 3 <= len(set(places)) < 9
+
+
+def test_data_files_roll_over(tmp_path):
+    # 100 kB of noise an episode as PNG, so that two go into a file; no such file of rows reaches the limit.
+    noise = np.random.default_rng(0).integers(0, 256, (5, 8, 64, 64, 3), dtype=np.uint8)
+    numbers, limit = np.zeros((8, 3)), 262_000
+    settings = StorageSettings(data_mb=limit / 1024**2)
+    with EpisodeWriter(tmp_path, FPS, features(False, (64, 64)), "arm", settings) as writer:
+        for number in range(5):
+            writer.add_episode(numbers, numbers[:, :2], {"front": noise[number]}, "task", True)
+    reader = LeRobotReader(tmp_path)
+    assert [row["data/file_index"] for row in reader.episodes] == [0, 0, 1, 1, 2]
+    assert {row["meta/episodes/file_index"] for row in reader.episodes} == {0}
+    assert max(path.stat().st_size for path in (tmp_path / "data").rglob("*.parquet")) <= limit
+    for number, episode in enumerate(reader):
+        np.testing.assert_array_equal(episode.images["front"], noise[number])
+    assert_is_clean(tmp_path, 5)
+
+
+def test_a_limit_below_one_episode_gives_each_its_file(tmp_path):
+    settings = StorageSettings(data_mb=1e-6, video_mb=1e-6)
+    write(tmp_path, range(3), settings)
+    assert_holds(LeRobotReader(tmp_path), range(3))
+    assert_is_clean(tmp_path, 3)
+    assert len(list((tmp_path / "data").rglob("*.parquet"))) == 3
+
+
+def test_unfinished_writing_is_readable(tmp_path):
+    writer = EpisodeWriter(tmp_path, FPS, features(), "arm")
+    assert len(LeRobotReader(tmp_path)) == 0
+    for number in range(4):
+        writer.add_episode(*made_episode(number))
+        assert_holds(LeRobotReader(tmp_path), range(number + 1))
+    stats = LeRobotReader(tmp_path).stats["action"]
+    actions = np.concatenate([made_episode(number)[1] for number in range(4)]).astype(np.float32)
+    np.testing.assert_allclose(stats["std"], actions.astype(float).std(0))
+    writer.finish()
+    writer.finish()
+    assert_holds(LeRobotReader(tmp_path), range(4))
+    with pytest.raises(ValueError, match="finished"):
+        writer.add_episode(*made_episode(4))
+
+
+def run_and_die(folder, steps):
+    """Write in a child process that is gone before its steps-th change of a file; whether it got to the end."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    done = 0
+
+    def counted(change):
+        def change_or_die(*arguments, **options):
+            nonlocal done
+            if done == steps:
+                os._exit(9)
+            done += 1
+            return change(*arguments, **options)
+
+        return change_or_die
+
+    Path.replace, Path.unlink = counted(Path.replace), counted(Path.unlink)
+    try:
+        write(folder, range(4), StorageSettings(data_mb=110_000 / 1024**2, video_mb=3500 / 1024**2))
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_at_any_moment_leaves_the_finished_episodes(tmp_path):
+    seen, steps, finished = set(), 1, False
+    while not finished:
+        folder = tmp_path / str(steps)
+        finished = run_and_die(folder, steps)
+        count = len(LeRobotReader(folder))
+        seen.add(count)
+        assert_holds(LeRobotReader(folder), range(count))
+        write(folder, range(count, count + 1))
+        assert_holds(LeRobotReader(folder), range(count + 1))
+        assert_is_clean(folder, count + 1, spare_pictures=True)
+        steps += 3
+    assert seen == {0, 1, 2, 3, 4}
+
+
+def test_an_episode_that_fails_is_not_there(tmp_path, monkeypatch):
+    writer = EpisodeWriter(tmp_path, FPS, features(), "arm")
+    writer.add_episode(*made_episode(0))
+    monkeypatch.setattr("robotics.data.writer.describe_video", None)
+    monkeypatch.setattr("robotics.data.writer._row_table", None)
+    with pytest.raises(TypeError):
+        writer.add_episode(*made_episode(1))
+    monkeypatch.undo()
+    writer.add_episode(*made_episode(2))
+    writer.finish()
+    assert_holds(LeRobotReader(tmp_path), [0, 2])
+    assert_is_clean(tmp_path, 2)
+
+
+STATES, ACTIONS, PICTURES, TASK, SUCCESS = made_episode(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"states": STATES[:-1]}, r"observation.state has shape \(4, 3\)|action has shape"),
+        ({"actions": ACTIONS[:, :1]}, "action has shape"),
+        ({"actions": np.full((5, 2), np.nan)}, "action has values that are not finite"),
+        ({"images": {}}, VIDEO),
+        ({"images": {"side": PICTURES["front"]}}, "no camera side; the dataset has front"),
+        ({"images": {"front": PICTURES["front"] / 255.0}}, "pictures are uint8"),
+        ({"states": STATES[:0], "actions": ACTIONS[:0], "images": {"front": PICTURES["front"][:0]}}, "at least one"),
+        ({"states": None}, "observation.state"),
+        ({"extra": {"mood": np.zeros(5)}}, "mood"),
+    ],
+)
+def test_wrong_episodes_are_refused_whole(tmp_path, changes, words):
+    good = {"states": STATES, "actions": ACTIONS, "images": PICTURES, "task": TASK, "success": SUCCESS}
+    with EpisodeWriter(tmp_path, FPS, features(), "arm") as writer:
+        with pytest.raises(ValueError, match=words):
+            writer.add_episode(**(good | changes))
+        writer.add_episode(**good)
+    assert_holds(LeRobotReader(tmp_path), [0])
+
+
+@pytest.mark.parametrize(
+    ("feature", "words"),
+    [
+        ({"a/b": {"dtype": "float32", "shape": [1]}}, "'/'"),
+        ({"a": {"dtype": "complex64", "shape": [1]}}, "complex64.*known are"),
+        ({"a": {"dtype": "float32", "shape": [2, 2]}}, r"\[2, 2\]"),
+        ({"a": {"dtype": "float32", "shape": []}}, r"shape \[\]"),
+        ({"a": {"dtype": "video", "shape": [8, 8]}}, r"\[H, W, 3\]"),
+    ],
+)
+def test_features_that_cannot_be_stored_are_named(tmp_path, feature, words):
+    with pytest.raises(UserError, match=words):
+        EpisodeWriter(tmp_path, FPS, feature)
+    with pytest.raises(UserError, match=r"fps is 12\.5"):
+        EpisodeWriter(tmp_path, 12.5, features())
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Two episodes of 3 and 4 frames as lerobot lays them out, written with pyarrow and PyAV alone."""
+    scalar = {"dtype": "int64", "shape": [1], "names": None}
+    info = {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "total_episodes": 2,
+        "total_frames": 7,
+        "total_tasks": 2,
+        "fps": 10,
+        "splits": {"train": "0:2"},
+        "chunks_size": 1000,
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+        "features": {
+            "observation.state": {"dtype": "float32", "shape": [2], "names": ["a", "b"]},
+            "action": {"dtype": "float32", "shape": [1], "names": ["a"]},
+            "observation.image": {"dtype": "video", "shape": [3, 32, 48], "names": ["channels", "height", "width"]},
+            "grid": {"dtype": "float32", "shape": [2, 2], "names": None},
+            "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+            **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), scalar),
+        },
+    }
+    for folder in ("meta/episodes/chunk-000", "data/chunk-000", "videos/observation.image/chunk-000"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "meta/info.json").write_text(json.dumps(info))
+    tasks = pa.table({"task_index": [1, 0], "__index_level_0__": ["push", "lift"]})
+    pq.write_table(tasks, tmp_path / "meta/tasks.parquet")
+    data = {
+        "observation.state": pa.array([[float(i), -float(i)] for i in range(7)], pa.list_(pa.float32())),
+        "action": pa.array([float(10 * i) for i in range(7)], pa.float32()),
+        "grid": pa.array([[[i, 1.0], [2.0, 3.0]] for i in range(7)], pa.list_(pa.list_(pa.float32()))),
+        "timestamp": pa.array([0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.3], pa.float32()),
+        "frame_index": [0, 1, 2, 0, 1, 2, 3],
+        "episode_index": [0, 0, 0, 1, 1, 1, 1],
+        "index": list(range(7)),
+        "task_index": [1, 1, 1, 0, 0, 0, 0],
+    }
+    pq.write_table(pa.table(data), tmp_path / "data/chunk-000/file-000.parquet")
+    zero = {f"{kind}/{number}": 0 for kind in ("data", "meta/episodes") for number in ("chunk_index", "file_index")}
+    video = {f"videos/observation.image/{number}": 0 for number in ("chunk_index", "file_index")}
+    rows = []
+    for episode, (first, last, task) in enumerate([(0, 3, "push"), (3, 7, "lift")]):
+        times = {"from_timestamp": first / 10, "to_timestamp": last / 10}
+        row = {"episode_index": episode, "tasks": [task], "length": last - first, **zero, **video}
+        row |= {"dataset_from_index": first, "dataset_to_index": last, "stats/action/mean": [0.0]}
+        rows.append(row | {f"videos/observation.image/{key}": time for key, time in times.items()})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "meta/episodes/chunk-000/file-000.parquet")
+    # With reordered frames, as encoders make them by default.
+    with av.open(str(tmp_path / "videos/observation.image/chunk-000/file-000.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"bf": "2", "g": "5"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for level in range(7):
+            picture = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 30 * level, np.uint8), format="rgb24")
+            container.mux(stream.encode(picture.reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    return tmp_path
+
+
+def test_a_dataset_that_others_wrote_is_read(foreign):
+    reader = LeRobotReader(foreign)
+    assert (len(reader), reader.tasks, reader.cameras, reader.stats) == (2, ["lift", "push"], ["observation.image"], {})
+    first, second = reader
+    assert [(episode.task, episode.success, len(episode)) for episode in (first, second)] == [
+        ("push", None, 3),
+        ("lift", None, 4),
+    ]
+    np.testing.assert_array_equal(second.state, [[i, -i] for i in range(3, 7)])
+    np.testing.assert_array_equal(second.action, [[30], [40], [50], [60]])
+    np.testing.assert_array_equal(second.extra["grid"][:, 0, 0], [3, 4, 5, 6])
+    levels = [episode.images["observation.image"].mean((1, 2, 3)) for episode in (first, second)]
+    np.testing.assert_allclose(np.concatenate(levels), 30 * np.arange(7), atol=3)
+    assert second.images["observation.image"].shape == (4, 32, 48, 3)
+
+
+def test_frames_with_chunks_padded_at_the_ends(foreign):
+    reader = LeRobotReader(foreign)
+    samples = list(reader.frames([-0.1, 0.0, 0.1, 0.2], cameras=["observation.image"]))
+    assert [(sample.episode, sample.frame) for sample in samples] == [(0, 0), (0, 1), (0, 2)] + [
+        (1, frame) for frame in range(4)
+    ]
+    assert samples[0].action.ravel().tolist() == [0, 0, 10, 20]
+    assert samples[0].valid.tolist() == [False, True, True, True]
+    assert samples[2].action.ravel().tolist() == [10, 20, 20, 20]
+    assert samples[2].valid.tolist() == [True, True, False, False]
+    assert samples[3].action.ravel().tolist() == [30, 30, 40, 50]
+    assert samples[4].images["observation.image"].mean() == pytest.approx(120, abs=3)
+    assert [sample.frame for sample in reader.frames(episodes=[1])] == [0, 1, 2, 3]
+    with pytest.raises(UserError, match=r"0\.15 s; must be a multiple of 1/fps = 0\.1"):
+        reader.frames([0.15])
+    with pytest.raises(UserError, match="no camera wrist"):
+        reader.frames(cameras=["wrist"])
+
+
+def test_action_chunks_by_hand():
+    chunks, valid = action_chunks(np.arange(3)[:, None], [0, 1])
+    assert chunks[..., 0].tolist() == [[0, 1], [1, 2], [2, 2]]
+    assert valid.tolist() == [[True, True], [True, True], [True, False]]
+
+
+def change_info(folder, **changes):
+    path = folder / "meta/info.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_other_versions_are_refused(foreign):
+    change_info(foreign, codebase_version="v2.1")
+    with pytest.raises(UserError, match=r"v2\.1; this reads v3\.0.*convert"):
+        LeRobotReader(foreign)
+
+
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/tasks.parquet"])
+def test_missing_metadata_is_named(foreign, name):
+    (foreign / name).unlink()
+    with pytest.raises(UserError, match=name):
+        LeRobotReader(foreign)
+
+
+@pytest.mark.parametrize("name", ["data/chunk-000/file-000.parquet", "videos/observation.image/chunk-000/file-000.mp4"])
+@pytest.mark.parametrize("content", [None, b"nonsense"])
+def test_missing_and_broken_files_are_named(foreign, name, content):
+    (foreign / name).unlink()
+    if content is not None:
+        (foreign / name).write_bytes(content)
+    reader = LeRobotReader(foreign)
+    with pytest.raises(UserError, match=name):
+        reader.images(0, "observation.image")
+
+
+def test_counts_that_disagree_are_named(foreign):
+    change_info(foreign, total_episodes=3)
+    with pytest.raises(UserError, match=r"counts 3 episodes.*lacks 1 of them, the first is 2"):
+        LeRobotReader(foreign)
+    change_info(foreign, total_episodes=2)
+    path = foreign / "data/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(path, partitioning=None).slice(0, 6), path)
+    reader = LeRobotReader(foreign)
+    assert len(reader.episode(0)) == 3
+    with pytest.raises(UserError, match=r"episode 1 has 3 frames in .*file-000\.parquet; meta/episodes says 4"):
+        reader.episode(1)
+    with pytest.raises(UserError, match=r"no episode 2; .* has 2"):
+        reader.episode(2)
+
+
+def test_columns_and_tasks_that_are_missing_are_named(foreign):
+    path = foreign / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path, partitioning=None)
+    pq.write_table(table.set_column(table.column_names.index("task_index"), "task_index", pa.array([5] * 7)), path)
+    with pytest.raises(UserError, match=r"task_index 5 is used; .* has 2 tasks"):
+        LeRobotReader(foreign).episode(0)
+    pq.write_table(table.drop_columns(["action"]), path)
+    with pytest.raises(UserError, match="lacks the columns action"):
+        LeRobotReader(foreign).episode(0)
+
+
+def test_corrupt_frames_repeat_a_neighbour_and_are_counted(tmp_path):
+    write(tmp_path, range(4))
+    path = tmp_path / f"videos/{VIDEO}/chunk-000/file-000.mp4"
+    with av.open(str(path)) as container:
+        packets = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    content = bytearray(path.read_bytes())
+    lengths = [len(made_episode(number)[0]) for number in range(4)]
+    # The third frame of the second episode and the one after it, which builds upon it.
+    broken = [lengths[0] + 2, lengths[0] + 3]
+    for position, size in (packets[number] for number in broken):
+        content[position + 4 : position + size] = b"\xff" * (size - 4)
+    path.write_bytes(bytes(content))
+    reader = LeRobotReader(tmp_path)
+    reader.images(0, "front")
+    assert reader.counts["corrupt_frames"] == 0
+    found = reader.images(1, "front").astype(int)
+    assert 1 <= reader.counts["corrupt_frames"] <= 3
+    np.testing.assert_array_equal(found[2], found[1])
+    wanted = made_episode(1)[2]["front"]
+    assert np.abs(found[[0, 1, 5]] - wanted[[0, 1, 5]]).mean() < 2
+
+
+def test_a_video_that_ends_early_is_counted_or_named(tmp_path):
+    write(tmp_path, range(2))
+    path = tmp_path / f"videos/{VIDEO}/chunk-000/file-000.mp4"
+    with av.open(str(path)) as container:
+        frames = [picture.to_ndarray(format="rgb24") for picture in container.decode(video=0)]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS, options={"bf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 24, 16, "yuv420p"
+        for frame in frames[:8]:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24").reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    reader = LeRobotReader(tmp_path)
+    assert len(reader.images(1, "front")) == 6
+    assert reader.counts["corrupt_frames"] == 3
+    row = reader.episodes[1]
+    row[f"videos/{VIDEO}/from_timestamp"] = 2.0
+    with pytest.raises(UserError, match=r"no readable frame from 2\.000 s on"):
+        reader.images(1, "front")
+
+
+def test_broken_pngs_are_counted(tmp_path):
+    write(tmp_path, [0], video=False)
+    path = tmp_path / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path, partitioning=None)
+    cells = table[VIDEO].to_pylist()
+    cells[3]["bytes"] = b"nonsense"
+    changed = pa.array(cells, table.schema.field(VIDEO).type)
+    pq.write_table(table.set_column(table.column_names.index(VIDEO), VIDEO, changed), path)
+    reader = LeRobotReader(tmp_path)
+    found = reader.images(0, "front")
+    assert reader.counts["corrupt_frames"] == 1
+    np.testing.assert_array_equal(found[3], made_episode(0)[2]["front"][2])
+
+
+def test_pictures_are_those_of_pillow(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    write(tmp_path, [0], video=False)
+    cell = all_rows(tmp_path, "data")[2][VIDEO]
+    np.testing.assert_array_equal(image.open(io.BytesIO(cell["bytes"])), made_episode(0)[2]["front"][2])
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, np.bool_])
+def test_vector_statistics_against_numpy(kind):
+    values = (np.random.default_rng(0).normal(size=(37, 3)) * 4).astype(kind)
+    found = vector_statistics(values)
+    np.testing.assert_array_equal(found["min"], values.min(0))
+    np.testing.assert_array_equal(found["max"], values.max(0))
+    np.testing.assert_allclose(found["mean"], values.astype(float).mean(0))
+    np.testing.assert_allclose(found["std"], values.astype(float).std(0))
+    assert found["count"].tolist() == [37]
+    for name, quantile in QUANTILES.items():
+        np.testing.assert_allclose(found[name], np.quantile(values.astype(float), quantile, axis=0))
+    assert vector_statistics(values[:, 0])["mean"].shape == (1,)
+
+
+@pytest.mark.parametrize(("length", "size", "step"), [(9, (7, 11), 1), (250, (4, 6), 1), (3, (20, 330), 2)])
+def test_image_statistics_against_numpy(length, size, step):
+    frames = np.random.default_rng(1).integers(0, 256, (length, *size, 3), dtype=np.uint8)
+    frames[..., 2] //= 3
+    # As lerobot samples: all frames up to 100; wide pictures thinned out to about 150 pixels.
+    count = min(length, 100)
+    chosen = frames[np.round(np.linspace(0, length - 1, count)).astype(int), ::step, ::step]
+    pixels = chosen.reshape(-1, 3) / 255
+    found = image_statistics(frames)
+    assert found["count"].tolist() == [count]
+    expected = {"min": pixels.min(0), "max": pixels.max(0), "mean": pixels.mean(0), "std": pixels.std(0)}
+    expected |= {name: np.quantile(pixels, quantile, axis=0) for name, quantile in QUANTILES.items()}
+    for name, values in expected.items():
+        assert found[name].shape == (3, 1, 1)
+        np.testing.assert_allclose(found[name].ravel(), values, atol=1e-12)
+
+
+def test_aggregated_statistics_are_those_of_all_frames_but_for_quantiles():
+    rng = np.random.default_rng(2)
+    parts = [rng.normal(shift, scale, (length, 2)) for shift, scale, length in ((0, 1, 5), (3, 2, 11), (-1, 0.1, 1))]
+    found, whole = aggregate_statistics([vector_statistics(part) for part in parts]), np.concatenate(parts)
+    for name, expected in (
+        ("min", whole.min(0)),
+        ("max", whole.max(0)),
+        ("mean", whole.mean(0)),
+        ("std", whole.std(0)),
+    ):
+        np.testing.assert_allclose(found[name], expected)
+    assert found["count"].tolist() == [17]
+    weighted = sum(len(part) * np.quantile(part, 0.01, axis=0) for part in parts) / 17
+    np.testing.assert_allclose(found["q01"], weighted)
+    assert (np.abs(found["q01"] - np.quantile(whole, 0.01, axis=0)) > 0.1).any()

@@ -1,0 +1,280 @@
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from robotics.vla.progress import NORMS, ProgressSettings, SuccessMemory, cluster_labels, progress_rewards
+
+NEAREST = 0.6 / (1 + math.exp(-5))
+FARTHEST = 0.6 / (1 + math.exp(5))
+
+
+def on_a_line(distances, successes=1, task="a"):
+    """Successes at the origin and failures at these distances from it, along one axis of three."""
+    latents = np.zeros((successes + len(distances), 3), np.float32)
+    latents[successes:, 1] = distances
+    success = np.arange(len(latents)) < successes
+    return latents, success, np.ones(len(latents), bool), [task] * len(latents)
+
+
+def random_batch(rng, rows=40, size=5, tasks=4):
+    latents = rng.normal(size=(rows, size)).astype(np.float32)
+    # Pairs of successes that agree, so that there are clusters as well as single ones.
+    latents[1::4] = latents[0::4] + rng.normal(0, 0.01, (rows // 4, size))
+    success = rng.random(rows) < 0.5
+    success[1::4] = success[0::4]
+    labels = (np.arange(rows) // 2 % tasks).tolist()
+    return latents, success, rng.random(rows) < 0.9, labels
+
+
+def plain(latents, success, valid, tasks, eps_per_root=0.5):
+    """The reward with loops and without DBSCAN: with two samples a core, clusters are chains of neighbours."""
+    reward = [0.0] * len(tasks)
+    for row, task in enumerate(tasks):
+        if not valid[row]:
+            reward[row] = math.nan
+            continue
+        if success[row]:
+            reward[row] = 1.0
+            continue
+        good = [i for i, t in enumerate(tasks) if t == task and success[i] and valid[i]]
+        bad = [i for i, t in enumerate(tasks) if t == task and not success[i] and valid[i]]
+        if not good:
+            continue
+        points = latents[good].astype(float)
+        std = points.std(0)
+        std[std == 0] = 1
+        standard = (points - points.mean(0)) / std
+        radius = eps_per_root * math.sqrt(points.shape[1])
+        near = np.array([[np.sqrt(((a - b) ** 2).sum()) <= radius for b in standard] for a in standard])
+        reach = np.linalg.matrix_power(near.astype(float), len(good)) > 0
+        groups = {tuple(line) for line in reach.tolist() if sum(line) > 1}
+        centres = [points[list(group)].mean(0) for group in groups] or [points.mean(0)]
+        distance = {i: min(np.sqrt(((latents[i] - c) ** 2).sum()) for c in centres) for i in bad}
+        low, high = min(distance.values()), max(distance.values())
+        share = 0.5 if high - low < 1e-6 else (distance[row] - low) / (high - low)
+        reward[row] = 0.6 / (1 + math.exp(-10 * (0.5 - share)))
+    return np.array(reward)
+
+
+def test_nearest_and_farthest_failure_get_the_known_numbers():
+    outcome = progress_rewards(*on_a_line([2.0, 8.0, 5.0]), ProgressSettings())
+    np.testing.assert_allclose(outcome.reward, [1, 0.595984, 0.004016, 0.3], atol=5e-7)
+    np.testing.assert_allclose(outcome.reward[1:3], [NEAREST, FARTHEST], rtol=1e-6)
+    np.testing.assert_allclose(outcome.distance, [np.nan, 2, 8, 5])
+
+
+def test_a_single_failure_gets_half_of_alpha():
+    assert progress_rewards(*on_a_line([7.0]), ProgressSettings()).reward[1] == pytest.approx(0.3)
+    assert progress_rewards(*on_a_line([7.0, 7.0 + 4e-7]), ProgressSettings()).reward[1:] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+def test_without_success_nothing_is_earned(norm):
+    latents, success, valid, tasks = on_a_line([1.0, 2.0], successes=0)
+    outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm=norm))
+    assert outcome.reward.tolist() == [0, 0]
+    assert (outcome.tasks_without_reference, outcome.fraction_without_reference, outcome.clusters) == (1, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("invalid", "expected"), [("zero", 0.0), ("nan", math.nan)])
+def test_an_invalid_success_earns_nothing_and_is_no_reference(invalid, expected):
+    latents, success, valid, tasks = on_a_line([1.0, 2.0])
+    latents[0], valid[0] = np.nan, False
+    outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(invalid=invalid))
+    np.testing.assert_array_equal(outcome.reward, np.float32([expected, 0, 0]))
+    assert (outcome.invalid, outcome.tasks_without_reference) == (1, 1)
+
+
+def test_an_invalid_failure_does_not_move_the_others():
+    latents, success, valid, tasks = on_a_line([2.0, 8.0, 1e6])
+    valid[3] = False
+    outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings())
+    np.testing.assert_allclose(outcome.reward, [1, NEAREST, FARTHEST, np.nan], rtol=1e-6)
+
+
+def test_tasks_do_not_share_references():
+    here, there = on_a_line([1.0, 2.0], task="here"), on_a_line([1.0, 2.0], successes=0, task="there")
+    batch = [np.concatenate([a, b]) for a, b in zip(here[:3], there[:3], strict=True)]
+    outcome = progress_rewards(batch[0], batch[1], batch[2], here[3] + there[3], ProgressSettings())
+    np.testing.assert_allclose(outcome.reward, [1, NEAREST, FARTHEST, 0, 0], rtol=1e-6)
+    assert (outcome.tasks, outcome.tasks_without_reference, list(outcome.centres)) == (2, 1, ["here"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_agrees_with_a_plain_implementation(seed):
+    batch = random_batch(np.random.default_rng(seed))
+    outcome = progress_rewards(*batch, ProgressSettings())
+    np.testing.assert_allclose(outcome.reward, plain(*batch), rtol=1e-5, atol=1e-7)
+    assert outcome.clusters > 0
+    assert 0 < outcome.noise_fraction < 1
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+@pytest.mark.parametrize("squared", [False, True])
+def test_the_order_of_rows_does_not_matter(norm, squared):
+    rng = np.random.default_rng(3)
+    latents, success, valid, tasks = random_batch(rng)
+    settings = ProgressSettings(norm=norm, squared=squared)
+    straight = progress_rewards(latents, success, valid, tasks, settings)
+    order = rng.permutation(len(tasks))
+    mixed = progress_rewards(latents[order], success[order], valid[order], [tasks[i] for i in order], settings)
+    np.testing.assert_allclose(mixed.reward, straight.reward[order], rtol=1e-5)
+    assert mixed.noise_fraction == pytest.approx(straight.noise_fraction)
+
+
+@pytest.mark.parametrize("norm", list(NORMS))
+def test_a_nearer_failure_always_earns_more_and_none_as_much_as_alpha(norm):
+    distances = np.sort(np.random.default_rng(0).uniform(0.1, 9, 12))
+    latents, success, valid, tasks = on_a_line(distances, successes=2)
+    latents[:2, 0] = [-1, 1]
+    earned = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm=norm)).reward[2:]
+    assert (np.diff(earned) < 0).all()
+    assert earned.min() > 0
+    assert earned.max() < 0.6
+
+
+def test_zscore_is_the_papers_form():
+    distances = np.array([1.0, 2.0, 6.0])
+    outcome = progress_rewards(*on_a_line(distances), ProgressSettings(norm="zscore"))
+    z = (distances - 3) / math.sqrt((4 + 1 + 9) / 3)
+    np.testing.assert_allclose(outcome.reward[1:], 0.6 / (1 + np.exp(z)), rtol=1e-6)
+    assert progress_rewards(*on_a_line([4.0]), ProgressSettings(norm="zscore")).reward[1] == pytest.approx(0.3)
+
+
+def test_squared_distances_are_squared_before_they_are_normalised():
+    outcome = progress_rewards(*on_a_line([1.0, 2.0, 3.0]), ProgressSettings(squared=True))
+    assert outcome.distance[1:].tolist() == [1, 4, 9]
+    assert outcome.reward[2] == pytest.approx(0.6 / (1 + math.exp(-10 * (0.5 - 3 / 8))), rel=1e-6)
+
+
+def test_the_absolute_norm_does_not_depend_on_the_other_failures():
+    def earned(distances):
+        latents, success, valid, tasks = on_a_line(distances, successes=2)
+        latents[:2, 0] = [-2, 2]
+        return progress_rewards(latents, success, valid, tasks, ProgressSettings(norm="absolute")).reward[2:]
+
+    # The successes lie 2 from their mean, and so does this failure: it cannot be told from them.
+    assert earned([2.0])[0] == pytest.approx(0.3)
+    assert earned([2.0, 50.0, 90.0])[0] == pytest.approx(0.3)
+    assert earned([6.0])[0] == pytest.approx(0.6 / (1 + math.exp(-10 * (0.5 - 6 / 8))), rel=1e-6)
+    # A single success has no spread to measure by.
+    single = progress_rewards(*on_a_line([2.0, 8.0]), ProgressSettings(norm="absolute")).reward[1:]
+    np.testing.assert_allclose(single, [NEAREST, FARTHEST], rtol=1e-6)
+
+
+def test_the_nearest_of_several_centres_counts():
+    latents = np.float32([[0, 0], [0, 0], [10, 0], [10, 0], [10, 1], [5, 0]])
+    success = np.array([True] * 4 + [False] * 2)
+    outcome = progress_rewards(latents, success, np.ones(6, bool), ["t"] * 6, ProgressSettings(eps_mode="absolute"))
+    assert outcome.clusters == 2
+    assert sorted(outcome.centres["t"].tolist()) == [[0, 0], [10, 0]]
+    np.testing.assert_allclose(outcome.distance[4:], [1, 5])
+
+
+def test_noise_is_no_centre_where_there_are_clusters():
+    latents = np.float32([[0, 0], [0, 0], [30, 40], [10, 0], [0, 1]])
+    success = np.array([True] * 3 + [False] * 2)
+    outcome = progress_rewards(latents, success, np.ones(5, bool), ["t"] * 5, ProgressSettings())
+    assert outcome.centres["t"].tolist() == [[0, 0]]
+    assert outcome.noise_fraction == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("size", [64, 256, 1408])
+@pytest.mark.parametrize("count", [8, 32])
+def test_two_clean_modes_cluster_only_where_the_radius_grows_with_the_size(size, count):
+    rng = np.random.default_rng(size + count)
+    modes = rng.normal(size=(2, size))
+    successes = modes[np.arange(count) % 2] + 0.02 * rng.normal(size=(count, size))
+    grown = cluster_labels(successes, ProgressSettings())
+    assert set(grown[::2]) != set(grown[1::2])
+    assert set(grown.tolist()) == {0, 1}
+    released = cluster_labels(successes, ProgressSettings(eps_mode="absolute"))
+    assert (released < 0).mean() > 0.9
+
+
+def test_exact_duplicates_cluster_with_either_radius():
+    successes = np.random.default_rng(0).normal(size=(6, 500)).astype(np.float32)
+    successes[3] = successes[0]
+    for mode in ("absolute", "per_sqrt_dim"):
+        labels = cluster_labels(successes, ProgressSettings(eps_mode=mode))
+        assert labels.tolist() == [0, -1, -1, 0, -1, -1]
+    assert cluster_labels(np.ones((4, 7)), ProgressSettings()).tolist() == [0] * 4
+
+
+def test_entries_that_do_not_vary_do_not_widen_the_radius():
+    rng = np.random.default_rng(1)
+    successes = rng.normal(size=(12, 6)).astype(np.float32)
+    padded = np.concatenate([successes, np.full((12, 994), 3.3, np.float32)], axis=1)
+    expected = cluster_labels(successes, ProgressSettings(eps=0.45))
+    assert -1 in expected
+    assert cluster_labels(padded, ProgressSettings(eps=0.45)).tolist() == expected.tolist()
+
+
+def test_references_of_earlier_batches_stand_in():
+    latents, success, valid, tasks = on_a_line([2.0, 8.0], successes=0)
+    known = {"a": np.zeros((1, 3)), "b": np.ones((2, 3))}
+    outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(), known)
+    np.testing.assert_allclose(outcome.reward, [NEAREST, FARTHEST], rtol=1e-6)
+    assert outcome.tasks_without_reference == 0
+
+
+def test_memory_keeps_the_latest_successes_of_each_task():
+    memory = SuccessMemory(2)
+    memory.add(np.arange(8).reshape(4, 2), [True, True, False, True], ["a", "a", "a", "b"])
+    memory.add([[8, 9], [10, 11]], [True, False], ["a", "b"])
+    assert {task: kept.tolist() for task, kept in memory.references().items()} == {
+        "a": [[2, 3], [8, 9]],
+        "b": [[6, 7]],
+    }
+    nothing = SuccessMemory(0)
+    nothing.add([[8, 9]], [True], ["a"])
+    assert nothing.references() == {}
+
+
+def test_memory_survives_a_checkpoint():
+    memory = SuccessMemory(3)
+    memory.add(np.arange(8).reshape(4, 2), [True] * 4, ["a", "a", "b", "a"])
+    file = io.BytesIO()
+    torch.save(memory.state_dict(), file)
+    file.seek(0)
+    restored = SuccessMemory(2)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    assert restored.references()["a"].tolist() == [[2, 3], [6, 7]]
+    assert restored.references()["b"].tolist() == [[4, 5]]
+    restored.add([[0, 0]], [True], ["a"])
+    assert memory.references()["a"].tolist() == [[0, 1], [2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"alpha": 1.0}, "alpha is 1.0; above 0 and below 1"),
+        ({"alpha": math.nan}, "alpha"),
+        ({"eps": 0.0}, "eps is 0.0"),
+        ({"steepness": -1.0}, "steepness"),
+        ({"offset": math.inf}, "offset"),
+        ({"min_samples": 0}, "min_samples is 0; at least 1"),
+        ({"memory": -1}, "memory"),
+        ({"norm": "rank"}, "minmax, zscore, absolute"),
+        ({"eps_mode": "auto"}, "per_sqrt_dim, absolute"),
+        ({"invalid": "one"}, "nan, zero"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changed, message):
+    with pytest.raises(UserError, match=message):
+        progress_rewards(*on_a_line([1.0]), ProgressSettings(**changed))
+
+
+def test_rows_that_do_not_belong_together_are_refused():
+    latents, success, valid, tasks = on_a_line([1.0, 2.0])
+    with pytest.raises(ValueError, match="do not belong to the same rows"):
+        progress_rewards(latents, success, valid, tasks[:2], ProgressSettings())
+    with pytest.raises(ValueError, match="references of shape"):
+        progress_rewards(latents, success, valid, tasks, ProgressSettings(), {"a": np.zeros((1, 4))})
+    latents[1] = np.inf
+    with pytest.raises(ValueError, match=r"rows \[1\] are not finite"):
+        progress_rewards(latents, success, valid, tasks, ProgressSettings())
