@@ -6,11 +6,12 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format clean
+.PHONY: help setup demo demo-robot test test-slow lint format clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything the targets below need"
 	@echo "make demo       warm start, then PAPO on real images, with a report at the end"
+	@echo "make demo-robot demonstrations, cloning and SRPO of a robot arm, with videos and a report"
 	@echo "make test       lint, then the test suite"
 	@echo "make test-slow  the experiments that take minutes"
 	@echo "make lint       ruff, formatting, types"
@@ -22,6 +23,9 @@ setup:
 
 demo: setup
 	@$(BIN)/mmrl demo
+
+demo-robot: setup
+	@$(BIN)/mmrl demo robot
 
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import logging
 import os
 import shlex
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DISTRIBUTION = "mmrl-suite"
-DEMO_DIR = Path("runs/demo")
 BENCH_DIR = Path("runs/bench")
 QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -136,7 +136,7 @@ def _quieten_libraries() -> None:
 
 
 class _LogLines(logging.Handler):
-    """Messages on the streams of the moment, which a progress bar redirects; warnings, one line each, on standard error."""
+    """Messages on the streams of the moment, which a progress bar redirects; a warning is one line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -321,10 +321,9 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    """Warm start and PAPO on real images with a tiny model, then a report."""
-    from mmrl.vlm.demo import run
-
-    for line in run(args.output):
+    """A warm start and reinforcement learning of a tiny model from end to end, then a report."""
+    module, folder = DEMOS[args.name]
+    for line in importlib.import_module(module).run(args.output or Path(folder)):
         _say(line)
     return 0
 
@@ -380,9 +379,13 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", metavar="DIR", type=Path, default=DEMO_DIR, help=f"default: {DEMO_DIR}")
+    first = next(iter(DEMOS))
+    parser.add_argument("name", nargs="?", choices=list(DEMOS), default=first, help=f"default: {first}")
+    folders = ", ".join(folder for _, folder in DEMOS.values())
+    parser.add_argument("--output", metavar="DIR", type=Path, help=f"default: {folders}")
 
 
+DEMOS = {"vlm": ("mmrl.vlm.demo", "runs/demo"), "robot": ("robotics.demo", "runs/robot-demo")}
 LISTINGS: dict[str, Callable[[], list[tuple[str, str, str]]]] = {
     "recipes": _recipe_rows,
     "objectives": _objective_rows,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from mmrl.config import load_run
 from mmrl.errors import UserError
 from mmrl.training.report import write_report
-from mmrl.training.runs import train
+from mmrl.training.stages import finish_run, last_model, read_result
 
 __all__ = ["run"]
 
@@ -39,36 +37,21 @@ def run(output_dir: Path) -> list[str]:
         f"eval_data.{SPLIT}.path={output_dir}/data/test.jsonl",
     ]
     sft = _stage("digits_sft.yaml", output_dir / "sft", "sft", [*common, f"model.path={output_dir}/tiny-qwen2_5_vl"])
-    best = sft / "checkpoints" / _last_checkpoint(sft) / "model"
-    papo = _stage("digits_papo.yaml", output_dir / "papo", "train", [*common, f"model.path={best}"])
+    papo = _stage("digits_papo.yaml", output_dir / "papo", "train", [*common, f"model.path={last_model(sft)}"])
     report = write_report(papo, chain=[sft])
     minutes = (time.perf_counter() - started) / 60
     return [*_table(sft, papo), f"time of this call: {minutes:.1f} minutes", f"report: {report}"]
 
 
 def _stage(config: str, run_dir: Path, data: str, overrides: list[str]) -> Path:
-    filled = [override.format(data) for override in overrides]
-    entry, options = load_run(CONFIGS / config, [*filled, f"output_dir={run_dir}"])
-    if _result(run_dir).get("status") == "done":
-        return run_dir
-    started = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").is_dir()
-    return train(entry, options, resume=started)
-
-
-def _result(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _last_checkpoint(run_dir: Path) -> str:
-    return max(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    return finish_run(CONFIGS / config, run_dir, [override.format(data) for override in overrides])
 
 
 def _table(sft: Path, papo: Path) -> list[str]:
     rows = [
-        ("before SFT", _result(sft)["first_evaluation"][SPLIT]),
-        ("after SFT", _result(papo)["first_evaluation"][SPLIT]),
-        ("after RL (PAPO)", _result(papo)["last_evaluation"][SPLIT]),
+        ("before SFT", read_result(sft)["first_evaluation"][SPLIT]),
+        ("after SFT", read_result(papo)["first_evaluation"][SPLIT]),
+        ("after RL (PAPO)", read_result(papo)["last_evaluation"][SPLIT]),
     ]
     lines = [f"held-out accuracy, {int(rows[0][1]['n'])} questions (95 % interval)"]
     lines += [

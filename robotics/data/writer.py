@@ -311,7 +311,7 @@ class EpisodeWriter:
             row |= self._meta.pointers(number)
         write_table(_row_table(self._rows), self._meta.path(number))
         self._meta.number = number
-        # One file of all rows of this session, to be written again with the next join.
+        # One file of all rows of this writer, to be written again with the next join.
         self._meta.append(self._rows[0])
         for path in stale:
             path.unlink()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -48,7 +48,7 @@ class BatchSettings:
     """sparse, 1 with the step that solves the task, or dense in 0..1."""
     horizon: int | None = None
     """Control steps after which an episode is truncated; that of each task when None."""
-    control: ControlSettings = ControlSettings()
+    control: ControlSettings = field(default_factory=ControlSettings)
     """Step sizes and workspace."""
 
     def validate(self) -> None:
@@ -146,7 +146,7 @@ class TabletopBatch:
         commands = self._controller.commands(self.live)
         for group in self._groups:
             observation = group.rollout.reset([seeds[row] for row in group.rows])
-            self._observe(group, observation, group.rows, commands[group.rows], output.observation)
+            self._observe(group, observation, commands[group.rows], np.ones(len(group.rows), bool), output)
         return output
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
@@ -170,7 +170,8 @@ class TabletopBatch:
         moves = check_actions(actions, len(self.live))
         live = self.live
         plan = self._controller.plan(live, moves)
-        output, frames = self._allocate(live, moves.shape[1]), {}
+        output = self._allocate(live, moves.shape[1])
+        frames: dict[int, NDArray[np.uint8]] = {}
         for group in self._groups:
             rows = group.rows[group.rollout.live]
             if not len(rows):
@@ -180,7 +181,7 @@ class TabletopBatch:
             chunk = group.rollout.step_chunk(plan.controls[places], wanted)
             self._collect(chunk, places, output)
             ends = plan.commands[places, np.maximum(chunk.steps - 1, 0)]
-            self._observe(group, chunk.observation, places, ends, output.observation, rows, ~chunk.failed)
+            self._observe(group, chunk.observation, ends, ~chunk.failed, output)
             frames |= {int(group.rows[scene]): pictures for scene, pictures in chunk.recorded.items()}
         return self._finish(output, frames)
 
@@ -283,19 +284,18 @@ class TabletopBatch:
         self,
         group: _Group,
         seen: Observation,
-        places: NDArray[np.int64],
         commands: NDArray[np.float64],
-        out: RobotObservation,
-        rows: NDArray[np.int64] | None = None,
-        sound: NDArray[np.bool_] | None = None,
+        sound: NDArray[np.bool_],
+        out: ChunkResult,
     ) -> None:
-        kept = np.ones(len(places), bool) if sound is None else sound
-        rows = places if rows is None else rows
-        state = group.scene.sensors.state(seen.sensordata[kept], commands[kept])
-        self._full[rows[kept]] = state
-        out.state[places[kept]] = state[:, : self.state_size]
-        if out.images is not None and seen.frames is not None:
-            out.images[places[kept]] = seen.frames[kept]
+        """Enter what the sound scenes of a group look like; those that failed stay zero."""
+        rows = group.rows[seen.scenes[sound]]
+        places = np.searchsorted(out.rows, rows)
+        state = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
+        self._full[rows] = state
+        out.observation.state[places] = state[:, : self.state_size]
+        if out.observation.images is not None and seen.frames is not None:
+            out.observation.images[places] = seen.frames[sound]
 
     def _collect(self, chunk: Chunk, places: NDArray[np.int64], output: ChunkResult) -> None:
         done = chunk.dones.any(axis=1)

@@ -22,6 +22,7 @@ import argparse
 import faulthandler
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -271,10 +272,26 @@ def make_env(factory: str, options: Mapping[str, Any]) -> RowEnv:
     Returns:
         What the worker drives.
     """
-    env = load_factory(factory)(**options.get("kwargs", {}))
+    kwargs, adapter = options.get("kwargs", {}), options.get("adapter", {})
+    function = load_factory(factory)
+    _check_names(factory, function, kwargs)
+    env = function(**kwargs)
     if hasattr(env, "action_space") and hasattr(env, "observation_space"):
-        return gym_adapter.GymRow(env, **options.get("adapter", {}))
+        _check_names("adapter", gym_adapter.GymRow, {"env": env, **adapter})
+        return gym_adapter.GymRow(env, **adapter)
     return env
+
+
+def _check_names(place: str, function: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not take, or lacks, before it runs."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise gym_adapter.EnvError(f"options of {place}: {error}; it takes {', '.join(signature.parameters)}") from None
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -34,7 +34,7 @@ ROW = (0,)
 CONTROL_HZ = 10
 
 
-class SimulationDiverged(RunError):
+class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
     """The numbers of a simulation blew up; the episode has no result."""
 
 
@@ -63,7 +63,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         UserError: there is no such task, arm, kind of observation, split or reward, or no renderer for it.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
 
     def __init__(
         self,

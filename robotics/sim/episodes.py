@@ -89,20 +89,33 @@ class ChunkResult:
 class RobotSim(Protocol):
     """Many episodes at once. A row is live until its episode ends; only live rows take actions."""
 
-    action_size: int
-    """A, entries of an action, each in -1..1."""
-    state_size: int
-    """S."""
-    image_size: tuple[int, int] | None
-    """(H, W) pixels; None without pictures."""
-    horizon: int
-    """Control steps after which an episode is truncated."""
-    capacity: int | None
-    """Most episodes at once; None for any number."""
-    live: NDArray[np.int64]
-    """Rows whose episodes go on, ascending."""
-    counts: Mapping[str, int]
-    """How often what went wrong since the start: crashed, hung, raised, restarted, dropped, diverged."""
+    @property
+    def action_size(self) -> int:
+        """A, entries of an action, each in -1..1."""
+
+    @property
+    def state_size(self) -> int:
+        """S."""
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """(H, W) pixels; None without pictures."""
+
+    @property
+    def horizon(self) -> int:
+        """Control steps after which an episode is truncated."""
+
+    @property
+    def capacity(self) -> int | None:
+        """Most episodes at once; None for any number."""
+
+    @property
+    def live(self) -> NDArray[np.int64]:
+        """Rows whose episodes go on, ascending."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often what went wrong since the start: crashed, hung, raised, restarted, dropped, diverged."""
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""

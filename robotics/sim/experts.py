@@ -178,7 +178,7 @@ def _carry(scene: Scene, target: NDArray[np.float64]) -> Move:
 
 
 def _grasp(scene: Scene) -> Move:
-    grasp = scene.first + [0.0, 0.0, 0.002]
+    grasp = _above(scene.first, 0.002)
     at_cube = _flat(scene.grip, grasp) < 0.012 and abs(scene.grip[2] - grasp[2]) < 0.008
     if at_cube:
         return Move(grasp, CLOSED, scene.first_yaw)

@@ -19,7 +19,7 @@ class SimConfig:
     kind: str = "tabletop"
     """tabletop, gymnasium, libero, metaworld, or module:function that returns a `RobotSim`."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks that the simulator offers; tabletop: empty = reach. Suites: empty = all of them."""
+    """tabletop: tasks that are built; empty = reach. Other simulators bring their own."""
     image_size: int = 64
     """Side of the pictures in pixels; 0 = none."""
     camera: str = "front"
@@ -46,7 +46,7 @@ class SimConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"sim.{name} is {getattr(self, name)}; must be at least 0")
         if (self.kind == "gymnasium") != bool(self.env):
-            raise ValueError(f"sim.env is '{self.env}' with sim.kind '{self.kind}'; gymnasium needs it, others have none")
+            raise ValueError(f"sim.env is '{self.env}' with sim.kind {self.kind}; gymnasium needs it, others have none")
 
 
 def open_sim(config: SimConfig) -> RobotSim:
@@ -111,13 +111,9 @@ def _open_suite(config: SimConfig) -> RobotSim:
     options = dict(config.options)
     if config.horizon:
         options["horizon"] = config.horizon
-    return open_suite(
-        config.kind,
-        tasks=config.tasks or None,
-        image_size=config.image_size,
-        workers=config.workers or _cores(),
-        **options,
-    )
+    if config.image_size:
+        options["size"] = config.image_size
+    return open_suite(config.kind, options, workers=config.workers or _cores(), images=bool(config.image_size))
 
 
 def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

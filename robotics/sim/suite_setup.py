@@ -4,7 +4,7 @@
     with open_suite("libero", {"suite": "libero_spatial"}, workers=4) as sim: ...
 
 Meta-World and LIBERO pin versions of mujoco, robosuite and others that exclude each other and this package's own, so
-each gets a virtual environment, by default in the user's cache folder. MMRL_SUITES names another folder for all of them.
+each gets a virtual environment, by default in the user's cache folder. MMRL_SUITES names another folder for all.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class SuiteRecipe:
     """Arguments of pip, one call each."""
     factory: str
     """File that a worker loads."""
-    options: Mapping[str, Any]
-    """What the factory is given in the check after the installation."""
     advice: str
     """What to do next."""
 
@@ -98,8 +96,8 @@ def suite_settings(
 
     Args:
         name: libero or metaworld.
-        options: what `make` in robotics/sim/suites takes, such as suite, size, horizon, shadows.
-        workers: processes.
+        options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
+        workers: processes, one episode each at a time.
         images: whether observations carry a picture.
         folder: as for `suite_folder`.
 
@@ -112,9 +110,8 @@ def suite_settings(
     python, given = suite_python(name, folder), dict(options or {})
     if name == "libero":
         given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))
-    return WorkerSettings(
-        f"{FACTORIES / _recipe(name).factory}:make", given, workers=workers, images=images, python=str(python)
-    )
+    factory = f"{FACTORIES / _recipe(name).factory}:make"
+    return WorkerSettings(factory, given, workers=workers, images=images, python=str(python))
 
 
 def open_suite(
@@ -129,7 +126,7 @@ def open_suite(
 
     Args:
         name: libero or metaworld.
-        options: what `make` in robotics/sim/suites takes, such as suite, size, horizon, shadows.
+        options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
         workers: processes, one episode each at a time.
         images: whether observations carry a picture.
         folder: as for `suite_folder`.
@@ -183,7 +180,7 @@ def setup_suite(
 def _check(name: str, place: Path) -> str:
     """Begin an episode; missing assets are no fault of the installation."""
     start = time.monotonic()
-    settings = suite_settings(name, _recipe(name).options, workers=1, images=False, folder=place)
+    settings = suite_settings(name, workers=1, images=False, folder=place)
     try:
         with WorkerPool(settings) as pool:
             task, instruction = next(iter(pool.tasks().items()))
@@ -233,7 +230,6 @@ RECIPES = {
         # packaging: gymnasium's renderer of mujoco scenes imports it, and nothing in this set asks for it
         steps=(("metaworld==3.1.1", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
         factory="metaworld.py",
-        options={"tasks": ["reach"]},
         advice='open it with robotics.sim.suite_setup.open_suite("metaworld"), which has 50 tasks with their experts',
     ),
     "libero": SuiteRecipe(
@@ -250,6 +246,7 @@ RECIPES = {
                 "gymnasium==1.4.0",
                 "termcolor",
                 "future",
+                "easydict",
                 "cloudpickle",
                 "matplotlib",
             ),
@@ -258,7 +255,6 @@ RECIPES = {
             ("--no-deps", "hf-libero==0.1.4"),
         ),
         factory="libero.py",
-        options={"size": 64},
         advice=(
             "set LIBERO_ASSETS to the folder libero/libero/assets of a copy of the repository "
             "Lifelong-Robot-Learning/LIBERO, which the package lacks; then open it with "

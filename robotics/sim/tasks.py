@@ -267,7 +267,7 @@ def _placed(found: SceneReading) -> NDArray[np.bool_]:
 
 
 def _place_progress(found: SceneReading) -> NDArray[np.float64]:
-    return _carry_progress(found, found.goal + [0.0, 0.0, CUBE_HALF_M])
+    return _carry_progress(found, found.goal + np.array([0.0, 0.0, CUBE_HALF_M]))
 
 
 def _stacked(found: SceneReading) -> NDArray[np.bool_]:
@@ -276,7 +276,7 @@ def _stacked(found: SceneReading) -> NDArray[np.bool_]:
 
 
 def _stack_progress(found: SceneReading) -> NDArray[np.float64]:
-    return _carry_progress(found, found.second + [0.0, 0.0, 2 * CUBE_HALF_M])
+    return _carry_progress(found, found.second + np.array([0.0, 0.0, 2 * CUBE_HALF_M]))
 
 
 def _carry_progress(found: SceneReading, target: NDArray[np.float64]) -> NDArray[np.float64]:

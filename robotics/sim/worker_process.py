@@ -195,8 +195,9 @@ class WorkerProcess:
         if kind == "hello":
             self.hello = fields
         if kind == "error":
-            reason = f"{fields['type']}: {fields['message']}"
-            self.answer = Trouble("raised", _one_line(reason), fields["traceback"], bool(fields["for_user"]))
+            for_user = bool(fields["for_user"])
+            reason = fields["message"] if for_user else f"{fields['type']}: {fields['message']}"
+            self.answer = Trouble("raised", _one_line(reason), fields["traceback"], for_user)
         else:
             self.answer = message
 

@@ -24,12 +24,14 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.reference import Reference
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import TrainerConfig
-from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, Moment, load_demonstrations
+from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import EpisodeSetConfig
 
 __all__ = ["CloneConfig", "CloneRecipe", "MomentPayload"]
+
+MOMENT_TENSORS = ("actions", "mask", "noise_seed")
 
 
 def _trainer() -> TrainerConfig:
@@ -65,13 +67,12 @@ class MomentPayload:
     def concat(cls, parts: Sequence[Self]) -> Self:
         """Join payloads in order."""
         inputs = PolicyInputs.concat([part.inputs for part in parts])
-        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("actions", "mask", "noise_seed")}
-        return cls(inputs, **joined)
+        return cls(inputs, **{name: torch.cat([getattr(part, name) for part in parts]) for name in MOMENT_TENSORS})
 
     def to(self, device: torch.device | str) -> Self:
         """Move the tensors to a device."""
         inputs = self.inputs.to(device)
-        moved = {name: getattr(self, name).to(device) for name in ("actions", "mask", "noise_seed")}
+        moved = {name: getattr(self, name).to(device) for name in MOMENT_TENSORS}
         return dataclasses.replace(self, inputs=inputs, **moved)
 
 
@@ -106,13 +107,14 @@ class CloneRecipe(RobotRecipe):
         self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
         super().__init__(config)
         self.policy.statistics = self.demonstrations.statistics()
+        self.policy.scale_states(self.demonstrations.state_statistics())
         self.objective = dataclasses.replace(self.objective, name="behaviour_cloning")
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Every moment of the demonstrations."""
         return self.demonstrations.moments
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[Moment], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Look the moments up; nothing is simulated."""
         device = self.policy.device
         observed = self.demonstrations.observations(tasks)
@@ -170,4 +172,3 @@ class CloneRecipe(RobotRecipe):
             "data/moments": float(len(self.demonstrations.moments)),
             "data/skipped": float(self.demonstrations.skipped),
         }
-

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.data import EpisodeData
-    from robotics.vla.statistics import ActionStatistics
+    from robotics.vla.statistics import ActionStatistics, StateStatistics
 
 __all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstrations"]
 
@@ -83,6 +83,12 @@ class Demonstrations:
         from robotics.vla.statistics import ActionStatistics
 
         return ActionStatistics.from_arrays(np.concatenate(self.actions))
+
+    def state_statistics(self) -> StateStatistics:
+        """Distribution of the states."""
+        from robotics.vla.statistics import StateStatistics
+
+        return StateStatistics.from_arrays(np.concatenate(self.states))
 
     def observations(self, moments: Sequence[Moment]) -> PolicyInputs:
         """What was seen at some moments."""

@@ -15,7 +15,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -65,16 +65,24 @@ class LatentConfig:
 
     kind: str = "video"
     """A name of `LATENTS`: vjepa2, video, pixels or state."""
+    path: str = ""
+    """vjepa2: model folder or hub id; video: folder of the encoder; state: a LeRobotDataset that gives the scale."""
+    build: str | None = None
+    """module:function that writes the folder where it is missing; is given the path and `build_options`."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `build`."""
     frames: str = "step"
     """Pictures that are drawn for it: of every control step, or only where the policy looks (chunk)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of that kind, see its settings class; vjepa2 and video need `path`, state needs `mean` and `std`."""
+    """Settings of that kind, see its settings class; state needs `mean` and `std` where there is no path."""
 
     def validate(self) -> None:
         """Check names and options; raises UserError."""
         if self.frames not in FRAME_RATES:
             raise UserError(f"latent.frames is {self.frames!r}; there are: {', '.join(FRAME_RATES)}")
-        _settings_of(self).validate()
+        settings = _settings_of(self)
+        if not (isinstance(settings, StateSettings) and self.path):  # the dataset may still be to be built
+            settings.validate()
 
 
 @dataclass(frozen=True)
@@ -420,8 +428,15 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     Raises:
         UserError: no such kind or option, or a model that cannot be read.
     """
+    from mmrl.vlm.data import build_if_missing
+
     config.validate()
-    latent: TrajectoryLatent = LATENTS[config.kind][1](_settings_of(config))
+    build_if_missing(config, "latent")
+    settings = _settings_of(config)
+    if isinstance(settings, StateSettings) and not settings.mean:
+        mean, std = _scale_of(config.path)
+        settings = replace(settings, mean=mean, std=std)
+    latent: TrajectoryLatent = LATENTS[config.kind][1](settings)
     return latent
 
 
@@ -496,7 +511,15 @@ def _settings_of(config: LatentConfig) -> Any:
     unknown = sorted(set(config.options) - set(known))
     if unknown:
         raise UserError(f"latent.options has {', '.join(unknown)}; the latent {config.kind} has: {', '.join(known)}")
-    return settings(**config.options)
+    given = {"path": config.path} if config.path and "path" in known else {}
+    return settings(**given, **config.options)
+
+
+def _scale_of(folder: str) -> tuple[list[float], list[float]]:
+    """Mean and deviation of the states of a dataset."""
+    from robotics.data import LeRobotReader
+
+    return state_statistics([episode.state for episode in LeRobotReader(folder)])
 
 
 def _check_network(settings: Vjepa2Settings | VideoSettings, kind: str) -> None:

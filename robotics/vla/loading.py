@@ -78,9 +78,25 @@ def _flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed:
 
 
 def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from robotics.vla.vlm_policy import load_vlm_policy
+    from mmrl.vlm.models import ModelConfig
+    from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 
-    return load_vlm_policy(action_size=sim.action_size, state_size=sim.state_size, chunk=config.chunk, **config.options)
+    options = dict(config.options)
+    model = _nested(ModelConfig, dict(options.pop("vlm", {})))
+    _check_known("model.options", options, VlmActionConfig)
+    head = {"action_size": sim.action_size, "chunk": config.chunk, "seed": seed, **options}
+    return VlmActionPolicy.from_model(model, VlmActionConfig(**head))
+
+
+def _nested(kind: type[Any], entries: dict[str, Any]) -> Any:
+    """A structured configuration from plain entries, checked as a file's are."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), entries))
+    except OmegaConfBaseException as error:
+        raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
 
 
 def _sizes(kind: type[Any], config: ActionPolicyConfig, sim: RobotSim) -> dict[str, Any]:
@@ -91,7 +107,7 @@ def _sizes(kind: type[Any], config: ActionPolicyConfig, sim: RobotSim) -> dict[s
     encoder = dict(options.pop("encoder", {}))
     _check_known("model.options", options, kind)
     _check_known("model.options.encoder", encoder, EncoderConfig)
-    fitted = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
+    fitted: dict[str, Any] = {"image_size": sim.image_size, "state_size": sim.state_size or None} | encoder
     return {"action_size": sim.action_size, "chunk": config.chunk, **options, "encoder": EncoderConfig(**fitted)}
 
 
@@ -121,8 +137,9 @@ def _check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
     encoder = getattr(getattr(policy, "config", None), "encoder", None)
     if encoder is None:
         return
-    if encoder.image_size is not None and (sim.image_size is None or tuple(encoder.image_size) != tuple(sim.image_size)):
-        raise UserError(f"the policy sees pictures of {tuple(encoder.image_size)}, the simulator draws {sim.image_size}")
+    drawn = None if sim.image_size is None else tuple(sim.image_size)
+    if encoder.image_size is not None and tuple(encoder.image_size) != drawn:
+        raise UserError(f"the policy sees pictures of {tuple(encoder.image_size)} pixels, the simulator draws {drawn}")
     if encoder.state_size is not None and encoder.state_size != sim.state_size:
         raise UserError(f"the policy reads {encoder.state_size} state entries, the simulator has {sim.state_size}")
 

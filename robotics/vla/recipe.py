@@ -68,7 +68,8 @@ class RobotConfig(RunConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
-        for part in (self.model, self.sim, self.data, self.acting, *self.eval_data.values()):
+        parts: tuple[Any, ...] = (self.model, self.sim, self.data, self.acting, *self.eval_data.values())
+        for part in parts:
             part.validate()
         if self.logp_level not in LEVELS:
             raise ValueError(f"logp_level is '{self.logp_level}'; allowed: {', '.join(LEVELS)}")
@@ -109,7 +110,7 @@ class RobotRecipe(Recipe):
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Total reward (B,) and its terms of episodes that did not break down; NaN where one cannot be scored."""
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[EpisodeSpec], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Run G episodes from each initial state."""
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
@@ -154,9 +155,8 @@ class RobotRecipe(Recipe):
         inputs = _inputs(payload, rollouts.group, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
-        return TokenScores(
-            logp=self._spread(logp, *place), entropy=self._spread(entropy, *place) if "entropy" in want else None
-        )
+        wanted = "entropy" in want and entropy is not None
+        return TokenScores(self._spread(logp, *place), self._spread(entropy, *place) if wanted else None)
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
         """Success over fixed initial states, overall and of each task."""

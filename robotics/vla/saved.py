@@ -21,7 +21,7 @@ CONFIG_FILE = "policy.json"
 STATISTICS_FILE = "action_statistics.json"
 
 
-def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistics | None) -> None:
+def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistics | None, **more: Any) -> None:
     """Write policy.json and, where there are any, the statistics of the data.
 
     Args:
@@ -29,9 +29,10 @@ def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistic
         kind: row of `robotics.vla.policy.SAVED_POLICIES`.
         config: a dataclass of numbers, texts and further dataclasses.
         statistics: of the data that the policy was cloned from.
+        more: further entries that JSON can hold.
     """
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"kind": kind, **dataclasses.asdict(config)}, indent=2)
+    text = json.dumps({"kind": kind, **dataclasses.asdict(config), **more}, indent=2)
     (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     if statistics is not None:
         statistics.save(path / STATISTICS_FILE)

@@ -131,9 +131,8 @@ class SrpoRecipe(RobotRecipe):
         parts = [(latents, success, valid, tasks)]
         parts = parts if state.num_processes == 1 else list(gather_object(parts))
         start = sum(len(part[1]) for part in parts[: state.process_index])
-        joined = [np.concatenate([part[place] for part in parts]) for place in range(3)]
+        points, won, sound = (np.concatenate([part[place] for part in parts]) for place in range(3))
         names = [name for part in parts for name in part[3]]
-        references = self.memory.references()
-        outcome = progress_rewards(*joined, names, self.config.progress, references)
-        self.memory.add(joined[0], joined[1] & joined[2], names)
+        outcome = progress_rewards(points, won, sound, names, self.config.progress, self.memory.references())
+        self.memory.add(points, won & sound, names)
         return outcome, slice(start, start + len(success))

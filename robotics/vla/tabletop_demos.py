@@ -74,7 +74,7 @@ def build_demonstrations(
                         )
                         written += seen.success
     if not written:
-        raise UserError(f"none of {episodes} demonstrations of {', '.join(tasks)} succeeded; try less noise than {noise}")
+        raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
     return Path(path)
 
 

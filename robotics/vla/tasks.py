@@ -10,7 +10,7 @@ from robotics.sim.episodes import EpisodeSpec
 
 __all__ = ["EpisodeSetConfig", "episode_id", "list_episodes"]
 
-SPLITS = ("train", "held_out")
+SPLITS = ("train", "held_out", "all")
 
 
 @dataclass
@@ -24,7 +24,7 @@ class EpisodeSetConfig:
     first: int = 0
     """Number of the first of them."""
     split: str = "train"
-    """train or held_out; the layouts of one are never those of the other."""
+    """train or held_out, whose layouts are never the same, or all, the stored states of LIBERO in their order."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""

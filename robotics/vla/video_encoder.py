@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ __all__ = [
     "VideoEncoder",
     "VideoEncoderConfig",
     "VideoTraining",
+    "build_video_encoder",
     "fit_frames",
     "look_up_pooling",
     "train_video_encoder",
@@ -269,6 +270,34 @@ def train_video_encoder(
             variance = max(wanted.var(correction=0).item(), VARIANCE_FLOOR)
             on_step(step, {"loss": loss.item(), "explained": 1 - loss.item() / variance})
     return encoder.eval()
+
+
+def build_video_encoder(path: str, *, data: str, camera: str = "front", max_episodes: int = 0, **training: Any) -> Path:
+    """Build function for configurations: train an encoder on the pictures of a dataset and save it.
+
+    Args:
+        path: folder to write.
+        data: folder of a LeRobotDataset; episodes count whether they succeeded or not.
+        camera: whose pictures.
+        max_episodes: episodes at most, the first ones; 0 = all.
+        training: fields of `VideoTraining`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: no such dataset or camera, or a setting out of range.
+    """
+    from robotics.data import LeRobotReader
+
+    reader = LeRobotReader(data)
+    if camera not in reader.cameras:
+        raise UserError(f"{data} has no camera '{camera}'; there are: {', '.join(reader.cameras)}")
+    count = min(max_episodes or reader.num_episodes, reader.num_episodes)
+    films = [reader.images(number, camera) for number in range(count)]
+    encoder = train_video_encoder([film for film in films if len(film) > 1], training=VideoTraining(**training))
+    encoder.save_pretrained(path)
+    return Path(path)
 
 
 def _halve(into: int, out: int) -> nn.Sequential:

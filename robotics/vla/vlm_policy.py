@@ -19,9 +19,10 @@ Qwen's vocabulary control tokens and unused rows follow; pictures are read whole
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from mmrl.vlm.payload import Prompt
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["VlmActionConfig", "VlmActionPolicy"]
+__all__ = ["VlmActionConfig", "VlmActionPolicy", "load_vlm_policy"]
 
 PLACEHOLDERS = ("zero", "learned")
 VLM_FOLDER = "vlm"
@@ -124,7 +125,7 @@ class VlmActionPolicy(TokenPolicy):
     def save_pretrained(self, path: Path | str) -> None:
         """See `ActionPolicy.save_pretrained`; the model lies in the folder vlm, as an ordinary one or as adapters."""
         folder = Path(path)
-        write_config(folder, "vlm", self.config, self.statistics)
+        write_config(folder, "vlm", self.config, self.statistics, model=dataclasses.asdict(self.vlm.config))
         write_weights(self.extra, folder)
         self.vlm.save_pretrained(folder / VLM_FOLDER)
 
@@ -157,7 +158,8 @@ class VlmActionPolicy(TokenPolicy):
 
         Args:
             path: folder.
-            model: precision, LoRA and other settings of the model; its path is not read.
+            model: precision, LoRA and other settings of the model, its path is not read; None for those that it was
+                saved with, so that what was trained as adapters goes on as adapters.
 
         Returns:
             The policy, on the CPU.
@@ -165,13 +167,13 @@ class VlmActionPolicy(TokenPolicy):
         Raises:
             UserError: the folder is not one, or is damaged.
         """
-        from mmrl.vlm.models import ModelConfig
-
         folder = Path(path)
         entries = read_config(folder)
         entries.pop("kind", None)
+        settings = model or _model_config(entries.pop("model", {}), f"model in {folder}")
+        entries.pop("model", None)
         config = make_config(VlmActionConfig, entries, str(folder))
-        settings = dataclasses.replace(model or ModelConfig(), path=str(folder / VLM_FOLDER), build=None)
+        settings = dataclasses.replace(settings, path=str(folder / VLM_FOLDER), build=None)
         policy = cls.from_model(settings, config)
         read_weights(policy.extra, folder)
         policy.statistics = read_statistics(folder)
@@ -196,6 +198,44 @@ class VlmActionPolicy(TokenPolicy):
         weight = self.vlm.network.lm_head.weight[self.action_ids]
         with torch.autocast(device_type=states.device.type, enabled=False):
             return functional.linear(states, weight.to(states.dtype)).float()
+
+
+def load_vlm_policy(
+    *,
+    model: Mapping[str, Any],
+    action_size: int,
+    chunk: int = 8,
+    state_size: int | None = None,
+    read_state: bool = True,
+    **head: Any,
+) -> VlmActionPolicy:
+    """Put an action head on a vision-language model, from settings as a configuration file has them.
+
+    Args:
+        model: fields of `mmrl.vlm.models.ModelConfig`, path among them.
+        action_size: D.
+        chunk: K.
+        state_size: entries of the simulator's state.
+        read_state: whether the policy is told the state.
+        head: further fields of `VlmActionConfig`.
+
+    Returns:
+        The policy, on the CPU.
+
+    Raises:
+        UserError: an unknown field, or a model that cannot be used.
+    """
+    fields = {"action_size": action_size, "chunk": chunk, "state_size": state_size if read_state else None, **head}
+    config = make_config(VlmActionConfig, fields, "model.options")
+    return VlmActionPolicy.from_model(_model_config(model, "model.options.model"), config)
+
+
+def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
+    from mmrl.vlm.models import LoraSettings, ModelConfig
+
+    rest = dict(entries)
+    lora = make_config(LoraSettings, dict(rest.pop("lora", {})), f"{place}.lora")
+    return make_config(ModelConfig, rest | {"lora": lora}, place)
 
 
 class _Extra(nn.Module):

@@ -54,7 +54,9 @@ def ur5e_dh(joint_rad) -> np.ndarray:
 def random_angles(arm, count: int) -> np.ndarray:
     kinematics = arm.kinematics
     rng = np.random.default_rng(0)
-    return rng.uniform(np.maximum(kinematics.low_rad, -3.0), np.minimum(kinematics.high_rad, 3.0), (count, len(arm.joints)))
+    return rng.uniform(
+        np.maximum(kinematics.low_rad, -3.0), np.minimum(kinematics.high_rad, 3.0), (count, len(arm.joints))
+    )
 
 
 @pytest.fixture(params=sorted(ARMS))

@@ -403,7 +403,7 @@ def run_and_die(folder, steps):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_kill_at_any_moment_leaves_the_finished_episodes(tmp_path):
-    seen, steps, finished = set(), 1, False
+    seen, steps, finished = set(), 3, False
     while not finished:
         folder = tmp_path / str(steps)
         finished = run_and_die(folder, steps)

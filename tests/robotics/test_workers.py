@@ -251,7 +251,7 @@ time.sleep(0.3)
     ("function", "error", "message"),
     [
         ("broken", RunError, r"did not start; it raised: OSError: no licence found(.|\n)*line \d+, in broken"),
-        ("unusable", UserError, "^UnusableError: set ARM_FOLDER to where the arms lie$"),
+        ("unusable", UserError, "^set ARM_FOLDER to where the arms lie$"),
         ("dies", RunError, "did not start; it crashed: ended with code 7"),
         ("missing", UserError, "there is no 'missing' in"),
     ],

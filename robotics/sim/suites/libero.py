@@ -18,6 +18,7 @@ are those of openvla/openvla experiments/robot/libero/run_libero_eval.py.
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import importlib.util
 import json
@@ -46,6 +47,7 @@ class SuiteError(Exception):
 
 def make(
     suite: str = "libero_spatial",
+    tasks: list[str] | None = None,
     size: int = 256,
     horizon: int | None = None,
     held_out_states: int = 10,
@@ -57,6 +59,7 @@ def make(
 
     Args:
         suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
+        tasks: names of some of its tasks; all when None.
         size: pixels of a side of the pictures.
         horizon: control steps of an episode after the settling; the suite's usual number when None.
         held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are
@@ -70,7 +73,7 @@ def make(
         The row; a task's scene is built with its first episode.
 
     Raises:
-        SuiteError: there is no such suite, a number is out of range, or the assets are missing.
+        SuiteError: there is no such suite or task, a number is out of range, or the assets are missing.
     """
     if suite not in HORIZONS:
         raise SuiteError(f"LIBERO has no suite {suite!r}; it has: {', '.join(HORIZONS)}")
@@ -78,10 +81,13 @@ def make(
     if steps < 1 or not 0 <= held_out_states < STORED_STATES:
         raise SuiteError(f"horizon is {steps} (at least 1), held_out_states {held_out_states} (0 to 49)")
     package = package_folder()
-    assets = find_assets(package)
-    prepare_config(package, assets, config_folder)
-    _point_to_assets(assets)
-    return LiberoRow(suite, size, steps, held_out_states, shadows, camera)
+    prepare_config(package, _assets_path(package), config_folder)
+    # Before the assets are asked for, so that a part that is not installed shows without them.
+    importlib.import_module("libero.libero.envs")
+    _point_to_assets(find_assets(package))
+    row = LiberoRow(suite, size, steps, held_out_states, shadows, camera)
+    row.keep(tasks)
+    return row
 
 
 class LiberoRow:
@@ -103,7 +109,14 @@ class LiberoRow:
 
     def tasks(self) -> Mapping[str, str]:
         """Names with instructions, in the order of the suite."""
-        return {task.name: task.language for task in self._benchmark.tasks}
+        return {task.name: task.language for task in self._benchmark.tasks if task.name in self._numbers}
+
+    def keep(self, tasks: list[str] | None) -> None:
+        """Offer only some of the tasks."""
+        for name in tasks or ():
+            if name not in self._numbers:
+                raise SuiteError(f"{self._suite} has no task {name!r}; it has: {', '.join(self._numbers)}")
+        self._numbers = {name: self._numbers[name] for name in tasks or self._numbers}
 
     def layouts(self) -> Mapping[str, int | None]:
         """Numbers of stored states."""
@@ -223,8 +236,7 @@ def find_assets(package: Path) -> Path:
     Raises:
         SuiteError: there is none, or it is not such a folder.
     """
-    named = os.environ.get("LIBERO_ASSETS", "")
-    folder = Path(named).expanduser() if named else package / "assets"
+    named, folder = os.environ.get("LIBERO_ASSETS", ""), _assets_path(package)
     if (folder / "scenes").is_dir():
         return folder.resolve()
     what = f"LIBERO_ASSETS is {named!r}, which has no folder `scenes`" if named else "LIBERO_ASSETS is not set"
@@ -283,6 +295,8 @@ def load_states(path: Path) -> np.ndarray:
     multiarray = importlib.import_module("numpy._core.multiarray" if hasattr(np, "_core") else "numpy.core.multiarray")
     allowed: list[Any] = [
         (multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+        (multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),
+        codecs.encode,
         np.ndarray,
         np.dtype,
         type(np.dtype(np.float64)),
@@ -305,6 +319,11 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
     if math.isclose(sine, 0.0, abs_tol=1e-9):
         return np.zeros(3)
     return np.asarray(quaternion[:3], np.float64) * (2.0 * math.acos(w) / sine)
+
+
+def _assets_path(package: Path) -> Path:
+    named = os.environ.get("LIBERO_ASSETS", "")
+    return Path(named).expanduser() if named else package / "assets"
 
 
 def _point_to_assets(assets: Path) -> None:

@@ -18,7 +18,7 @@ __all__ = ["MetaWorldRow", "SuiteError", "make"]
 
 LAYOUTS = 1 << 30
 STATE_SIZE = 39
-# The pictures of a camera that is mounted upside down are turned.
+# Cameras that are mounted upside down; their pictures are turned by 180 degrees.
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 
 
@@ -100,7 +100,7 @@ class MetaWorldRow:
     def render(self) -> np.ndarray:
         """(size, size, 3) picture."""
         picture = np.asarray(self._env.render(), np.uint8)
-        return picture[::-1] if self._camera in UPSIDE_DOWN else picture
+        return picture[::-1, ::-1] if self._camera in UPSIDE_DOWN else picture
 
     def expert(self) -> np.ndarray:
         """(4,) action of the task's scripted policy, clipped."""

@@ -1,0 +1,46 @@
+"""Runs that follow one another, such as a warm start and what comes after it: each is finished once and then kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import load_run
+from mmrl.training.runs import train
+
+__all__ = ["finish_run", "last_model", "read_result"]
+
+
+def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
+    """Train a configuration, continue it where it was interrupted, or leave it where it is done.
+
+    Args:
+        config: YAML file.
+        run_dir: folder of the run.
+        overrides: values that replace the file's, `a.b=c`.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UserError: the configuration is wrong.
+        RunError: the run failed.
+    """
+    entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
+    if read_result(run_dir).get("status") == "done":
+        return run_dir
+    started = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").is_dir()
+    return train(entry, options, resume=started)
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Content of a run's result.json; empty where there is none."""
+    path = run_dir / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def last_model(run_dir: Path) -> Path:
+    """Folder of the model in a run's newest checkpoint."""
+    return max(run_dir.glob("checkpoints/step-*")) / "model"

@@ -1,0 +1,33 @@
+"""Policies for the line: a user's plain module, and one that always knows the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class GaussianWalker(nn.Module):
+    """A user's module: one action of one number from the state, with a learnt spread."""
+
+    def __init__(self, bias: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.net[-1].weight.data.zero_()
+        self.net[-1].bias.data.fill_(bias)
+        self.log_std = nn.Parameter(torch.tensor(-0.5))
+
+    def act(self, obs, generator, temperature=1.0, greedy=False):
+        mean = self.net(obs["state"])
+        noise = torch.zeros_like(mean) if greedy else torch.randn(mean.shape, generator=generator)
+        action = mean + self.log_std.exp() * temperature * noise
+        return action, self.log_probs(obs, action, temperature)
+
+    def log_probs(self, obs, actions, temperature=1.0):
+        spread = self.log_std.exp() * temperature
+        return torch.distributions.Normal(self.net(obs["state"]), spread).log_prob(actions).sum(-1)
+
+
+def make_walker(bias: float = 0.0) -> nn.Module:
+    """For `model.kind`."""
+    return GaussianWalker(bias)

@@ -1,0 +1,239 @@
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from mmrl.errors import RunError, UserError
+from robotics.sim.arms import ARMS
+from robotics.sim.envs import OBSERVATIONS, SimulationDiverged, TabletopEnv
+from robotics.sim.experts import Expert
+from robotics.sim.registration import ENVIRONMENT_IDS, register
+from robotics.sim.tasks import TASKS
+
+mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+
+
+def random_episode(env: TabletopEnv, seed: int, steps: int = 8) -> list:
+    observation, info = env.reset(seed=seed)
+    rng = np.random.default_rng(seed)
+    seen = [observation, info]
+    for _ in range(steps):
+        seen.append(env.step(rng.uniform(-1, 1, 5).astype(np.float32)))
+    return seen
+
+
+def equal(one, other) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(np.array_equal(one, other))
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*A Box observation space m.*:UserWarning")  # the state has no bounds
+@pytest.mark.parametrize("name", ENVIRONMENT_IDS)
+def test_gymnasiums_own_checks_pass(name):
+    check_env(gymnasium.make(name, observation="state").unwrapped, skip_render_check=True)
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*A Box observation space m.*:UserWarning")
+@pytest.mark.usefixtures("backend")
+def test_gymnasiums_own_checks_pass_with_pictures():
+    env = gymnasium.make(
+        "mmrl/PickPlace-v0", arm="ur5e", observation=OBSERVATIONS, image_size=(24, 32), render_mode="rgb_array"
+    )
+    check_env(env.unwrapped)
+    env.close()
+
+
+def test_the_module_registers_when_make_imports_it():
+    code = (
+        "import gymnasium\n"
+        "env = gymnasium.make('robotics.sim.registration:mmrl/Drawer-v0', observation='state', arm='ur5e')\n"
+        "print(env.reset(seed=0)[1]['instruction'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "open the drawer"
+    register()
+    assert set(ENVIRONMENT_IDS.values()) == set(TASKS)
+
+
+def test_importing_the_package_stays_light():
+    code = (
+        "import sys, robotics, robotics.sim; print([m for m in ('mujoco', 'transformers', 'PIL') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_equal_seeds_and_actions_give_equal_bits(arm):
+    env, other = (TabletopEnv("push", arm, "state") for _ in range(2))
+    first = random_episode(env, 3)
+    random_episode(env, 4)
+    assert equal(random_episode(env, 3), first)
+    assert equal(random_episode(other, 3), first)
+    assert not equal(random_episode(other, 5), first)
+
+
+@pytest.mark.usefixtures("backend")
+def test_kinds_of_observation():
+    env = TabletopEnv("reach", observation=OBSERVATIONS, image_size=(20, 30))
+    observation, info = env.reset(seed=0)
+    assert env.observation_space.contains(observation)
+    assert {kind: value.shape for kind, value in observation.items()} == {
+        "state": (22,),
+        "proprio": (10,),
+        "rgb": (20, 30, 3),
+        "depth": (20, 30),
+        "segmentation": (20, 30, 2),
+    }
+    assert np.array_equal(observation["proprio"], observation["state"][:10])
+    cube = env.model.geom("red_cube").id
+    mask = (observation["segmentation"] == [cube, mujoco.mjtObj.mjOBJ_GEOM]).all(axis=-1)
+    colour = observation["rgb"][mask].mean(axis=0)
+    assert colour[0] > 3 * colour[1:].max()
+    camera, place = env.model.cam("front").pos0, observation["state"][10:13]
+    assert observation["depth"][mask].min() == pytest.approx(np.linalg.norm(camera - place), abs=0.06)
+    assert info == {
+        "success": False,
+        "instruction": "touch the red cube",
+        "layout": info["layout"],
+        "split": "train",
+        "dense_reward": pytest.approx(TASKS["reach"].dense_reward(env._scene.sensors.read(env.data.sensordata))),
+    }
+    env.close()
+
+
+@pytest.mark.usefixtures("backend")
+def test_pictures_are_the_callers_and_drawn_only_when_asked_for():
+    env = TabletopEnv("reach", observation="state", render_mode="rgb_array", render_size=(20, 24))
+    env.reset(seed=0)
+    env.step(np.zeros(5))
+    assert not env._renderers
+    first = env.render()
+    copy = first.copy()
+    for _ in range(3):
+        env.step(np.ones(5))
+    second = env.render()
+    assert first.shape == (20, 24, 3)
+    assert np.array_equal(first, copy)
+    assert not np.array_equal(first, second)
+    env.close()
+    assert TabletopEnv("reach", observation="state").render() is None
+
+
+def test_the_horizon_truncates_once_and_is_not_an_end():
+    env = TabletopEnv("reach", observation="state", horizon=3)
+    env.reset(seed=0)
+    ends = [env.step(np.zeros(5))[1:4] for _ in range(3)]
+    assert ends == [(0.0, False, False), (0.0, False, False), (0.0, False, True)]
+    with pytest.raises(UserError, match="call reset first"):
+        env.step(np.zeros(5))
+    env.reset()
+    assert env.step(np.zeros(5))[3] is False
+
+
+@pytest.mark.parametrize("reward", ["sparse", "dense"])
+def test_success_ends_an_episode_with_a_reward_of_one(reward):
+    env, expert = TabletopEnv("reach", observation="state", reward=reward), Expert("reach")
+    observation, info = env.reset(seed=1)
+    rewards, terminated, truncated = [], False, False
+    while not (terminated or truncated):
+        observation, value, terminated, truncated, info = env.step(expert.act(observation["state"], info))
+        rewards.append(value)
+        assert info["success"] == terminated
+        if reward == "dense":
+            assert value == info["dense_reward"]
+    assert terminated
+    assert not truncated
+    assert rewards[-1] == 1.0
+    assert all(value == 0.0 for value in rewards[:-1]) if reward == "sparse" else np.all(np.diff(rewards) > 0)
+
+
+def test_success_with_the_last_step_is_no_truncation():
+    env, expert = TabletopEnv("reach", observation="state"), Expert("reach")
+    observation, _ = env.reset(seed=1)
+    steps, ended = 0, False
+    while not ended:
+        observation, _, ended, _, _ = env.step(expert.act(observation["state"]))
+        steps += 1
+    env = TabletopEnv("reach", observation="state", horizon=steps)
+    observation, _ = env.reset(seed=1)
+    for _ in range(steps):
+        observation, _, terminated, truncated, _ = env.step(expert.act(observation["state"]))
+    assert (terminated, truncated) == (True, False)
+
+
+def test_layouts_and_splits_can_be_chosen():
+    env = TabletopEnv("stack", observation="state")
+    start, info = env.reset(seed=0, options={"layout": 7, "split": "held_out"})
+    again, _ = env.reset(seed=9, options={"layout": 7, "split": "held_out"})
+    trained, _ = env.reset(options={"layout": 7})
+    assert (info["layout"], info["split"]) == (7, "held_out")
+    assert equal(start, again)
+    assert not equal(start, trained)
+    drawn = {env.reset(seed=seed)[1]["layout"] for seed in range(5)}
+    assert len(drawn) == 5
+    assert TabletopEnv("stack", observation="state", split="held_out").reset(seed=0)[1]["split"] == "held_out"
+
+
+def test_a_simulation_that_blows_up_is_no_failure_of_the_policy():
+    env = TabletopEnv("push", observation="state")
+    env.reset(seed=0)
+    env.data.qvel[0] = 1e12
+    with pytest.raises(SimulationDiverged, match="push broke down in control step 1 of layout") as caught:
+        env.step(np.zeros(5))
+    assert isinstance(caught.value, RunError)
+    with pytest.raises(UserError, match="call reset first"):
+        env.step(np.zeros(5))
+    env.reset(seed=0)
+    env.step(np.zeros(5))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (np.zeros(4), r"shape \(4,\); expected \(5,\)"),
+        (np.zeros((1, 5)), r"shape \(1, 5\)"),
+        (np.array([0, np.nan, 0, 0, 0]), "action 1 .* is nan"),
+        (np.array([0, 0, 0, 0, -np.inf]), "is -inf"),
+    ],
+)
+def test_bad_actions_are_named(action, message):
+    env = TabletopEnv("reach", observation="state")
+    env.reset(seed=0)
+    with pytest.raises(UserError, match=message):
+        env.step(action)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "fly"}, "task is 'fly'; there are reach"),
+        ({"arm": "hand"}, "arm is 'hand'; there are panda, ur5e"),
+        ({"observation": ("state", "sound")}, "state, proprio, rgb, depth, segmentation"),
+        ({"observation": ()}, "at least one of"),
+        ({"horizon": 0}, "horizon is 0"),
+        ({"render_mode": "human"}, "there are rgb_array and None"),
+        ({"split": "test"}, "there are train and held_out"),
+        ({"reward": "dens"}, "there are sparse and dense"),
+        ({"image_size": (0, 4)}, "must be at least 1 pixel"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(UserError, match=message):
+        TabletopEnv(**{"observation": "state", **arguments})
+
+
+def test_bad_options_of_reset_are_named():
+    env = TabletopEnv("reach", observation="state")
+    with pytest.raises(UserError, match="unknown options of reset: layuot"):
+        env.reset(options={"layuot": 1})
+    with pytest.raises(UserError, match="layout is -3"):
+        env.reset(options={"layout": -3})
+    with pytest.raises(UserError, match="split is 'dev'"):
+        env.reset(options={"split": "dev"})

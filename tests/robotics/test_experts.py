@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+
+from mmrl.errors import UserError
+from robotics.sim.arms import ARMS
+from robotics.sim.batch import BatchSettings, TabletopBatch
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.experts import EXPERTS, Expert
+from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
+from robotics.sim.tasks import SPLITS, TASKS
+
+pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+
+
+def solved(task: str, arm: str, split: str, count: int, noise: float = 0.0) -> float:
+    """Share of the layouts that the expert solves within the horizon."""
+    expert = Expert(task, noise)
+    episodes = [EpisodeSpec(task, TASKS[task].instruction, layout, split) for layout in range(count)]
+    done = np.zeros(count, bool)
+    with TabletopBatch([task], arm, BatchSettings(image_size=None)) as sim:
+        sim.reset(episodes)
+        while len(sim.live):
+            result = sim.step_chunk(expert.act(sim.full_state())[:, None])
+            done[result.rows] |= result.success
+            assert not result.failed.any()
+    return float(done.mean())
+
+
+def test_there_is_an_expert_for_every_task():
+    assert set(EXPERTS) == set(TASKS)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {"reach_green"}))
+def test_experts_solve_a_few_layouts_of_both_splits(task, arm):
+    assert [solved(task, arm, split, 3) for split in SPLITS] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("task", ["push", "pick_place"])
+def test_experts_recover_from_noise(task):
+    assert solved(task, "panda", "train", 6, noise=0.15) >= 5 / 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("task", TASKS)
+def test_experts_solve_95_of_100(task, arm, split):
+    assert solved(task, arm, split, 50) >= 0.95
+
+
+def test_standing_still_solves_nothing():
+    """What the experts show is not given away by the starts."""
+    tasks = list(TASKS)
+    with TabletopBatch(tasks, settings=BatchSettings(image_size=None, horizon=10)) as sim:
+        sim.reset([EpisodeSpec(task, "", layout) for task in tasks for layout in range(3)])
+        result = sim.step_chunk(np.zeros((len(sim.live), 10, 5)))
+    assert not result.success.any()
+
+
+def test_actions_are_in_range_and_repeat():
+    states = np.random.default_rng(0).normal(0.3, 0.2, (7, STATE_SIZE)).astype(np.float32)
+    for task in EXPERTS:
+        actions = Expert(task).act(states)
+        assert actions.shape == (7, 5)
+        assert actions.dtype == np.float32
+        assert np.abs(actions).max() <= 1.0
+        assert set(np.abs(actions[:, 4])) == {1.0}
+        assert np.array_equal(actions[3], Expert(task).act(states[3], {"success": False}))
+
+
+def test_noise_disturbs_the_motion_and_not_the_gripper():
+    states = np.full((200, STATE_SIZE), 0.3)
+    clean = Expert("reach").act(states)
+    noisy = Expert("reach", noise=0.05, seed=1).act(states)
+    inside = (np.abs(clean) < 0.8).all(axis=0)[:4]
+    spread = (noisy - clean)[:, :4][:, inside].std()
+    assert spread == pytest.approx(0.05, rel=0.2)
+    assert np.array_equal(noisy[:, 4], clean[:, 4])
+    assert np.array_equal(noisy, Expert("reach", noise=0.05, seed=1).act(states))
+    assert not np.array_equal(noisy, Expert("reach", noise=0.05, seed=2).act(states))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="no expert for 'fly'; there are experts for reach"):
+        Expert("fly")
+    with pytest.raises(UserError, match="noise is -1"):
+        Expert("reach", noise=-1)
+    with pytest.raises(UserError, match="full state of 22 entries"):
+        Expert("reach").act(np.zeros(PROPRIO_SIZE))

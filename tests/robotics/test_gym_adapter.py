@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+
+from robotics.sim.gym_adapter import EnvError, GymRow
+
+gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
+spaces = gymnasium.spaces
+
+
+class Arm(gymnasium.Env):
+    """Remembers what it was given; observations are a Dict with the keys asked for."""
+
+    def __init__(self, observation=None, action=None, info=None, render_mode=None):
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+        parts = {
+            "zeta": spaces.Box(-1, 1, (2,), np.float64),
+            "camera": spaces.Box(0, 255, (4, 6, 3), np.uint8),
+            "angle": spaces.Box(-1, 1, (1,), np.float32),
+            "depth": spaces.Box(0, 9, (4, 6), np.float32),
+        }
+        self.observation_space = observation or spaces.Dict(parts)
+        self.action_space = action or spaces.Box(
+            np.array([[-1, 0]], np.float32), np.array([[3, 0.5]], np.float32), dtype=np.float32
+        )
+        self.info, self.render_mode = info if info is not None else {}, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seen = {"seed": seed, "options": options}
+        return self._observe(), {}
+
+    def step(self, action):
+        self.seen = {"action": action}
+        return self._observe(), 2.5, False, True, self.info
+
+    def render(self):
+        return np.full((5, 7, 3), 9, np.uint8)
+
+    def _observe(self):
+        known = {"zeta": [1.0, 2.0], "camera": np.full((4, 6, 3), 8, np.uint8), "angle": [3.0], "depth": [[4.0]]}
+        if isinstance(self.observation_space, spaces.Dict):
+            return {key: np.asarray(known[key]) for key in self.observation_space.spaces}
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype)
+
+
+def row(arm: Arm | None = None, **options) -> GymRow:
+    return GymRow(arm or Arm(), **{"horizon": 5, **options})
+
+
+def test_flat_parts_of_a_dict_are_the_state_and_its_picture_the_picture():
+    adapted = row()
+    assert adapted.state_size == 3
+    assert sorted(adapted.state().tolist()) == [1.0, 2.0, 3.0]
+    assert adapted.image_size == (4, 6)
+    assert (adapted.render() == 8).all()
+
+
+def test_keys_choose_parts_and_their_order():
+    adapted = row(state_keys=["zeta", "angle", "zeta"], image_key="camera")
+    np.testing.assert_array_equal(adapted.state(), [1, 2, 3, 1, 2])
+    for options in ({"state_keys": ["beta"]}, {"image_key": "beta"}):
+        with pytest.raises(EnvError, match=r"have no 'beta'; they have: .*camera"):
+            row(**options)
+
+
+@pytest.mark.parametrize(
+    ("space", "mode", "state_size", "image_size"),
+    [
+        (spaces.Box(-1, 1, (2, 3), np.float64), None, 6, None),
+        (spaces.Box(-1, 1, (2, 3), np.float64), "rgb_array", 6, (5, 7)),
+        (spaces.Box(0, 255, (8, 9, 3), np.uint8), None, 0, (8, 9)),
+    ],
+)
+def test_an_observation_that_is_one_array_is_state_or_picture(space, mode, state_size, image_size):
+    adapted = row(Arm(space, render_mode=mode))
+    assert adapted.state_size == state_size
+    assert adapted.image_size == image_size
+    with pytest.raises(EnvError, match="are for a Dict"):
+        row(Arm(space), state_keys=["x"])
+
+
+def test_actions_are_scaled_to_the_bounds_of_each_entry():
+    arm = Arm()
+    adapted = row(arm)
+    assert adapted.action_size == 2
+    for given, expected in (([-1, -1], [[-1, 0]]), ([1, 1], [[3, 0.5]]), ([0, 0.5], [[1, 0.375]])):
+        adapted.step(np.array(given, np.float64))
+        np.testing.assert_allclose(arm.seen["action"], expected)
+        assert arm.seen["action"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (spaces.Discrete(4), r"Discrete\(4\); only a Box"),
+        (spaces.MultiDiscrete([2, 2]), "only a Box"),
+        (spaces.Box(-np.inf, 1, (2,)), "needs finite bounds"),
+    ],
+)
+def test_actions_that_cannot_be_scaled_are_refused(space, message):
+    with pytest.raises(EnvError, match=message):
+        row(Arm(action=space))
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "success"),
+    [
+        ({}, {}, False),
+        ({"success": 1.0}, {}, True),
+        ({"is_success": np.True_}, {}, True),
+        ({"is_success": 0.0, "other": 1}, {}, False),
+        ({"solved": True, "success": False}, {"success_key": "solved"}, True),
+        ({}, {"success_reward": 2.5}, True),
+        ({"success": True}, {"success_reward": 2.6}, False),
+    ],
+)
+def test_success_comes_from_info_or_the_reward(info, options, success):
+    assert row(Arm(info=info), **options).step(np.zeros(2)) == (2.5, success, False, True)
+
+
+def test_a_success_key_that_info_lacks_is_named():
+    with pytest.raises(EnvError, match="info has no 'solved'; it has: done, phase"):
+        row(Arm(info={"phase": 1, "done": 0}), success_key="solved").step(np.zeros(2))
+
+
+def test_the_seed_begins_an_episode_and_options_only_where_asked_for():
+    arm = Arm()
+    row(arm).reset("Arm", 3, "train", 77)
+    assert arm.seen == {"seed": 77, "options": None}
+    row(arm, layout_options=True, task="lift").reset("lift", 3, "held_out", 78)
+    assert arm.seen == {"seed": 78, "options": {"layout": 3, "split": "held_out", "task": "lift"}}
+
+
+def test_the_horizon_is_that_of_the_id_or_must_be_given():
+    assert GymRow(gymnasium.make("Pendulum-v1")).horizon == 200
+    assert GymRow(gymnasium.make("Pendulum-v1"), horizon=7).horizon == 7
+    for horizon in (None, 0):
+        with pytest.raises(EnvError, match=f"horizon is {horizon}"):
+            GymRow(Arm(), horizon=horizon)
+
+
+def test_the_task_is_named_after_the_id():
+    assert GymRow(gymnasium.make("Pendulum-v1"), instruction="swing up").tasks() == {"Pendulum-v1": "swing up"}
+    assert row().tasks() == {"Arm": ""}
+    assert row().describe()["render_fps"] == 20

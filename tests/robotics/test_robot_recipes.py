@@ -1,0 +1,279 @@
+"""GRPO, SRPO and evaluation on a point on a line: the loop from episodes to updates, without physics."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.errors import RunError, UserError
+from mmrl.recipes import find_recipe
+from mmrl.training.distributed import make_accelerator
+from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.runs import evaluate, train
+from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from robotics.sim.opening import SimConfig
+from robotics.vla.collect import ActingSettings
+from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
+from robotics.vla.latents import LatentConfig
+from robotics.vla.loading import ActionPolicyConfig
+from robotics.vla.srpo import SrpoConfig, SrpoRecipe
+from robotics.vla.tasks import EpisodeSetConfig
+
+SCALE = {"mean": [0.0, 0.0], "std": [0.3, 0.3]}
+
+
+def trainer(**changes):
+    settings = {"steps": 3, "tasks_per_step": 4, "samples_per_task": 6, "learning_rate": 0.02, "threads": 1}
+    return TrainerConfig(**(settings | changes))
+
+
+def grpo(tmp_path, kind=RobotGrpoConfig, name="robot_grpo", **changes):
+    options = changes.pop("sim", {})
+    settings = {
+        "recipe": name,
+        "output_dir": str(tmp_path / "run"),
+        "sim": SimConfig(kind="tests.robotics.line_sim:open_line", options=options),
+        "model": ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 0.1}),
+        "data": EpisodeSetConfig(tasks=["right"], layouts=20),
+        "eval_data": {"held_out": EpisodeSetConfig(tasks=["right"], split="held_out", layouts=8)},
+        "trainer": trainer(),
+        "tracking": TrackingConfig(quiet=True, tensorboard=False),
+        "checkpoint": CheckpointConfig(every=1, keep=5),
+    }
+    config = kind(**(settings | changes))
+    config.evaluation.videos = 0
+    config.validate()
+    return config
+
+
+def srpo(tmp_path, **changes):
+    latent = LatentConfig(kind="state", frames="chunk", options=SCALE)
+    return grpo(tmp_path, SrpoConfig, "srpo", **({"latent": latent} | changes))
+
+
+def collected(recipe, tasks=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator)
+    return recipe.score(rollouts)
+
+
+@pytest.mark.parametrize("level", ["token", "chunk"])
+def test_ratio_is_one_before_the_first_update(tmp_path, level):
+    recipe = RobotGrpoRecipe(grpo(tmp_path, logp_level=level, acting=ActingSettings(temperature=1.4)))
+    rollouts = collected(recipe)
+    scores = recipe.scores(recipe.policy, rollouts, frozenset({"logp"}))
+    kept = rollouts.mask > 0
+    assert kept.any()
+    torch.testing.assert_close(scores.logp[kept].detach(), rollouts.logp_old[kept], rtol=1e-6, atol=1e-6)
+
+
+def test_mask_counts_control_steps_that_were_carried_out(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path))
+    rollouts = collected(recipe)
+    torch.testing.assert_close(rollouts.mask.sum(1).long(), rollouts.payload.lengths)
+    assert rollouts.group.tolist() == [group for group in range(4) for _ in range(6)]
+
+
+def test_micro_batches_change_nothing(tmp_path):
+    gradients = []
+    for micro in (0, 6, 2):
+        recipe = RobotGrpoRecipe(grpo(tmp_path, trainer=trainer(micro_batch=micro)))
+        rollouts = recipe.advantages(collected(recipe), make_accelerator())
+        denominators = recipe.objective.denominators(rollouts)
+        for chunk in rollouts.micro_batches(micro or rollouts.num_rows):
+            recipe.loss(recipe.policy, chunk, denominators).loss.backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in recipe.policy.parameters()]))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-7)
+
+
+def test_loss_is_the_mean_of_episode_means(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path))
+    rollouts = recipe.advantages(collected(recipe), make_accelerator())
+    loss = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts)).loss
+    per_episode = []
+    for row in range(rollouts.num_rows):
+        count = int(rollouts.mask[row].sum())
+        per_episode.append(-float(rollouts.advantage[row, :count].sum()) / count)
+    assert float(loss.detach()) == pytest.approx(np.mean(per_episode), abs=1e-6)
+
+
+def test_sparse_and_dense_rewards(tmp_path):
+    sparse = collected(RobotGrpoRecipe(grpo(tmp_path)))
+    dense = collected(RobotGrpoRecipe(grpo(tmp_path, reward="dense")))
+    torch.testing.assert_close(sparse.reward, sparse.payload.success.float())
+    gap = (dense.payload.last_state[:, 0] - dense.payload.last_state[:, 1]).abs()
+    expected = torch.where(dense.payload.success, torch.ones(()), 1 / (1 + gap))
+    torch.testing.assert_close(dense.reward, expected, rtol=1e-5, atol=1e-5)
+    assert set(dense.reward_terms) == {"success", "dense"}
+
+
+def test_broken_environment_takes_its_group_out(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
+    rollouts = collected(recipe)
+    broken = torch.isnan(rollouts.reward)
+    own = torch.tensor([recipe.train_tasks[group].layout == 1 for group in rollouts.group.tolist()])
+    assert bool((broken == own).all())
+    metrics = recipe.step_metrics(rollouts)
+    assert metrics["sim/episodes_failed"] >= 1
+    assert metrics["sim/raised"] >= 1
+    advantages = recipe.advantages(rollouts, make_accelerator()).advantage
+    assert not advantages[own].any()
+
+
+def test_step_without_a_whole_group_stops_with_the_reason(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path, sim={"never_starts": list(range(20))}))
+    with pytest.raises(RunError, match="would not start"):
+        collected(recipe)
+
+
+def test_grpo_learns(tmp_path):
+    config = grpo(tmp_path, trainer=trainer(steps=25, samples_per_task=8, minibatches_per_step=2))
+    run_dir = train(find_recipe("robot_grpo"), config)
+    result = json.loads((run_dir / "result.json").read_text())
+    before, after = result["first_evaluation"]["held_out"], result["last_evaluation"]["held_out"]
+    assert before["success/greedy"] == 0.0
+    assert after["success/greedy"] >= 0.8
+
+
+def test_resumed_run_is_the_uninterrupted_one(tmp_path):
+    whole = train(find_recipe("srpo"), srpo(tmp_path / "a"))
+    cut = srpo(tmp_path / "b", trainer=trainer(steps=1))
+    train(find_recipe("srpo"), cut)
+    resumed = train(find_recipe("srpo"), srpo(tmp_path / "b"), resume=True)
+    weights = [path / "checkpoints" / "step-000003" / "model" / "model.safetensors" for path in (whole, resumed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_srpo_ranks_failures_by_the_end_of_their_way(tmp_path):
+    recipe = SrpoRecipe(srpo(tmp_path, trainer=trainer(samples_per_task=16)))
+    rollouts = collected(recipe)
+    success = rollouts.payload.success
+    assert success.any()
+    assert not success.all()
+    assert bool((rollouts.reward[success] == 1).all())
+    failures = rollouts.reward[~success]
+    assert 0 < float(failures.min()) < float(failures.max()) < 0.6
+    assert float(failures.max()) == pytest.approx(0.595984, abs=1e-5)
+    metrics = recipe.step_metrics(rollouts)
+    assert metrics["srpo/tasks_without_reference"] == 0
+    assert metrics["srpo/invalid_latents"] == 0
+
+
+def test_srpo_without_any_success_gives_nothing(tmp_path):
+    model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": -5.0})
+    recipe = SrpoRecipe(srpo(tmp_path, model=model))
+    rollouts = collected(recipe)
+    assert not rollouts.payload.success.any()
+    assert not rollouts.reward.any()
+    assert recipe.step_metrics(rollouts)["srpo/tasks_without_reference"] == 1
+
+
+def test_srpo_references_are_shared_by_a_task_and_advantages_by_a_start(tmp_path):
+    recipe = SrpoRecipe(srpo(tmp_path, trainer=trainer(samples_per_task=16)))
+    rollouts = collected(recipe)
+    failed = rollouts.reward[~rollouts.payload.success]
+    # one normalisation over all four starts: exactly one failure has the largest reward and one the smallest
+    assert int((failed == failed.max()).sum()) == 1
+    estimated = recipe.advantages(rollouts, make_accelerator())
+    for group in range(4):
+        rows = rollouts.group == group
+        own = rollouts.reward[rows]
+        expected = (own - own.mean()) / (own.std() + 1e-6) if own.max() > own.min() else torch.zeros_like(own)
+        torch.testing.assert_close(estimated.advantage[rows, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_kl_to_the_start_policy(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path, objective=ObjectiveConfig(preset="srpo", kl="k3", kl_coef=0.1)))
+    assert recipe.objective.needs_reference
+    run_dir = train(find_recipe("robot_grpo"), recipe.config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[-1]["policy/kl_ref"] > 0
+
+
+def test_evaluation_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    config = grpo(tmp_path)
+    config.evaluation.batch_tasks = 3
+    entry = find_recipe("robot_grpo")
+    first = evaluate(entry, config)
+    files = sorted((tmp_path / "run" / "episodes").glob("*.jsonl"))
+    assert len(files) == 1
+    lines = files[0].read_text().splitlines()
+    assert [json.loads(line)["layout"] for line in lines] == list(range(8))
+    files[0].write_text("".join(line + "\n" for line in lines[:3]))
+    import robotics.vla.evaluation as evaluation
+
+    ran = []
+    run_episodes = evaluation.run_episodes
+    monkeypatch.setattr(evaluation, "run_episodes", lambda *a, **k: ran.append(len(a[2])) or run_episodes(*a, **k))
+    assert evaluate(entry, config) == pytest.approx(first, nan_ok=True)
+    assert sum(ran) == 5
+    protocol = json.loads(files[0].with_suffix(".protocol.json").read_text())
+    assert protocol["simulator"] == {"simulator": "line", "horizon": 12}
+
+
+def test_other_weights_never_share_a_file(tmp_path):
+    entry = find_recipe("robot_grpo")
+    evaluate(entry, grpo(tmp_path))
+    other = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 1.0})
+    evaluate(entry, grpo(tmp_path, model=other))
+    assert len(list((tmp_path / "run" / "episodes").glob("*.jsonl"))) == 2
+
+
+def test_evaluation_reports_tasks_intervals_and_videos(tmp_path):
+    config = grpo(tmp_path, eval_data={"held_out": EpisodeSetConfig(split="held_out", layouts=6)})
+    config.model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 1.0})
+    config.evaluation.videos, config.evaluation.samples = 1, 2
+    metrics = evaluate(find_recipe("robot_grpo"), config)
+    assert metrics["held_out/success/greedy/right"] == 1.0
+    assert metrics["held_out/success/greedy/left"] == 0.0
+    assert metrics["held_out/success/greedy"] == 0.5
+    assert metrics["held_out/success/greedy/low"] == pytest.approx(0.2538, abs=1e-3)  # Wilson, 6 of 12
+    assert 0.0 < metrics["held_out/success/sampled"] < 1.0
+    assert metrics["held_out/n"] == 12
+    videos = sorted(path.name for path in (tmp_path / "run" / "videos").glob("*.mp4"))
+    assert len(videos) == 2
+    assert "failure-left" in videos[0]
+    assert "success-right" in videos[1]
+
+
+def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
+    config = grpo(tmp_path, sim={"never_starts": [0, 1]})
+    config.model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 1.0})
+    metrics = evaluate(find_recipe("robot_grpo"), config)
+    assert metrics["held_out/success/greedy"] == 1.0
+    assert metrics["held_out/episode/failed/greedy"] == 2
+    assert not math.isnan(metrics["held_out/episode/steps_to_success/greedy"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": "shaped"}, "reward is 'shaped'; allowed: sparse, dense"),
+        ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),
+        ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
+        ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
+        ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, flow, vlm"),
+        ({"sim": SimConfig(kind="isaac")}, "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld"),
+        ({"sim": SimConfig(kind="gymnasium")}, "sim.env is ''"),
+    ],
+)
+def test_bad_settings(tmp_path, changes, message):
+    sim = changes.pop("sim", None)
+    config = grpo(tmp_path)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    if sim is not None:
+        config.sim = sim
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        config.validate()
+
+
+def test_unknown_task_lists_what_there_is(tmp_path):
+    with pytest.raises(UserError, match="unknown task fly; this simulator has: right, left"):
+        RobotGrpoRecipe(grpo(tmp_path, data=EpisodeSetConfig(tasks=["fly"])))

@@ -1,0 +1,331 @@
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmrl.errors import RunError, UserError
+from robotics.sim import suite_setup, workers
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.suites import libero, metaworld
+from robotics.sim.workers import WorkerPool, WorkerSettings
+
+FAKE_INIT = """
+import json, os
+path = os.path.join(os.environ["LIBERO_CONFIG_PATH"], "config.yaml")
+if not os.path.exists(path):
+    input("Do you want to specify a custom path? ")
+_assets_path_cache = None
+def get_libero_path(key):
+    return json.load(open(path))[key]
+"""
+FAKE_BENCHMARK = """
+import os
+from collections import namedtuple
+from libero.libero import get_libero_path
+Task = namedtuple("Task", "name language problem_folder init_states_file")
+class Benchmark:
+    tasks = [Task(n, n.replace("_", " "), "folder", "states.pruned_init") for n in ("lift_it", "lower_it", "lose_it")]
+    def get_task(self, number): return self.tasks[number]
+    def get_task_bddl_file_path(self, number):
+        return os.path.join(get_libero_path("bddl_files"), self.tasks[number].name)
+def get_benchmark(name): return Benchmark
+"""
+FAKE_ENVS = """
+import numpy as np
+import libero.libero
+class Gripper:
+    dof, current_action = 1, np.ones(1)
+class Robot:
+    gripper = Gripper()
+class Sim:
+    def render(self, camera_name, height, width, depth):
+        return np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
+class OffScreenRenderEnv:
+    robots, sim, built = [Robot()], Sim(), 0
+    def __init__(self, bddl_file_name, **options):
+        assert libero.libero._assets_path_cache, "assets would be downloaded"
+        assert not options["hard_reset"] and not options["use_camera_obs"]
+        if "lose_it" in bddl_file_name:
+            raise FileNotFoundError("resource not found: bowl.obj")
+        OffScreenRenderEnv.built += 1
+    def seed(self, seed): self.seeded = seed
+    def reset(self): self.steps, self.seeds = 0, self.seeded
+    def set_init_state(self, state):
+        assert not Robot.gripper.current_action.any() and self.seeded == 0
+        self.number = state[0]
+        return self.see()
+    def step(self, action):
+        self.steps += 1
+        Robot.gripper.current_action = np.ones(2)
+        self.settled = list(action) == [0, 0, 0, 0, 0, 0, -1]
+        return self.see(), 0.5, False, {}
+    def check_success(self): return self.steps == 13
+    def see(self):
+        where = np.array([self.number, self.steps, self.built], float)
+        turn = np.array([0, 0, np.sin(0.25), np.cos(0.25)])
+        return {"robot0_eef_pos": where, "robot0_eef_quat": turn, "robot0_gripper_qpos": np.array([0.1, -0.1])}
+    def close(self): pass
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package laid out as LIBERO's, with stored states in torch's older format, and a folder of assets."""
+    import torch
+
+    inner = tmp_path / "site" / "libero" / "libero"
+    (inner / "init_files" / "folder").mkdir(parents=True)
+    (inner / "envs").mkdir()
+    (inner.parent / "__init__.py").write_text("")
+    (inner / "__init__.py").write_text(FAKE_INIT)
+    (inner / "benchmark.py").write_text(FAKE_BENCHMARK)
+    (inner / "envs" / "__init__.py").write_text(FAKE_ENVS)
+    states = np.arange(50.0)[:, None] * np.ones(3)
+    torch.save(states, inner / "init_files" / "folder" / "states.pruned_init", _use_new_zipfile_serialization=False)
+    (tmp_path / "assets" / "scenes").mkdir(parents=True)
+    info = tmp_path / "site" / "fake.dist-info"
+    for name in ("hf_libero", "robosuite", "mujoco", "bddl"):
+        folder = info.with_name(f"{name}-1.0.dist-info")
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    return inner
+
+
+@pytest.fixture
+def fake_settings(package, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "find_backend", lambda preferred: None)
+    monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
+    variables = {"PYTHONPATH": str(tmp_path / "site"), "LIBERO_ASSETS": str(tmp_path / "assets")}
+    return WorkerSettings(
+        f"{libero.__file__}:make",
+        {"config_folder": str(tmp_path / "config"), "size": 4},
+        python=sys.executable,
+        environment=variables,
+        workers=1,
+    )
+
+
+def test_libero_runs_stored_states_after_the_settling_steps(fake_settings, tmp_path):
+    with WorkerPool(fake_settings) as pool:
+        assert pool.layouts() == {"train": 40, "held_out": 10, "all": 50}
+        assert pool.tasks()["lift_it"] == "lift it"
+        assert (pool.horizon, pool.action_size, pool.state_size) == (220, 7, 8)
+        result = pool.reset([EpisodeSpec("lift_it", "", 7)])
+        assert result.reasons == {}
+        np.testing.assert_allclose(result.observation.state, [[7, 10, 1, 0, 0, 0.5, 0.1, -0.1]], atol=1e-6)
+        picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+        np.testing.assert_array_equal(result.observation.images[0], np.rot90(picture, 2))
+        chunk = pool.step_chunk(np.zeros((1, 8, 7)))
+        assert chunk.steps[0] == 3
+        assert chunk.success[0]
+        assert chunk.terminated[0]
+        # The scene of a task is built once; another task's takes its place.
+        again = pool.reset([EpisodeSpec("lift_it", "", 2, "held_out")]).observation.state[0]
+        np.testing.assert_allclose(again[:3], [42, 10, 1])
+        assert pool.reset([EpisodeSpec("lower_it", "", 49, "all")]).observation.state[0, 2] == 2
+        with pytest.raises(UserError, match=r"the scene of lose_it cannot be built.*LIBERO_ASSETS"):
+            pool.reset([EpisodeSpec("lose_it", "", 0)])
+    assert json.loads((tmp_path / "config" / "config.yaml").read_text())["assets"] == str(tmp_path / "assets")
+
+
+@pytest.mark.parametrize(
+    ("options", "assets", "message"),
+    [
+        ({}, "", "LIBERO_ASSETS is not set"),
+        ({}, "/nowhere", "LIBERO_ASSETS is '/nowhere', which has no folder `scenes`"),
+        ({"suite": "libero_kitchen"}, None, "no suite 'libero_kitchen'; it has: libero_spatial"),
+        ({"horizon": 0}, None, "horizon is 0"),
+        ({"tasks": ["fly"]}, None, "no task 'fly'; it has: lift_it, lower_it"),
+        ({"colour": 1}, None, "unexpected keyword argument 'colour'; it takes suite, tasks"),
+    ],
+)
+def test_what_libero_cannot_do_is_said_before_an_episode(fake_settings, options, assets, message):
+    variables = dict(fake_settings.environment)
+    if assets is not None:
+        variables["LIBERO_ASSETS"] = assets
+    kwargs = {**fake_settings.kwargs, **options}
+    with pytest.raises(UserError, match=message):
+        WorkerPool(dataclasses.replace(fake_settings, environment=variables, kwargs=kwargs))
+
+
+def test_a_config_of_the_users_own_is_left_alone(package, tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.yaml").write_text("assets: mine")
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(own))
+    assert libero.prepare_config(package, tmp_path / "assets", str(tmp_path / "new")) == own / "config.yaml"
+    assert (own / "config.yaml").read_text() == "assets: mine"
+    (own / "config.yaml").unlink()
+    written = libero.prepare_config(package, tmp_path / "assets", None)
+    assert written == own / "config.yaml"
+    assert json.loads(written.read_text()) == {
+        "benchmark_root": str(package),
+        "bddl_files": str(package / "bddl_files"),
+        "init_states": str(package / "init_files"),
+        "datasets": str(package.parent / "datasets"),
+        "assets": str(tmp_path / "assets"),
+    }
+
+
+def test_without_a_variable_the_config_goes_to_the_folder_given(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", "")
+    written = libero.prepare_config(package, tmp_path, str(tmp_path / "new" / "folder"))
+    assert written == tmp_path / "new" / "folder" / "config.yaml"
+    assert os.environ["LIBERO_CONFIG_PATH"] == str(written.parent)
+    assert [path.name for path in written.parent.iterdir()] == ["config.yaml"]
+
+
+def test_assets_of_the_package_are_taken_where_none_are_named(package, monkeypatch):
+    monkeypatch.delenv("LIBERO_ASSETS", raising=False)
+    (package / "assets" / "scenes").mkdir(parents=True)
+    assert libero.find_assets(package) == package / "assets"
+
+
+def test_stored_states_cannot_run_code(tmp_path):
+    import torch
+
+    torch.save({"run": os.system}, tmp_path / "bad.pruned_init", _use_new_zipfile_serialization=False)
+    with pytest.raises(Exception, match=r"weights_only|Unsupported|not an allowed"):
+        libero.load_states(tmp_path / "bad.pruned_init")
+
+
+def test_axis_angle_turns_vectors_as_the_quaternion_does():
+    rng = np.random.default_rng(0)
+    for quaternion in rng.normal(size=(20, 4)):
+        x, y, z, w = quaternion = quaternion / np.linalg.norm(quaternion)
+        turn = libero.axis_angle(quaternion)
+        angle = np.linalg.norm(turn)
+        axis, vector = turn / angle, rng.normal(size=3)
+        rotated = vector * np.cos(angle) + np.cross(axis, vector) * np.sin(angle)
+        rotated += axis * (axis @ vector) * (1 - np.cos(angle))
+        cross = np.cross([x, y, z], vector)
+        np.testing.assert_allclose(rotated, vector + 2 * (w * cross + np.cross([x, y, z], cross)), atol=1e-9)
+    np.testing.assert_array_equal(libero.axis_angle(np.array([0, 0, 0, 1.0])), np.zeros(3))
+
+
+def test_metaworld_has_fifty_tasks_and_refuses_others():
+    assert len(metaworld.INSTRUCTIONS) == 50
+    assert list(metaworld.make(["reach", "push"]).tasks()) == ["reach", "push"]
+    with pytest.raises(metaworld.SuiteError, match="no task 'fly'; it has: assembly"):
+        metaworld.make(["fly"])
+    with pytest.raises(metaworld.SuiteError, match="no camera 'side'"):
+        metaworld.make(camera="side")
+    with pytest.raises(metaworld.SuiteError, match="horizon is 501"):
+        metaworld.make(horizon=501)
+
+
+class TestSetup:
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        made = []
+
+        def run(command):
+            made.append(list(command))
+            if command[1:3] == ["-m", "venv"]:
+                python = suite_setup._python_in(Path(command[3]))
+                python.parent.mkdir(parents=True, exist_ok=True)
+                python.write_text("")
+                (Path(command[3]) / "pyvenv.cfg").write_text("")
+
+        monkeypatch.setattr(suite_setup, "_run", run)
+        monkeypatch.setattr(suite_setup, "_check", lambda name, place: "checked")
+        return made
+
+    @pytest.mark.parametrize("name", ["libero", "metaworld"])
+    def test_every_step_is_done_in_the_environment_and_told(self, calls, tmp_path, name):
+        told = []
+        python = suite_setup.setup_suite(name, tmp_path / "new", python="python3", say=told.append)
+        assert calls[0] == ["python3", "-m", "venv", str(tmp_path / "new")]
+        assert len(calls) == 1 + len(suite_setup.RECIPES[name].steps)
+        assert all(call[:4] == [str(python), "-m", "pip", "install"] for call in calls[1:])
+        assert told[-2].endswith("checked")
+        assert "open_suite" in told[-1]
+        assert suite_setup.suite_python(name, tmp_path / "new") == python
+
+    def test_a_folder_of_something_else_is_not_touched(self, calls, tmp_path):
+        (tmp_path / "thesis.txt").write_text("")
+        with pytest.raises(UserError, match="no virtual environment"):
+            suite_setup.setup_suite("libero", tmp_path)
+        assert calls == []
+
+    def test_torch_comes_without_cuda_and_before_what_could_bring_another(self):
+        steps = suite_setup.RECIPES["libero"].steps
+        assert steps[0][0] == "torch==2.13.0"
+        assert steps[0][1:] == suite_setup.TORCH_INDEX
+
+    def test_a_step_that_fails_shows_its_last_words(self):
+        with pytest.raises(RunError, match=r"ended with code 3:\n.*no such wheel"):
+            suite_setup._run([sys.executable, "-c", "import sys; print('no such wheel', file=sys.stderr); sys.exit(3)"])
+
+
+def test_the_folder_follows_the_variable_then_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MMRL_SUITES", str(tmp_path))
+    assert suite_setup.suite_folder("libero") == tmp_path / "libero"
+    monkeypatch.delenv("MMRL_SUITES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert suite_setup.suite_folder("metaworld") == tmp_path / "cache" / "mmrl" / "suites" / "metaworld"
+    assert suite_setup.suite_folder("metaworld", tmp_path / "here") == tmp_path / "here"
+
+
+def test_a_suite_that_is_not_there_says_what_to_do(tmp_path):
+    with pytest.raises(UserError, match="no suite 'robocasa'; there are: metaworld, libero"):
+        suite_setup.open_suite("robocasa")
+    with pytest.raises(UserError, match="mmrl sim setup libero"):
+        suite_setup.open_suite("libero", folder=tmp_path)
+
+
+def installed(name: str) -> None:
+    """Skip where the suite is not there."""
+    try:
+        suite_setup.suite_python(name)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def test_metaworlds_expert_solves_a_task_and_repeats_it_bit_for_bit():
+    installed("metaworld")
+    episode = EpisodeSpec("reach", "", 3)
+    runs = []
+    with suite_setup.open_suite("metaworld", {"tasks": ["reach", "push"]}, images=False, workers=1) as pool:
+        for first in (EpisodeSpec("push", "", 0), EpisodeSpec("reach", "", 9)):
+            pool.reset([first])
+            pool.step_chunk(np.full((1, 3, 4), 0.5))
+            states = [pool.reset([episode]).observation.state]
+            while len(pool.live):
+                chunk = pool.step_chunk(pool.expert_actions()[:, None])
+                states.append(chunk.observation.state)
+            assert chunk.success[0]
+            runs.append(np.concatenate(states))
+    np.testing.assert_array_equal(*runs)
+
+
+def test_libero_repeats_an_episode_bit_for_bit_whatever_came_before():
+    installed("libero")
+    if not os.environ.get("LIBERO_ASSETS"):
+        pytest.skip("LIBERO_ASSETS does not name the folder of LIBERO's scene assets")
+    runs = []
+    with suite_setup.open_suite("libero", images=False, workers=1) as pool:
+        task = next(iter(pool.tasks()))
+        actions = np.random.default_rng(0).uniform(-1, 1, (1, 8, 7))
+        for layout in (0, 5, 0):
+            begun = pool.reset([EpisodeSpec(task, "", layout)])
+            assert begun.reasons == {}
+            runs.append((begun.observation.state, pool.step_chunk(actions).observation.state))
+    np.testing.assert_array_equal(runs[0], runs[2])
+    assert not np.array_equal(runs[0], runs[1])
+
+
+def test_the_suites_load_without_this_package():
+    """What a worker loads by path imports nothing that only this package's environment has."""
+    for module in (libero, metaworld):
+        spec = importlib.util.spec_from_file_location("alone", module.__file__)
+        assert spec is not None
+        source = Path(module.__file__).read_text()
+        assert "import robotics" not in source
+        assert "from robotics" not in source
+        assert "import mmrl" not in source
