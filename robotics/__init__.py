@@ -1,8 +1,52 @@
-"""Robots: simulation, 3D flow and vision-language-action policies.
+"""Robots: simulation, vision-language-action policies and their training from their own successes.
 
-Three rooms will live here: `robotics.sim` (MuJoCo scenes as Gymnasium environments, rendering, scripted experts),
-`robotics.flow3d` (3DFlowAction: data pipeline, flow world model, planning and closed loop) and `robotics.vla`
-(policies, behaviour cloning, SRPO). Importing this package loads none of them.
+    from robotics import RobotGrpoConfig, TabletopBatch, train_robot
+
+The rooms are `robotics.sim` (MuJoCo scenes, Gymnasium environments, workers, rendering), `robotics.data` (the format
+LeRobotDataset v3) and `robotics.vla` (policies, cloning, GRPO, SRPO). Importing the package loads none of them, only
+what is taken from it.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "robotics.data": ("EpisodeWriter", "LeRobotReader"),
+    "robotics.sim.arms": ("ARMS",),
+    "robotics.sim.batch": ("BatchSettings", "TabletopBatch"),
+    "robotics.sim.envs": ("TabletopEnv",),
+    "robotics.sim.episodes": ("ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"),
+    "robotics.sim.experts": ("EXPERTS", "Expert"),
+    "robotics.sim.opening": ("SimConfig", "open_sim"),
+    "robotics.sim.tasks": ("TASKS",),
+    "robotics.sim.workers": ("WorkerPool", "WorkerSettings"),
+    "robotics.vla.cloning": ("CloneConfig", "CloneRecipe"),
+    "robotics.vla.collect": ("ActingSettings", "run_episodes"),
+    "robotics.vla.flow_policy": ("FlowActionPolicy", "FlowPolicyConfig"),
+    "robotics.vla.grpo": ("RobotGrpoConfig", "RobotGrpoRecipe"),
+    "robotics.vla.latents": ("LatentConfig", "make_latent"),
+    "robotics.vla.loading": ("ActionPolicyConfig", "load_action_policy"),
+    "robotics.vla.policy": ("ActionPolicy", "ModuleAdapter", "PolicyInputs", "open_policy"),
+    "robotics.vla.progress": ("ProgressSettings", "progress_rewards"),
+    "robotics.vla.small": ("SmallVlaConfig", "SmallVlaPolicy"),
+    "robotics.vla.srpo": ("SrpoConfig", "SrpoRecipe"),
+    "robotics.vla.tasks": ("EpisodeSetConfig",),
+    "robotics.vla.training": ("train_robot",),
+    "robotics.vla.video_encoder": ("VideoEncoder", "train_video_encoder"),
+    "robotics.vla.vlm_policy": ("VlmActionConfig", "VlmActionPolicy"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -20,7 +20,15 @@ MAY_IMPORT = {
     "mmrl.vlm": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards"),
     "mmrl.gui": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm"),
     "diffusion": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm"),
-    "robotics": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm", "diffusion"),
+    "robotics": (
+        "mmrl.core",
+        "mmrl.config",
+        "mmrl.recipes",  # names as strings, nothing is loaded by it
+        "mmrl.training",
+        "mmrl.rewards",
+        "mmrl.vlm",
+        "diffusion",
+    ),
 }
 # These stand on top of the rooms: they may import everything and no room may import them.
 TOP = ("mmrl.cli", "mmrl.doctor", "mmrl.bench")

@@ -26,7 +26,7 @@ import inspect
 import json
 import os
 import platform
-import queue
+import select
 import threading
 import time
 import traceback
@@ -184,7 +184,7 @@ class Episode:
 
 
 class _Line:
-    """Both directions of the pipe pair; one thread reads, any thread writes."""
+    """Both directions of the pipe pair; the main thread reads, it and the heartbeat write."""
 
     def __init__(self, watchdog_s: float) -> None:
         # The environment keeps descriptors 0 and 1, which from here on lead to nothing and to standard error.
@@ -193,15 +193,20 @@ class _Line:
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
-        self._lock, self._busy, self._watchdog_s = threading.Lock(), threading.Event(), watchdog_s
-        self.commands: queue.Queue[wire.Message] = queue.Queue()
-        self._busy.set()
-        for task in (self._read, self._beat):
-            threading.Thread(target=task, daemon=True).start()
+        self._lock, self._busy, self._watchdog_s = threading.Lock(), True, watchdog_s
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def receive(self) -> wire.Message | None:
+        """Wait for a command; None where it is to end."""
+        message = wire.read(self._input)
+        if message is None or message.fields["kind"] == "close":
+            return None
+        self._busy = True
+        return message
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Answer; the other side waits no longer, so heartbeats stop."""
-        self._busy.clear()
+        self._busy = False
         self._write(wire.pack(fields, arrays))
 
     def _write(self, data: bytes) -> None:
@@ -213,29 +218,18 @@ class _Line:
         except OSError:
             os._exit(0)
 
-    def _read(self) -> None:
-        parting = False
-        try:
-            message = wire.read(self._input)
-            while message is not None:
-                parting = message.fields["kind"] == "close"
-                self._busy.set()
-                self.commands.put(message)
-                message = wire.read(self._input)
-        except wire.WireError:
-            traceback.print_exc()
-        time.sleep(PARTING_SECONDS if parting else 0.0)
-        # The other side is gone; the main thread may be deep in a step that nobody waits for.
-        os._exit(0)
-
     def _beat(self) -> None:
-        beat = wire.pack({"kind": "beat"})
+        beat, hangup = wire.pack({"kind": "beat"}), select.poll()
+        hangup.register(self._input, 0)
         while True:
             # Code that keeps Python's lock stops this loop; a timer outside Python then ends an orphan as well.
             faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
-            if self._busy.is_set():
+            if hangup.poll(int(1000 * BEAT_SECONDS)):
+                # The other side is gone, and the main thread may be deep in a step that nobody waits for.
+                time.sleep(0.0 if self._busy else PARTING_SECONDS)
+                os._exit(0)
+            if self._busy:
                 self._write(beat)
-            time.sleep(BEAT_SECONDS)
 
 
 def load_factory(name: str) -> Any:
@@ -317,9 +311,10 @@ def main() -> None:
 
 
 def _serve(line: _Line, episode: Episode) -> bool:
-    fields, arrays = line.commands.get()
-    if fields["kind"] == "close":
+    command = line.receive()
+    if command is None:
         return False
+    fields, arrays = command
     try:
         if fields["kind"] == "reset":
             answer = episode.reset(fields)

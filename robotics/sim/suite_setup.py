@@ -27,6 +27,8 @@ __all__ = ["SuiteRecipe", "open_suite", "setup_suite", "suite_folder", "suite_py
 
 FACTORIES = Path(__file__).resolve().parent / "suites"
 TAIL_CHARACTERS = 2000
+RESET_SECONDS = 300.0
+"""The first episode of an installation compiles robosuite's functions, all workers at once."""
 LINUX_ONLY = "linux"
 
 
@@ -111,7 +113,9 @@ def suite_settings(
     if name == "libero":
         given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))
     factory = f"{FACTORIES / _recipe(name).factory}:make"
-    return WorkerSettings(factory, given, workers=workers, images=images, python=str(python))
+    return WorkerSettings(
+        factory, given, workers=workers, images=images, python=str(python), reset_timeout_s=RESET_SECONDS
+    )
 
 
 def open_suite(

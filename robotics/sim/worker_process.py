@@ -112,6 +112,8 @@ class WorkerProcess:
         """
         self._number += 1
         self._outgoing += wire.pack({**fields, "id": self._number}, arrays)
+        with contextlib.suppress(OSError):  # the wait does the rest, or finds out why
+            del self._outgoing[: os.write(self._fds[0], self._outgoing)]
         self.answer = None
         self._heard = time.monotonic()
         self._deadline, self._limit_s = self._heard + timeout_s, timeout_s

@@ -520,7 +520,8 @@ def _start_spec(settings: WorkerSettings, renderer: Backend | None) -> StartSpec
 def _refuse_to_start(factory: str, trouble: Trouble, renderer: Backend | None) -> None:
     if trouble.for_user:
         raise UserError(trouble.reason)
-    hint = "" if renderer is not None else "; no OpenGL was found to draw with, which may be why"
+    drawing = renderer is None and any(word in trouble.evidence for word in ("GL", "OSMesa"))
+    hint = "; no OpenGL was found to draw with, which may be why" if drawing else ""
     raise RunError(
         f"the environment {factory} did not start; it {trouble.kind}: {trouble.reason}{hint}\n{trouble.evidence}"
     )

@@ -24,8 +24,9 @@ from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.reference import Reference
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import TrainerConfig
+from robotics.sim.episodes import RobotSim
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
-from robotics.vla.policy import PolicyInputs
+from robotics.vla.policy import ActionPolicy, PolicyInputs
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import EpisodeSetConfig
 
@@ -103,9 +104,9 @@ class CloneRecipe(RobotRecipe):
     config: CloneConfig
     uses_rewards: ClassVar[bool] = False
 
-    def __init__(self, config: CloneConfig) -> None:
+    def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
-        super().__init__(config)
+        super().__init__(config, policy, sim)
         self.policy.statistics = self.demonstrations.statistics()
         self.policy.scale_states(self.demonstrations.state_statistics())
         self.objective = dataclasses.replace(self.objective, name="behaviour_cloning")

@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from robotics.sim.episodes import RobotSim
 from robotics.vla.policy import ActionPolicy, ModuleAdapter, open_policy
 
-__all__ = ["POLICIES", "ActionPolicyConfig", "load_action_policy"]
+__all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ActionPolicyConfig:
 
 
 def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
-    """Open or build a policy and check that it fits the simulator.
+    """Open or build a policy.
 
     Args:
         config: which one.
@@ -51,7 +51,7 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
         The policy on the CPU.
 
     Raises:
-        UserError: no such folder, an unknown option, or a policy whose actions or inputs are not the simulator's.
+        UserError: no such folder, or an unknown option.
     """
     if ":" in config.kind:
         policy = _users_policy(config, sim)
@@ -61,7 +61,6 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
         policy = open_policy(config.path)
     else:
         policy = POLICIES[config.kind](config, sim, sim.tasks().values(), seed)
-    _check_fit(policy, sim)
     return policy
 
 
@@ -129,7 +128,16 @@ def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
     raise UserError(f"model.kind {config.kind} returned a {type(made).__name__}; expected an nn.Module")
 
 
-def _check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
+def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
+    """Check that a policy sees what a simulator shows and does what it takes.
+
+    Args:
+        policy: the policy.
+        sim: the simulator.
+
+    Raises:
+        UserError: actions, pictures or states differ in size.
+    """
     if policy.action_size != sim.action_size:
         raise UserError(
             f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"

@@ -29,7 +29,7 @@ from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
 from robotics.vla.evaluation import RobotEvaluationConfig, evaluate_split
-from robotics.vla.loading import ActionPolicyConfig, load_action_policy
+from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
@@ -80,6 +80,8 @@ class RobotRecipe(Recipe):
 
     Args:
         config: options of the run.
+        policy: in place of what `config.model` names.
+        sim: in place of what `config.sim` names.
 
     Raises:
         UserError: simulator, policy or tasks cannot be used.
@@ -88,17 +90,18 @@ class RobotRecipe(Recipe):
     config: RobotConfig
     policy: ActionPolicy
 
-    def __init__(self, config: RobotConfig) -> None:
+    def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         self.config = config
         self.objective = make_objective(config.objective)
-        self.sim: RobotSim = open_sim(config.sim)
+        self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
         known = self.sim.tasks()
         self.train_tasks: Sequence[Any] = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
         self.eval_tasks: Mapping[str, Sequence[EpisodeSpec]] = {
             name: list_episodes(data, known)[:limit] for name, data in config.eval_data.items()
         }
-        self.policy = load_action_policy(config.model, self.sim, config.seed)
+        self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
+        check_fit(self.policy, self.sim)
         self.broken: Counter[str] = Counter()
         self.step = 0
 

@@ -33,8 +33,10 @@ from torch import Tensor
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.stopwatch import stopwatch
+from robotics.sim.episodes import RobotSim
 from robotics.vla.latents import LatentConfig, make_latent
 from robotics.vla.payload import EpisodePayload
+from robotics.vla.policy import ActionPolicy
 from robotics.vla.progress import ProgressOutcome, ProgressSettings, SuccessMemory, progress_rewards
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 
@@ -64,8 +66,8 @@ class SrpoRecipe(RobotRecipe):
 
     config: SrpoConfig
 
-    def __init__(self, config: SrpoConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: SrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config, policy, sim)
         self.latent = make_latent(config.latent)
         self.memory = SuccessMemory(config.progress.memory)
         self.invalid: Counter[str] = Counter()
