@@ -136,7 +136,7 @@ def _quieten_libraries() -> None:
 
 
 class _LogLines(logging.Handler):
-    """Messages on the streams of the moment, which a progress bar redirects; a warning is one line on standard error."""
+    """Messages on the streams of the moment, which a progress bar redirects; warnings in one line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -328,6 +328,15 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sim(args: argparse.Namespace) -> int:
+    """Install a simulator suite in a Python of its own, or check a simulator with its scripted experts."""
+    rooms = importlib.import_module("robotics.sim.commands")
+    if args.action == "setup":
+        rooms.setup(args.name, args.folder, _say)
+        return 0
+    return 0 if rooms.experts(args.name, args.episodes, args.options, _say) else 1
+
+
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file")
     _add_overrides(parser)
@@ -386,6 +395,18 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 DEMOS = {"vlm": ("mmrl.vlm.demo", "runs/demo"), "robot": ("robotics.demo", "runs/robot-demo")}
+
+
+def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["setup", "experts"], help="install a suite, or run scripted experts")
+    parser.add_argument("name", help="libero or metaworld; for experts also tabletop")
+    parser.add_argument(
+        "options", metavar="a=b", nargs="*", help="experts: fields of the simulator, such as tasks=[push]"
+    )
+    parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
+    parser.add_argument("--episodes", metavar="N", type=int, default=5, help="experts: of each task; default: 5")
+
+
 LISTINGS: dict[str, Callable[[], list[tuple[str, str, str]]]] = {
     "recipes": _recipe_rows,
     "objectives": _objective_rows,
@@ -402,6 +423,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[a
     "doctor": (_add_doctor_arguments, _doctor),
     "demo": (_add_demo_arguments, _demo),
     "bench": (_add_bench_arguments, _bench),
+    "sim": (_add_sim_arguments, _sim),
 }
 
 

@@ -252,7 +252,8 @@ def _work_lines(summary: dict[str, Any]) -> list[str]:
     if not work:
         return []
     last = "final value" if work["baseline_last"] == 1 else f"mean of the last {work['baseline_last']} evaluations"
-    target = f"{baseline}'s {last} at each seed" if work["target"] == BASELINE_FINAL else f"{work['target']:g}"
+    share = "" if work["baseline_share"] == 1 else f"{100 * work['baseline_share']:g} % of "
+    target = f"{share}{baseline}'s {last} at each seed" if work["target"] == BASELINE_FINAL else f"{work['target']:g}"
     rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
     notes = []
     for cost, table in work["costs"].items():

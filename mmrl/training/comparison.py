@@ -350,7 +350,7 @@ def _target(experiment: ExperimentConfig, baseline: Curve) -> float | str:
         return f"it has {len(final)} evaluations, `work.baseline_last` asks for the mean of {last}"
     if not all(map(math.isfinite, final)):
         return f"'{_work_metric(experiment)[0]}' is no number in the last {last} evaluations, which set the target"
-    return sum(final) / last
+    return experiment.work.baseline_share * sum(final) / last
 
 
 def _targets(experiment: ExperimentConfig, curves: Curves) -> dict[int, float]:
@@ -373,6 +373,7 @@ def _work(experiment: ExperimentConfig, curves: Curves) -> dict[str, Any]:
         "higher_is_better": higher_is_better,
         "target": experiment.work.target,
         "baseline_last": experiment.work.baseline_last,
+        "baseline_share": experiment.work.baseline_share,
         "targets": {seed: targets.get(seed) for seed in experiment.seeds},
         "costs": {name: _cost_table(experiment, name, curves, targets) for name in experiment.work.costs},
     }

@@ -90,6 +90,8 @@ class WorkConfig:
     """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
     baseline_last: int = 1
     """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
+    baseline_share: float = 1.0
+    """Share of the baseline's final value that is the target."""
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
 
@@ -100,6 +102,10 @@ class WorkConfig:
             raise ValueError(f"`work.baseline_last` ({self.baseline_last}) must be at least 1")
         if self.baseline_last > 1 and self.target != BASELINE_FINAL:
             raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
+        if not 0 < self.baseline_share <= 1:
+            raise ValueError(f"`work.baseline_share` ({self.baseline_share}) must be in (0, 1]")
+        if self.baseline_share < 1 and self.target != BASELINE_FINAL:
+            raise ValueError(f"`work.baseline_share` has no use with the number {self.target} as `work.target`")
         if not self.costs:
             raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
         for name, weights in self.costs.items():

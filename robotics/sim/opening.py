@@ -19,7 +19,7 @@ class SimConfig:
     kind: str = "tabletop"
     """tabletop, gymnasium, libero, metaworld, or module:function that returns a `RobotSim`."""
     tasks: list[str] = field(default_factory=list)
-    """tabletop: tasks that are built; empty = reach. Other simulators bring their own."""
+    """Tasks that the simulator offers; empty = reach (tabletop), all of them (suites)."""
     image_size: int = 64
     """Side of the pictures in pixels; 0 = none."""
     camera: str = "front"
@@ -113,6 +113,8 @@ def _open_suite(config: SimConfig) -> RobotSim:
         options["horizon"] = config.horizon
     if config.image_size:
         options["size"] = config.image_size
+    if config.tasks:
+        options["tasks"] = config.tasks
     return open_suite(config.kind, options, workers=config.workers or _cores(), images=bool(config.image_size))
 
 

@@ -171,6 +171,14 @@ def test_the_target_can_be_the_mean_of_the_last_evaluations(lab):
     assert too_many["work"]["costs"]["images"]["ratios"]["awm"]["missing_seeds"] == [1, 2]
 
 
+def test_the_target_can_be_a_share_of_the_final_value(lab):
+    work = {**EXPERIMENT["work"], "baseline_share": 0.75}
+    summary = lab.summary({"flow": FLOW, "awm": AWM}, work=work)
+    assert summary["work"]["targets"] == pytest.approx({1: 0.3, 2: 0.225})
+    assert summary["work"]["costs"]["images"]["arms"]["awm"]["needed"][1] == pytest.approx(60.0)
+    assert any("75 % of flow's final value" in line for line in lab.report())
+
+
 def test_lower_can_be_better(lab):
     def mirrored(arm):
         return {seed: [1 - value for value in values] for seed, values in arm.items()}
@@ -303,6 +311,8 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
         ({"work": {"costs": COSTS, "target": math.nan}}, "finite number"),
         ({"work": {"costs": COSTS, "target": True}}, r"work\.target"),
         ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'target'"),
+        ({"work": {"costs": COSTS, "baseline_share": 0.0}}, r"must be in \(0, 1\]"),
+        ({"work": {"costs": COSTS, "baseline_share": 0.9, "target": 0.5}}, "has no use with the number 0.5"),
         ({"work": {"costs": COSTS, "baseline_last": 0}}, "at least 1"),
         ({"work": {"costs": COSTS, "baseline_last": 2, "target": 0.5}}, "has no use with the number 0.5"),
         ({"at": {"cost": "image"}}, r"`at\.cost` is 'image'; costs of `work`: model_evaluations, images, seconds"),

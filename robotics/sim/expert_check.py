@@ -1,0 +1,91 @@
+"""Do the scripted experts of a simulator solve its tasks here? The first thing to ask of an installation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmrl.errors import UserError
+from mmrl.training.statistics import wilson_interval
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+
+__all__ = ["check_experts", "expert_of", "run_expert"]
+
+Chooser = Callable[[], NDArray[np.floating]]
+
+
+def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Iterator[tuple[str, int, int, int]]:
+    """Run every task's expert.
+
+    Args:
+        sim: a simulator whose tasks have scripted experts.
+        episodes: of each task.
+        split: where their layouts come from.
+
+    Yields:
+        Task, successes, episodes with a result, and episodes whose environment broke down; as they come.
+
+    Raises:
+        UserError: the simulator has no experts.
+    """
+    for task, instruction in sim.tasks().items():
+        wanted = [EpisodeSpec(task, instruction, layout, split) for layout in range(episodes)]
+        size = sim.capacity or episodes
+        results = [run_expert(sim, wanted[start : start + size]) for start in range(0, episodes, size)]
+        success, failed = (np.concatenate([result[part] for result in results]) for part in (0, 1))
+        yield task, int(success.sum()), int((~failed).sum()), int(failed.sum())
+
+
+def run_expert(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Carry out episodes of one task with its expert, a control step at a time.
+
+    Args:
+        sim: the simulator.
+        episodes: R of them, at most its capacity.
+
+    Returns:
+        (R,) whether each succeeded, and (R,) whether its environment broke down.
+    """
+    choose = expert_of(sim, episodes[0].task)
+    begun = sim.reset(episodes)
+    success, failed = np.zeros(len(episodes), bool), begun.failed.copy()
+    while len(sim.live):
+        result = sim.step_chunk(np.clip(choose(), -1, 1)[:, None])
+        success[result.rows] |= result.success
+        failed[result.rows] |= result.failed
+    return success, failed
+
+
+def expert_of(sim: RobotSim, task: str) -> Chooser:
+    """The expert of a task as a function that gives the actions (L, A) of the live rows.
+
+    Raises:
+        UserError: the simulator has none.
+    """
+    known: Any = sim
+    if hasattr(known, "full_state"):
+        from robotics.sim.experts import Expert
+
+        expert = Expert(task)
+        return lambda: expert.act(known.full_state())
+    if hasattr(known, "expert_actions"):
+        return known.expert_actions  # type: ignore[no-any-return]
+    raise UserError(f"{type(sim).__name__} has no scripted experts")
+
+
+def summary_lines(rows: Sequence[tuple[str, int, int, int]]) -> list[str]:
+    """Lines that tell how many tasks were solved how often."""
+    always = sum(done == count and count > 0 for _, done, count, _ in rows)
+    mostly = sum(count > 0 and done / count >= MOSTLY for _, done, count, _ in rows)
+    done, count = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    low, high = wilson_interval(done, count)
+    return [
+        f"all episodes: {done} of {count} solved, {done / max(count, 1):.3f} [{low:.3f}, {high:.3f}]",
+        f"tasks solved always: {always} of {len(rows)}; in at least {100 * MOSTLY:.0f} % of the episodes: {mostly}",
+    ]
+
+
+MOSTLY = 0.8
