@@ -148,7 +148,7 @@ def test_objectives_that_are_named_exist():
     (names,) = re.findall(r"any objective of the catalogue \((.*?)\)", README, re.DOTALL)
     keys = [name.strip().lower().replace("++", "_pp").replace("dr.", "dr_") for name in names.split(",")]
     assert set(keys) <= set(CATALOGUE)
-    recipes = {name for name, entry in RECIPES.items() if entry.module.startswith("diffusion.")}
+    recipes = {name for name, entry in RECIPES.items() if entry.module.startswith(("diffusion.", "robotics."))}
     assert set(CATALOGUE) - set(keys) - recipes == {"reinforce_pp_baseline"}
 
 

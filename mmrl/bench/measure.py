@@ -71,25 +71,29 @@ class Stopwatch:
     Args:
         memory: told when stages begin and end.
         device: "cpu" or "cuda"; on a GPU wall seconds are those between two CUDA events.
+        cpu_clock: seconds of CPU time so far; those of this process when None.
     """
 
-    def __init__(self, memory: PeakMemory, device: str = "cpu") -> None:
+    def __init__(
+        self, memory: PeakMemory, device: str = "cpu", cpu_clock: Callable[[], float] | None = None
+    ) -> None:
         self.cpu_s: dict[str, float] = {}
         self.wall_s: dict[str, float] = {}
         self._memory = memory
         self._clock = _CudaClock if device == "cuda" else _WallClock
+        self._cpu_clock = cpu_clock or time.process_time
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside to a stage."""
         self._memory.enter(name)
         clock = self._clock()
-        cpu = time.process_time()
+        cpu = self._cpu_clock()
         try:
             yield
         finally:
             wall = clock.stop()
-            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + time.process_time() - cpu
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + self._cpu_clock() - cpu
             self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
             self._memory.leave(name)
 
@@ -99,12 +103,14 @@ class Recorder:
 
     Args:
         device: "cpu" or "cuda".
+        cpu_clock: as in `Stopwatch`.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", cpu_clock: Callable[[], float] | None = None) -> None:
         self.device = device
         self.memory = PeakMemory(device)
-        self.watch = Stopwatch(self.memory, device)
+        self._cpu_clock = cpu_clock
+        self.watch = Stopwatch(self.memory, device, cpu_clock)
         self._laps: list[Stopwatch] = []
         self._held = 0.0
         self._whole = contextlib.ExitStack()
@@ -139,22 +145,28 @@ class Recorder:
         }
 
     def _begin(self) -> None:
-        self.watch = Stopwatch(self.memory, self.device)
+        self.watch = Stopwatch(self.memory, self.device, self._cpu_clock)
         self._whole.enter_context(self.watch.stage(WHOLE))
 
 
-def repeat(body: Callable[[Stopwatch], None], repetitions: int, device: str = "cpu") -> dict[str, Any]:
+def repeat(
+    body: Callable[[Stopwatch], None],
+    repetitions: int,
+    device: str = "cpu",
+    cpu_clock: Callable[[], float] | None = None,
+) -> dict[str, Any]:
     """Run a body once to warm up and then some times that count.
 
     Args:
         body: one repetition; it may time stages with the stopwatch that it is given.
         repetitions: repetitions that count, at least 1.
         device: "cpu" or "cuda".
+        cpu_clock: as in `Stopwatch`; for work that is done in other processes.
 
     Returns:
         `Recorder.result`.
     """
-    recorder = Recorder(device)
+    recorder = Recorder(device, cpu_clock)
     recorder.start()
     for _ in range(repetitions + 1):
         body(recorder.watch)

@@ -4,6 +4,9 @@ The scene is a 6-axis arm with a gripper and two cubes on a table, with the shad
 sides step the same scenes through the same actions and deliver the same number of pictures; the states agree bit for
 bit, and the pictures show the same objects in the same pixels, without shadows and without smoothed edges. What a
 policy with action chunks needs, a picture at the end of each chunk only, is a row of its own.
+
+How many control steps of the tabletop tasks a second holds, in processes, in threads and with Gymnasium's own vector
+environment, is in `mmrl.bench.throughput`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
+from mmrl.bench.throughput import compare_throughput
 from mmrl.errors import UserError
 
 __all__ = ["NAMES", "compare"]
@@ -152,5 +156,7 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     **{f"images-{size}": partial(_images, size_px=size) for size in SIZES_PX},
     **{f"picture-{size}": partial(_picture, size_px=size) for size in SIZES_PX},
     "physics": _physics,
+    "throughput-states": partial(compare_throughput, size_px=0),
+    "throughput-128": partial(compare_throughput, size_px=128),
 }
 NAMES = tuple(COMPARISONS)

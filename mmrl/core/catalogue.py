@@ -166,7 +166,7 @@ _ROWS = (
     ),
     Objective(
         name="srpo",
-        citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means; the reward is the recipe's)",
+        citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means)",
         advantage="group_mean_std",
         clip_high=0.28,
         dual_clip=3.0,

@@ -158,7 +158,7 @@ def _headline(runs: Sequence[_Run]) -> list[dict[str, Any]]:
 
 
 def _headline_name(run: _Run) -> str:
-    """accuracy or success."""
+    """What the shares are of: accuracy or success."""
     names = _measured(run.evaluations, SHARES)
     return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
 
@@ -316,7 +316,8 @@ def _accuracy_charts(run: _Run) -> list[dict[str, Any]]:
             _label(name): (steps, *zip(*(_estimate(record, name) for record in records), strict=True))
             for name in protocols
         }
-        charts.append(_figure(f"{protocols[0].partition('/')[0].capitalize()} on {split}", protocols, interval_chart(series)))  # type: ignore[arg-type]
+        title = f"{protocols[0].partition('/')[0].capitalize()} on {split}"
+        charts.append(_figure(title, protocols, interval_chart(series)))  # type: ignore[arg-type]
     return charts
 
 

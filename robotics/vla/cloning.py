@@ -2,7 +2,8 @@
 
 A row is one moment of a demonstration: what the robot saw, and the chunk of K actions that followed; where the episode
 ends inside the chunk, the rest does not count. The loss is the policy's own (cross-entropy of action tokens, flow
-matching of a flow head). The simulator only measures held-out initial states.
+matching of a flow head), its mean over the control steps that count. With `acting.scale: bounds_q99` the policy learns
+actions normalised by the demonstrations' own quantiles. The simulator only measures held-out initial states.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.reference import Reference
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import TrainerConfig
 from robotics.sim.episodes import RobotSim
+from robotics.vla.collect import action_scale
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.vla.policy import ActionPolicy, PolicyInputs
 from robotics.vla.recipe import RobotConfig, RobotRecipe
@@ -48,7 +51,7 @@ class MomentPayload:
     inputs: PolicyInputs
     """What the robot saw."""
     actions: Tensor
-    """(B, K, A) float32, in -1..1."""
+    """(B, K, A) float32, in -1..1 as the policy speaks of them."""
     mask: Tensor
     """(B, K) float32, 1 where the episode still ran."""
     noise_seed: Tensor
@@ -107,8 +110,17 @@ class CloneRecipe(RobotRecipe):
     def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)
         super().__init__(config, policy, sim)
-        self.policy.statistics = self.demonstrations.statistics()
+        found = self.demonstrations.actions[0].shape[1]
+        if found != self.sim.action_size:
+            raise UserError(
+                f"the actions of {config.demonstrations.path} have {found} entries, those of the simulator "
+                f"{self.sim.action_size}"
+            )
+        self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled)
         self.policy.scale_states(self.demonstrations.state_statistics())
+        self.scale = action_scale(self.policy, config.acting)
+        if self.scale is None:
+            self.demonstrations.warn_of_large_actions()
         self.objective = dataclasses.replace(self.objective, name="behaviour_cloning")
 
     def load_train_tasks(self) -> Sequence[Any]:
@@ -119,14 +131,15 @@ class CloneRecipe(RobotRecipe):
         """Look the moments up; nothing is simulated."""
         device = self.policy.device
         observed = self.demonstrations.observations(tasks)
-        actions, mask = self.demonstrations.chunks(tasks, self.policy.chunk)
+        done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, self.policy.chunk))
+        actions = done if self.scale is None else self.scale.normalise(done)
         rows = len(tasks)
-        zeros = torch.zeros(rows, 1, device=device)
         seeds = torch.randint(2**62, (rows,), generator=generator)
-        payload = MomentPayload(observed, torch.from_numpy(actions), torch.from_numpy(mask), seeds).to(device)
+        payload = MomentPayload(observed, actions, mask, seeds).to(device)
+        zeros = torch.zeros_like(payload.mask)
         return Rollouts(
             group=torch.arange(rows, device=device),
-            mask=torch.ones_like(zeros),
+            mask=self._counted(payload.mask),
             logp_old=zeros,
             reward=zeros[:, 0],
             advantage=zeros,
@@ -150,13 +163,14 @@ class CloneRecipe(RobotRecipe):
         return rollouts
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """The policy's cloning loss, its mean over the moments of the optimiser step."""
+        """The policy's cloning loss, its mean over the control steps of the optimiser step."""
         payload: MomentPayload = minibatch.payload
         generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
         loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
-        share = minibatch.num_rows / denominators.rows
+        count = float(minibatch.loss_mask.sum())
+        share = count / denominators.tokens
         found = {"loss/total": Metric.summed(loss.detach() * share)}
-        found |= {name: Metric(value, 1.0) for name, value in metrics.items()}
+        found |= {name: Metric(value * count, count) for name, value in metrics.items()}
         return LossOutput(loss * share, found)
 
     def describe(self) -> str:
@@ -173,3 +187,8 @@ class CloneRecipe(RobotRecipe):
             "data/moments": float(len(self.demonstrations.moments)),
             "data/skipped": float(self.demonstrations.skipped),
         }
+
+    def _counted(self, mask: Tensor) -> Tensor:
+        """(B, K) control steps that the policy's loss is a mean over; 0 in chunks that it cannot use."""
+        # one log-probability a chunk says nothing of its first part, see `ModuleAdapter.bc_loss`
+        return mask * mask.prod(1, keepdim=True) if self.policy.decisions == 1 else mask

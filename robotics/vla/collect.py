@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmrl.errors import UserError
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import PolicyInputs
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.vla.ensemble import TemporalEnsemble
+    from robotics.vla.statistics import ActionStatistics
 
-__all__ = ["ActingSettings", "Episodes", "inputs_of", "replay_episode", "run_episodes"]
+__all__ = ["ActingSettings", "Episodes", "action_scale", "inputs_of", "replay_episode", "run_episodes"]
+
+SCALES = ("none", "bounds_q99")
 
 
 @dataclass
@@ -32,6 +36,9 @@ class ActingSettings:
     """Divides the logits while sampling and in every log-probability of the update."""
     ensemble: float = 0.0
     """Evaluation only: weight decay m of the temporal ensemble over overlapping chunks; 0 = none. Looks every step."""
+    scale: str = "none"
+    """none: the policy's actions are the simulator's own -1..1; bounds_q99: they are normalised, and the policy's
+    statistics bring them to the units of the data that it was cloned from, which then are the simulator's."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
@@ -41,6 +48,8 @@ class ActingSettings:
             raise ValueError(f"acting.temperature is {self.temperature}; must be above 0")
         if self.ensemble < 0:
             raise ValueError(f"acting.ensemble is {self.ensemble}; must be at least 0, 0 = none")
+        if self.scale not in SCALES:
+            raise ValueError(f"acting.scale is '{self.scale}'; allowed: {', '.join(SCALES)}")
 
 
 @dataclass
@@ -52,7 +61,35 @@ class Episodes:
     logp: Tensor
     """(B, C, D) float32, log-probability of each decision as sampled; 0 where none was taken."""
     actions: list[NDArray[np.float32]] = field(default_factory=list)
-    """(steps, A) what each row carried out, in -1..1."""
+    """(steps, A) what each row carried out, in the simulator's -1..1."""
+
+
+def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
+    """Statistics that lie between what a policy says and what the simulator is told.
+
+    Args:
+        policy: an action policy.
+        settings: how actions are carried out.
+
+    Returns:
+        The policy's own; None where it speaks in the simulator's units.
+
+    Raises:
+        UserError: they are asked for, and the policy has none or those of other actions.
+    """
+    if settings.scale == "none":
+        return None
+    statistics: ActionStatistics | None = getattr(policy, "statistics", None)
+    if statistics is None:
+        raise UserError(
+            f"acting.scale is '{settings.scale}', but the policy has no statistics of actions; a policy gets them by "
+            "cloning demonstrations and keeps them in its folder. Use 'none' for one that speaks in -1..1"
+        )
+    if statistics.size != policy.action_size:
+        raise UserError(
+            f"the policy's statistics are of {statistics.size} entries, its actions have {policy.action_size}"
+        )
+    return statistics
 
 
 def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
@@ -97,12 +134,18 @@ def run_episodes(
 
     Returns:
         The episodes in the order given. Rows whose environment broke down are marked and have no result.
+
+    Raises:
+        UserError: actions are to be scaled, and the policy has no statistics.
     """
+    action_scale(policy, settings)
     size = sim.capacity or len(episodes)
-    waves = [
+    books = [
         _run_wave(policy, sim, episodes[start : start + size], settings, generator, greedy, record)
         for start in range(0, len(episodes), size)
     ]
+    example = next((chunks[0] for book in books for chunks in book.chunks if chunks), None)
+    waves = [book.close(example) for book in books]
     width = max(wave.logp.shape[1] for wave in waves)
     return Episodes(
         payload=EpisodePayload.concat([wave.payload for wave in waves]),
@@ -140,22 +183,25 @@ def _run_wave(
     generator: torch.Generator,
     greedy: bool,
     record: bool,
-) -> Episodes:
+) -> _Book:
     device = next(_parameters(policy), torch.zeros(0)).device
     begun = sim.reset(episodes)
     book = _Book(episodes, begun, device)
     observation = begun.observation
     blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None
+    statistics = action_scale(policy, settings)
     while len(sim.live):
         observation = observation.of(sim.live)
         inputs = inputs_of(observation, episodes, device)
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
         actions = actions[:, : settings.execute or None] if blend is None else blend(actions, observation.rows)
+        if statistics is not None:
+            actions = statistics.unnormalise(actions).clip(-1, 1)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
         book.add(observation, choice, actions, result)
         observation = result.observation
-    return book.close()
+    return book
 
 
 def _make_blend(policy: Any, settings: ActingSettings, rows: int) -> Any:
@@ -211,15 +257,13 @@ class _Book:
             self.progress[row] = result.rewards[place, steps - 1] if steps else np.nan
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
-    def close(self) -> Episodes:
-        """Bring the rows to one length."""
-        width = max((len(chunks) for chunks in self.chunks), default=0)
-        example = next((chunks[0] for chunks in self.chunks if chunks), None)
+    def close(self, example: dict[str, Any] | None) -> Episodes:
+        """Bring the rows to one length; a chunk of any wave says what those look like that nobody reached."""
+        width = max(1, *(len(chunks) for chunks in self.chunks))
         rows = len(self.episodes)
         if example is None:  # nothing could start
-            empty = torch.zeros(rows, 1, 1)
-            example = {"decisions": empty[0, 0].long(), "logp": empty[0, 0], "state": self.last[0][0]}
-            width = 1
+            empty = torch.zeros(1)
+            example = {"decisions": empty.long(), "logp": empty, "state": self.last[0][0]}
         payload = EpisodePayload(
             episodes=self.episodes,
             states=self._stack("state", width, torch.from_numpy(example["state"])),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstrations"]
 
 LOGGER = logging.getLogger("mmrl")
+TOLERANCE = 1e-3
+"""Rounding that an action outside -1..1 is forgiven."""
 
 
 @dataclass
@@ -40,6 +42,8 @@ class DemonstrationConfig:
     """Episodes that are learnt from, the first ones; 0 = all."""
     only_success: bool = True
     """Leave out episodes that are marked as failures."""
+    unscaled: list[int] = field(default_factory=list)
+    """Entries of an action that `acting.scale: bounds_q99` leaves alone, such as a gripper; -1 is the last one."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
@@ -65,7 +69,7 @@ class Demonstrations:
     states: list[NDArray[np.float32]]
     """(T, S) of each episode."""
     actions: list[NDArray[np.float32]]
-    """(T, A) of each episode, in -1..1."""
+    """(T, A) of each episode, in -1..1, or in units that `acting.scale` brings there."""
     images: list[NDArray[np.uint8]] | None
     """(T, H, W, 3) of each episode; None without a camera."""
     instructions: list[str]
@@ -78,11 +82,37 @@ class Demonstrations:
         """Every control step of every episode."""
         return [Moment(number, step) for number, actions in enumerate(self.actions) for step in range(len(actions))]
 
-    def statistics(self) -> ActionStatistics:
-        """Distribution of the actions."""
+    def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
+        """Distribution of the actions.
+
+        Args:
+            unscaled: entries that are never scaled; negative ones count from the end.
+
+        Returns:
+            Over all control steps of all episodes.
+
+        Raises:
+            UserError: there is no such entry.
+        """
         from robotics.vla.statistics import ActionStatistics
 
-        return ActionStatistics.from_arrays(np.concatenate(self.actions))
+        size = self.actions[0].shape[1]
+        wrong = [entry for entry in unscaled if not -size <= entry < size]
+        if wrong:
+            raise UserError(f"demonstrations.unscaled has {wrong}; an action has {size} entries, {-size} to {size - 1}")
+        kept = np.ones(size, bool)
+        kept[list(unscaled)] = False
+        return ActionStatistics.from_arrays(np.concatenate(self.actions), kept.tolist())
+
+    def warn_of_large_actions(self) -> None:
+        """Say so where actions lie outside -1..1, which a policy in the simulator's units cannot do."""
+        largest = max(float(np.abs(actions).max(initial=0.0)) for actions in self.actions)
+        if largest > 1 + TOLERANCE:
+            LOGGER.warning(
+                "the demonstrations have actions up to %.3g, outside -1..1, which will be cut off; acting.scale "
+                "bounds_q99 lets the policy learn them normalised",
+                largest,
+            )
 
     def state_statistics(self) -> StateStatistics:
         """Distribution of the states."""

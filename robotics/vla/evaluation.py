@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from mmrl.training.distributed import merge_lists, shard
-from mmrl.training.jsonlines import finite_or_none, read_jsonl, write_atomically
+from mmrl.training.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
 from mmrl.training.metrics import metric_label
 from mmrl.training.recipe import Evaluation
 from mmrl.training.samples import SampleRecord
@@ -30,7 +30,7 @@ from mmrl.training.seeds import make_generator
 from mmrl.training.settings import EvaluationConfig
 from mmrl.training.statistics import cluster_bootstrap_interval, wilson_interval
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.collect import Episodes, replay_episode, run_episodes
+from robotics.vla.collect import Episodes, action_scale, replay_episode, run_episodes
 from robotics.vla.tasks import episode_id
 
 if TYPE_CHECKING:
@@ -123,25 +123,34 @@ def _run_protocol(
     about = _protocol(recipe, protocol, repeats)
     path = _episodes_path(recipe, split, protocol, about)
     wanted = [(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(repeats)]
-    known = {(row["index"], row["repeat"]): row for row in (read_jsonl(path) if path.is_file() else [])}
+    known = {(row["index"], row["repeat"]): row for row in read_jsonl(path) if _is_of(row, tasks)}
     left = [entry for entry in wanted if entry[:2] not in known]
     if known and left:
         LOGGER.info("%d of %d episodes are in %s already", len(wanted) - len(left), len(wanted), path)
     found: list[dict[str, Any]] = []
+    log = JsonLines(path)
     for batch in _batches(shard(left, accelerator), recipe):
         fresh = _run_batch(recipe, batch, split, protocol)
         found += fresh
-        if accelerator.num_processes == 1:
-            _append(path, fresh)
+        for row in fresh if accelerator.num_processes == 1 else ():
+            log.append(_kept(row))
+    log.close()
     everywhere = merge_lists(found, accelerator)
     rows = sorted([*known.values(), *everywhere], key=lambda row: (row["index"], row["repeat"]))
-    rows = [row for row in rows if row["index"] < len(tasks) and row["repeat"] < repeats]
     if accelerator.is_main_process:
         _write(path, rows, about)
         if protocol == "greedy" and split == next(iter(recipe.eval_tasks)):
             _write_videos(recipe, rows, split)
         LOGGER.info("%s, %s (%s):\n%s", split, protocol, _conditions(about), success_table(rows))
     return rows
+
+
+def _is_of(row: dict[str, Any], tasks: Sequence[EpisodeSpec]) -> bool:
+    """Whether a line is of one of these initial states; a folder may have been used for others before."""
+    place = row["index"]
+    if not 0 <= place < len(tasks):
+        return False
+    return tasks[place] == EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
 
 
 def _batches(entries: Sequence[Any], recipe: RobotRecipe) -> Iterator[Sequence[Any]]:
@@ -202,7 +211,8 @@ def _line(index: int, repeat: int, task: EpisodeSpec, episodes: Episodes, place:
         "ending": "failed" if failed else "success" if success else "horizon",
         "reason": reason,
         "steps": int(payload.lengths[place]),
-        "actions": [[round(float(entry), 6) for entry in action] for action in episodes.actions[place]],
+        # the shortest text that reads back to the very float32, so that carrying it out again ends the same way
+        "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[place]],
         "film": payload.film(place),
     }
 
@@ -255,6 +265,7 @@ def _places(count: int) -> list[int]:
 def _protocol(recipe: RobotRecipe, protocol: str, repeats: int) -> dict[str, Any]:
     """What the numbers depend on."""
     acting = recipe.config.acting
+    scale = action_scale(recipe.policy, acting)
     about = {
         "protocol": protocol,
         "repeats": repeats,
@@ -264,6 +275,7 @@ def _protocol(recipe: RobotRecipe, protocol: str, repeats: int) -> dict[str, Any
         "execute": acting.execute or recipe.policy.chunk,
         "temperature": acting.temperature,
         "ensemble": acting.ensemble,
+        "scale": acting.scale if scale is None else scale.as_dict(),
         "weights": _weights_digest(recipe.policy),
         "torch": torch.__version__,
     }
@@ -291,21 +303,15 @@ def _episodes_path(recipe: RobotRecipe, split: str, protocol: str, about: dict[s
     return Path(recipe.config.output_dir) / "episodes" / f"{split}-{protocol}-{fingerprint}.jsonl"
 
 
-def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as handle:
-        handle.write("".join(_as_json(row) for row in rows))
-
-
 def _write(path: Path, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(_as_json(row) for row in rows))
+    lines = [json.dumps(finite_or_none(_kept(row)), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    write_atomically(path, "".join(lines))
     write_atomically(path.with_suffix(".protocol.json"), json.dumps(about, indent=2, default=str) + "\n")
 
 
-def _as_json(row: dict[str, Any]) -> str:
-    kept = {key: value for key, value in row.items() if key != "film"}
-    return json.dumps(finite_or_none(kept), allow_nan=False) + "\n"
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "film"}
 
 
 def _write_videos(recipe: RobotRecipe, rows: Sequence[dict[str, Any]], split: str) -> None:

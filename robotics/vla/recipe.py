@@ -155,6 +155,8 @@ class RobotRecipe(Recipe):
         """Log-probability and entropy of each decision, at the sampling temperature."""
         payload: EpisodePayload = rollouts.payload
         rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
+        if not len(rows):  # all broke down: something is scored that nobody looks at, because all processes have to
+            rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
         inputs = _inputs(payload, rollouts.group, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])

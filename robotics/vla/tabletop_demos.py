@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,9 +61,10 @@ def build_demonstrations(
     size = (image_size, image_size) if image_size else None
     settings = BatchSettings(image_size=size, camera=camera, state="proprio")
     written = 0
+    partial = _empty_folder(Path(path))
     with TabletopBatch(list(tasks), arm, settings) as sim:
         features = robot_features(sim.state_size, sim.action_size, {camera: size} if size else {})
-        with EpisodeWriter(path, FPS, features, arm) as writer:
+        with EpisodeWriter(partial, FPS, features, arm) as writer:
             for start in range(0, episodes, BATCH):
                 layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
                 specs = [EpisodeSpec(task, sim.tasks()[task], layout) for layout in layouts for task in tasks]
@@ -75,7 +77,17 @@ def build_demonstrations(
                         written += seen.success
     if not written:
         raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
+    partial.rename(path)
     return Path(path)
+
+
+def _empty_folder(path: Path) -> Path:
+    """Where demonstrations lie until all are there: half of them would be taken for the whole by the next run."""
+    if path.exists():
+        raise UserError(f"{path} exists already; name another folder or remove it")
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    return partial
 
 
 class Demonstration:
