@@ -74,9 +74,7 @@ class Stopwatch:
         cpu_clock: seconds of CPU time so far; those of this process when None.
     """
 
-    def __init__(
-        self, memory: PeakMemory, device: str = "cpu", cpu_clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, memory: PeakMemory, device: str = "cpu", cpu_clock: Callable[[], float] | None = None) -> None:
         self.cpu_s: dict[str, float] = {}
         self.wall_s: dict[str, float] = {}
         self._memory = memory

@@ -2,8 +2,8 @@
 
 The same task, layouts, actions and number of environments for our processes (`WorkerPool`), our threads
 (`TabletopBatch`), Gymnasium's `AsyncVectorEnv` over the same environment class, and `mujoco.rollout` with the physics
-alone, which is the floor. A policy with action chunks needs to look only at the end of a chunk; `AsyncVectorEnv` knows no
-chunks and looks after every control step, so ours is also measured with a call and a look for each step.
+alone, which is the floor. A policy with action chunks needs to look only at the end of a chunk; `AsyncVectorEnv` knows
+no chunks and looks after every control step, so ours is also measured with a call and a look for each step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The arms of the throughput comparisons: one episode in each of N environments, with equal layouts and actions.
 
-Before anything is timed an arm plays the episodes once and compares how they end with a `TabletopEnv` that runs alone in
-this process. Then a repetition is a reset and the control steps up to the horizon, which cuts every episode off with the
-same step.
+Before anything is timed an arm plays the episodes once and compares how they end with a `TabletopEnv` that runs alone
+in this process. Then a repetition is a reset and the control steps up to the horizon, which cuts every episode off with
+the same step.
 """
 
 from __future__ import annotations
@@ -214,11 +214,10 @@ def _physics_of(env: TabletopEnv) -> NDArray[np.float64]:
 
 def _cpu_seconds(processes: Sequence[int]) -> float:
     """CPU seconds so far of this process and of others; NaN where the system does not tell those of others."""
-    others = processes if sys.platform == "linux" else [float("nan")] * len(processes)
+    if processes and sys.platform != "linux":
+        return float("nan")
     # The number of a process's clock as clock_getcpuclockid(3) makes it; /proc counts in steps of 10 ms only.
-    return time.process_time() + sum(
-        time.clock_gettime((~other << 3) | 2) if isinstance(other, int) else other for other in others
-    )
+    return time.process_time() + sum(time.clock_gettime((~process << 3) | 2) for process in processes)
 
 
 def _counts(arm: dict[str, Any]) -> dict[str, int]:

@@ -33,7 +33,8 @@ class SimConfig:
     state: str = "proprio"
     """tabletop: proprio, what a robot knows of itself, or full, with the poses of all pieces."""
     env: str = ""
-    """gymnasium: id of a registered environment, or module:function that returns one."""
+    """gymnasium: id of a registered environment, with `module:` in front where one registers it, or module:function or
+    file.py:function that returns one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the simulator; gymnasium: arguments of the environment, with those of its adapter under
     `adapter` and those of the processes under `settings`."""
@@ -92,7 +93,8 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
     settings = dict(options.pop("settings", {}))
     if config.horizon:
         adapter["horizon"] = config.horizon
-    by_id = ":" not in config.env
+    module, _, name = config.env.rpartition(":")
+    by_id = not (module and name.isidentifier())  # `module:Name-v0` is an id too, gymnasium imports the module first
     return WorkerPool(
         WorkerSettings(
             factory="gymnasium:make" if by_id else config.env,

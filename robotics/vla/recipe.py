@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.recipe import Evaluation, Recipe
+from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
 from mmrl.training.samples import SampleRecord
 from mmrl.training.settings import RunConfig
 from robotics.sim.episodes import EpisodeSpec, RobotSim
@@ -114,7 +113,11 @@ class RobotRecipe(Recipe):
         """Total reward (B,) and its terms of episodes that did not break down; NaN where one cannot be scored."""
 
     def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Run G episodes from each initial state."""
+        """Run G episodes from each initial state.
+
+        Raises:
+            NoUsableTasksError: every group has an episode whose environment broke down; the loop draws other tasks.
+        """
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
         episodes = run_episodes(
@@ -122,6 +125,8 @@ class RobotRecipe(Recipe):
         )
         episodes.payload.episodes = list(tasks)
         group = torch.arange(len(tasks)).repeat_interleave(size)
+        self._note_broken(episodes.payload)
+        _refuse_if_all_broken(group, episodes.payload)
         return pack_episodes(episodes, group, self.policy, self.config.logp_level)
 
     @property
@@ -130,17 +135,9 @@ class RobotRecipe(Recipe):
         return False
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rewards of the episodes; a group with a broken environment keeps NaN and teaches nothing.
-
-        Raises:
-            RunError: no group of the step is whole.
-        """
+        """Rewards of the episodes; a group with a broken environment keeps NaN and teaches nothing."""
         payload: EpisodePayload = rollouts.payload
-        self._note_broken(payload)
         whole = ~_in_broken_group(rollouts.group, payload.failed)
-        if not bool(whole.any()):
-            reasons = sorted({reason for reason in payload.reasons if reason})
-            raise RunError(f"every group of this step had a broken environment: {'; '.join(reasons) or 'no reason'}")
         reward, terms = self.rewards(rollouts)
         unknown = torch.full_like(reward, float("nan"))
         terms = {"success": payload.success.float(), **terms}
@@ -266,6 +263,12 @@ def _in_broken_group(group: Tensor, failed: Tensor) -> Tensor:
     broken = torch.zeros(int(group.max()) + 1, dtype=torch.bool, device=group.device)
     broken[group[failed]] = True
     return broken[group]
+
+
+def _refuse_if_all_broken(group: Tensor, payload: EpisodePayload) -> None:
+    if bool(_in_broken_group(group.to(payload.failed.device), payload.failed).all()):
+        reasons = sorted({reason for reason in payload.reasons if reason})
+        raise NoUsableTasksError(f"every group had a broken environment: {'; '.join(reasons) or 'no reason given'}")
 
 
 def _record(rollouts: Rollouts, row: int) -> SampleRecord:

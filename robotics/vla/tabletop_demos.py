@@ -53,7 +53,7 @@ def build_demonstrations(
         The folder.
 
     Raises:
-        UserError: a task, arm or camera does not exist, or no episode succeeded.
+        UserError: a task, arm or camera does not exist, the folder is there already, or no episode succeeded.
     """
     from robotics.data import EpisodeWriter, robot_features
     from robotics.sim.batch import BatchSettings, TabletopBatch
@@ -71,9 +71,8 @@ def build_demonstrations(
                 for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start), strict=True):
                     if seen.success or keep_failures:
                         images = {camera: np.stack(seen.images)} if size else {}
-                        writer.add_episode(
-                            np.stack(seen.states), np.stack(seen.actions), images, spec.instruction, seen.success
-                        )
+                        states, actions = np.stack(seen.states), np.stack(seen.actions)
+                        writer.add_episode(states, actions, images, spec.instruction, seen.success)
                         written += seen.success
     if not written:
         raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")

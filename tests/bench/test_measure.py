@@ -100,3 +100,10 @@ def test_laps_can_be_driven_from_outside():
             busy(0.02)
         recorder.lap()
     assert recorder.result()["cpu_s"]["step"] >= 0.02
+
+
+def test_another_clock_may_count_the_cpu_seconds():
+    ticks = iter(range(0, 100, 5))
+    found = repeat(lambda watch: busy(0.02), 2, cpu_clock=lambda: float(next(ticks)))
+    assert found["cpu_s"] == {"total": 5.0}
+    assert found["wall_s"]["total"] < 5.0

@@ -126,10 +126,19 @@ def test_broken_environment_takes_its_group_out(tmp_path):
     assert not advantages[own].any()
 
 
-def test_step_without_a_whole_group_stops_with_the_reason(tmp_path):
-    recipe = RobotGrpoRecipe(grpo(tmp_path, sim={"never_starts": list(range(20))}))
+def test_run_without_a_whole_group_stops_with_the_reason(tmp_path):
+    config = grpo(tmp_path, sim={"never_starts": list(range(20))}, eval_data={})
     with pytest.raises(RunError, match="would not start"):
-        collected(recipe)
+        train(find_recipe("robot_grpo"), config)
+
+
+def test_draw_without_a_whole_group_is_repeated_with_other_tasks(tmp_path):
+    config = grpo(tmp_path, sim={"never_starts": list(range(0, 20, 2))}, eval_data={})
+    config.trainer.tasks_per_step = 1
+    run_dir = train(find_recipe("robot_grpo"), config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["reward/errors"] for row in rows] == [0, 0, 0]
+    assert rows[-1]["sim/episodes_failed"] > 0
 
 
 def test_grpo_learns(tmp_path):

@@ -1,0 +1,39 @@
+"""Demonstrations on the line, and the smallest policies that can learn from them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from robotics.sim.episodes import EpisodeSpec
+from tests.robotics.line_sim import LineSim
+
+ENCODER = {"width": 32, "heads": 2, "layers": 1, "channels": 8, "keypoints": 4}
+"""Of a policy that is trained in a moment."""
+BLIND = {**ENCODER, "image_size": None}
+"""The same without pictures."""
+SPEED = 0.5
+"""Share of a full step that the demonstrator goes; 6 to 12 steps an episode."""
+
+
+def demonstrate(path, episodes=4, camera="", failures=(), stretch=1.0):
+    """Write one episode a layout, of both tasks in turn; `stretch` scales the actions as other units would."""
+    from robotics.data import EpisodeWriter, robot_features
+
+    sim = LineSim()
+    cameras = {camera: sim.image_size} if camera else {}
+    with EpisodeWriter(path, 10, robot_features(2, 1, cameras, video=False)) as writer:
+        for layout in range(episodes):
+            task = ("right", "left")[layout % 2]
+            seen = sim.reset([EpisodeSpec(task, f"go {task}", layout)]).observation
+            states, images, actions = [], [], []
+            while len(sim.live):
+                place, goal = seen.state[0]
+                step = SPEED * np.sign(goal - place) * (-1 if layout in failures else 1)
+                states.append(seen.state[0])
+                images.append(seen.images[0])
+                actions.append([step])
+                seen = sim.step_chunk(np.full((1, 1, 1), step)).observation
+            pictures = {camera: np.stack(images)} if camera else {}
+            done = layout not in failures
+            writer.add_episode(np.stack(states), stretch * np.array(actions), pictures, f"go {task}", done)
+    return path

@@ -1,0 +1,397 @@
+"""Behaviour cloning on the line: moments, their loss, the loop, and actions in other units than the simulator's."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
+from mmrl.training.runs import train
+from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from robotics.data import LeRobotReader
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.opening import SimConfig
+from robotics.vla.cloning import CloneConfig, CloneRecipe
+from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
+from robotics.vla.demonstrations import DemonstrationConfig
+from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
+from robotics.vla.loading import ActionPolicyConfig
+from robotics.vla.policy import ActionChoice, ModuleAdapter
+from robotics.vla.statistics import ActionStatistics
+from robotics.vla.tasks import EpisodeSetConfig
+from tests.robotics.line_demos import BLIND, ENCODER, SPEED, demonstrate
+from tests.robotics.line_sim import LineSim
+
+K = 3
+LINE = "tests.robotics.line_sim:open_line"
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory):
+    return demonstrate(tmp_path_factory.mktemp("line") / "demos")
+
+
+@pytest.fixture(scope="module")
+def filmed(tmp_path_factory):
+    return demonstrate(tmp_path_factory.mktemp("line") / "filmed", episodes=3, camera="front", failures=[1])
+
+
+@pytest.fixture(scope="module")
+def stretched(tmp_path_factory):
+    """Actions in units of a quarter: what moves the point by half a step is written as 0.125."""
+    return demonstrate(tmp_path_factory.mktemp("line") / "stretched", stretch=0.25)
+
+
+def clone(tmp_path, demos, **changes):
+    about = {"path": str(demos), "camera": "", **changes.pop("demonstrations", {})}
+    trainer = {"steps": 3, "tasks_per_step": 8, "learning_rate": 3e-3, "threads": 1, "warmup_steps": 0}
+    settings = {
+        "recipe": "robot_clone",
+        "output_dir": str(tmp_path / "run"),
+        "sim": SimConfig(kind=LINE),
+        "model": ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": BLIND}),
+        "demonstrations": DemonstrationConfig(**about),
+        "eval_data": {"held_out": EpisodeSetConfig(split="held_out", layouts=6)},
+        "trainer": TrainerConfig(**{**trainer, "samples_per_task": 1, **changes.pop("trainer", {})}),
+        "tracking": TrackingConfig(quiet=True, tensorboard=False),
+        "checkpoint": CheckpointConfig(every=1, keep=5),
+    }
+    config = CloneConfig(**(settings | changes))
+    config.evaluation.videos = 0
+    config.validate()
+    return config
+
+
+def collected(recipe, moments=None, seed=0):
+    chosen = recipe.train_tasks if moments is None else moments
+    return recipe.rollout(recipe.policy, chosen, torch.Generator().manual_seed(seed))
+
+
+def weights_after(run_dir, step):
+    return (run_dir / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors").read_bytes()
+
+
+# ---- moments and their loss ----
+
+
+def test_every_control_step_is_a_moment_with_what_followed(tmp_path, demos):
+    recipe = CloneRecipe(clone(tmp_path, demos))
+    reader = LeRobotReader(demos)
+    assert len(recipe.train_tasks) == sum(len(episode) for episode in reader)
+    payload = collected(recipe).payload
+    for row, (number, step) in enumerate(recipe.train_tasks):
+        episode = reader.episode(number)
+        np.testing.assert_array_equal(payload.inputs.state[row], episode.state[step])
+        assert payload.inputs.instructions[row] == episode.task
+        left = min(K, len(episode) - step)
+        assert payload.mask[row].tolist() == [1.0] * left + [0.0] * (K - left)
+        np.testing.assert_array_equal(payload.actions[row, :left], episode.action[step : step + left])
+
+
+def test_loss_is_that_of_the_policy(tmp_path, demos):
+    recipe = CloneRecipe(clone(tmp_path, demos))
+    rollouts = collected(recipe)
+    payload = rollouts.payload
+    output = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts))
+    logits = recipe.policy.logits(payload.inputs).detach().numpy().astype(np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    tokens = recipe.policy.tokenizer.encode(payload.actions.flatten(1)).numpy()
+    chosen = np.take_along_axis(logp, tokens[..., None], -1)[..., 0]
+    mask = payload.mask.numpy()
+    assert 0 < mask.mean() < 1
+    assert float(output.loss.detach()) == pytest.approx(-(chosen * mask).sum() / mask.sum(), rel=1e-5)
+    assert output.metrics["bc/loss"].value == pytest.approx(float(output.loss.detach()), rel=1e-6)
+
+
+def test_what_lies_behind_the_end_of_an_episode_does_not_count(tmp_path, demos):
+    recipe = CloneRecipe(clone(tmp_path, demos))
+    rollouts = collected(recipe)
+    denominators = recipe.objective.denominators(rollouts)
+    before = recipe.loss(recipe.policy, rollouts, denominators).loss
+    behind = rollouts.payload.mask == 0
+    assert behind.any()
+    rollouts.payload.actions[behind] = -rollouts.payload.actions[behind]
+    assert torch.equal(recipe.loss(recipe.policy, rollouts, denominators).loss, before)
+    rollouts.payload.actions[~behind] *= -1
+    assert not torch.equal(recipe.loss(recipe.policy, rollouts, denominators).loss, before)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": BLIND}),
+        ActionPolicyConfig(kind=f"{__name__}:make_whole_chunks", chunk=K),
+    ],
+)
+def test_micro_batches_change_nothing(tmp_path, demos, model):
+    recipe = CloneRecipe(clone(tmp_path, demos, model=model))
+    rollouts = collected(recipe)
+    denominators = recipe.objective.denominators(rollouts)
+    gradients, losses = [], []
+    for micro in (rollouts.num_rows, 5, 1):
+        recipe.policy.zero_grad()
+        parts = [recipe.loss(recipe.policy, part, denominators) for part in rollouts.micro_batches(micro)]
+        torch.stack([part.loss for part in parts]).sum().backward()
+        losses.append(sum(float(part.loss.detach()) for part in parts))
+        given = [weight.grad.flatten() for weight in recipe.policy.parameters() if weight.grad is not None]
+        gradients.append(torch.cat(given))
+    assert gradients[0].abs().max() > 0
+    for other, loss in zip(gradients[1:], losses[1:], strict=True):
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+        torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
+
+
+class WholeChunks(torch.nn.Module):
+    """One log-probability for a chunk of three steps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean = torch.nn.Linear(2, K)
+
+    def act(self, obs, generator, greedy=False):
+        mean = self.mean(obs["state"])
+        noise = torch.zeros_like(mean) if greedy else torch.randn(mean.shape, generator=generator)
+        actions = (mean + noise)[..., None]
+        return actions, self.log_probs(obs, actions)
+
+    def log_probs(self, obs, actions):
+        return torch.distributions.Normal(self.mean(obs["state"]), 1.0).log_prob(actions[..., 0]).sum(-1)
+
+
+def make_whole_chunks():
+    return WholeChunks()
+
+
+# ---- the loop ----
+
+
+def test_resumed_run_is_the_uninterrupted_one(tmp_path, demos):
+    whole = train(find_recipe("robot_clone"), clone(tmp_path / "a", demos))
+    train(find_recipe("robot_clone"), clone(tmp_path / "b", demos, trainer={"steps": 1}))
+    resumed = train(find_recipe("robot_clone"), clone(tmp_path / "b", demos), resume=True)
+    assert weights_after(whole, 3) == weights_after(resumed, 3)
+    assert weights_after(whole, 3) != weights_after(whole, 2)
+
+
+@pytest.mark.parametrize("kind", ["small", "flow"])
+def test_cloning_learns_the_line(tmp_path, demos, kind):
+    options = {"encoder": BLIND} | ({"bins": 16} if kind == "small" else {"steps": 3, "hidden": 32, "blocks": 1})
+    config = clone(
+        tmp_path,
+        demos,
+        model=ActionPolicyConfig(kind=kind, chunk=K, options=options),
+        trainer={"steps": 60, "tasks_per_step": 24, "learning_rate": 5e-3, "warmup_steps": 5},
+        checkpoint=CheckpointConfig(every=0),
+    )
+    result = json.loads((train(find_recipe("robot_clone"), config) / "result.json").read_text())
+    before, after = result["first_evaluation"]["held_out"], result["last_evaluation"]["held_out"]
+    assert before["success/greedy"] <= 0.5
+    assert after["success/greedy"] >= 0.9
+
+
+def test_failures_are_left_out_and_counted(tmp_path, filmed):
+    def loaded(**about):
+        config = clone(tmp_path, filmed, demonstrations=about)
+        recipe = CloneRecipe(config)
+        return recipe, recipe.step_metrics(collected(recipe))
+
+    reader = LeRobotReader(filmed)
+    lengths = [len(episode) for episode in reader]
+    recipe, metrics = loaded()
+    assert metrics["data/skipped"] == 1
+    assert metrics["data/moments"] == lengths[0] + lengths[2]
+    assert set(recipe.demonstrations.instructions) == {"go right"}
+    assert loaded(only_success=False)[1] == {"data/moments": float(sum(lengths)), "data/skipped": 0.0}
+    assert loaded(max_episodes=1)[1] == {"data/moments": float(lengths[0]), "data/skipped": 0.0}
+
+
+def test_pictures_are_those_of_the_camera(tmp_path, filmed):
+    model = ActionPolicyConfig(chunk=K, options={"bins": 16, "encoder": ENCODER})
+    recipe = CloneRecipe(clone(tmp_path, filmed, model=model, demonstrations={"camera": "front"}))
+    seen = collected(recipe, recipe.train_tasks[:4]).payload.inputs
+    np.testing.assert_array_equal(seen.images.numpy(), LeRobotReader(filmed).images(0, "front")[:4])
+    loss = recipe.loss(recipe.policy, *_with_denominators(recipe)).loss
+    assert bool(torch.isfinite(loss))
+
+
+def _with_denominators(recipe):
+    rollouts = collected(recipe, recipe.train_tasks[:4])
+    return rollouts, recipe.objective.denominators(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"camera": "wrist"}, "camera is 'wrist', but .* has front"),
+        ({"path": "nowhere"}, "nowhere"),
+        ({"unscaled": [1]}, r"unscaled has \[1\]; an action has 1 entries"),
+    ],
+)
+def test_demonstrations_that_cannot_be_used_are_named(tmp_path, filmed, about, message):
+    with pytest.raises(UserError, match=message):
+        CloneRecipe(clone(tmp_path, filmed, demonstrations=about))
+
+
+def test_data_without_a_success_is_refused(tmp_path):
+    folder = demonstrate(tmp_path / "failed", episodes=2, failures=[0, 1])
+    with pytest.raises(UserError, match="no episode that can be learnt from; 2 were left out"):
+        CloneRecipe(clone(tmp_path, folder))
+
+
+def test_empty_data_set_is_refused(tmp_path):
+    folder = demonstrate(tmp_path / "empty", episodes=0)
+    with pytest.raises(UserError, match="no episode that can be learnt from"):
+        CloneRecipe(clone(tmp_path, folder))
+
+
+def test_actions_of_another_robot_are_refused(tmp_path, demos):
+    with pytest.raises(UserError, match="have 1 entries, those of the simulator 2"):
+        CloneRecipe(clone(tmp_path, demos, sim=SimConfig(kind=f"{__name__}:open_plane")))
+
+
+class PlaneSim(LineSim):
+    action_size = 2
+
+
+def open_plane(config):
+    return PlaneSim()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"samples_per_task": 2}}, "samples_per_task is 2"),
+        ({"demonstrations": {"path": ""}}, "demonstrations.path is empty"),
+        ({"demonstrations": {"max_episodes": -1}}, "max_episodes is -1"),
+        ({"acting": ActingSettings(scale="max")}, "acting.scale is 'max'; allowed: none, bounds_q99"),
+    ],
+)
+def test_bad_settings(tmp_path, demos, change, message):
+    with pytest.raises(ValueError, match=message):
+        clone(tmp_path, demos, **change)
+
+
+# ---- actions in other units ----
+
+NORMALISED = ActingSettings(scale="bounds_q99")
+
+
+class Fixed(ModuleAdapter):
+    """Always says the same chunk."""
+
+    def __init__(self, chunk):
+        super().__init__(WholeChunks(), len(chunk[0]), len(chunk))
+        self.said = torch.tensor(chunk)
+
+    def act(self, batch, generator, temperature=1.0, greedy=False):
+        rows = len(batch)
+        actions = self.said.expand(rows, -1, -1)
+        return ActionChoice(actions, actions.reshape(rows, 1, -1), torch.zeros(rows, 1))
+
+
+def statistics(low, high, mask):
+    low, high = np.float64(low), np.float64(high)
+    return ActionStatistics(low, high, low, high, (low + high) / 2, high - low, np.array(mask))
+
+
+def acted(policy, sim, settings, layouts=1, greedy=True):
+    episodes = [EpisodeSpec("right", "go right", layout) for layout in range(layouts)]
+    return run_episodes(policy, sim, episodes, settings, torch.Generator().manual_seed(0), greedy=greedy), episodes
+
+
+@pytest.mark.parametrize("ensemble", [0.0, 0.1])
+def test_normalised_actions_are_brought_to_the_simulators_units(ensemble):
+    policy = Fixed([[-1.0], [0.0], [0.5]])
+    policy.statistics = statistics([-0.2], [0.6], [True])
+    sim = LineSim()
+    found, episodes = acted(policy, sim, ActingSettings(scale="bounds_q99", ensemble=ensemble, execute=3))
+    expected = 0.5 * (np.array([-1.0, 0.0, 0.5]) + 1) * 0.8 - 0.2
+    if ensemble:  # the newest chunk's first entry, and what older ones said of now
+        assert found.actions[0][0, 0] == pytest.approx(expected[0], abs=1e-6)
+        second = (np.exp(-0.1 * 0) * expected[1] + np.exp(-0.1 * 1) * expected[0]) / (1 + np.exp(-0.1))
+        assert found.actions[0][1, 0] == pytest.approx(second, abs=1e-6)
+    else:
+        np.testing.assert_allclose(found.actions[0][:3, 0], expected, atol=1e-6)
+    moved = 0.1 * found.actions[0][:, 0].sum()
+    assert float(found.payload.last_state[0, 0]) == pytest.approx(moved, abs=1e-5)
+    frames, success = replay_episode(LineSim(), episodes[0], found.actions[0])
+    assert len(frames) == len(found.actions[0]) + 1
+    assert success == bool(found.payload.success[0])
+
+
+def test_a_gripper_outside_the_mask_is_left_alone_and_what_is_too_large_is_cut_off():
+    policy = Fixed([[0.5, 0.25]])
+    policy.statistics = statistics([-4.0, -3.0], [4.0, 3.0], [True, False])
+    found, _ = acted(policy, PlaneSim(), NORMALISED)
+    np.testing.assert_allclose(found.actions[0][0], [1.0, 0.25], atol=1e-6)
+
+
+def test_a_policy_without_statistics_cannot_be_scaled():
+    with pytest.raises(UserError, match="acting.scale is 'bounds_q99', but the policy has no statistics"):
+        acted(Fixed([[0.5]]), LineSim(), NORMALISED)
+    policy = Fixed([[0.5]])
+    policy.statistics = statistics([-1.0, -1.0], [1.0, 1.0], [True, True])
+    with pytest.raises(UserError, match="statistics are of 2 entries, its actions have 1"):
+        acted(policy, LineSim(), NORMALISED)
+
+
+def test_targets_are_normalised_by_the_datas_quantiles(tmp_path, stretched):
+    recipe = CloneRecipe(clone(tmp_path, stretched, acting=NORMALISED))
+    everything = np.concatenate([episode.action for episode in LeRobotReader(stretched)])
+    low, high = np.quantile(everything.astype(np.float64), [0.01, 0.99], axis=0)
+    rollouts = collected(recipe)
+    for row, moment in enumerate(recipe.train_tasks):
+        raw = recipe.demonstrations.chunks([moment], K)[0][0]
+        expected = np.clip(2 * (raw - low) / (high - low + 1e-8) - 1, -1, 1)
+        np.testing.assert_allclose(rollouts.payload.actions[row], expected, atol=1e-5)
+    back = recipe.policy.statistics.unnormalise(rollouts.payload.actions)
+    raw = torch.from_numpy(recipe.demonstrations.chunks(recipe.train_tasks, K)[0])
+    torch.testing.assert_close(back, raw, rtol=1e-5, atol=1e-6)
+    assert float(raw.abs().max()) == pytest.approx(0.25 * SPEED)
+    assert float(rollouts.payload.actions.abs().max()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_entries_that_are_not_scaled_keep_their_units(tmp_path, stretched):
+    recipe = CloneRecipe(clone(tmp_path, stretched, acting=NORMALISED, demonstrations={"unscaled": [-1]}))
+    raw = torch.from_numpy(recipe.demonstrations.chunks(recipe.train_tasks, K)[0])
+    assert torch.equal(collected(recipe).payload.actions, raw)
+    assert recipe.policy.statistics.mask.tolist() == [False]
+
+
+def test_a_policy_cloned_on_normalised_actions_goes_on_in_the_simulator(tmp_path, stretched):
+    """The data is four times too slow for the horizon of 12, so no policy that moves as demonstrated can succeed."""
+    trainer = {"steps": 40, "tasks_per_step": 24, "learning_rate": 5e-3}
+    config = clone(tmp_path, stretched, acting=NORMALISED, trainer=trainer, checkpoint=CheckpointConfig(every=0))
+    run_dir = train(find_recipe("robot_clone"), config)
+    after = json.loads((run_dir / "result.json").read_text())["last_evaluation"]["held_out"]
+    assert after["success/greedy"] == 0
+    saved = ActionPolicyConfig(path=str(run_dir / "checkpoints" / "step-000040" / "model"))
+    rl = RobotGrpoConfig(sim=config.sim, model=saved, eval_data=config.eval_data, acting=NORMALISED)
+    recipe = RobotGrpoRecipe(rl)
+    found, _ = acted(recipe.policy, recipe.sim, NORMALISED, layouts=4)
+    for actions in found.actions:
+        np.testing.assert_allclose(actions, 0.25 * SPEED, atol=0.02)
+    plain, _ = acted(recipe.policy, recipe.sim, ActingSettings(), layouts=4)
+    assert all(np.abs(actions).min() > 0.5 for actions in plain.actions)
+    lines = [json.loads(line) for line in next((run_dir / "episodes").glob("*.jsonl")).open()]
+    assert max(abs(entry) for line in lines for action in line["actions"] for entry in action) < 0.15
+    protocol = json.loads(next((run_dir / "episodes").glob("*.protocol.json")).read_text())
+    assert protocol["scale"]["mask"] == [True]
+
+
+def test_actions_that_would_be_cut_off_are_warned_of(tmp_path, caplog):
+    folder = demonstrate(tmp_path / "large", episodes=2, stretch=8.0)
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        CloneRecipe(clone(tmp_path, folder))
+    assert "actions up to 4, outside -1..1" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        CloneRecipe(clone(tmp_path, folder, acting=NORMALISED))
+    assert "outside" not in caplog.text
