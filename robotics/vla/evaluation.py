@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from mmrl.training.seeds import make_generator
 from mmrl.training.settings import EvaluationConfig
 from mmrl.training.statistics import cluster_bootstrap_interval, wilson_interval
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.collect import Episodes, action_scale, replay_episode, run_episodes
+from robotics.vla.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
 from robotics.vla.tasks import episode_id
 
 if TYPE_CHECKING:
@@ -188,11 +188,17 @@ def _run_batch(
         recipe.policy,
         recipe.sim,
         [task for _, _, task in batch],
-        config.acting,
+        _acting(recipe, protocol),
         generator,
         greedy=protocol == "greedy",
     )
     return [_line(index, repeat, task, episodes, place) for place, (index, repeat, task) in enumerate(batch)]
+
+
+def _acting(recipe: RobotRecipe, protocol: str) -> ActingSettings:
+    """The run's settings; sampled episodes have the evaluation's temperature."""
+    acting = recipe.config.acting
+    return acting if protocol == "greedy" else replace(acting, temperature=recipe.config.evaluation.temperature)
 
 
 def _line(index: int, repeat: int, task: EpisodeSpec, episodes: Episodes, place: int) -> dict[str, Any]:

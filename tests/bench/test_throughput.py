@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import time
@@ -17,6 +18,14 @@ from robotics.sim import find_backend
 from robotics.sim.envs import TabletopEnv
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """An arm collects garbage before it measures; what the tests have imported would be searched each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
