@@ -70,6 +70,8 @@ class Arm:
     """Most processes that measure time, where fewer than the benchmark's own number are enough for orientation."""
     timed: bool = True
     """False for an arm that only returns counts or checks: it runs once."""
+    memory: bool = True
+    """False for an arm whose memory is that of other processes: none runs for it."""
 
 
 @dataclass
@@ -249,7 +251,8 @@ def _is_due(arm: Arm, block: int, options: BenchOptions) -> bool:
     if not arm.timed:
         return block == 0
     if block == options.blocks:
-        return options.device == "cpu" and not options.quick  # a GPU's allocator tells the peak of every run
+        # A GPU's allocator tells the peak of every run.
+        return arm.memory and options.device == "cpu" and not options.quick
     return block < min(arm.blocks or options.blocks, options.blocks)
 
 

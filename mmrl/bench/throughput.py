@@ -48,7 +48,7 @@ def compare_throughput(options: BenchOptions, backend: str, size_px: int) -> dic
         BATCH_CHUNKS: {"simulator": "TabletopBatch"},
         FLOOR: {"simulator": "mujoco.rollout"},
     }
-    arms = [Arm(name, ARM_FUNCTION, common | way) for name, way in ways.items()]
+    arms = [Arm(name, ARM_FUNCTION, common | way, memory=False) for name, way in ways.items()]
     runs = run_arms(f"throughput, {f'{size_px} px' if size_px else 'states'}", arms, options)
     return comparison(runs, ratios=_ratios(runs), floor=_floor(runs), notes=_notes(common))
 
@@ -87,5 +87,5 @@ def _notes(common: Mapping[str, Any]) -> list[str]:
         "environments, with its observation, and these steps; AsyncVectorEnv adds no reset of its own",
         "mujoco.rollout has only the physics, of the same joint targets, in one call: no inverse kinematics, rewards, "
         "observations or pictures",
-        "CPU seconds are those of all processes, memory that of the calling one only",
+        "CPU seconds are those of all processes; memory is that of the calling one and says nothing of the others",
     ]

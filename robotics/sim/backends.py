@@ -82,9 +82,15 @@ def require_backend(preferred: str | None = None) -> Backend:
     raise UserError("\n".join(lines))
 
 
+PROBED = "MMRL_PROBED_RENDERER"
+"""Environment variable in which a parent process tells its children what it has found, as name|device."""
+
+
 @functools.cache
 def probe_backend(name: str) -> tuple[Backend | None, str]:
     """Draw a small picture in a process of its own; each name is tried once.
+
+    A process whose parent has done so is told by the variable MMRL_PROBED_RENDERER and does not draw again.
 
     Args:
         name: egl, osmesa, glfw or cgl.
@@ -92,6 +98,9 @@ def probe_backend(name: str) -> tuple[Backend | None, str]:
     Returns:
         The backend, or None and why it does not work.
     """
+    probed, _, device = os.environ.get(PROBED, "").partition("|")
+    if probed == name:
+        return Backend(name, device), ""
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = name
     try:

@@ -37,7 +37,7 @@ class GymRow:
         success_reward: a control step with at least this reward has done the task; for environments whose `info` says
             nothing.
         horizon: control steps of an episode; that of the registered id when None.
-        layout_options: whether `reset` is given the options layout, split and task beside the seed.
+        layout_options: whether `reset` is given the options layout and split beside the seed.
 
     Raises:
         EnvError: actions are not continuous or have no bounds, a key does not exist, there is no horizon.
@@ -79,7 +79,7 @@ class GymRow:
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Begin an episode; the seed differs from layout to layout and from split to split."""
-        options = {"layout": layout, "split": split, "task": task} if self._layout_options else None
+        options = {"layout": layout, "split": split} if self._layout_options else None
         self._observation, _ = self._env.reset(seed=seed, options=options)
 
     def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import RunError, UserError
-from robotics.sim.backends import Backend, find_backend
+from robotics.sim.backends import PROBED, Backend, find_backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation
 from robotics.sim.worker_process import StartSpec, Trouble, WorkerProcess, stop_all, wait_for_answers
 
@@ -497,6 +497,7 @@ def _start_spec(settings: WorkerSettings, renderer: Backend | None) -> StartSpec
         variables.setdefault(name, "1")
     if renderer is not None:
         variables["MUJOCO_GL"] = renderer.name
+        variables[PROBED] = f"{renderer.name}|{renderer.device}"
         if renderer.name in ("egl", "osmesa"):
             variables["PYOPENGL_PLATFORM"] = renderer.name
     options = {

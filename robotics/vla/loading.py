@@ -81,8 +81,9 @@ def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: 
     from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 
     options = dict(config.options)
-    model = _nested(ModelConfig, dict(options.pop("vlm", {})))
+    vlm = dict(options.pop("vlm", {}))
     _check_known("model.options", options, VlmActionConfig)
+    model = _nested(ModelConfig, vlm)
     head = {"action_size": sim.action_size, "chunk": config.chunk, "seed": seed, **options}
     return VlmActionPolicy.from_model(model, VlmActionConfig(**head))
 

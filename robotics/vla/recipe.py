@@ -39,10 +39,6 @@ LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 
 
-def _held_out() -> dict[str, EpisodeSetConfig]:
-    return {"held_out": EpisodeSetConfig(split="held_out", layouts=25)}
-
-
 @dataclass
 class RobotConfig(RunConfig):
     """A run of a robot policy in a simulator."""
@@ -53,7 +49,7 @@ class RobotConfig(RunConfig):
     """Where episodes run."""
     data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
     """Initial states of training."""
-    eval_data: dict[str, EpisodeSetConfig] = field(default_factory=_held_out)
+    eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
     """How actions are drawn and carried out."""

@@ -77,6 +77,11 @@ def test_an_arm_for_orientation_runs_less_often_and_one_for_checks_once(tmp_path
     assert [note["name"] for note in journal(tmp_path)] == ["a", "b", "c", "a", "b", "a"]
 
 
+def test_no_process_measures_memory_that_is_not_wanted(tmp_path):
+    run_arms("test", [arm(tmp_path, "a", memory=False), arm(tmp_path, "b")], BenchOptions(blocks=1))
+    assert [note["name"] for note in journal(tmp_path)] == ["a", "b", "b"]
+
+
 def test_a_failed_check_fails_the_comparison():
     good, bad = check(1.0, 2.0), check(1.0, 2.0, above=True)
     assert (good["passed"], bad["passed"]) == (True, False)

@@ -79,3 +79,9 @@ def test_importing_the_room_does_not_import_mujoco():
     program = "import sys, robotics.sim; print([name for name in ('mujoco', 'OpenGL', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_child_takes_over_what_its_parent_has_probed(monkeypatch):
+    monkeypatch.setenv(backends.PROBED, "osmesa|llvmpipe")
+    monkeypatch.setattr(backends.subprocess, "run", lambda *a, **k: pytest.fail("probed again"))
+    assert backends.probe_backend("osmesa") == (backends.Backend("osmesa", "llvmpipe"), "")

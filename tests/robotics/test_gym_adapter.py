@@ -128,7 +128,7 @@ def test_the_seed_begins_an_episode_and_options_only_where_asked_for():
     row(arm).reset("Arm", 3, "train", 77)
     assert arm.seen == {"seed": 77, "options": None}
     row(arm, layout_options=True, task="lift").reset("lift", 3, "held_out", 78)
-    assert arm.seen == {"seed": 78, "options": {"layout": 3, "split": "held_out", "task": "lift"}}
+    assert arm.seen == {"seed": 78, "options": {"layout": 3, "split": "held_out"}}
 
 
 def test_the_horizon_is_that_of_the_id_or_must_be_given():

@@ -116,7 +116,11 @@ def test_a_vlm_gets_an_action_head(tmp_path):
 
 @pytest.mark.parametrize(
     ("vlm", "message"),
-    [({"paht": "x"}, "model.options.vlm: .*paht"), ({"lora": {"rank": "many"}}, "model.options.vlm: .*many")],
+    [
+        ({}, "model.options.vlm: .*path"),
+        ({"paht": "x"}, "model.options.vlm: .*paht"),
+        ({"lora": {"rank": "many"}}, "model.options.vlm: .*many"),
+    ],
 )
 def test_settings_of_a_vlm_are_checked_like_a_file(vlm, message):
     with pytest.raises(UserError, match=message):

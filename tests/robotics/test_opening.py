@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from robotics.sim import workers
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
@@ -84,7 +84,7 @@ def test_what_the_tabletop_does_not_have_is_named(changes, message):
 
 # ---- gymnasium ----
 
-ENVIRONMENT = '''
+ENVIRONMENT = """
 import gymnasium
 import numpy as np
 
@@ -110,7 +110,7 @@ def make(**options):
 
 
 gymnasium.register("Walk-v0", Walk, max_episode_steps=4)
-'''
+"""
 
 
 @pytest.fixture
@@ -170,12 +170,16 @@ def test_gymnasium_by_id():
         ({"settings": {"timeout": 3}}, "sim.options.settings has timeout; allowed: python, renderer"),
         ({"settings": {"call_timeout_s": 0}}, "call_timeout_s is 0"),
         ({"adapter": {"colour": "red"}}, "colour"),
-        ({"speed": 3}, "speed"),
     ],
 )
 def test_unknown_options_of_gymnasium_are_named(module, options, message):
     with pytest.raises(UserError, match=message):
         opened(kind="gymnasium", env=f"{module}:make", image_size=0, horizon=3, workers=1, options=options)
+
+
+def test_an_environment_that_does_not_take_an_option_says_so(module):
+    with pytest.raises(RunError, match="unexpected keyword argument 'speed'"):
+        opened(kind="gymnasium", env=f"{module}:make", image_size=0, horizon=3, workers=1, options={"speed": 3})
 
 
 # ---- a user's own, and mistakes ----

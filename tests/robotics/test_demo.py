@@ -1,0 +1,80 @@
+"""The robot demonstration, with everything in it made small: the chain of its stages, not what they reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.training import stages
+from robotics import demo
+
+ROOT = Path(__file__).parents[2]
+SCENE = ["sim.tasks=[reach]", "sim.image_size=32", "sim.horizon=8", "sim.workers=1", "tracking.quiet=true"]
+EVALUATION = ["eval_data.held_out.tasks=[reach]", "eval_data.held_out.layouts=2", "evaluation.videos=1"]
+SMALL = {
+    "demo_clone.yaml": [
+        "demonstrations.build_options.tasks=[reach]",
+        "demonstrations.build_options.episodes=3",
+        "demonstrations.build_options.image_size=32",
+        "model.options.encoder={width: 32, heads: 2, layers: 1, channels: 8, keypoints: 4}",
+        "trainer.steps=4",
+        "trainer.tasks_per_step=8",
+    ],
+    "demo_srpo.yaml": [
+        "data.tasks=[reach]",
+        "latent.build_options.steps=2",
+        "latent.build_options.batch=2",
+        "trainer.steps=2",
+        "trainer.tasks_per_step=2",
+        "trainer.samples_per_task=2",
+        "trainer.minibatches_per_step=1",
+        "evaluation.every=1",
+    ],
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The demonstration's configurations with overrides that shrink them."""
+    pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+    monkeypatch.chdir(ROOT)
+
+    def finish(config, run_dir, overrides=()):
+        return stages.finish_run(config, run_dir, [*SCENE, *EVALUATION, *SMALL[config.name], *overrides])
+
+    monkeypatch.setattr(demo, "finish_run", finish)
+
+
+def written(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.suffix != ".html"}
+
+
+def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, backend, monkeypatch):
+    lines = demo.run(tmp_path / "demo")
+    assert lines[0] == "success on 2 held-out initial states (95 % interval)"
+    for line, name in zip(lines[1:4], ("before", "after cloning", "after SRPO"), strict=True):
+        assert line.strip().startswith(name)
+        assert "greedy" in line
+        assert "sampled" in line
+        assert " % (" in line
+    assert lines[4].startswith("time of this call")
+    videos = sorted((tmp_path / "demo" / "srpo" / "videos").glob("*.mp4"))
+    assert videos
+    assert lines[5].endswith(f"({len(videos)} files)")
+    report = Path(lines[6].removeprefix("report: "))
+    assert "<html" in report.read_text(encoding="utf-8")
+    for part in ("demonstrations", "video_encoder", "clone", "srpo"):
+        assert (tmp_path / "demo" / part).is_dir()
+    before = written(tmp_path / "demo")
+    monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
+    again = demo.run(tmp_path / "demo")
+    assert again[:4] == lines[:4]
+    assert written(tmp_path / "demo") == before
+
+
+def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run the demo from the root of a checkout"):
+        demo.run(tmp_path / "demo")

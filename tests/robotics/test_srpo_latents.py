@@ -1,0 +1,158 @@
+"""SRPO with every kind of latent, end to end on the line, in one process and in two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
+from mmrl.training.runs import train
+from robotics.vla.latents import LatentConfig
+from robotics.vla.loading import ActionPolicyConfig
+from robotics.vla.progress import ProgressSettings
+from robotics.vla.srpo import SrpoRecipe
+from tests.robotics.test_robot_recipes import collected, srpo, trainer
+from tests.robotics.tiny_models import save_tiny_video_encoder, save_tiny_vjepa2
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("pixels", "video", "vjepa2")
+ONE_CENTRE = ProgressSettings(min_samples=10_000)
+"""Nothing clusters, so that the mean of the successes is the only centre."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Makes a latent's model where it has one; each once."""
+    made = {"pixels": ""}
+    makers = {"video": save_tiny_video_encoder, "vjepa2": save_tiny_vjepa2}
+
+    def folder(kind):
+        if kind not in made:
+            made[kind] = str(makers[kind](tmp_path_factory.mktemp("latent") / kind))
+        return made[kind]
+
+    return folder
+
+
+def latent_of(kind, folders, frames="step"):
+    return LatentConfig(kind=kind, frames=frames, path=folders(kind))
+
+
+def expected_rewards(latents, success):
+    """Distance to the mean success, brought to 0..1 over the failures, through the published sigmoid."""
+    points, centre = latents.astype(np.float64), latents[success].astype(np.float64).mean(0)
+    far = np.linalg.norm(points - centre, axis=1)
+    share = (far - far[~success].min()) / (far[~success].max() - far[~success].min())
+    return np.where(success, 1.0, 0.6 / (1 + np.exp(-10 * (0.5 - share))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rewards_are_those_of_the_formula(tmp_path, folders, kind):
+    recipe = SrpoRecipe(srpo(tmp_path, latent=latent_of(kind, folders), progress=ONE_CENTRE))
+    rollouts = collected(recipe)
+    payload = rollouts.payload
+    success = payload.success.numpy()
+    assert 0 < success.sum() < len(success) - 1
+    films = [payload.film(row) for row in range(len(success))]
+    assert [len(film) for film in films] == (payload.lengths + 1).tolist()
+    latents = recipe.latent.embed(films, [payload.path(row) for row in range(len(success))]).latents
+    np.testing.assert_allclose(rollouts.reward, expected_rewards(latents, success), atol=1e-4)
+    terms = rollouts.reward_terms
+    np.testing.assert_array_equal(terms["success"], success)
+    assert bool(torch.isnan(terms["progress"][payload.success]).all())
+    torch.testing.assert_close(terms["progress"][~payload.success], rollouts.reward[~payload.success])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_runs_with_every_latent(tmp_path, folders, kind):
+    model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 0.3})
+    config = srpo(tmp_path, latent=latent_of(kind, folders), trainer=trainer(steps=2), model=model)
+    run_dir = train(find_recipe("srpo"), config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["srpo/invalid_latents"] for row in rows if "srpo/clusters" in row] == [0, 0]
+    assert all(0 < row["optim/grad_norm"] < 100 for row in rows if "srpo/clusters" in row)
+    weights = [run_dir / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors" for step in (1, 2)]
+    assert weights[0].read_bytes() != weights[1].read_bytes()
+
+
+def test_pictures_of_every_step_are_drawn_only_where_asked_for(tmp_path, folders):
+    whole = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)))
+    assert all(film is not None for film in collected(whole).payload.frames)
+    seldom = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders, frames="chunk")))
+    assert collected(seldom).payload.frames == []
+
+
+def test_an_episode_without_a_latent_teaches_nothing_and_is_counted(tmp_path, folders, monkeypatch):
+    recipe = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)))
+    prepare, seen = recipe.latent._prepare, []
+
+    def some_fail(frames, states):
+        seen.append(len(frames))
+        if len(seen) in (1, 8):
+            raise ValueError("no picture")
+        return prepare(frames, states)
+
+    monkeypatch.setattr(recipe.latent, "_prepare", some_fail)
+    rollouts = collected(recipe)
+    assert torch.isnan(rollouts.reward).nonzero().flatten().tolist() == [0, 7]
+    assert recipe.step_metrics(rollouts)["srpo/invalid_latents"] == 2
+
+
+def test_remembered_successes_survive_an_interruption(tmp_path):
+    changes = {"progress": ProgressSettings(memory=8)}
+    whole = train(find_recipe("srpo"), srpo(tmp_path / "a", trainer=trainer(steps=2), **changes))
+    train(find_recipe("srpo"), srpo(tmp_path / "b", trainer=trainer(steps=1), **changes))
+    resumed = train(find_recipe("srpo"), srpo(tmp_path / "b", trainer=trainer(steps=2), **changes), resume=True)
+    weights = [path / "checkpoints" / "step-000002" / "model" / "model.safetensors" for path in (whole, resumed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("latent", "message"),
+    [
+        (LatentConfig(kind="smell"), "latent.kind is 'smell'; there are: vjepa2, video, pixels, state"),
+        (LatentConfig(kind="pixels", options={"sides": 3}), "latent.options has sides; the latent pixels has: side"),
+        (LatentConfig(kind="video"), "the latent video needs `path`"),
+        (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; there are: step, chunk"),
+    ],
+)
+def test_bad_latents(tmp_path, latent, message):
+    with pytest.raises(UserError, match=message):
+        srpo(tmp_path, latent=latent)
+
+
+# ---- two processes ----
+
+
+def run_ranks(output: Path, processes: int) -> list[dict]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.robotics.two_ranks_srpo", str(output)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=240, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(output.with_suffix(f".{rank}"), weights_only=False) for rank in range(processes)]
+
+
+def test_references_come_from_all_processes(tmp_path):
+    """The first process has all the successes, the second one all the failures."""
+    winner, loser = run_ranks(tmp_path / "found", 2)
+    assert winner["success"].all()
+    assert not loser["success"].any()
+    assert winner["reward"].tolist() == [1.0] * len(winner["reward"])
+    success = np.concatenate([winner["success"], loser["success"]])
+    expected = expected_rewards(np.concatenate([winner["latents"], loser["latents"]]), success)
+    np.testing.assert_allclose(loser["reward"], expected[len(winner["reward"]) :], atol=1e-5)
+    assert loser["reward"].max() == pytest.approx(0.595984, abs=1e-5)
+    for found in (winner, loser):
+        assert found["metrics"]["srpo/tasks_without_reference"] == 0
+        assert len(found["memory"]["right"]) == len(winner["reward"])
+    assert torch.equal(winner["weights"], loser["weights"])
+    assert not torch.equal(winner["weights"], winner["start"])

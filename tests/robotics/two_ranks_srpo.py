@@ -1,0 +1,58 @@
+"""SRPO's rewards and one step of the loop, shared by however many processes this is started with.
+
+The policy of the first process always reaches its goal, that of the others never does, until they are made equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mmrl.training.distributed import leave, make_accelerator
+from mmrl.training.trainer import Trainer
+from robotics.vla.loading import ActionPolicyConfig
+from robotics.vla.progress import ProgressSettings
+from robotics.vla.srpo import SrpoRecipe
+from tests.robotics.test_robot_recipes import collected, srpo, trainer
+
+
+def flat(policy) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in policy.parameters()]).clone()
+
+
+def main(output: Path) -> None:
+    accelerator = make_accelerator()
+    rank = accelerator.process_index
+    model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 0.1})
+    config = srpo(
+        output.parent,
+        model=model,
+        progress=ProgressSettings(min_samples=10_000, memory=64),
+        trainer=trainer(steps=1),
+    )
+    recipe = SrpoRecipe(config)
+    last = recipe.policy.module.net[-1].bias
+    last.data.fill_(3.0 if rank == 0 else -0.3)
+    rollouts = collected(recipe, tasks=2 + rank, seed=rank)
+    payload = rollouts.payload
+    rows = range(rollouts.num_rows)
+    found = {
+        "success": payload.success.numpy(),
+        "reward": rollouts.reward.numpy(),
+        "latents": recipe.latent.embed([None for _ in rows], [payload.path(row) for row in rows]).latents,
+        "metrics": recipe.step_metrics(rollouts),
+        "memory": {task: np.asarray(kept) for task, kept in recipe.memory.references().items()},
+    }
+    last.data.fill_(0.1)
+    found["start"] = flat(recipe.policy)
+    Trainer(recipe, config, output.parent, accelerator, None).train_step()
+    torch.save(found | {"weights": flat(recipe.policy)}, output.with_suffix(f".{rank}"))
+    accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
