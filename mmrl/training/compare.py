@@ -268,7 +268,9 @@ def _work_lines(summary: dict[str, Any]) -> list[str]:
             if entry["at_first_evaluation"]:
                 seeds = ", ".join(map(str, entry["at_first_evaluation"]))
                 notes.append(f"  {cost}, {arm}: the first evaluation has the target already at seeds {seeds}")
-    return [f"cost to reach {work['metric']} = {target}, geometric mean of the ratios:", *_aligned(rows), *notes]
+    whole = f", {baseline}'s being that of its whole run" if work["baseline_spends"] == "all" else ""
+    head = f"cost to reach {work['metric']} = {target}{whole}, geometric mean of the ratios:"
+    return [head, *_aligned(rows), *notes]
 
 
 def _ratio_text(ratio: dict[str, Any]) -> tuple[str, str]:

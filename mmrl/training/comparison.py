@@ -374,6 +374,7 @@ def _work(experiment: ExperimentConfig, curves: Curves) -> dict[str, Any]:
         "target": experiment.work.target,
         "baseline_last": experiment.work.baseline_last,
         "baseline_share": experiment.work.baseline_share,
+        "baseline_spends": experiment.work.baseline_spends,
         "targets": {seed: targets.get(seed) for seed in experiment.seeds},
         "costs": {name: _cost_table(experiment, name, curves, targets) for name in experiment.work.costs},
     }
@@ -393,6 +394,9 @@ def _cost_table(
         for arm, by_seed in curves.items()
     }
     baseline = reach[experiment.baseline]
+    if experiment.work.baseline_spends == "all":
+        ends = {seed: curves[experiment.baseline][seed].costs[name][-1] for seed in baseline}
+        baseline = {seed: (end, end) for seed, end in ends.items()}
     return {
         "weights": experiment.work.costs[name],
         "arms": {arm: _reach_fields(experiment.seeds, found) for arm, found in reach.items()},

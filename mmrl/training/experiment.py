@@ -36,6 +36,7 @@ __all__ = [
 
 BASELINE_FINAL = "baseline_final"
 MIN_OF_ARMS_FINAL = "min_of_arms_final"
+BASELINE_SPENDS = ("reach", "all")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -92,6 +93,8 @@ class WorkConfig:
     """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
     baseline_share: float = 1.0
     """Share of the baseline's final value that is the target."""
+    baseline_spends: str = "reach"
+    """What the baseline's cost is in the ratios: reach, until its own curve has the target, or all of its run."""
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
 
@@ -106,6 +109,8 @@ class WorkConfig:
             raise ValueError(f"`work.baseline_share` ({self.baseline_share}) must be in (0, 1]")
         if self.baseline_share < 1 and self.target != BASELINE_FINAL:
             raise ValueError(f"`work.baseline_share` has no use with the number {self.target} as `work.target`")
+        if self.baseline_spends not in BASELINE_SPENDS:
+            raise ValueError(f"`work.baseline_spends` ('{self.baseline_spends}') must be reach or all")
         if not self.costs:
             raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
         for name, weights in self.costs.items():

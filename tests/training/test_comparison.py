@@ -179,6 +179,15 @@ def test_the_target_can_be_a_share_of_the_final_value(lab):
     assert any("75 % of flow's final value" in line for line in lab.report())
 
 
+def test_the_baseline_can_be_charged_for_its_whole_run(lab):
+    flat = {1: [0.4, 0.4, 0.4], 2: [0.3, 0.3, 0.3]}  # has its final value from the start
+    work = {**EXPERIMENT["work"], "baseline_spends": "all"}
+    summary = lab.summary({"flow": flat, "awm": AWM}, work=work)
+    images = summary["work"]["costs"]["images"]
+    assert images["ratios"]["awm"]["per_seed"] == {1: pytest.approx([200 / 80] * 2), 2: pytest.approx([1.0, 1.0])}
+    assert any("flow's being that of its whole run" in line for line in lab.report())
+
+
 def test_lower_can_be_better(lab):
     def mirrored(arm):
         return {seed: [1 - value for value in values] for seed, values in arm.items()}
@@ -311,6 +320,7 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
         ({"work": {"costs": COSTS, "target": math.nan}}, "finite number"),
         ({"work": {"costs": COSTS, "target": True}}, r"work\.target"),
         ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'target'"),
+        ({"work": {"costs": COSTS, "baseline_spends": "some"}}, "must be reach or all"),
         ({"work": {"costs": COSTS, "baseline_share": 0.0}}, r"must be in \(0, 1\]"),
         ({"work": {"costs": COSTS, "baseline_share": 0.9, "target": 0.5}}, "has no use with the number 0.5"),
         ({"work": {"costs": COSTS, "baseline_last": 0}}, "at least 1"),
