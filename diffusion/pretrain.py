@@ -58,7 +58,7 @@ def _trainer() -> TrainerConfig:
 
 
 def _sampler() -> SamplerConfig:
-    return SamplerConfig(guidance=3.0, eval_steps=20)
+    return SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
 
 
 @dataclass
@@ -87,6 +87,11 @@ class PretrainConfig(MatchedConfig):
         super().validate()
         if self.data.path:
             raise ValueError(f"data.path is '{self.data.path}', but pre-training reads images.path; leave data out")
+        if self.sampler.guidance != 1.0:
+            raise ValueError(
+                f"sampler.guidance is {self.sampler.guidance}, but pre-training learns the velocity without guidance; "
+                "sampler.eval_guidance is for the images of evaluations"
+            )
         if not 0 <= self.drop_caption <= 1:
             raise ValueError(f"drop_caption is {self.drop_caption}; must be in [0, 1]")
         if self.trainer.samples_per_task != 1:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmrl.training.charts import interval_chart, line_chart, panel_chart, stacked_chart
 from mmrl.training.derived import derived_numbers
+from mmrl.training.films import films_of
 from mmrl.training.gallery import before_after, sample_gallery
 from mmrl.training.image_grid import image_grid
 from mmrl.training.jsonlines import write_atomically
@@ -47,6 +48,7 @@ def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path
         "scores": _score_tables(runs),
         "numbers": derived_numbers(run.metrics, run.result),
         "charts": _charts(run),
+        "films": films_of(run.folder),
         "grid": image_grid([(run.name, run.folder) for run in runs]),
         "comparison": before_after([(run.name, run.folder) for run in runs]),
         "rollouts": sample_gallery(run.folder),

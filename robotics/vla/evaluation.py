@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from mmrl.training.samples import SampleRecord
 from mmrl.training.seeds import make_generator
 from mmrl.training.settings import EvaluationConfig
 from mmrl.training.statistics import cluster_bootstrap_interval, wilson_interval
-from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.opening import open_sim
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
 from robotics.vla.tasks import episode_id
 
@@ -51,6 +53,8 @@ class RobotEvaluationConfig(EvaluationConfig):
     """First failures and first successes of the headline split that are kept as mp4, that many of each; 0 = none."""
     fps: int = 10
     """Control steps that a second of video shows."""
+    video_size: int = 0
+    """Side of the videos in pixels, drawn by a simulator opened for them; 0 = what the policy sees."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
@@ -59,6 +63,8 @@ class RobotEvaluationConfig(EvaluationConfig):
             raise ValueError(f"evaluation.videos is {self.videos}; must be at least 0, 0 = none")
         if self.fps < 1:
             raise ValueError(f"evaluation.fps is {self.fps}; must be at least 1")
+        if self.video_size < 0:
+            raise ValueError(f"evaluation.video_size is {self.video_size}; must be at least 0")
 
 
 def evaluate_split(
@@ -321,23 +327,45 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_videos(recipe: RobotRecipe, rows: Sequence[dict[str, Any]], split: str) -> None:
-    count = recipe.config.evaluation.videos
-    if not count or recipe.sim.image_size is None:
+    """Carry out the first failures and successes once more and keep their pictures."""
+    config = recipe.config.evaluation
+    tried = [row for row in rows if not row["failed"] and row["actions"]]
+    chosen = [row for wanted in (True, False) for row in [r for r in tried if r["success"] is wanted][: config.videos]]
+    if not chosen or recipe.sim.image_size is None:
         return
+    with _video_simulator(recipe) as sim:
+        for row in chosen:
+            _write_video(recipe, sim, row, split)
+
+
+@contextmanager
+def _video_simulator(recipe: RobotRecipe) -> Iterator[RobotSim]:
+    """The run's own simulator, or one like it with larger pictures."""
+    size = recipe.config.evaluation.video_size
+    if not size or (size, size) == recipe.sim.image_size:
+        yield recipe.sim
+        return
+    sim = open_sim(replace(recipe.config.sim, image_size=size, workers=1))
+    try:
+        yield sim
+    finally:
+        sim.close()
+
+
+def _write_video(recipe: RobotRecipe, sim: RobotSim, row: dict[str, Any], split: str) -> None:
     from robotics.sim.video import write_mp4
 
+    episode = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
+    frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32))
+    if success != row["success"]:
+        LOGGER.warning("%s ended differently when it was carried out again", episode_id(episode))
+    if not len(frames):
+        return
     folder = Path(recipe.config.output_dir) / "videos"
-    for wanted, name in ((True, "success"), (False, "failure")):
-        chosen = [row for row in rows if row["success"] is wanted and not row["failed"] and row["actions"]][:count]
-        for row in chosen:
-            episode = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
-            frames, success = replay_episode(recipe.sim, episode, np.asarray(row["actions"], np.float32))
-            if success != row["success"]:
-                LOGGER.warning("%s ended differently when it was carried out again", episode_id(episode))
-            if len(frames):
-                folder.mkdir(parents=True, exist_ok=True)
-                label = f"step-{recipe.step:06d}-{split}-{name}-{row['task'].replace('/', '.')}-{row['layout']}.mp4"
-                write_mp4(folder / label, frames, recipe.config.evaluation.fps)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "success" if row["success"] else "failure"
+    label = f"step-{recipe.step:06d}-{split}-{name}-{row['task'].replace('/', '.')}-{row['layout']}.mp4"
+    write_mp4(folder / label, frames, recipe.config.evaluation.fps)
 
 
 def _endings(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -49,6 +49,14 @@ def pretraining(folder, model, **trainer):
     return config
 
 
+def test_guidance_is_for_evaluation_only(tmp_path, digit_model):
+    assert PretrainConfig().sampler.guidance == 1.0
+    config = pretraining(tmp_path, digit_model)
+    config.sampler.guidance = 3.0
+    with pytest.raises(ValueError, match="learns the velocity without guidance"):
+        config.validate()
+
+
 def test_pretraining_on_digits_lowers_the_loss(tmp_path, digit_model):
     trainer = make_trainer(pretraining(tmp_path, digit_model, learning_rate=3e-3), tmp_path)
     losses = []

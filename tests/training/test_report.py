@@ -498,3 +498,19 @@ def test_panels_have_an_axis_each_and_share_the_horizontal_one():
     assert svg.count("<!-- images -->") == 1
     for label in unlike:
         assert f"<!-- {label} -->" in svg
+
+
+def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
+    from mmrl.training.films import LARGEST_BYTES, films_of
+
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for step in (0, 10, 20):
+        (folder / f"step-{step:06d}-held_out-success-reach-3.mp4").write_bytes(b"film")
+    (folder / "step-000020-held_out-failure-reach-4.mp4").write_bytes(b"x" * (LARGEST_BYTES + 1))
+    (folder / "notes.mp4").write_bytes(b"")
+    films = films_of(tmp_path)
+    assert [film["title"][:11] for film in films] == ["step 000000", "step 000020", "step 000020"]
+    assert films[0]["source"] == "data:video/mp4;base64,ZmlsbQ=="
+    assert films[1]["source"] is None
+    assert films_of(tmp_path / "nothing") == []
