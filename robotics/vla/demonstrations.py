@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -164,7 +165,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     from robotics.data import LeRobotReader
 
     build_if_missing(config, "demonstrations")
-    reader = LeRobotReader(config.path)
+    reader = LeRobotReader(Path(config.path).expanduser())
     limit = config.max_episodes or len(reader.episodes)
     found = Demonstrations([], [], [] if config.camera else None, [])
     for number in range(len(reader.episodes)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ __all__ = ["EpisodePayload"]
 
 CHUNKED = ("states", "decisions", "steps", "images")
 PER_ROW = ("success", "failed", "progress", "last_state", "last_image")
-LISTED = ("frames", "reasons")
+LISTED = {"frames": None, "reasons": ""}
+"""Lists with an entry a row, or empty; what stands for a row that has none."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ class EpisodePayload:
         width = max(part.steps.shape[1] for part in parts)
         padded = [part._widened(width) for part in parts]
         joined = {name: torch.cat([part[name] for part in padded]) for name in padded[0]}
-        lists = {name: [entry for part in parts for entry in getattr(part, name)] for name in LISTED}
+        lists = {name: _joined([getattr(part, name) for part in parts], parts, blank) for name, blank in LISTED.items()}
         episodes = [episode for part in parts for episode in part.episodes]
         return dataclasses.replace(parts[0], episodes=episodes, **joined, **lists)  # type: ignore[arg-type]
 
@@ -123,3 +124,10 @@ class EpisodePayload:
     def _tensors(self) -> dict[str, Tensor]:
         found = {name: getattr(self, name) for name in (*CHUNKED, *PER_ROW)}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _joined(lists: Sequence[list[Any]], parts: Sequence[EpisodePayload], blank: Any) -> list[Any]:
+    """One after the other; a part of which no row has an entry gets blanks where another part has some."""
+    if not any(lists):
+        return []
+    return [entry for found, part in zip(lists, parts, strict=True) for entry in found or [blank] * len(part.steps)]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
 from mmrl.training.samples import SampleRecord
@@ -97,6 +98,10 @@ class RobotRecipe(Recipe):
         }
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
         check_fit(self.policy, self.sim)
+        if config.acting.execute > self.policy.chunk:
+            raise UserError(
+                f"acting.execute is {config.acting.execute}; the policy's chunk has {self.policy.chunk} steps"
+            )
         self.broken: Counter[str] = Counter()
         self.step = 0
 

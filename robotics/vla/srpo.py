@@ -20,7 +20,6 @@ small video encoder trained on the demonstrations' own pictures.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.stopwatch import stopwatch
 from robotics.sim.episodes import RobotSim
@@ -68,6 +68,11 @@ class SrpoRecipe(RobotRecipe):
 
     def __init__(self, config: SrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
+        if config.latent.kind != "state" and self.sim.image_size is None:
+            raise UserError(
+                f"latent.kind is '{config.latent.kind}', but the simulator draws no pictures; set sim.image_size, or "
+                "use latent.kind=state"
+            )
         self.latent = make_latent(config.latent)
         self.memory = SuccessMemory(config.progress.memory)
         self.invalid: Counter[str] = Counter()
@@ -75,8 +80,8 @@ class SrpoRecipe(RobotRecipe):
 
     @property
     def needs_every_frame(self) -> bool:
-        """Pictures of every control step, where the latent is to have them."""
-        return self.config.latent.frames == "step"
+        """Pictures of every control step, where the latent looks at pictures and is to have them all."""
+        return self.config.latent.frames == "step" and self.config.latent.kind != "state"
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Success, and progress towards it where there was none."""
@@ -109,10 +114,6 @@ class SrpoRecipe(RobotRecipe):
         super().load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
         self.invalid = Counter(state["invalid"])
-
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember the step."""
-        super().advance(step, metrics)
 
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray]:
         """Latents (B, E) and which rows have one."""

@@ -31,6 +31,12 @@ K = 3
 LINE = "tests.robotics.line_sim:open_line"
 
 
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch):
+    """Charts take longer than the training here."""
+    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
+
+
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
     return demonstrate(tmp_path_factory.mktemp("line") / "demos")
@@ -334,7 +340,7 @@ def test_a_gripper_outside_the_mask_is_left_alone_and_what_is_too_large_is_cut_o
 
 
 def test_a_policy_without_statistics_cannot_be_scaled():
-    with pytest.raises(UserError, match="acting.scale is 'bounds_q99', but the policy has no statistics"):
+    with pytest.raises(UserError, match=r"acting\.scale is 'bounds_q99', but the policy has no statistics"):
         acted(Fixed([[0.5]]), LineSim(), NORMALISED)
     policy = Fixed([[0.5]])
     policy.statistics = statistics([-1.0, -1.0], [1.0, 1.0], [True, True])

@@ -158,7 +158,7 @@ def test_failures_are_written_only_where_asked_for(tmp_path, monkeypatch):
 
 def test_no_success_at_all_is_an_error(tmp_path, monkeypatch):
     give_up(monkeypatch)
-    with pytest.raises(UserError, match="no demonstration of reach succeeded; try less noise than 0.2"):
+    with pytest.raises(UserError, match=r"no demonstration of reach succeeded; try less noise than 0\.2"):
         build_demonstrations(str(tmp_path / "demos"), episodes=1, image_size=0, noise=0.2)
     assert not (tmp_path / "demos").exists()
 

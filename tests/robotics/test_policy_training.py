@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.runs import evaluate, train
 from mmrl.training.settings import CheckpointConfig
-from robotics.vla.collect import ActingSettings
+from robotics.sim.episodes import EpisodeSpec
+from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.grpo import RobotGrpoRecipe
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_demos import ENCODER
+from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import collected, grpo, trainer
 from tests.robotics.tiny_models import save_tiny_vlm
 
 KINDS = ("small", "flow", "vlm")
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch):
+    """Charts take longer than the training here."""
+    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +112,56 @@ def test_rows_that_all_broke_down_can_be_scored(tmp_path, model, kind):
     assert scores.logp.shape == part.mask.shape
     (scores.logp * part.mask).sum().backward()
     assert all(not bool(w.grad.any()) for w in recipe.policy.parameters() if w.grad is not None)
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("kind", ["small", "flow"])
+def test_a_wave_that_cannot_start_does_not_cost_the_others(tmp_path, model, kind, record):
+    recipe = RobotGrpoRecipe(configured(tmp_path, model(kind)))
+    episodes = [EpisodeSpec("right", "go right", layout) for layout in range(6)]
+    sim = LineSim(capacity=2, never_starts=[0, 1, 4, 5])
+    generator = torch.Generator().manual_seed(0)
+    found = run_episodes(recipe.policy, sim, episodes, ActingSettings(), generator, record=record)
+    payload = found.payload
+    assert payload.failed.tolist() == [True, True, False, False, True, True]
+    assert payload.reasons[0] == payload.reasons[5] == "would not start"
+    alone = LineSim(capacity=2)
+    again = run_episodes(
+        recipe.policy, alone, episodes[2:4], ActingSettings(), torch.Generator().manual_seed(0), record=record
+    )
+    assert torch.equal(payload.decisions[2:4], again.payload.decisions)
+    for row in (2, 3):
+        np.testing.assert_array_equal(payload.film(row), again.payload.film(row - 2))
+    assert len(payload.film(2)) == int(payload.lengths[2]) + 1 or not record
+
+
+def test_an_evaluation_of_other_states_is_not_mixed_in(tmp_path):
+    """The lines of a folder count only for the initial states that they are of."""
+
+    def layouts(first, count):
+        states = EpisodeSetConfig(tasks=["right"], split="held_out", first=first, layouts=count)
+        config = grpo(tmp_path, eval_data={"held_out": states})
+        metrics = evaluate(find_recipe("robot_grpo"), config)
+        (file,) = (tmp_path / "run" / "episodes").glob("*.jsonl")
+        return metrics["held_out/n"], [json.loads(line)["layout"] for line in file.open()]
+
+    assert layouts(0, 3) == (3, [0, 1, 2])
+    assert layouts(5, 3) == (3, [5, 6, 7])
+    assert layouts(5, 2) == (2, [5, 6])
+
+
+def test_lines_of_an_evaluation_hold_the_very_actions(tmp_path, model):
+    config = configured(tmp_path, model("flow"))
+    evaluate(find_recipe("robot_grpo"), config)
+    (file,) = (tmp_path / "run" / "episodes").glob("*.jsonl")
+    for line in map(json.loads, file.open()):
+        actions = np.asarray(line["actions"], np.float32)
+        assert np.abs(actions - np.round(actions, 6)).max() > 0
+        sim, place = LineSim(), EpisodeSpec(line["task"], line["instruction"], line["layout"], line["split"])
+        sim.reset([place])
+        assert sim.step_chunk(actions[None]).steps.tolist() == [line["steps"]]
+
+
+def test_more_steps_than_a_chunk_has_cannot_be_carried_out(tmp_path, model):
+    with pytest.raises(UserError, match=r"acting\.execute is 5; the policy's chunk has 4 steps"):
+        RobotGrpoRecipe(configured(tmp_path, model("small"), acting=ActingSettings(execute=5)))

@@ -19,13 +19,20 @@ from robotics.vla.latents import LatentConfig
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.progress import ProgressSettings
 from robotics.vla.srpo import SrpoRecipe
-from tests.robotics.test_robot_recipes import collected, srpo, trainer
+from tests.robotics.line_sim import LineSim
+from tests.robotics.test_robot_recipes import SCALE, collected, srpo, trainer
 from tests.robotics.tiny_models import save_tiny_video_encoder, save_tiny_vjepa2
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("pixels", "video", "vjepa2")
 ONE_CENTRE = ProgressSettings(min_samples=10_000)
 """Nothing clusters, so that the mean of the successes is the only centre."""
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch):
+    """Charts take longer than the training here."""
+    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +95,17 @@ def test_pictures_of_every_step_are_drawn_only_where_asked_for(tmp_path, folders
     assert all(film is not None for film in collected(whole).payload.frames)
     seldom = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders, frames="chunk")))
     assert collected(seldom).payload.frames == []
+    state = LatentConfig(kind="state", options=SCALE)  # looks at no pictures, whatever it is to have
+    assert collected(SrpoRecipe(srpo(tmp_path, latent=state))).payload.frames == []
+
+
+class BlindSim(LineSim):
+    image_size = None
+
+
+def test_pictures_cannot_be_compared_where_none_are_drawn(tmp_path, folders):
+    with pytest.raises(UserError, match=r"latent\.kind is 'pixels', but the simulator draws no pictures"):
+        SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)), sim=BlindSim())
 
 
 def test_an_episode_without_a_latent_teaches_nothing_and_is_counted(tmp_path, folders, monkeypatch):
