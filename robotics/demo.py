@@ -32,10 +32,17 @@ def run(output_dir: Path) -> list[str]:
     if not CONFIGS.is_dir():
         raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
     started = time.perf_counter()
-    data = [f"demonstrations.path={output_dir}/demonstrations"]
-    clone = finish_run(CONFIGS / "demo_clone.yaml", output_dir / "clone", data)
-    latent = [f"latent.path={output_dir}/video_encoder", f"latent.build_options.data={output_dir}/demonstrations"]
-    srpo = finish_run(CONFIGS / "demo_srpo.yaml", output_dir / "srpo", [f"model.path={last_model(clone)}", *latent])
+    demonstrations = f"{output_dir}/demonstrations"
+    shown = ["evaluation.greedy=true", "evaluation.videos=2", "evaluation.video_size=256"]
+    clone = finish_run(
+        CONFIGS / "tabletop_clone.yaml",
+        output_dir / "clone",
+        [f"demonstrations.path={demonstrations}", "evaluation.every=0"],
+    )
+    latent = [f"latent.path={output_dir}/video_encoder", f"latent.build_options.data={demonstrations}"]
+    srpo = finish_run(
+        CONFIGS / "tabletop_srpo.yaml", output_dir / "srpo", [f"model.path={last_model(clone)}", *latent, *shown]
+    )
     report = write_report(srpo, chain=[clone])
     videos = sorted((srpo / "videos").glob("*.mp4"))
     minutes = (time.perf_counter() - started) / 60

@@ -288,6 +288,8 @@ METRICS: dict[str, str] = {
     "success/<protocol>/low": "Lower end of its 95 % interval.",
     "success/<protocol>/high": "Upper end of its 95 % interval.",
     "success/<protocol>/<task>": "The same of one task.",
+    "success/<protocol>/<task>/low": "Lower end of its 95 % interval.",
+    "success/<protocol>/<task>/high": "Upper end of its 95 % interval.",
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "score/<reward>/low": "Lower end of its 95 % interval.",
     "score/<reward>/high": "Upper end of its 95 % interval.",

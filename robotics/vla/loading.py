@@ -27,7 +27,7 @@ class ActionPolicyConfig:
     """New ones: small, flow, vlm, or module:function that returns an ActionPolicy or a module with act and log_probs.
     With a path, only a user's function is looked at: it builds what the weights are read into."""
     chunk: int = 8
-    """K, control steps that are predicted at once."""
+    """K, control steps that a new policy predicts at once; a saved one keeps its own."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the policy's configuration, or arguments of the user's function."""
 
@@ -35,6 +35,8 @@ class ActionPolicyConfig:
         """Check ranges; raises ValueError."""
         if self.kind not in POLICIES and ":" not in self.kind:
             raise ValueError(f"model.kind is '{self.kind}'; allowed: {', '.join(POLICIES)} or module:function")
+        if self.path and self.options and ":" not in self.kind:
+            raise ValueError("model.options mean nothing with model.path; a saved policy brings its own")
         if self.chunk < 1:
             raise ValueError(f"model.chunk is {self.chunk}; must be at least 1")
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from robotics.vla.action_tokens import ActionTokenizer, draw_tokens, score_tokens, token_loss
-from robotics.vla.saved import read_config, read_weights, write_weights
+from robotics.vla.saved import read_config, read_statistics, read_weights, write_statistics, write_weights
 from robotics.vla.statistics import ActionStatistics, StateStatistics
 
 __all__ = [
@@ -383,20 +383,22 @@ class ModuleAdapter(ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the module by its own `save_pretrained` where it has one, else its weights."""
+        """Write the module by its own `save_pretrained` where it has one, else its weights; and the statistics."""
         own = getattr(self.module, "save_pretrained", None)
         if callable(own):
             own(path)
         else:
             write_weights(self.module, Path(path))
+        write_statistics(Path(path), self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the weights by the module's own `load_weights` where it has one."""
+        """Read the weights by the module's own `load_weights` where it has one; and the statistics, if any."""
         own = getattr(self.module, "load_weights", None)
         if callable(own):
             own(path)
         else:
             read_weights(self.module, Path(path))
+        self.statistics = read_statistics(Path(path)) or self.statistics
 
     @property
     def _name(self) -> str:

@@ -12,7 +12,15 @@ from torch import nn
 from mmrl.errors import UserError
 from robotics.vla.statistics import ActionStatistics
 
-__all__ = ["make_config", "read_config", "read_statistics", "read_weights", "write_config", "write_weights"]
+__all__ = [
+    "make_config",
+    "read_config",
+    "read_statistics",
+    "read_weights",
+    "write_config",
+    "write_statistics",
+    "write_weights",
+]
 
 Config = TypeVar("Config")
 
@@ -34,6 +42,11 @@ def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistic
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": kind, **dataclasses.asdict(config), **more}, indent=2)
     (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_statistics(path, statistics)
+
+
+def write_statistics(path: Path, statistics: ActionStatistics | None) -> None:
+    """Write the statistics of a policy's data into its folder, which is there; nothing where there are none."""
     if statistics is not None:
         statistics.save(path / STATISTICS_FILE)
 

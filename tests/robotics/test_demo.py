@@ -13,8 +13,9 @@ from robotics import demo
 ROOT = Path(__file__).parents[2]
 SCENE = ["sim.tasks=[reach]", "sim.image_size=32", "sim.horizon=8", "sim.workers=1", "tracking.quiet=true"]
 EVALUATION = ["eval_data.held_out.tasks=[reach]", "eval_data.held_out.layouts=2", "evaluation.videos=1"]
+LAST = ["evaluation.video_size=48", "evaluation.every=1"]
 SMALL = {
-    "demo_clone.yaml": [
+    "tabletop_clone.yaml": [
         "demonstrations.build_options.tasks=[reach]",
         "demonstrations.build_options.episodes=3",
         "demonstrations.build_options.image_size=32",
@@ -22,7 +23,7 @@ SMALL = {
         "trainer.steps=4",
         "trainer.tasks_per_step=8",
     ],
-    "demo_srpo.yaml": [
+    "tabletop_srpo.yaml": [
         "data.tasks=[reach]",
         "latent.build_options.steps=2",
         "latent.build_options.batch=2",
@@ -30,7 +31,6 @@ SMALL = {
         "trainer.tasks_per_step=2",
         "trainer.samples_per_task=2",
         "trainer.minibatches_per_step=1",
-        "evaluation.every=1",
     ],
 }
 
@@ -42,7 +42,7 @@ def small(monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def finish(config, run_dir, overrides=()):
-        return stages.finish_run(config, run_dir, [*SCENE, *EVALUATION, *SMALL[config.name], *overrides])
+        return stages.finish_run(config, run_dir, [*SCENE, *SMALL[config.name], *overrides, *EVALUATION, *LAST])
 
     monkeypatch.setattr(demo, "finish_run", finish)
     # the one at the end is enough
