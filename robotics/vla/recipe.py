@@ -69,6 +69,13 @@ class RobotConfig(RunConfig):
             part.validate()
         if self.logp_level not in LEVELS:
             raise ValueError(f"logp_level is '{self.logp_level}'; allowed: {', '.join(LEVELS)}")
+        objective = make_objective(self.objective)
+        if objective.needs_values:
+            raise ValueError(
+                f"objective.advantage is '{objective.advantage}', which needs a critic; use a group estimator"
+            )
+        if objective.kl == "full":
+            raise ValueError("objective.kl is 'full', which robot policies do not score; use k1, k2 or k3")
 
 
 class RobotRecipe(Recipe):

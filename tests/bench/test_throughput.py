@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from mmrl.errors import RunError
 from robotics.sim import find_backend
 from robotics.sim.envs import TabletopEnv
 
-pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+# mujoco itself must not be imported yet: it reads MUJOCO_GL then, which the conftest of tests/robotics sets
+pytestmark = pytest.mark.skipif(find_spec("mujoco") is None, reason="needs pip install 'mmrl-suite[sim]'")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -264,6 +264,8 @@ def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
     ("changes", "message"),
     [
         ({"reward": "shaped"}, "reward is 'shaped'; allowed: sparse, dense"),
+        ({"objective": ObjectiveConfig(preset="ppo")}, "needs a critic"),
+        ({"objective": ObjectiveConfig(preset="srpo", kl="full", kl_coef=0.1)}, "use k1, k2 or k3"),
         ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
