@@ -6,8 +6,7 @@ from it: `from diffusion import AwmRecipe, FlowSdeStep, load_image_rewards`.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from mmrl.lazy import lazy_names
 
 _NAMES = {
     "diffusion.ac_flow": ("AcFlowConfig", "AcFlowRecipe"),
@@ -44,16 +43,5 @@ _NAMES = {
     ),
     "diffusion.tiny": ("TinyFluxSizes", "TinySd3Sizes", "build_tiny_flux", "build_tiny_sd3"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -9,8 +9,7 @@ what is taken from it.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from mmrl.lazy import lazy_names
 
 _NAMES = {
     "robotics.data": ("EpisodeWriter", "LeRobotReader"),
@@ -37,16 +36,5 @@ _NAMES = {
     "robotics.vla.video_encoder": ("VideoEncoder", "train_video_encoder"),
     "robotics.vla.vlm_policy": ("VlmActionConfig", "VlmActionPolicy"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -12,6 +12,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 # because they know the rooms only as strings.
 MAY_IMPORT = {
     "mmrl.errors": (),
+    "mmrl.lazy": (),
     "mmrl.recipes": (),
     "mmrl.config": ("mmrl.recipes",),
     "mmrl.core": (),
@@ -19,8 +20,9 @@ MAY_IMPORT = {
     "mmrl.rewards": ("mmrl.core", "mmrl.training"),
     "mmrl.vlm": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards"),
     "mmrl.gui": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm"),
-    "diffusion": ("mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm"),
+    "diffusion": ("mmrl.lazy", "mmrl.core", "mmrl.config", "mmrl.training", "mmrl.rewards", "mmrl.vlm"),
     "robotics": (
+        "mmrl.lazy",
         "mmrl.core",
         "mmrl.config",
         "mmrl.recipes",  # names as strings, nothing is loaded by it

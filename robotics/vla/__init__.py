@@ -6,8 +6,7 @@ Importing the package loads none of its modules, only what is taken from it:
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from mmrl.lazy import lazy_names
 
 _NAMES = {
     "robotics.vla.latents": (
@@ -22,16 +21,5 @@ _NAMES = {
     "robotics.vla.progress": ("ProgressOutcome", "ProgressSettings", "SuccessMemory", "progress_rewards"),
     "robotics.vla.video_encoder": ("VideoEncoder", "VideoEncoderConfig", "VideoTraining", "train_video_encoder"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

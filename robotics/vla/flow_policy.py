@@ -18,10 +18,7 @@ fixed size (Flow-GRPO's), it is not learned as in ReinFlow; times of the cloning
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +27,9 @@ from torch.nn import functional
 from diffusion.forward_process import mix
 from diffusion.steps import FlowSdeStep, OdeStep
 from mmrl.errors import UserError
+from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
-from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
-from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
-from robotics.vla.small import VOCABULARY_FILE
-from robotics.vla.statistics import StateStatistics
+from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
 from robotics.vla.vocabulary import Vocabulary
 
 __all__ = ["FlowActionPolicy", "FlowPolicyConfig"]
@@ -78,7 +73,7 @@ class FlowPolicyConfig:
             raise UserError(f"logp_reduction is {self.logp_reduction!r}; available: {', '.join(REDUCTIONS)}")
 
 
-class FlowActionPolicy(ActionPolicy):
+class FlowActionPolicy(EncodedPolicy):
     """Image, instruction and state to a chunk of actions by denoising.
 
     Args:
@@ -90,6 +85,8 @@ class FlowActionPolicy(ActionPolicy):
         UserError: a number out of range.
     """
 
+    kind = "flow"
+    config_class = FlowPolicyConfig
     by_step = False
     sigmas: Tensor
 
@@ -104,11 +101,6 @@ class FlowActionPolicy(ActionPolicy):
             self.velocity = _Velocity(config)
         self.register_buffer("sigmas", torch.linspace(1, 0, config.steps + 1), persistent=False)
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
-
-    @classmethod
-    def build(cls, config: FlowPolicyConfig, instructions: Iterable[str], seed: int = 0) -> Self:
-        """Make a policy that knows the words of some instructions."""
-        return cls(config, Vocabulary.from_texts(instructions), seed)
 
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
@@ -166,44 +158,6 @@ class FlowActionPolicy(ActionPolicy):
         found = self.velocity(self.encoder(batch).flatten(1), noisy.latents, time).float()
         loss = ((found - noisy.target).square() * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}
-
-    def scale_states(self, statistics: StateStatistics) -> None:
-        """See `ActionPolicy.scale_states`."""
-        self.encoder.scale_states(statistics)
-
-    def save_pretrained(self, path: Path | str) -> None:
-        """See `ActionPolicy.save_pretrained`."""
-        folder = Path(path)
-        write_config(folder, "flow", self.config, self.statistics)
-        self.vocabulary.save(folder / VOCABULARY_FILE)
-        write_weights(self, folder)
-
-    def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
-        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
-        read_weights(self, Path(path))
-
-    @classmethod
-    def from_pretrained(cls, path: Path | str) -> Self:
-        """Load what `save_pretrained` wrote.
-
-        Args:
-            path: folder.
-
-        Returns:
-            The policy, on the CPU.
-
-        Raises:
-            UserError: the folder is not one, or is damaged.
-        """
-        entries = read_config(Path(path))
-        entries.pop("kind", None)
-        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
-        config = make_config(FlowPolicyConfig, entries | {"encoder": encoder}, str(path))
-        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))
-        policy.statistics = read_statistics(Path(path))
-        policy.load_weights(path)
-        return policy
 
     @property
     def _count(self) -> int:

@@ -24,7 +24,7 @@ from mmrl.errors import UserError
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
 from mmrl.training.samples import SampleRecord
-from mmrl.training.settings import RunConfig
+from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
@@ -58,6 +58,8 @@ class RobotConfig(RunConfig):
     """token: every action token (or denoising step) is a decision; chunk: the sum over a chunk is one."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """What is optimised."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
+    """Batch sizes, optimiser and guards; the log-probabilities of sampling are exact, they need no second pass."""
     evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
     """Evaluation over fixed initial states."""
 
@@ -236,13 +238,11 @@ def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level
     if level == "chunk":
         logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
     mask = torch.where(payload.failed[:, None, None], 0.0, mask)
-    turn = torch.arange(mask.shape[1], device=mask.device)[None, :, None].expand(mask.shape)
     return Rollouts(
         group=group.to(mask.device),
         mask=mask.flatten(1),
         logp_old=(logp * mask).flatten(1),
         reward=torch.full((len(group),), float("nan"), device=mask.device),
-        turn=turn.flatten(1),
         payload=payload,
     )
 

@@ -10,26 +10,21 @@ the same independent distributions from a D-th of the tokens (`queries="token"` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from robotics.vla.action_tokens import ActionTokenizer
+from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import PolicyInputs, TokenPolicy
-from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
-from robotics.vla.statistics import StateStatistics
 from robotics.vla.vocabulary import Vocabulary
 
 __all__ = ["SmallVlaConfig", "SmallVlaPolicy"]
 
 QUERIES = ("step", "token")
-VOCABULARY_FILE = "vocabulary.json"
 
 
 @dataclass
@@ -54,7 +49,7 @@ class SmallVlaConfig:
     """Sizes of the observation encoder."""
 
 
-class SmallVlaPolicy(TokenPolicy):
+class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
     """Image, instruction and state to K * D action tokens.
 
     Args:
@@ -65,6 +60,9 @@ class SmallVlaPolicy(TokenPolicy):
     Raises:
         UserError: a number out of range.
     """
+
+    kind = "small"
+    config_class = SmallVlaConfig
 
     def __init__(self, config: SmallVlaConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
@@ -78,50 +76,7 @@ class SmallVlaPolicy(TokenPolicy):
             self.encoder = ObservationEncoder(config.encoder, vocabulary, self.decisions // each)
             self.head = nn.Linear(config.encoder.width, each * config.bins)
 
-    @classmethod
-    def build(cls, config: SmallVlaConfig, instructions: Iterable[str], seed: int = 0) -> Self:
-        """Make a policy that knows the words of some instructions."""
-        return cls(config, Vocabulary.from_texts(instructions), seed)
-
     def logits(self, batch: PolicyInputs) -> Tensor:
         """See `TokenPolicy.logits`."""
         found: Tensor = self.head(self.encoder(batch))
         return found.reshape(len(batch), self.decisions, self.config.bins)
-
-    def scale_states(self, statistics: StateStatistics) -> None:
-        """See `ActionPolicy.scale_states`."""
-        self.encoder.scale_states(statistics)
-
-    def save_pretrained(self, path: Path | str) -> None:
-        """See `ActionPolicy.save_pretrained`."""
-        folder = Path(path)
-        write_config(folder, "small", self.config, self.statistics)
-        self.vocabulary.save(folder / VOCABULARY_FILE)
-        write_weights(self, folder)
-
-    def load_weights(self, path: Path | str) -> None:
-        """See `ActionPolicy.load_weights`."""
-        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
-        read_weights(self, Path(path))
-
-    @classmethod
-    def from_pretrained(cls, path: Path | str) -> Self:
-        """Load what `save_pretrained` wrote.
-
-        Args:
-            path: folder.
-
-        Returns:
-            The policy, on the CPU.
-
-        Raises:
-            UserError: the folder is not one, or is damaged.
-        """
-        entries = read_config(Path(path))
-        entries.pop("kind", None)
-        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
-        config = make_config(SmallVlaConfig, entries | {"encoder": encoder}, str(path))
-        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))
-        policy.statistics = read_statistics(Path(path))
-        policy.load_weights(path)
-        return policy

@@ -1,0 +1,75 @@
+"""What policies on the observation encoder share: building, saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from mmrl.errors import UserError
+from robotics.vla.encoder import EncoderConfig, ObservationEncoder
+from robotics.vla.policy import ActionPolicy
+from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
+from robotics.vla.statistics import StateStatistics
+from robotics.vla.vocabulary import Vocabulary
+
+__all__ = ["EncodedPolicy"]
+
+VOCABULARY_FILE = "vocabulary.json"
+
+
+class EncodedPolicy(ActionPolicy):
+    """A policy made of a configuration and a vocabulary, with an `ObservationEncoder` among its parts."""
+
+    kind: ClassVar[str]
+    """Row of `robotics.vla.policy.SAVED_POLICIES`."""
+    config_class: ClassVar[type[Any]]
+    """Dataclass of the configuration; it has a field `encoder`."""
+    config: Any
+    vocabulary: Vocabulary
+    encoder: ObservationEncoder
+
+    @classmethod
+    def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:
+        """Make a policy that knows the words of some instructions."""
+        return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """See `ActionPolicy.scale_states`."""
+        self.encoder.scale_states(statistics)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """See `ActionPolicy.save_pretrained`."""
+        folder = Path(path)
+        write_config(folder, self.kind, self.config, self.statistics)
+        self.vocabulary.save(folder / VOCABULARY_FILE)
+        write_weights(self, folder)
+
+    def load_weights(self, path: Path | str) -> None:
+        """See `ActionPolicy.load_weights`."""
+        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
+        read_weights(self, Path(path))
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Load what `save_pretrained` wrote.
+
+        Args:
+            path: folder.
+
+        Returns:
+            The policy, on the CPU.
+
+        Raises:
+            UserError: the folder is not one, or is damaged.
+        """
+        entries = read_config(Path(path))
+        kind = entries.pop("kind", None)
+        if kind != cls.kind:
+            raise UserError(f"{path} holds a policy of kind {kind!r}, not {cls.kind!r}")
+        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
+        config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
+        policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))  # type: ignore[call-arg]
+        policy.statistics = read_statistics(Path(path))
+        policy.load_weights(path)
+        return policy
