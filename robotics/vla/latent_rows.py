@@ -1,0 +1,176 @@
+"""What all latents of whole trajectories share: rows that fail on their own, batches, and a memory of what was seen."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["EmbeddedTrajectories", "RowLatent", "TrajectoryLatent", "check_film", "check_network"]
+
+REASON_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class EmbeddedTrajectories:
+    """Latents of B trajectories."""
+
+    latents: NDArray[np.float32]
+    """(B, E); NaN in rows that are not valid."""
+    valid: NDArray[np.bool_]
+    """(B,) whether the trajectory could be embedded."""
+    reasons: Mapping[int, str]
+    """Why not, by row."""
+
+
+class TrajectoryLatent(Protocol):
+    """Embeds whole trajectories."""
+
+    @property
+    def size(self) -> int:
+        """E, entries of a latent."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Since the start: embedded, reused from earlier calls, invalid."""
+        ...
+
+    def embed(
+        self, frames: Sequence[NDArray[np.uint8] | None], states: Sequence[NDArray[np.float32]]
+    ) -> EmbeddedTrajectories:
+        """Embed trajectories of any lengths.
+
+        Args:
+            frames: (F_i, H, W, 3) uint8 pictures of each, in order; None without.
+            states: (F_i, S) float32 states of each, in order.
+
+        Returns:
+            Latents, and which rows have none and why. But for rounding, a row's latent does not depend on the others.
+
+        Raises:
+            ValueError: another number of frames than of states.
+        """
+        ...
+
+
+class RowLatent(ABC):
+    """Embeds row by row what can be, keeps what is asked for, and says of the rest why not."""
+
+    def __init__(self, size: int, batch_size: int = 1, cache: int = 0) -> None:
+        self.size = size
+        self.counts: Counter[str] = Counter()
+        self._batch, self._room = batch_size, cache
+        self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+
+    def embed(
+        self, frames: Sequence[NDArray[np.uint8] | None], states: Sequence[NDArray[np.float32]]
+    ) -> EmbeddedTrajectories:
+        """Embed trajectories of any lengths; see `TrajectoryLatent.embed`."""
+        if len(frames) != len(states):
+            raise ValueError(f"{len(frames)} trajectories of frames and {len(states)} of states")
+        latents = np.full((len(frames), self.size), np.nan, np.float32)
+        inputs, rows, reasons = self._sort(frames, states)
+        outcomes = self._run(inputs)
+        for key, places in rows.items():
+            outcome = outcomes[key]
+            if isinstance(outcome, str):
+                reasons |= dict.fromkeys(places, outcome)
+            else:
+                latents[places] = outcome
+        self.counts["invalid"] += len(reasons)
+        valid = np.array([row not in reasons for row in range(len(frames))], np.bool_)
+        return EmbeddedTrajectories(latents, valid, dict(sorted(reasons.items())))
+
+    def _sort(
+        self, frames: Sequence[NDArray[np.uint8] | None], states: Sequence[NDArray[np.float32]]
+    ) -> tuple[dict[bytes, NDArray[Any]], dict[bytes, list[int]], dict[int, str]]:
+        """Distinct inputs, the rows of each, and why the other rows have none."""
+        inputs: dict[bytes, NDArray[Any]] = {}
+        rows: dict[bytes, list[int]] = {}
+        reasons: dict[int, str] = {}
+        for row, (film, path) in enumerate(zip(frames, states, strict=True)):
+            try:
+                given = self._prepare(film, path)
+            except ValueError as error:
+                reasons[row] = str(error)
+                continue
+            key = _content(given)
+            inputs[key] = given
+            rows.setdefault(key, []).append(row)
+        return inputs, rows, reasons
+
+    def _run(self, inputs: Mapping[bytes, NDArray[Any]]) -> dict[bytes, NDArray[np.float32] | str]:
+        """Latents of distinct inputs, or why there is none."""
+        outcomes: dict[bytes, NDArray[np.float32] | str] = {key: self._kept[key] for key in inputs if key in self._kept}
+        self.counts["reused"] += len(outcomes)
+        new = [key for key in inputs if key not in outcomes]
+        for start in range(0, len(new), self._batch):
+            part = new[start : start + self._batch]
+            outcomes |= dict(zip(part, self._attempt([inputs[key] for key in part]), strict=True))
+        for key, outcome in outcomes.items():
+            if not isinstance(outcome, str):
+                self._keep(key, outcome)
+        self.counts["embedded"] += sum(not isinstance(outcomes[key], str) for key in new)
+        return outcomes
+
+    def _attempt(self, given: list[NDArray[Any]]) -> list[NDArray[np.float32] | str]:
+        try:
+            found = self._compute(given)
+        except Exception as error:  # one row that a network cannot take must not cost the others theirs
+            if len(given) > 1:
+                return [outcome for one in given for outcome in self._attempt([one])]
+            return [f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]]
+        return [row if np.isfinite(row).all() else "the latent is not finite" for row in found]
+
+    def _keep(self, key: bytes, latent: NDArray[np.float32]) -> None:
+        if self._room:
+            self._kept[key] = latent
+            self._kept.move_to_end(key)
+        while len(self._kept) > self._room:
+            self._kept.popitem(last=False)
+
+    @abstractmethod
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        """What the latent depends on; raises ValueError, naming what is missing."""
+
+    @abstractmethod
+    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
+        """(b, E) latents of what `_prepare` returned."""
+
+
+def check_network(settings: Any, kind: str) -> None:
+    """Check the settings `path`, `batch_size` and `cache` of a latent that runs a network; raises UserError."""
+    if not settings.path:
+        raise UserError(f"the latent {kind} needs `path`, the folder of its model")
+    if settings.batch_size < 1 or settings.cache < 0:
+        raise UserError(
+            f"the latent {kind} has batch_size={settings.batch_size}, at least 1, and cache={settings.cache}, at "
+            "least 0"
+        )
+
+
+def check_film(frames: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+    """Pictures (F, H, W, 3) uint8 of an episode; raises ValueError where there are none or they are something else."""
+    if frames is None or not len(frames):
+        raise ValueError("there are no pictures of the episode")
+    film = np.asarray(frames)
+    if film.ndim != 4 or film.shape[-1] != 3 or film.dtype != np.uint8:
+        raise ValueError(f"pictures are {film.dtype} of shape {film.shape}; expected uint8 (F, H, W, 3)")
+    return film
+
+
+def _content(given: NDArray[Any]) -> bytes:
+    digest = hashlib.blake2b(f"{given.dtype}{given.shape}".encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(given).data)
+    return digest.digest()

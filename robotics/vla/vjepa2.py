@@ -1,0 +1,150 @@
+"""The latent of V-JEPA 2: the mean over all tokens that its encoder makes of a clip of the trajectory.
+
+Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (frames, crop and mean of SRPO's release).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from robotics.vla.latent_rows import RowLatent, check_film, check_network
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Vjepa2Latent", "Vjepa2Settings", "crop_clip", "sample_indices"]
+
+PADS = ("cycle", "edge")
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+RESIZE_PER_CROP = 256 / 224
+
+
+@dataclass
+class Vjepa2Settings:
+    """Settings of the V-JEPA 2 latent."""
+
+    path: str = ""
+    """Folder or hub name of a V-JEPA 2 model for transformers, e.g. facebook/vjepa2-vitg-fpc64-384."""
+    pad: str = "cycle"
+    """What fills up a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
+    batch_size: int = 1
+    """Trajectories at once."""
+    device: str = "cpu"
+    """Where the model runs; in float16 on a GPU, in float32 on the CPU."""
+    cache: int = 4096
+    """Latents kept by content."""
+
+    def validate(self) -> None:
+        """Check ranges; raises UserError."""
+        check_network(self, "vjepa2")
+        if self.pad not in PADS:
+            raise UserError(f"pad of the latent vjepa2 is {self.pad!r}; there are: {', '.join(PADS)}")
+
+
+class Vjepa2Latent(RowLatent):
+    """Mean over all space-time tokens of a V-JEPA 2 encoder; its predictor is not used.
+
+    Frames are taken evenly from the whole episode, as many as the model was trained on, resized to a short side of
+    256/224 of the model's picture (438 for 384), cropped in the middle and standardised with ImageNet's statistics.
+
+    Args:
+        settings: path of the model and how it runs.
+
+    Raises:
+        UserError: a setting is out of range, or the model cannot be read.
+
+    Source: V-JEPA 2, arXiv 2506.09985; sii-research/siiRL siirl/utils/embodied/video_emb.py. There the resized pixels
+        are rounded to whole numbers, here they are not.
+    """
+
+    def __init__(self, settings: Vjepa2Settings) -> None:
+        settings.validate()
+        model = _load_vjepa2(settings.path)
+        self.settings = settings
+        self._device = torch.device(settings.device)
+        self._encoder = model.encoder.to(self._device).eval().requires_grad_(False)
+        self._frames = int(model.config.frames_per_clip)
+        self._side = _one_number(model.config.crop_size)
+        super().__init__(int(model.config.hidden_size), settings.batch_size, settings.cache)
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        film = check_film(frames)
+        return film[sample_indices(len(film), self._frames, self.settings.pad)]
+
+    @torch.no_grad()
+    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
+        clips = torch.stack([crop_clip(clip, self._side) for clip in given]).to(self._device)
+        with torch.autocast(self._device.type, torch.float16, enabled=self._device.type == "cuda"):
+            tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
+        return np.asarray(tokens.float().mean(1).cpu().numpy(), np.float32)
+
+
+def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.int64]:
+    """Which frames of a trajectory make a clip.
+
+    Args:
+        count: frames of the trajectory, at least 1.
+        wanted: frames of the clip.
+        pad: for fewer than wanted: "cycle" begins again with the first, "edge" repeats the last.
+
+    Returns:
+        (wanted,) from 0: evenly spaced and rounded down where there are enough.
+
+    Raises:
+        ValueError: no frame, or no such pad.
+
+    Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (cycle).
+    """
+    if count < 1 or pad not in PADS:
+        raise ValueError(f"cannot take {wanted} of {count} frames with pad {pad!r}; pads: {', '.join(PADS)}")
+    if count >= wanted:
+        return np.linspace(0, count - 1, wanted).astype(np.int64)
+    places = np.arange(wanted)
+    return places % count if pad == "cycle" else np.minimum(places, count - 1)
+
+
+def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
+    """Resize, crop and standardise the frames of a clip as V-JEPA 2 is given them.
+
+    Args:
+        frames: (T, H, W, 3) uint8.
+        side: pixels of the square that the model sees; the short side is first brought to int(256 / 224 * side).
+
+    Returns:
+        (T, 3, side, side) float32 in units of ImageNet's standard deviations.
+    """
+    planes = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float()
+    height, width = planes.shape[-2:]
+    short = int(RESIZE_PER_CROP * side)
+    size = (int(short * height / min(height, width)), int(short * width / min(height, width)))
+    resized = functional.interpolate(planes, size, mode="bilinear", align_corners=False, antialias=True)
+    top, left = round((size[0] - side) / 2), round((size[1] - side) / 2)
+    cropped = resized[..., top : top + side, left : left + side].clamp(0, 255) / 255
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_MEAN, IMAGENET_STD))
+    return (cropped - mean) / std
+
+
+def _one_number(size: Any) -> int:
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _load_vjepa2(path: str) -> Any:
+    from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+
+    ensure_torchvision()
+    from transformers import VJEPA2Model
+
+    try:
+        with quiet_transformers():
+            return VJEPA2Model.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no V-JEPA 2 model can be read from {path!r}: {reason}") from error
