@@ -326,7 +326,7 @@ METRICS: dict[str, str] = {
     "sim/dropped": "Episodes that were given up so far.",
     "srpo/clusters": "Mean number of clusters among the successes of a task.",
     "srpo/noise_fraction": "Share of the successes that lie in no cluster.",
-    "srpo/tasks_without_reference": "Tasks of the step that had no success, so that their failures earn nothing.",
+    "srpo/tasks_without_reference": "Share of the step's tasks that had no success, so that failures earn nothing.",
     "srpo/invalid_latents": "Episodes so far that could not be embedded; they teach nothing.",
     "time/latents": "Seconds of embedding episodes.",
     "bc/loss": "Loss of behaviour cloning.",

@@ -102,7 +102,7 @@ class SrpoRecipe(RobotRecipe):
         return found | {
             "srpo/clusters": float(self.outcome.clusters),
             "srpo/noise_fraction": float(self.outcome.noise_fraction),
-            "srpo/tasks_without_reference": float(self.outcome.tasks_without_reference),
+            "srpo/tasks_without_reference": self.outcome.fraction_without_reference,
         }
 
     def state_dict(self) -> dict[str, Any]:
