@@ -399,7 +399,8 @@ DEMOS = {"vlm": ("mmrl.vlm.demo", "runs/demo"), "robot": ("robotics.demo", "runs
 
 def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["setup", "experts"], help="install a suite, or run scripted experts")
-    parser.add_argument("name", help="libero or metaworld; for experts also tabletop")
+    suites = "libero, metaworld, robosuite or gymnasium_robotics; for experts tabletop or metaworld"
+    parser.add_argument("name", help=suites)
     parser.add_argument(
         "options", metavar="a=b", nargs="*", help="experts: fields of the simulator, such as tasks=[push]"
     )

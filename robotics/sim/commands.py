@@ -16,7 +16,7 @@ def setup(name: str, folder: Path | None, say: Say) -> None:
     """Install a suite into a Python environment of its own.
 
     Args:
-        name: libero or metaworld.
+        name: libero, metaworld, robosuite or gymnasium_robotics.
         folder: where; MMRL_SUITES or the user's cache when None.
         say: takes lines to print.
 

@@ -26,9 +26,10 @@ class GymRow:
     """One Gymnasium environment, its observations cut into state and picture, its actions scaled from -1..1.
 
     Args:
-        env: gymnasium.Env with a Box of actions.
+        env: gymnasium.Env with a Box of actions; with an attribute `image_size`, the (H, W) of what `render` returns,
+            nothing is drawn to find it out.
         task: name of its only task; the id it was made by when None.
-        instruction: what the robot is told.
+        instruction: what the robot is told; what the environment's attribute `instruction` says when None.
         state_keys: entries of a Dict observation that are the state, in this order; all that are no pictures when
             None.
         image_key: entry of a Dict observation that is the picture (H, W, 3) uint8; the first such one when None,
@@ -48,7 +49,7 @@ class GymRow:
         env: Any,
         *,
         task: str | None = None,
-        instruction: str = "",
+        instruction: str | None = None,
         state_keys: Sequence[str] | None = None,
         image_key: str | None = None,
         success_key: str | None = None,
@@ -59,7 +60,7 @@ class GymRow:
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         self._name = task or getattr(spec, "id", None) or type(env).__name__
-        self._instruction = instruction
+        self._instruction = getattr(env, "instruction", "") if instruction is None else instruction
         self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
         self._success_key, self._success_reward = success_key, success_reward
         self._layout_options = layout_options
@@ -119,6 +120,9 @@ class GymRow:
         self._env.close()
 
     def _image_size(self) -> tuple[int, int] | None:
+        told = getattr(self._env, "image_size", None)
+        if told is not None and self._image_key is None:
+            return int(told[0]), int(told[1])
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
             return None
         height, width = np.shape(self.render())[:2]

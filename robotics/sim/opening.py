@@ -17,9 +17,11 @@ class SimConfig:
     """Where episodes run."""
 
     kind: str = "tabletop"
-    """tabletop, gymnasium, libero, metaworld, or module:function that returns a `RobotSim`."""
+    """tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics, or module:function that returns a
+    `RobotSim`."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks that the simulator offers; empty = reach (tabletop), all of them (suites)."""
+    """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
+    FetchReach-v4 (gymnasium_robotics); the last two run one task."""
     image_size: int = 64
     """Side of the pictures in pixels; 0 = none."""
     camera: str = "front"
@@ -151,4 +153,6 @@ SIMULATORS: dict[str, Callable[[SimConfig], RobotSim]] = {
     "gymnasium": _open_gymnasium,
     "libero": _open_suite,
     "metaworld": _open_suite,
+    "robosuite": _open_suite,
+    "gymnasium_robotics": _open_suite,
 }

@@ -3,8 +3,8 @@
     setup_suite("libero")
     with open_suite("libero", {"suite": "libero_spatial"}, workers=4) as sim: ...
 
-Meta-World and LIBERO pin versions of mujoco, robosuite and others that exclude each other and this package's own, so
-each gets a virtual environment, by default in the user's cache folder. MMRL_SUITES names another folder for all.
+These packages need versions of mujoco, robosuite and others that exclude each other and this package's own, so each
+gets a virtual environment, by default in the user's cache folder. MMRL_SUITES names another folder for all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def suite_folder(name: str, folder: str | Path | None = None) -> Path:
     """Where a suite's environment lies or will lie.
 
     Args:
-        name: libero or metaworld.
+        name: libero, metaworld, robosuite or gymnasium_robotics.
         folder: that of this suite; when None, the one below MMRL_SUITES or the user's cache folder.
 
     Returns:
@@ -68,7 +68,7 @@ def suite_python(name: str, folder: str | Path | None = None) -> Path:
     """The interpreter of an installed suite.
 
     Args:
-        name: libero or metaworld.
+        name: libero, metaworld, robosuite or gymnasium_robotics.
         folder: as for `suite_folder`.
 
     Returns:
@@ -97,7 +97,7 @@ def suite_settings(
     """Settings of a pool of a suite's episodes, to be changed with `dataclasses.replace` where they do not suit.
 
     Args:
-        name: libero or metaworld.
+        name: libero, metaworld, robosuite or gymnasium_robotics.
         options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
         workers: processes, one episode each at a time.
         images: whether observations carry a picture.
@@ -129,7 +129,7 @@ def open_suite(
     """Start the workers of an installed suite.
 
     Args:
-        name: libero or metaworld.
+        name: libero, metaworld, robosuite or gymnasium_robotics.
         options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
         workers: processes, one episode each at a time.
         images: whether observations carry a picture.
@@ -155,7 +155,7 @@ def setup_suite(
     """Install a suite into a virtual environment and begin an episode in it.
 
     Args:
-        name: libero or metaworld.
+        name: libero, metaworld, robosuite or gymnasium_robotics.
         folder: as for `suite_folder`; what an earlier installation left there is brought up to date.
         python: interpreter to make the environment with; this one when None.
         say: is told each step and what to do next; standard output when None.
@@ -235,6 +235,35 @@ RECIPES = {
         steps=(("metaworld==3.1.1", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
         factory="metaworld.py",
         advice='open it with robotics.sim.suite_setup.open_suite("metaworld"), which has 50 tasks with their experts',
+    ),
+    "gymnasium_robotics": SuiteRecipe(
+        steps=(("gymnasium-robotics==1.4.2", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
+        factory="gymnasium_robotics.py",
+        advice=(
+            "open an id of it with "
+            'robotics.sim.suite_setup.open_suite("gymnasium_robotics", {"tasks": ["FetchPush-v4"]})'
+        ),
+    ),
+    "robosuite": SuiteRecipe(
+        steps=(
+            (
+                "mujoco==3.8.1",
+                "numpy==2.4.6",
+                "numba==0.68.1",
+                "scipy",
+                "gymnasium==1.4.0",
+                "termcolor",
+                "pillow",
+                "tqdm",
+                "opencv-python-headless",
+                "h5py",
+            ),
+            # Without what it declares for teleoperation (pynput, built from source) and the inverse kinematics of
+            # humanoids (mink, qpsolvers).
+            ("--no-deps", "robosuite==1.5.2"),
+        ),
+        factory="robosuite.py",
+        advice='open an environment of it with robotics.sim.suite_setup.open_suite("robosuite", {"tasks": ["Lift"]})',
     ),
     "libero": SuiteRecipe(
         steps=(

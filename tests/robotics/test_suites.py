@@ -1,5 +1,4 @@
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -14,6 +13,68 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.suites import libero, metaworld
 from robotics.sim.workers import WorkerPool, WorkerSettings
 
+SUITES = Path(libero.__file__).parent
+FAKE_FETCH = """
+import gymnasium, numpy as np
+SIZES = (("achieved_goal", 3), ("desired_goal", 3), ("observation", 10))
+class Reach(gymnasium.Env):
+    action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    observation_space = gymnasium.spaces.Dict(**{k: gymnasium.spaces.Box(-9, 9, (n,)) for k, n in SIZES})
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
+    def __init__(self, render_mode, width, height, reward_type="sparse"):
+        self.render_mode, self.shape, self.dense = render_mode, (height, width, 3), reward_type == "dense"
+    def see(self): return {k: np.full(n, self.at, np.float32) for k, n in SIZES}
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at = self.np_random.uniform()
+        return self.see(), {}
+    def step(self, action):
+        self.at += float(action[0])
+        return self.see(), 0.5 if self.dense else -1.0, False, False, {"is_success": self.at > 2}
+    def render(self): return np.full(self.shape, 7, np.uint8)
+gymnasium.register("FetchReach-v4", entry_point=Reach, max_episode_steps=50)
+"""
+FAKE_ROBOSUITE = """
+import numpy as np
+ALL_ENVIRONMENTS, ALL_ROBOTS = {"Lift": 0, "Stack": 0}, {"Panda": 0, "Sawyer": 0}
+class Lift:
+    control_freq = 20
+    class sim:
+        class model: camera_names = ("agentview", "frontview")
+    def __init__(self, robots, horizon, **options):
+        assert not options["has_offscreen_renderer"] and not options["use_camera_obs"]
+        self.robots, self.horizon, self.rng = robots, horizon, np.random.default_rng()
+        self.placement = self.rng
+    def reset(self):
+        self.at, self.steps = self.placement.uniform(), 0
+        return self.see()
+    def step(self, action):
+        self.at, self.steps = self.at + action[0], self.steps + 1
+        return self.see(), 0.25, self.steps == self.horizon, {}
+    def see(self):
+        return {"object-state": np.full(10, self.at), "robot0_proprio-state": np.full(50, self.at)}
+    def _check_success(self): return self.at > 2
+    def close(self): pass
+def make(name, **options): return Lift(**options)
+"""
+FAKE_WRAPPER = """
+import numpy as np
+from gymnasium import Env, spaces
+class GymWrapper(Env):
+    metadata = None
+    def __init__(self, env, keys, flatten_obs):
+        self.env, self.keys, seen = env, keys, env.reset()
+        self.observation_space = spaces.Dict({key: spaces.Box(-9, 9, seen[key].shape) for key in keys})
+        self.action_space = spaces.Box(-1, 1, (7,), np.float64)
+    def see(self, seen): return {key: seen[key] for key in self.keys}
+    def reset(self, seed=None, options=None):
+        np.random.seed(seed)  # which the placements do not read
+        return self.see(self.env.reset()), {}
+    def step(self, action):
+        seen, reward, done, info = self.env.step(action)
+        return self.see(seen), reward, done, False, info
+    def close(self): self.env.close()
+"""
 FAKE_INIT = """
 import json, os
 path = os.path.join(os.environ["LIBERO_CONFIG_PATH"], "config.yaml")
@@ -208,6 +269,99 @@ def test_axis_angle_turns_vectors_as_the_quaternion_does():
     np.testing.assert_array_equal(libero.axis_angle(np.array([0, 0, 0, 1.0])), np.zeros(3))
 
 
+@pytest.fixture
+def adapted(tmp_path, monkeypatch):
+    """Settings of a pool of a fake robosuite or gymnasium-robotics."""
+    monkeypatch.setattr(workers, "find_backend", lambda preferred: None)
+    (tmp_path / "robosuite").mkdir()
+    (tmp_path / "robosuite" / "__init__.py").write_text(FAKE_ROBOSUITE)
+    (tmp_path / "robosuite" / "wrappers.py").write_text(FAKE_WRAPPER)
+    (tmp_path / "gymnasium_robotics.py").write_text(FAKE_FETCH)
+
+    def settings(name, images=False, **options):
+        factory = f"{SUITES / suite_setup.RECIPES[name].factory}:make"
+        variables = {"PYTHONPATH": str(tmp_path)}
+        return WorkerSettings(factory, options, python=sys.executable, environment=variables, workers=1, images=images)
+
+    return settings
+
+
+def test_an_environment_of_gymnasium_robotics_goes_through_the_adapter(adapted):
+    with WorkerPool(adapted("gymnasium_robotics", images=True, size=6, horizon=9)) as pool:
+        assert dict(pool.tasks()) == {"FetchReach-v4": "move the gripper to the red target"}
+        assert (pool.horizon, pool.state_size, pool.action_size, pool.image_size) == (9, 16, 4, (6, 6))
+        pool.reset([EpisodeSpec("FetchReach-v4", "", 5)])
+        chunk = pool.step_chunk(np.ones((1, 9, 4)))
+        assert chunk.success[0]
+        assert chunk.terminated[0]
+        assert chunk.steps[0] < 4
+        assert (chunk.rewards[0][: chunk.steps[0]] == -1).all()
+        pool.reset([EpisodeSpec("FetchReach-v4", "", 5)])
+        chunk = pool.step_chunk(np.zeros((1, 9, 4)))
+        assert chunk.truncated[0]
+        assert not chunk.success[0]
+        assert chunk.steps[0] == 9
+    with WorkerPool(adapted("gymnasium_robotics", options={"reward_type": "dense"})) as pool:
+        pool.reset([EpisodeSpec("FetchReach-v4", "", 5)])
+        assert pool.step_chunk(np.zeros((1, 1, 4))).rewards[0, 0] == 0.5
+
+
+def test_robosuites_episodes_repeat_and_say_how_they_ended(adapted):
+    with WorkerPool(adapted("robosuite", horizon=6)) as pool:
+        assert dict(pool.tasks()) == {"Lift": "lift the red cube"}
+        assert (pool.horizon, pool.state_size, pool.action_size) == (6, 60, 7)
+        starts = [pool.reset([EpisodeSpec("Lift", "", layout)]).observation.state for layout in (3, 4, 3)]
+        np.testing.assert_array_equal(starts[0], starts[2])
+        assert not np.array_equal(starts[0], starts[1])
+        chunk = pool.step_chunk(np.zeros((1, 8, 7)))
+        assert chunk.truncated[0]
+        assert not chunk.terminated[0]
+        assert not chunk.success[0]
+        assert chunk.steps[0] == 6
+        pool.reset([EpisodeSpec("Lift", "", 3)])
+        chunk = pool.step_chunk(np.ones((1, 8, 7)))
+        assert chunk.success[0]
+        assert chunk.terminated[0]
+        assert chunk.steps[0] < 4
+    with WorkerPool(adapted("robosuite", state="proprio")) as pool:
+        assert pool.state_size == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gymnasium_robotics", {"tasks": ["Walker-v5"]}, "no 'Walker-v5'; its ids begin with: Fetch"),
+        ("gymnasium_robotics", {"tasks": ["FetchReach-v9"]}, "FetchReach"),
+        ("gymnasium_robotics", {"tasks": ["FetchReach-v4", "FetchPush-v4"]}, "2 ids .* one of them"),
+        ("robosuite", {"tasks": ["Fly"]}, "no environment 'Fly'; it has: Lift, Stack"),
+        ("robosuite", {"tasks": ["Lift", "Stack"]}, "2 environments .* one of them"),
+        ("robosuite", {"robots": "Baxter"}, "no robot 'Baxter'; it has: Panda, Sawyer"),
+        ("robosuite", {"camera": "top"}, "no camera 'top'; it has: agentview, frontview"),
+        ("robosuite", {"state": "all"}, "state is 'all'; allowed: full, proprio"),
+    ],
+)
+def test_what_an_adapted_suite_cannot_do_is_said_before_an_episode(adapted, name, options, message):
+    with pytest.raises(UserError, match=message):
+        WorkerPool(adapted(name, **options))
+
+
+@pytest.mark.parametrize("name", ["robosuite", "gymnasium_robotics"])
+def test_an_adapted_suite_repeats_an_episode_bit_for_bit_whatever_came_before(name):
+    installed(name)
+    runs = []
+    with suite_setup.open_suite(name, {"horizon": 20}, images=False, workers=1) as pool:
+        task = next(iter(pool.tasks()))
+        actions = np.random.default_rng(0).uniform(-1, 1, (1, 20, pool.action_size))
+        for layout in (0, 5, 0):
+            begun = pool.reset([EpisodeSpec(task, "", layout)]).observation.state
+            chunk = pool.step_chunk(actions)
+            assert chunk.truncated[0]
+            assert chunk.steps[0] == 20
+            runs.append((begun, chunk.observation.state))
+    np.testing.assert_array_equal(runs[0], runs[2])
+    assert not np.array_equal(runs[0], runs[1])
+
+
 def test_metaworld_has_fifty_tasks_and_refuses_others():
     assert len(metaworld.INSTRUCTIONS) == 50
     assert list(metaworld.make(["reach", "push"]).tasks()) == ["reach", "push"]
@@ -236,7 +390,7 @@ class TestSetup:
         monkeypatch.setattr(suite_setup, "_check", lambda name, place: "checked")
         return made
 
-    @pytest.mark.parametrize("name", ["libero", "metaworld"])
+    @pytest.mark.parametrize("name", list(suite_setup.RECIPES))
     def test_every_step_is_done_in_the_environment_and_told(self, calls, tmp_path, name):
         told = []
         python = suite_setup.setup_suite(name, tmp_path / "new", python="python3", say=told.append)
@@ -273,7 +427,9 @@ def test_the_folder_follows_the_variable_then_the_cache(monkeypatch, tmp_path):
 
 
 def test_a_suite_that_is_not_there_says_what_to_do(tmp_path):
-    with pytest.raises(UserError, match="no suite 'robocasa'; there are: metaworld, libero"):
+    with pytest.raises(
+        UserError, match="no suite 'robocasa'; there are: metaworld, gymnasium_robotics, robosuite, libero"
+    ):
         suite_setup.open_suite("robocasa")
     with pytest.raises(UserError, match="mmrl sim setup libero"):
         suite_setup.open_suite("libero", folder=tmp_path)
@@ -322,10 +478,8 @@ def test_libero_repeats_an_episode_bit_for_bit_whatever_came_before():
 
 def test_the_suites_load_without_this_package():
     """What a worker loads by path imports nothing that only this package's environment has."""
-    for module in (libero, metaworld):
-        spec = importlib.util.spec_from_file_location("alone", module.__file__)
-        assert spec is not None
-        source = Path(module.__file__).read_text()
+    for file in SUITES.glob("*.py"):
+        source = file.read_text()
         assert "import robotics" not in source
         assert "from robotics" not in source
         assert "import mmrl" not in source

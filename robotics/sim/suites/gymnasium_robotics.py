@@ -1,0 +1,91 @@
+"""An environment of gymnasium-robotics (Fetch, Shadow hand, Adroit, Franka kitchen, mazes) for the generic adapter.
+
+Loaded by path in a Python that has gymnasium-robotics (made for 1.4.2), which mujoco 4 is too new for. The state is the
+Dict observation, its entries in alphabetical order one after the other; success is what `info` says.
+
+Source: Farama-Foundation/Gymnasium-Robotics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import gymnasium_robotics
+
+__all__ = ["Instructed", "SuiteError", "make"]
+
+FAMILIES = ("Fetch", "HandReach", "HandManipulate", "AdroitHand", "FrankaKitchen", "PointMaze", "AntMaze")
+
+
+class SuiteError(Exception):
+    """Something that cannot be had from this suite as it was asked for."""
+
+    for_user = True
+
+
+class Instructed(gymnasium.Wrapper):  # type: ignore[misc,type-arg]
+    """An environment that knows what the robot is told and how large its pictures are."""
+
+    def __init__(self, env: Any, instruction: str, size: int) -> None:
+        super().__init__(env)
+        self.instruction, self.image_size = instruction, (size, size)
+
+
+def make(
+    tasks: list[str] | None = None,
+    size: int = 128,
+    horizon: int | None = None,
+    shadows: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Instructed:
+    """Make the environment of a worker.
+
+    Args:
+        tasks: one registered id, FetchReach-v4 when None; sizes of states and actions differ from id to id.
+        size: pixels of a side of the pictures.
+        horizon: control steps of an episode; that of the id when None.
+        shadows: whether pictures have shadows and smooth edges, which takes a software renderer many times as long.
+        options: further arguments of the environment, such as reward_type.
+
+    Returns:
+        The environment.
+
+    Raises:
+        SuiteError: there is no such id, or more than one is asked for.
+    """
+    gymnasium.register_envs(gymnasium_robotics)
+    names = tasks or ["FetchReach-v4"]
+    if len(names) != 1:
+        raise SuiteError(f"sim.tasks has {len(names)} ids of gymnasium-robotics; one simulator runs one of them")
+    if not names[0].startswith(FAMILIES):
+        raise SuiteError(f"gymnasium-robotics has no {names[0]!r}; its ids begin with: {', '.join(FAMILIES)}")
+    known = {"render_mode": "rgb_array", "width": size, "height": size, **(options or {})}
+    try:
+        env = gymnasium.make(names[0], max_episode_steps=horizon, **known)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise SuiteError(str(error)) from None
+    model = getattr(env.unwrapped, "model", None)
+    if model is not None and not shadows:
+        model.light_castshadow[:] = False
+        model.vis.quality.offsamples = 0
+    name = names[0].split("-")[0]
+    instruction = next((text for start, text in INSTRUCTIONS.items() if name.startswith(start)), name)
+    return Instructed(env, instruction, size)
+
+
+INSTRUCTIONS = {
+    "FetchReach": "move the gripper to the red target",
+    "FetchPush": "push the block to the red target",
+    "FetchSlide": "slide the puck to the red target",
+    "FetchPickAndPlace": "bring the block to the red target",
+    "HandReach": "touch the targets with the fingertips",
+    "HandManipulate": "turn the object to the pose of the target",
+    "AdroitHandDoor": "open the door",
+    "AdroitHandHammer": "hammer the nail into the board",
+    "AdroitHandPen": "turn the pen to the pose of the target",
+    "AdroitHandRelocate": "bring the ball to the target",
+    "FrankaKitchen": "do the tasks of the kitchen",
+    "PointMaze": "go to the target",
+    "AntMaze": "walk to the target",
+}
