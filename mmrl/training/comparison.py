@@ -128,6 +128,7 @@ def sweep_table(experiment: ExperimentConfig, folder: Path) -> dict[str, Any]:
     return {
         "parameter": sweep.parameter,
         "seeds": sweep.seeds,
+        "overrides": sweep.overrides,
         "metric": metric,
         "chosen": chosen,
         "arms": table,

@@ -74,6 +74,8 @@ class SweepConfig:
     """Seeds of the sweep; none may be a seed of the comparison."""
     metric: str | None = None
     """Metric that picks the value; null takes the experiment's."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that runs of the sweep get after all others, such as fewer steps."""
 
 
 @dataclass
@@ -231,7 +233,7 @@ class ExperimentConfig:
                 key = text.partition("=")[0]
                 if key in ("seed", "output_dir") and not where.startswith("prepare"):
                     raise ValueError(f"`{where}` sets '{key}', which the experiment sets itself for every run")
-                if key in swept and where.startswith("arms"):
+                if key in swept and where.startswith(("arms", "sweep")):
                     raise ValueError(f"`{where}` sets '{key}', which `sweep` chooses")
 
 
@@ -320,7 +322,7 @@ def plan_arm_run(
         sweeping: Whether the run belongs to the sweep rather than to the comparison.
 
     Returns:
-        The plan; its overrides are the shared ones, the arm's, the swept parameter and the seed.
+        The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed.
     """
     settings = experiment.arm(arm)
     overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
@@ -329,6 +331,7 @@ def plan_arm_run(
         overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
         if sweeping:
             label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
+            overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
     config = Path(str(settings.config or experiment.base))
     return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label)
 
@@ -372,6 +375,8 @@ def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str
     yield "overrides", experiment.overrides
     for arm in experiment.arms:
         yield f"arms.{arm}.overrides", experiment.arm(arm).overrides
+    if experiment.sweep is not None:
+        yield "sweep.overrides", experiment.sweep.overrides
     for index, preparation in enumerate(experiment.prepare):
         yield f"prepare[{index}].overrides", preparation.overrides
 

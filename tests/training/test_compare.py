@@ -233,6 +233,15 @@ def test_the_sweep_chooses_a_value_for_each_arm(lab):
     assert settings["trainer.learning_rate"] == "0.01"
 
 
+def test_runs_of_the_sweep_may_be_shorter(lab):
+    sweep = {"values": [0.001, 0.01], "seeds": [11], "overrides": {"trainer": {"steps": 1}}}
+    result = lab.run(sweep=sweep, seeds=[1, 2], overrides={"trainer.steps": 3})
+    assert result["sweep"]["overrides"] == {"trainer": {"steps": 1}}
+    short = json.loads((lab.output / "sweep/papo/0.01/seed-11/settings.json").read_text())
+    long = json.loads((lab.output / "runs/papo/seed-1/settings.json").read_text())
+    assert (short["trainer.steps"], long["trainer.steps"]) == ("1", "3")
+
+
 def test_the_sweep_survives_failed_runs_and_says_when_nothing_is_left(lab):
     sweep = {"values": [0.01, 0.1], "seeds": [11, 12]}
     arms = {"papo": {"overrides": {"trouble11": "crash"}}, "grpo": {}}
@@ -336,6 +345,10 @@ def test_one_pair_has_no_interval(lab):
         ({"sweep": {"values": [1.0], "seeds": [3, 4]}}, r"seeds \[3\]"),
         ({"sweep": {"values": [], "seeds": [4]}}, r"sweep\.values"),
         ({"sweep": {"values": [1.0], "seeds": [9], "parameter": "gain"}}, "which `sweep` chooses"),
+        (
+            {"sweep": {"values": [1.0], "seeds": [9], "overrides": {"trainer": {"learning_rate": 1}}}},
+            r"`sweep\.overrides` sets 'trainer\.learning_rate', which `sweep` chooses",
+        ),
         ({"overrides": {"seed": 3}}, "sets 'seed'"),
         ({"arms": {"papo": {"overrides": {"output_dir": "x"}}, "grpo": {}}}, "sets 'output_dir'"),
         ({"base": "nowhere.yaml"}, "there is no file nowhere.yaml"),
