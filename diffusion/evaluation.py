@@ -112,7 +112,7 @@ def base_distance(recipe: DiffusionRecipe, latents: Tensor, text: TextRows, seed
     rows = text.select(noisy.image)
 
     def base(x: Tensor, sigma: Tensor) -> Tensor:
-        return recipe.base.score(lambda module: GuidedVelocity(module, rows)(x, sigma))
+        return recipe.start.score(lambda module: GuidedVelocity(module, rows)(x, sigma))
 
     own, anchors = matched_velocities(GuidedVelocity(recipe.policy, rows), {"base": base}, noisy)
     return float((own.float() - anchors["base"].float()).square().mean())

@@ -157,6 +157,7 @@ class DiffusionRecipe(Recipe):
 
     config: DiffusionConfig
     policy: DiffusionPolicy
+    start: Reference
     loss_name: ClassVar[str | None] = None
     """Name of a loss of the recipe's own, which takes only advantages and coefficients from the objective."""
 
@@ -175,7 +176,7 @@ class DiffusionRecipe(Recipe):
         self.rewards = _reward_sum(config)
         if config.model.free_text_encoders:
             self._free_text_encoders()
-        self.base: Reference = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
+        self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
         self.reference: Reference | None = None
         self.eval_ema = ShadowWeights(self.policy) if config.eval_ema.decay else None
         self.errors: Counter[str] = Counter()
@@ -262,8 +263,7 @@ class DiffusionRecipe(Recipe):
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
         """Images at fixed prompts and seeds: rewards, judges, diversity, distance to the base model."""
-        device = self.policy.device
-        self.base.score(lambda module: module.to(device))  # copied before the policy moved to its device
+        self.start.to(self.policy.device)  # copied before the policy moved there
         if self.eval_ema is None:
             return evaluate_split(self, self.eval_tasks[split], split, accelerator)
         with self.eval_ema.applied():

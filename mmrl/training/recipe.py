@@ -70,6 +70,8 @@ class Recipe(ABC):
     """Held-out splits by name; the first one is the headline."""
     uses_rewards: ClassVar[bool] = True
     """False for supervised recipes: no reward statistics, no group filter."""
+    start: Reference | None = None
+    """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
 
     @abstractmethod
     def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:

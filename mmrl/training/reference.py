@@ -66,6 +66,12 @@ class Reference:
                 if value.requires_grad:
                     mean.lerp_(value.to(mean.dtype), 1.0 - self.decay)
 
+    def to(self, device: torch.device | str) -> Reference:
+        """Move the copy, if there is one; returns itself."""
+        if self._copy is not None:
+            self._copy.to(device)
+        return self
+
     @property
     def needs_saving(self) -> bool:
         """Whether a checkpoint has to hold weights of its own for the reference."""
@@ -91,16 +97,17 @@ def _frozen_copy(policy: nn.Module) -> nn.Module:
     return copied.eval().requires_grad_(False)
 
 
-def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool) -> Reference:
+def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
     """Build the reference that the configuration and the objective ask for.
 
     Args:
         config: kind and decay.
         policy: the trained policy, unwrapped.
         needed: whether the objective has a term on the reference.
+        start: the policy as it was at the start, where somebody keeps it.
 
     Returns:
-        The reference; of kind none where nothing needs one.
+        The reference; of kind none where nothing needs one, `start` where it is of the kind asked for.
 
     Raises:
         UserError: the kind does not fit the policy or the objective.
@@ -113,4 +120,6 @@ def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool) -> Ref
         raise UserError("the objective has a KL term but reference.kind is none; use auto, frozen, adapter or ema")
     if kind == "adapter" and not has_adapter:
         raise UserError("reference.kind is adapter but the model has no LoRA adapter; set model.lora.enabled=true")
+    if needed and start is not None and start.kind == kind:
+        return start.to(next(policy.parameters()).device)
     return Reference(kind if needed else "none", policy, config.ema_decay)

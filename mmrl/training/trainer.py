@@ -64,7 +64,9 @@ class Trainer:
         self.accelerator = accelerator
         self.tracker = tracker
         self.tasks = TaskStream(recipe.train_tasks, config.seed)
-        self.reference = make_reference(config.reference, recipe.policy, needed=recipe.objective.needs_reference)
+        self.reference = make_reference(
+            config.reference, recipe.policy, needed=recipe.objective.needs_reference, start=recipe.start
+        )
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         self.step = 0

@@ -91,7 +91,9 @@ def collected(recipe: Any, step: int = 0, count: int = 2) -> Rollouts:
     recipe.policy.eval()
     with torch.no_grad():
         rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:count], generator))
-    reference = make_reference(recipe.config.reference, recipe.policy, needed=recipe.objective.needs_reference)
+    reference = make_reference(
+        recipe.config.reference, recipe.policy, needed=recipe.objective.needs_reference, start=recipe.start
+    )
     rollouts = recipe.annotate(recipe.policy, reference, rollouts)
     return recipe.advantages(rollouts, make_accelerator())
 

@@ -31,7 +31,7 @@ WANT = frozenset({"logp"})
 
 def policy_kl(recipe, rollouts):
     """The divergence (B, T) that the loss takes."""
-    recipe.reference = recipe.base
+    recipe.reference = recipe.start
     steps = recipe.step_scores(recipe.policy, rollouts)
     return recipe.placed_divergence(rollouts, steps).detach()
 
@@ -122,7 +122,7 @@ def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
     weight = dt / 2 * (noise * (1 - s) / (2 * s) + 1 / noise) ** 2
     np.testing.assert_allclose(found["exact"], weight * found["velocity"], rtol=2e-4)
     steps = recipe.step_scores(recipe.policy, rollouts)
-    base = recipe.base.score(lambda module: recipe.step_scores(module, rollouts))
+    base = recipe.start.score(lambda module: recipe.step_scores(module, rollouts))
     squares = (steps.velocity.detach() - base.velocity).double().square().flatten(1).mean(1).numpy()
     np.testing.assert_allclose(found["velocity"].flatten(), squares, rtol=1e-5)
 

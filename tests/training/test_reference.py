@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.training.reference import make_reference
+from mmrl.training.reference import Reference, make_reference
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig
 from tests.training.conftest import weights
 from tests.training.toy import WORDS, ToyPolicy, ToyRecipe
@@ -95,3 +95,11 @@ def test_weights_that_a_copy_shares_have_to_be_frozen():
 
     with pytest.raises(RuntimeError, match=r"tower\.weight"):
         make_reference(ReferenceConfig(kind="frozen"), Careless(), needed=True)
+
+
+def test_a_copy_of_the_start_that_somebody_keeps_serves_the_kl_term_too():
+    policy = TowerPolicy(2)
+    start = Reference("frozen", policy)
+    assert make_reference(ReferenceConfig(kind="auto"), policy, needed=True, start=start) is start
+    assert make_reference(ReferenceConfig(kind="auto"), policy, needed=False, start=start).kind == "none"
+    assert make_reference(ReferenceConfig(kind="ema", ema_decay=0.9), policy, needed=True, start=start) is not start
