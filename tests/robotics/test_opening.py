@@ -196,7 +196,10 @@ def test_a_users_own_simulator():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "isaac"}, "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld or module:function"),
+        (
+            {"kind": "isaac"},
+            "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics or module:function",
+        ),
         ({"image_size": -1}, "sim.image_size is -1"),
         ({"horizon": -1}, "sim.horizon is -1"),
         ({"workers": -2}, "sim.workers is -2"),
