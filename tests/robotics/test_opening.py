@@ -198,7 +198,8 @@ def test_a_users_own_simulator():
     [
         (
             {"kind": "isaac"},
-            "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics or module:function",
+            "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics or "
+            "module:function",
         ),
         ({"image_size": -1}, "sim.image_size is -1"),
         ({"horizon": -1}, "sim.horizon is -1"),
