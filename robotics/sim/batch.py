@@ -18,7 +18,7 @@ from mmrl.errors import UserError
 from robotics.sim.arms import find_arm
 from robotics.sim.backends import require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation
+from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.rendering import RenderSettings
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
@@ -142,7 +142,7 @@ class TabletopBatch:
         self.live = np.arange(len(episodes))
         self._controller.reset(len(episodes))
         self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
-        output = self._allocate(self.live, 0)
+        output = ChunkResult.empty(self.live, 0, self.state_size, self.image_size)
         commands = self._controller.commands(self.live)
         for group in self._groups:
             observation = group.rollout.reset([seeds[row] for row in group.rows])
@@ -170,7 +170,7 @@ class TabletopBatch:
         moves = check_actions(actions, len(self.live))
         live = self.live
         plan = self._controller.plan(live, moves)
-        output = self._allocate(live, moves.shape[1])
+        output = ChunkResult.empty(live, moves.shape[1], self.state_size, self.image_size)
         frames: dict[int, NDArray[np.uint8]] = {}
         for group in self._groups:
             rows = group.rows[group.rollout.live]
@@ -265,20 +265,6 @@ class TabletopBatch:
                 backend=self._backend or None,
             )
         return _Group(scene, known, rows)
-
-    def _allocate(self, rows: NDArray[np.int64], length: int) -> ChunkResult:
-        count = len(rows)
-        images = None if self.image_size is None else np.zeros((count, *self.image_size, 3), np.uint8)
-        return ChunkResult(
-            rows=rows,
-            rewards=np.zeros((count, length)),
-            steps=np.zeros(count, np.int64),
-            success=np.zeros(count, bool),
-            terminated=np.zeros(count, bool),
-            truncated=np.zeros(count, bool),
-            failed=np.zeros(count, bool),
-            observation=RobotObservation(rows, np.zeros((count, self.state_size), np.float32), images),
-        )
 
     def _observe(
         self,

@@ -85,6 +85,31 @@ class ChunkResult:
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
     """(steps, H, W, 3) a picture of each control step, by row that is recorded."""
 
+    @classmethod
+    def empty(
+        cls, rows: NDArray[np.int64], length: int, state_size: int, image_size: tuple[int, int] | None
+    ) -> ChunkResult:
+        """Zeros, to be filled in.
+
+        Args:
+            rows: (L,) numbers of the episodes, ascending.
+            length: K.
+            state_size: S.
+            image_size: (H, W); None without pictures.
+        """
+        count = len(rows)
+        images = None if image_size is None else np.zeros((count, *image_size, 3), np.uint8)
+        return cls(
+            rows=rows,
+            rewards=np.zeros((count, length)),
+            steps=np.zeros(count, np.int64),
+            success=np.zeros(count, bool),
+            terminated=np.zeros(count, bool),
+            truncated=np.zeros(count, bool),
+            failed=np.zeros(count, bool),
+            observation=RobotObservation(rows, np.zeros((count, state_size), np.float32), images),
+        )
+
 
 class RobotSim(Protocol):
     """Many episodes at once. A row is live until its episode ends; only live rows take actions."""

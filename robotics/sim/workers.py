@@ -27,7 +27,7 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from robotics.sim.backends import PROBED, Backend, find_backend
-from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation
+from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.worker_process import StartSpec, Trouble, WorkerProcess, stop_all, wait_for_answers
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ class WorkerPool:
     def _assemble(
         self, rows: NDArray[np.int64], length: int, answers: Mapping[int, Message | Trouble], record: Collection[int]
     ) -> ChunkResult:
-        result = _empty_result(rows, length, self.state_size, self.image_size)
+        result = ChunkResult.empty(rows, length, self.state_size, self.image_size)
         reasons: dict[int, str] = {}
         frames: dict[int, NDArray[np.uint8]] = {}
         for place, row in enumerate(rows.tolist()):
@@ -446,23 +446,6 @@ class WorkerPool:
 def _may_have_had_bad_luck(answer: Message | Trouble) -> bool:
     """Numbers that are not finite come again from the same layout; a process may fare better."""
     return isinstance(answer, Trouble) and answer.kind != "diverged"
-
-
-def _empty_result(
-    rows: NDArray[np.int64], length: int, state_size: int, image_size: tuple[int, int] | None
-) -> ChunkResult:
-    count = len(rows)
-    images = None if image_size is None else np.zeros((count, *image_size, 3), np.uint8)
-    return ChunkResult(
-        rows=rows,
-        rewards=np.zeros((count, length)),
-        steps=np.zeros(count, np.int64),
-        success=np.zeros(count, bool),
-        terminated=np.zeros(count, bool),
-        truncated=np.zeros(count, bool),
-        failed=np.zeros(count, bool),
-        observation=RobotObservation(rows, np.zeros((count, state_size), np.float32), images),
-    )
 
 
 def _fill(result: ChunkResult, place: int, answer: Message) -> None:
