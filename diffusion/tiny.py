@@ -41,6 +41,8 @@ class TinySd3Sizes:
 
     layers: int = 4
     """Blocks of the transformer."""
+    dual_layers: int = 0
+    """First blocks with a second attention among image tokens; 13 of 24 in Stable Diffusion 3.5 medium."""
     heads: int = 4
     """Attention heads of the transformer and of the text encoders."""
     head_width: int = 16
@@ -73,7 +75,7 @@ class TinySd3Sizes:
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
-        _check_sizes(vars(self), "t5_layers")
+        _check_sizes(vars(self), ("t5_layers", "dual_layers"))
         if self.text_width % (2 * self.heads) or self.pooled_width % 2:
             raise UserError(
                 f"text_width={self.text_width} must be a multiple of 2*heads={2 * self.heads}, "
@@ -81,6 +83,8 @@ class TinySd3Sizes:
             )
         if self.latent_size % self.patch:
             raise UserError(f"latent_size={self.latent_size} must be a multiple of patch={self.patch}")
+        if not 0 <= self.dual_layers <= self.layers:
+            raise UserError(f"dual_layers={self.dual_layers} must be between 0 and layers={self.layers}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class TinyFluxSizes:
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
-        _check_sizes(vars(self), "guidance")
+        _check_sizes(vars(self), ("guidance",))
         if self.text_width % self.heads or self.pooled_width % self.heads:
             raise UserError(
                 f"text_width={self.text_width} and pooled_width={self.pooled_width} must be multiples of "
@@ -136,10 +140,10 @@ class TinyFluxSizes:
             )
 
 
-def _check_sizes(sizes: Mapping[str, Any], optional: str) -> None:
-    """Refuse counts below 1, except an optional one, and widths that the group norms cannot split."""
+def _check_sizes(sizes: Mapping[str, Any], optional: tuple[str, ...]) -> None:
+    """Refuse counts below 1, except optional ones, and widths that the group norms cannot split."""
     for name, value in sizes.items():
-        if name not in ("vae_widths", optional) and value < 1:
+        if name not in ("vae_widths", *optional) and value < 1:
             raise UserError(f"{name}={value} must be at least 1")
     widths = sizes["vae_widths"]
     if not widths or any(width < 4 or width % 4 for width in widths):
@@ -258,6 +262,7 @@ def _transformer(sizes: TinySd3Sizes) -> Any:
         pooled_projection_dim=sizes.pooled_width,
         pos_embed_max_size=sizes.latent_size // sizes.patch,
         qk_norm="rms_norm",
+        dual_attention_layers=tuple(range(sizes.dual_layers)),
     )
     return transformer.eval()
 

@@ -42,6 +42,21 @@ FULL_MODEL: dict[str, Any] = {
     "t5_layers": 2,
 }
 QUICK_MODEL: dict[str, Any] = {"layers": 2, "clip_tokens": 16}
+MEDIUM_MODEL: dict[str, Any] = {
+    "layers": 24,
+    "dual_layers": 13,
+    "heads": 24,
+    "head_width": 64,
+    "latent_size": 64,
+    "latent_channels": 16,
+    "vae_widths": (128, 256, 512, 512),
+    "text_width": 4080,
+    "pooled_width": 2048,
+    "clip_tokens": 77,
+    "t5_layers": 1,
+}
+STEP_FULL = {"images": 8, "micro_batch": 2, "steps": 0}
+STEP_QUICK = {"images": 4, "micro_batch": 2, "steps": 3}
 FULL = {"images": 24, "image_batch": 8, "steps": 10, "scale": 4.5, "text_tokens": 77, "prompts": 4}
 QUICK = {"images": 4, "image_batch": 2, "steps": 3, "scale": 4.5, "text_tokens": 16, "prompts": 2}
 
@@ -285,6 +300,35 @@ def _recipes(work: _Work) -> dict[str, Any]:
     )
 
 
+def _steps(work: _Work) -> dict[str, Any]:
+    quick = work.options.quick
+    settings = STEP_QUICK if quick else STEP_FULL
+    model = work.options.model or (work.model if quick else _build_medium(work.place))
+    common = {"model": str(model), "folder": str(work.place / "steps")}
+    arms = [work.arm(name, "step_arm", way=name, **settings, **common) for name in ("flow_grpo", "awm")]
+    runs = run_arms("steps", arms, work.options)
+    made = comparison(
+        runs,
+        ratios={"awm for flow_grpo": ratio(runs, "flow_grpo", "awm", work.quantity)},
+        notes=[
+            f"a whole step of the suite's loop on {settings['images']} images of two prompts, micro-batches of "
+            f"{settings['micro_batch']}, LoRA of rank 32: rollout, reward, advantages, update; random weights, so only "
+            "time and memory mean something",
+            "without --quick and --model: the transformer of Stable Diffusion 3.5 medium (24 blocks of 24 x 64, 13 "
+            "with dual attention) and an autoencoder of its widths for images of 512 pixels, and small text encoders; "
+            "their tokens are 4080 wide in place of 4096, and prompts are embedded before the steps",
+        ],
+    )
+    return made
+
+
+def _build_medium(place: Path) -> Path:
+    from diffusion.tiny import TinySd3Sizes, build_tiny_sd3
+
+    progress("building random weights of the size of Stable Diffusion 3.5 medium")
+    return build_tiny_sd3(place / "medium", corpus=CORPUS, sizes=TinySd3Sizes(**MEDIUM_MODEL))
+
+
 COMPARISONS: dict[str, Callable[[_Work], dict[str, Any]]] = {
     "rollout": _rollout,
     "encoding": _encoding,
@@ -292,6 +336,7 @@ COMPARISONS: dict[str, Callable[[_Work], dict[str, Any]]] = {
     "batching": _batching,
     "stacking": _stacking,
     "recipes": _recipes,
+    "steps": _steps,
 }
 """What `--only` takes."""
 

@@ -18,7 +18,16 @@ from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
 from mmrl.bench.measure import Stopwatch, repeat
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
-__all__ = ["cost_arm", "encode_arm", "guidance_arm", "open_pipeline", "recipe_arm", "rollout_arm", "stack_arm"]
+__all__ = [
+    "cost_arm",
+    "encode_arm",
+    "guidance_arm",
+    "open_pipeline",
+    "recipe_arm",
+    "rollout_arm",
+    "stack_arm",
+    "step_arm",
+]
 
 PROMPT = "a red circle and a blue square"
 OTHER_PROMPT = "three green triangles"
@@ -317,6 +326,69 @@ def _matching_passes(pipeline: Any, start: Tensor, options: dict[str, Any], watc
         policy, anchors = matched_velocities(velocity, {"reference": velocity, "ema": velocity}, noisy)
         drift = sum((policy - anchor).square().mean() for anchor in anchors.values())
         (noisy.matching_error(policy).mean() + drift).backward()
+
+
+def step_arm(options: dict[str, Any]) -> dict[str, Any]:
+    """Whole steps of a recipe in the suite's own loop: images of two prompts, reward, advantages, updates with LoRA.
+
+    Args:
+        options: model (folder), way (name of a recipe), images (an even number), micro_batch, steps (of the solver;
+            0: the recipe's), folder (to write to), device.
+
+    Returns:
+        Measurements, rows that the transformer evaluated for an image, and parameters of the transformer.
+    """
+    from pathlib import Path
+
+    from diffusion.data import PromptConfig
+    from diffusion.policy import ModelConfig
+    from mmrl.recipes import RECIPES
+    from mmrl.rewards.combine import RewardConfig
+    from mmrl.training.distributed import make_accelerator
+    from mmrl.training.tracking import TrackingConfig
+    from mmrl.training.trainer import Trainer
+
+    ensure_torchvision()
+    cuda = options["device"] == "cuda"
+    folder = Path(options["folder"]) / options["way"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text(f"{PROMPT}\n{OTHER_PROMPT}\n", encoding="utf-8")
+    entry = RECIPES[options["way"]]
+    config = entry.load_config_class()(
+        recipe=options["way"],
+        output_dir=str(folder / "run"),
+        model=ModelConfig(
+            path=options["model"],
+            dtype="bfloat16" if cuda else "float32",
+            gradient_checkpointing=cuda,
+            free_text_encoders=True,
+        ),
+        data=PromptConfig(path=str(folder / "prompts.txt")),
+        rewards=[RewardConfig(name="caption_colour")],
+        judges=[RewardConfig(name="jpeg_compressibility")],
+        tracking=TrackingConfig(quiet=True, tensorboard=False),
+    )
+    trainer = config.trainer
+    trainer.tasks_per_step, trainer.samples_per_task = 2, options["images"] // 2
+    trainer.micro_batch, trainer.mixed_precision = options["micro_batch"], "bf16" if cuda else "none"
+    config.sampler.batch_rows = options["micro_batch"]
+    config.sampler.steps = options["steps"] or config.sampler.steps
+    config.validate()
+    recipe = entry.load_recipe_class()(config)
+    accelerator = make_accelerator(trainer.mixed_precision)
+    recipe.policy.to(accelerator.device)
+    loop = Trainer(recipe, config, folder / "run", accelerator, None)
+    counts: dict[str, float] = {}
+
+    def once(watch: Stopwatch) -> None:
+        before = dict(recipe.policy.cost)
+        loop.train_step()
+        rows = {name: recipe.policy.cost[name] - before.get(name, 0) for name in ("forward_rows", "train_rows")}
+        counts.update({name: count / options["images"] for name, count in rows.items()}, text_rows=0.0)
+
+    measured = repeat(once, options["repetitions"], options["device"])
+    weights = sum(weight.numel() for weight in recipe.policy.pipeline.transformer.parameters())
+    return measured | {"counts": counts | {"transformer_parameters": weights}}
 
 
 def cost_arm(options: dict[str, Any]) -> dict[str, Any]:

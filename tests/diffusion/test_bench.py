@@ -124,3 +124,25 @@ def test_an_arm_that_failed_fails_its_comparison_and_no_other(monkeypatch, compa
     assert all(entry["failed"] for entry in found.values())
     assert set(found["rollout"]["checks"]) == {"another prompt"}
     assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_a_step_of_awm_evaluates_other_rows_than_one_of_flow_grpo(comparisons):
+    found = counts(comparisons, "steps")
+    steps = diffusion.STEP_QUICK["steps"]
+    # guided, so two rows a step; all steps but the last are trained, against the negative and two rows of the reference
+    assert found["flow_grpo"]["train_rows"] == steps - 1
+    assert found["flow_grpo"]["forward_rows"] == 2 * steps + 3 * (steps - 1)
+    # six noisy versions of each image through policy, reference and moving average
+    assert found["awm"]["train_rows"] == 6
+    assert found["awm"]["forward_rows"] == steps + 2 * 6
+
+
+def test_the_medium_model_has_the_size_of_the_released_one():
+    import torch
+
+    from diffusion.tiny import TinySd3Sizes, _transformer
+
+    with torch.device("meta"):
+        transformer = _transformer(TinySd3Sizes(**diffusion.MEDIUM_MODEL))
+    assert sum(weight.numel() for weight in transformer.parameters()) == pytest.approx(2.24e9, rel=0.01)
+    assert transformer.config.dual_attention_layers == tuple(range(13))
