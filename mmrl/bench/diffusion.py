@@ -307,7 +307,7 @@ def _steps(work: _Work) -> dict[str, Any]:
     common = {"model": str(model), "folder": str(work.place / "steps")}
     arms = [work.arm(name, "step_arm", way=name, **settings, **common) for name in ("flow_grpo", "awm")]
     runs = run_arms("steps", arms, work.options)
-    made = comparison(
+    return comparison(
         runs,
         ratios={"awm for flow_grpo": ratio(runs, "flow_grpo", "awm", work.quantity)},
         notes=[
@@ -319,7 +319,6 @@ def _steps(work: _Work) -> dict[str, Any]:
             "their tokens are 4080 wide in place of 4096, and prompts are embedded before the steps",
         ],
     )
-    return made
 
 
 def _build_medium(place: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -338,32 +339,48 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     Returns:
         Measurements, rows that the transformer evaluated for an image, and parameters of the transformer.
     """
-    from pathlib import Path
-
-    from diffusion.data import PromptConfig
-    from diffusion.policy import ModelConfig
     from mmrl.recipes import RECIPES
-    from mmrl.rewards.combine import RewardConfig
     from mmrl.training.distributed import make_accelerator
-    from mmrl.training.tracking import TrackingConfig
     from mmrl.training.trainer import Trainer
 
     ensure_torchvision()
-    cuda = options["device"] == "cuda"
     folder = Path(options["folder"]) / options["way"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "prompts.txt").write_text(f"{PROMPT}\n{OTHER_PROMPT}\n", encoding="utf-8")
     entry = RECIPES[options["way"]]
-    config = entry.load_config_class()(
+    config = _step_config(entry.load_config_class(), folder, options)
+    recipe: Any = entry.load_recipe_class()(config)
+    accelerator = make_accelerator(config.trainer.mixed_precision)
+    recipe.policy.to(accelerator.device)
+    loop = Trainer(recipe, config, folder / "run", accelerator, None)
+    counts: dict[str, float] = {}
+
+    def once(watch: Stopwatch) -> None:
+        before = dict(recipe.policy.cost)
+        loop.train_step()
+        for name in ("forward_rows", "train_rows"):
+            counts[name] = (recipe.policy.cost[name] - before.get(name, 0)) / options["images"]
+
+    measured = repeat(once, options["repetitions"], options["device"])
+    weights = sum(weight.numel() for weight in recipe.policy.pipeline.transformer.parameters())
+    return measured | {"counts": counts | {"transformer_parameters": weights}}
+
+
+def _step_config(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
+    from diffusion.data import PromptConfig
+    from diffusion.policy import ModelConfig
+    from mmrl.rewards.combine import RewardConfig
+    from mmrl.training.tracking import TrackingConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = folder / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\n{OTHER_PROMPT}\n", encoding="utf-8")
+    cuda = options["device"] == "cuda"
+    dtype = "bfloat16" if cuda else "float32"
+    config = kind(
         recipe=options["way"],
         output_dir=str(folder / "run"),
-        model=ModelConfig(
-            path=options["model"],
-            dtype="bfloat16" if cuda else "float32",
-            gradient_checkpointing=cuda,
-            free_text_encoders=True,
-        ),
-        data=PromptConfig(path=str(folder / "prompts.txt")),
+        model=ModelConfig(options["model"], dtype=dtype, gradient_checkpointing=cuda, free_text_encoders=True),
+        data=PromptConfig(path=str(prompts)),
         rewards=[RewardConfig(name="caption_colour")],
         judges=[RewardConfig(name="jpeg_compressibility")],
         tracking=TrackingConfig(quiet=True, tensorboard=False),
@@ -374,21 +391,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     config.sampler.batch_rows = options["micro_batch"]
     config.sampler.steps = options["steps"] or config.sampler.steps
     config.validate()
-    recipe = entry.load_recipe_class()(config)
-    accelerator = make_accelerator(trainer.mixed_precision)
-    recipe.policy.to(accelerator.device)
-    loop = Trainer(recipe, config, folder / "run", accelerator, None)
-    counts: dict[str, float] = {}
-
-    def once(watch: Stopwatch) -> None:
-        before = dict(recipe.policy.cost)
-        loop.train_step()
-        rows = {name: recipe.policy.cost[name] - before.get(name, 0) for name in ("forward_rows", "train_rows")}
-        counts.update({name: count / options["images"] for name, count in rows.items()}, text_rows=0.0)
-
-    measured = repeat(once, options["repetitions"], options["device"])
-    weights = sum(weight.numel() for weight in recipe.policy.pipeline.transformer.parameters())
-    return measured | {"counts": counts | {"transformer_parameters": weights}}
+    return config
 
 
 def cost_arm(options: dict[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,10 @@ class GymRow:
     """One Gymnasium environment, its observations cut into state and picture, its actions scaled from -1..1.
 
     Args:
-        env: gymnasium.Env with a Box of actions; with an attribute `image_size`, the (H, W) of what `render` returns,
-            nothing is drawn to find it out.
+        env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, and `image_size`, the (H, W) of
+            what `render` returns; without the latter a picture is drawn to find it out.
         task: name of its only task; the id it was made by when None.
-        instruction: what the robot is told; what the environment's attribute `instruction` says when None.
+        instruction: what the robot is told; what the environment's `metadata` says when None.
         state_keys: entries of a Dict observation that are the state, in this order; all that are no pictures when
             None.
         image_key: entry of a Dict observation that is the picture (H, W, 3) uint8; the first such one when None,
@@ -60,7 +60,8 @@ class GymRow:
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         self._name = task or getattr(spec, "id", None) or type(env).__name__
-        self._instruction = getattr(env, "instruction", "") if instruction is None else instruction
+        self._metadata: Mapping[str, Any] = getattr(env, "metadata", None) or {}
+        self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
         self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
         self._success_key, self._success_reward = success_key, success_reward
         self._layout_options = layout_options
@@ -107,10 +108,10 @@ class GymRow:
 
     def describe(self) -> Mapping[str, Any]:
         """Id and what `metadata` says of the control rate."""
-        spec, metadata = getattr(self._env, "spec", None), getattr(self._env, "metadata", None) or {}
+        spec = getattr(self._env, "spec", None)
         return {
             "environment": getattr(spec, "id", type(self._env).__name__),
-            "render_fps": metadata.get("render_fps"),
+            "render_fps": self._metadata.get("render_fps"),
             "state_keys": list(self._state_keys) if self._state_keys is not None else None,
             "image_key": self._image_key,
         }
@@ -120,7 +121,7 @@ class GymRow:
         self._env.close()
 
     def _image_size(self) -> tuple[int, int] | None:
-        told = getattr(self._env, "image_size", None)
+        told = self._metadata.get("image_size")
         if told is not None and self._image_key is None:
             return int(told[0]), int(told[1])
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":

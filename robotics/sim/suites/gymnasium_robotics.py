@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import gymnasium_robotics
 
-__all__ = ["Instructed", "SuiteError", "make"]
+__all__ = ["SuiteError", "make"]
 
 FAMILIES = ("Fetch", "HandReach", "HandManipulate", "AdroitHand", "FrankaKitchen", "PointMaze", "AntMaze")
 
@@ -24,21 +24,13 @@ class SuiteError(Exception):
     for_user = True
 
 
-class Instructed(gymnasium.Wrapper):  # type: ignore[misc,type-arg]
-    """An environment that knows what the robot is told and how large its pictures are."""
-
-    def __init__(self, env: Any, instruction: str, size: int) -> None:
-        super().__init__(env)
-        self.instruction, self.image_size = instruction, (size, size)
-
-
 def make(
     tasks: list[str] | None = None,
     size: int = 128,
     horizon: int | None = None,
     shadows: bool = False,
     options: dict[str, Any] | None = None,
-) -> Instructed:
+) -> gymnasium.Env:
     """Make the environment of a worker.
 
     Args:
@@ -71,7 +63,8 @@ def make(
         model.vis.quality.offsamples = 0
     name = names[0].split("-")[0]
     instruction = next((text for start, text in INSTRUCTIONS.items() if name.startswith(start)), name)
-    return Instructed(env, instruction, size)
+    env.metadata = {**env.metadata, "instruction": instruction, "image_size": (size, size)}
+    return env
 
 
 INSTRUCTIONS = {

@@ -90,11 +90,10 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
     def __init__(self, env: Any, keys: list[str], camera: str, size: int, shadows: bool) -> None:
         super().__init__(env, keys=keys, flatten_obs=False)
         name = type(self.env).__name__
-        self.metadata = {"render_fps": env.control_freq}
+        instruction = INSTRUCTIONS.get(name, name)
+        self.metadata = {"render_fps": env.control_freq, "instruction": instruction, "image_size": (size, size)}
         self.spec = SimpleNamespace(id=name, max_episode_steps=env.horizon)
-        self.instruction = INSTRUCTIONS.get(name, name)
-        self.image_size = (size, size)
-        self._camera, self._shadows = camera, shadows
+        self._camera, self._size, self._shadows = camera, size, shadows
         self._drawn: Any = None
         self._renderer: Any = None
 
@@ -118,7 +117,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
             if not self._shadows:
                 model.light_castshadow[:] = False
                 model.vis.quality.offsamples = 0
-            self._renderer, self._drawn = mujoco.Renderer(model, *self.image_size), model
+            self._renderer, self._drawn = mujoco.Renderer(model, self._size, self._size), model
         self._renderer.update_scene(data, self._camera, VISUAL)
         return np.asarray(self._renderer.render(), np.uint8)
 
