@@ -1,8 +1,12 @@
-"""Demonstrations in memory: which moments there are, what was seen there, and what was done next."""
+"""Demonstrations: which moments there are, what was seen there, and what was done next."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +21,7 @@ from robotics.vla.policy import PolicyInputs
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from robotics.data import EpisodeData
+    from robotics.data import EpisodeData, LeRobotReader
     from robotics.vla.statistics import ActionStatistics, StateStatistics
 
 __all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstrations"]
@@ -39,6 +43,9 @@ class DemonstrationConfig:
     """Options of `build`."""
     camera: str = "front"
     """Camera whose pictures the policy sees; empty = none."""
+    cache: str = ""
+    """Folder for decoded pictures, which are then mapped from disk and shared by all processes of a machine, not held
+    in each one's memory; a picture of 256 x 256 takes 197 kB. Empty = in memory."""
     max_episodes: int = 0
     """Episodes that are learnt from, the first ones; 0 = all."""
     only_success: bool = True
@@ -156,7 +163,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
         config: where they are.
 
     Returns:
-        All that can be used, in memory.
+        All that can be used; pictures in memory, or mapped from the files of `config.cache`.
 
     Raises:
         UserError: no such dataset, or nothing in it can be used.
@@ -179,7 +186,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
         found.actions.append(episode.action)
         found.instructions.append(episode.task)
         if found.images is not None:
-            found.images.append(_pictures(episode, config))
+            found.images.append(_pictures(episode, reader, config))
     if not found.actions:
         raise UserError(f"{config.path} has no episode that can be learnt from; {found.skipped} were left out")
     if found.skipped:
@@ -187,9 +194,21 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     return found
 
 
-def _pictures(episode: EpisodeData, config: DemonstrationConfig) -> NDArray[np.uint8]:
+def _pictures(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig) -> NDArray[np.uint8]:
     if config.camera not in episode.images:
         raise UserError(
             f"demonstrations.camera is '{config.camera}', but {config.path} has {', '.join(episode.images) or 'none'}"
         )
-    return episode.images[config.camera]
+    if not config.cache:
+        return episode.images[config.camera]
+    about = json.dumps([str(reader.folder.absolute()), config.camera, reader.info], sort_keys=True)
+    name = f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+    path = Path(config.cache).expanduser() / name / f"episode-{episode.number:06d}.npy"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may write at once; each puts a whole file there.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+            np.save(draft, episode.images[config.camera])
+        os.replace(draft.name, path)
+    pictures: NDArray[np.uint8] = np.load(path, mmap_mode="r")
+    return pictures

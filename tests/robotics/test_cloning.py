@@ -18,7 +18,7 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
 from robotics.vla.cloning import CloneConfig, CloneRecipe
 from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
-from robotics.vla.demonstrations import DemonstrationConfig
+from robotics.vla.demonstrations import DemonstrationConfig, load_demonstrations
 from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.policy import ActionChoice, ModuleAdapter
@@ -225,6 +225,31 @@ def test_pictures_are_those_of_the_camera(tmp_path, filmed):
     np.testing.assert_array_equal(seen.images.numpy(), LeRobotReader(filmed).images(0, "front")[:4])
     loss = recipe.loss(recipe.policy, *_with_denominators(recipe)).loss
     assert bool(torch.isfinite(loss))
+
+
+def test_decoded_pictures_are_mapped_from_the_cache(tmp_path, filmed, monkeypatch):
+    def load(camera="front"):
+        config = DemonstrationConfig(str(filmed), camera=camera, cache=str(tmp_path / "cache"), only_success=False)
+        return load_demonstrations(config)
+
+    kept = load_demonstrations(DemonstrationConfig(str(filmed), only_success=False))
+    first = load()
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert [path.name for path in files] == [f"episode-{number:06d}.npy" for number in range(3)]
+    assert all(isinstance(images, np.memmap) for images in first.images)
+    moments = first.moments[::3]
+    assert torch.equal(first.observations(moments).images, kept.observations(moments).images)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", None)  # what is there is not decoded again
+        assert torch.equal(load().observations(moments).images, kept.observations(moments).images)
+    about = filmed / "meta" / "info.json"
+    before = about.read_text()
+    about.write_text(before.replace('"fps": 10', '"fps": 20'))
+    try:
+        load()  # another dataset in the same place has pictures of its own
+    finally:
+        about.write_text(before)
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
 def _with_denominators(recipe):
