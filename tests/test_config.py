@@ -49,6 +49,7 @@ def test_saved_configuration_loads_again(write, tmp_path):
         (GOOD.replace("name: exact", "nam: exact"), [], "unknown key 'nam'; did you mean 'name'"),
         (GOOD, ["trainer.steps=many"], r"'trainer.steps'.*many.*default: 100"),
         (GOOD, ["trainer.steps=0"], "trainer.steps is 0; must be at least 1"),
+        (GOOD, ["output_dir="], r"'output_dir': nothing is given; an empty text is \"''\" on the command line"),
         (GOOD, ["trainer.steps"], "not of the form a.b=c"),
         (GOOD.replace("path: m", ""), [], "model.path"),
         ("model: {path: m}\n", [], "no `recipe:` key"),
