@@ -177,7 +177,7 @@ def setup_suite(
         tell(f"{name}: pip install {' '.join(step)}")
         _run([str(_python_in(place)), "-m", "pip", "install", "--quiet", *_for_this_system(step)])
     tell(f"{name}: {_check(name, place)}")
-    tell(f"{name}: {recipe.advice}")
+    tell(f'{name}: {recipe.advice}; robotics.sim.open_suite("{name}", ...) from Python')
     return _python_in(place)
 
 
@@ -234,15 +234,12 @@ RECIPES = {
         # packaging: gymnasium's renderer of mujoco scenes imports it, and nothing in this set asks for it
         steps=(("metaworld==3.1.1", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
         factory="metaworld.py",
-        advice='open it with robotics.sim.suite_setup.open_suite("metaworld"), which has 50 tasks with their experts',
+        advice="`mmrl sim experts metaworld` tries the experts of its 50 tasks; sim.kind: metaworld in a configuration",
     ),
     "gymnasium_robotics": SuiteRecipe(
         steps=(("gymnasium-robotics==1.4.2", "mujoco==3.3.0", "gymnasium==1.4.0", "numpy==2.4.6", "packaging"),),
         factory="gymnasium_robotics.py",
-        advice=(
-            "open an id of it with "
-            'robotics.sim.suite_setup.open_suite("gymnasium_robotics", {"tasks": ["FetchPush-v4"]})'
-        ),
+        advice="sim.kind: gymnasium_robotics in a configuration, with sim.tasks: [FetchPush-v4]",
     ),
     "robosuite": SuiteRecipe(
         steps=(
@@ -263,7 +260,7 @@ RECIPES = {
             ("--no-deps", "robosuite==1.5.2"),
         ),
         factory="robosuite.py",
-        advice='open an environment of it with robotics.sim.suite_setup.open_suite("robosuite", {"tasks": ["Lift"]})',
+        advice="sim.kind: robosuite in a configuration, with sim.tasks: [Lift]",
     ),
     "libero": SuiteRecipe(
         steps=(
@@ -289,9 +286,9 @@ RECIPES = {
         ),
         factory="libero.py",
         advice=(
-            "set LIBERO_ASSETS to the folder libero/libero/assets of a copy of the repository "
-            "Lifelong-Robot-Learning/LIBERO, which the package lacks; then open it with "
-            'robotics.sim.suite_setup.open_suite("libero", {"suite": "libero_spatial"})'
+            "LIBERO_ASSETS names the folder libero/libero/assets of a copy of the repository "
+            "Lifelong-Robot-Learning/LIBERO, which the package lacks; then sim.kind: libero in a configuration, as "
+            "in `mmrl evaluate configs/robotics/libero_spatial_eval.yaml`"
         ),
     ),
 }
