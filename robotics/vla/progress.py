@@ -42,10 +42,12 @@ __all__ = [
     "SuccessMemory",
     "cluster_labels",
     "progress_rewards",
+    "rank_agreement",
 ]
 
 SMALLEST_RANGE = 1e-6
 MIDDLE = 0.5
+FEWEST_RANKED = 3
 CONSTANT_ENTRY = 1e-7
 EPS_MODES = ("per_sqrt_dim", "absolute")
 INVALID = ("nan", "zero")
@@ -211,6 +213,33 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
     growth = np.sqrt(max(int(varies.sum()), 1)) if settings.eps_mode == "per_sqrt_dim" else 1.0
     found = DBSCAN(eps=settings.eps * growth, min_samples=settings.min_samples).fit(standard)
     return np.asarray(found.labels_, np.int64)
+
+
+def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> float:
+    """How far rewards order the failures of a group as another measure of progress does.
+
+    Ranks within a group are all that group-normalised advantages keep of a reward, so this says what a latent is worth.
+
+    Args:
+        reward: (F,) rewards of failures; NaN for those without one.
+        progress: (F,) what a hand-written measure says of them, such as a simulator's dense reward; NaN where unknown.
+        group: (F,) labels of their groups.
+
+    Returns:
+        Spearman's rank correlation, mean over groups weighted by their failures; groups with fewer than 3 of them, or
+        with equal values throughout, do not count. NaN without any group that does.
+    """
+    from scipy.stats import spearmanr
+
+    mine, other, labels = np.asarray(reward, np.float64), np.asarray(progress, np.float64), np.asarray(group)
+    known = np.isfinite(mine) & np.isfinite(other)
+    found, weights = [], []
+    for label in np.unique(labels):
+        rows = known & (labels == label)
+        if rows.sum() >= FEWEST_RANKED and np.ptp(mine[rows]) > 0 and np.ptp(other[rows]) > 0:
+            found.append(float(spearmanr(mine[rows], other[rows]).statistic))
+            weights.append(int(rows.sum()))
+    return float(np.average(found, weights=weights)) if found else float("nan")
 
 
 @dataclass

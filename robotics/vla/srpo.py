@@ -15,10 +15,14 @@ samples of a prompt share a buffer); an episode without a latent is counted and 
 all-failed groups stay where their task has a reference, since that is where the reward has most to say
 (`filter.key: success` with bounds drops them as the release does). V-JEPA 2 is `latent.kind: vjepa2`; the default is a
 small video encoder trained on the demonstrations' own pictures.
+
+`srpo/agreement` tells what a latent is worth: Spearman's rank correlation of the reward with the environment's own one
+over the failures of an initial state. It is NaN where that one is the same for all failures, as a reward of success is.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +41,7 @@ from robotics.sim.episodes import RobotSim
 from robotics.vla.latents import LatentConfig, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.progress import ProgressOutcome, ProgressSettings, SuccessMemory, progress_rewards
+from robotics.vla.progress import ProgressOutcome, ProgressSettings, SuccessMemory, progress_rewards, rank_agreement
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 
 __all__ = ["SrpoConfig", "SrpoRecipe"]
@@ -77,6 +81,7 @@ class SrpoRecipe(RobotRecipe):
         self.memory = SuccessMemory(config.progress.memory)
         self.invalid: Counter[str] = Counter()
         self.outcome: ProgressOutcome | None = None
+        self.agreement = math.nan
 
     @property
     def needs_every_frame(self) -> bool:
@@ -92,6 +97,9 @@ class SrpoRecipe(RobotRecipe):
         success = payload.success.cpu().numpy()
         self.outcome, mine = self._judge(latents, success, valid, tasks)
         progress = torch.from_numpy(self.outcome.reward[mine]).to(rollouts.reward)
+        failures = ~success & np.isfinite(self.outcome.distance[mine])
+        groups, told = rollouts.group.cpu().numpy(), payload.progress.cpu().numpy()
+        self.agreement = rank_agreement(self.outcome.reward[mine][failures], told[failures], groups[failures])
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
@@ -103,6 +111,7 @@ class SrpoRecipe(RobotRecipe):
             "srpo/clusters": float(self.outcome.clusters),
             "srpo/noise_fraction": float(self.outcome.noise_fraction),
             "srpo/tasks_without_reference": self.outcome.fraction_without_reference,
+            "srpo/agreement": self.agreement,
         }
 
     def state_dict(self) -> dict[str, Any]:

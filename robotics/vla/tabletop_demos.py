@@ -31,6 +31,7 @@ def build_demonstrations(
     arm: str = "panda",
     image_size: int = 64,
     camera: str = "front",
+    state: str = "proprio",
     first_layout: int = 0,
     keep_failures: bool = False,
     seed: int = 0,
@@ -45,6 +46,7 @@ def build_demonstrations(
         arm: panda or ur5e.
         image_size: side of the pictures in pixels; 0 = none.
         camera: camera of the pictures.
+        state: proprio, what a robot knows of itself, or full, with the poses of all pieces.
         first_layout: number of the first layout.
         keep_failures: write episodes without success too, marked as such.
         seed: of the noise.
@@ -53,13 +55,14 @@ def build_demonstrations(
         The folder.
 
     Raises:
-        UserError: a task, arm or camera does not exist, the folder is there already, or no episode succeeded.
+        UserError: a task, arm, camera or kind of state does not exist, the folder is there already, or no episode
+            succeeded.
     """
     from robotics.data import EpisodeWriter, robot_features
     from robotics.sim.batch import BatchSettings, TabletopBatch
 
     size = (image_size, image_size) if image_size else None
-    settings = BatchSettings(image_size=size, camera=camera, state="proprio")
+    settings = BatchSettings(image_size=size, camera=camera, state=state)
     written = 0
     partial = _empty_folder(Path(path))
     with TabletopBatch(list(tasks), arm, settings) as sim:

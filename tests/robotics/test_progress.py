@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.vla.progress import NORMS, ProgressSettings, SuccessMemory, cluster_labels, progress_rewards
+from robotics.vla.progress import (
+    NORMS,
+    ProgressSettings,
+    SuccessMemory,
+    cluster_labels,
+    progress_rewards,
+    rank_agreement,
+)
 
 NEAREST = 0.6 / (1 + math.exp(-5))
 FARTHEST = 0.6 / (1 + math.exp(5))
@@ -278,3 +285,25 @@ def test_rows_that_do_not_belong_together_are_refused():
     latents[1] = np.inf
     with pytest.raises(ValueError, match=r"rows \[1\] are not finite"):
         progress_rewards(latents, success, valid, tasks, ProgressSettings())
+
+
+def test_rank_agreement_is_spearmans_within_groups():
+    from scipy.stats import spearmanr
+
+    rng = np.random.default_rng(0)
+    reward, told, group = rng.random(20), rng.random(20), np.repeat([3, 5, 9], [10, 7, 3])
+    wanted = np.average([spearmanr(reward[group == g], told[group == g])[0] for g in (3, 5, 9)], weights=[10, 7, 3])
+    assert rank_agreement(reward, told, group) == pytest.approx(wanted)
+    assert rank_agreement(reward, reward**3, group) == pytest.approx(1)
+    assert rank_agreement(reward, -reward, group) == pytest.approx(-1)
+    # the level of a group says nothing, only the order within it
+    assert rank_agreement(reward + 100 * group, -reward, group) == pytest.approx(-1)
+
+
+def test_groups_without_an_order_do_not_count():
+    nan = float("nan")
+    reward, group = [0.1, 0.2, 0.3, 0.1, 0.2, 0.5, 0.5, 0.5], [0, 0, 0, 1, 1, 2, 2, 2]
+    assert rank_agreement(reward, [1, 2, 3, 9, 1, 1, 2, 3], group) == pytest.approx(1)  # two rows, and equal rewards
+    assert np.isnan(rank_agreement(reward, [0] * 8, group))  # a reward of success alone
+    assert np.isnan(rank_agreement([nan, *reward[1:]], [1, 2, 3, 9, 1, 1, 2, 3], group))
+    assert np.isnan(rank_agreement([], [], []))

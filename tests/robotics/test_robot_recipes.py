@@ -172,6 +172,7 @@ def test_srpo_ranks_failures_by_the_end_of_their_way(tmp_path):
     metrics = recipe.step_metrics(rollouts)
     assert metrics["srpo/tasks_without_reference"] == 0
     assert metrics["srpo/invalid_latents"] == 0
+    assert metrics["srpo/agreement"] > 0.9  # the environment's own reward is the nearness, too
 
 
 def test_srpo_without_any_success_gives_nothing(tmp_path):
@@ -180,7 +181,9 @@ def test_srpo_without_any_success_gives_nothing(tmp_path):
     rollouts = collected(recipe)
     assert not rollouts.payload.success.any()
     assert not rollouts.reward.any()
-    assert recipe.step_metrics(rollouts)["srpo/tasks_without_reference"] == 1
+    metrics = recipe.step_metrics(rollouts)
+    assert metrics["srpo/tasks_without_reference"] == 1
+    assert math.isnan(metrics["srpo/agreement"])
 
 
 def test_srpo_references_are_shared_by_a_task_and_advantages_by_a_start(tmp_path):
