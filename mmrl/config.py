@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import re
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,7 +118,7 @@ def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
 
     structured = OmegaConf.structured(schema)
     try:
-        merged = OmegaConf.merge(structured, values)
+        merged = OmegaConf.merge(structured, _without_nulls(schema, values))
         filled = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise UserError(f"{where}: {_unknown_key(error)}") from error
@@ -126,6 +128,18 @@ def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
         key = getattr(error, "full_key", None) or _culprit(structured, values)
         raise UserError(f"{where}: '{key}': {_wrong_type(error, structured, key)}") from error
     return _validated(filled, where)  # type: ignore[no-any-return]
+
+
+def _without_nulls(schema: type[Any], values: Any) -> Any:
+    """Leave out null entries of dictionaries of dataclasses: so a file takes back what it inherits."""
+    from omegaconf import DictConfig
+
+    kept = copy.copy(values)
+    for name, hint in typing.get_type_hints(schema).items():
+        of_parts = typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1])
+        if of_parts and isinstance(kept.get(name), DictConfig):
+            kept[name] = {key: part for key, part in kept[name].items() if part is not None}
+    return kept
 
 
 def _validated(config: Any, where: str) -> Any:

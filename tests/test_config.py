@@ -82,3 +82,12 @@ def test_bfloat16_weights_are_fine_with_lora(write):
 def test_missing_file():
     with pytest.raises(UserError, match=r"configuration file not found: nowhere\.yaml"):
         load_run("nowhere.yaml")
+
+
+def test_null_takes_back_an_inherited_entry(write, tmp_path):
+    (tmp_path / "base.yaml").write_text(GOOD + "eval_data: {easy: {path: a.jsonl}, hard: {path: b.jsonl}}\n")
+    _, config = load_run(tmp_path / "base.yaml", ["eval_data.easy=null"])
+    assert list(config.eval_data) == ["hard"]
+    own = write("extends: base.yaml\neval_data: {hard: null, own: {path: c.jsonl}}\n")
+    _, config = load_run(own)
+    assert list(config.eval_data) == ["easy", "own"]
