@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,14 +200,21 @@ def _pictures(episode: EpisodeData, reader: LeRobotReader, config: Demonstration
         )
     if not config.cache:
         return episode.images[config.camera]
-    about = json.dumps([str(reader.folder.absolute()), config.camera, reader.info], sort_keys=True)
-    name = f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
-    path = Path(config.cache).expanduser() / name / f"episode-{episode.number:06d}.npy"
+    path = _cache_folder(reader, config) / f"episode-{episode.number:06d}.npy"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write at once; each puts a whole file there.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
+        draft = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+        try:
             np.save(draft, episode.images[config.camera])
-        os.replace(draft.name, path)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
     pictures: NDArray[np.uint8] = np.load(path, mmap_mode="r")
     return pictures
+
+
+def _cache_folder(reader: LeRobotReader, config: DemonstrationConfig) -> Path:
+    """A folder for what the dataset is now; another one in the same place has another folder."""
+    about = json.dumps([str(reader.folder.absolute()), config.camera, reader.info], sort_keys=True)
+    return Path(config.cache).expanduser() / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"

@@ -218,7 +218,8 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
 def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> float:
     """How far rewards order the failures of a group as another measure of progress does.
 
-    Ranks within a group are all that group-normalised advantages keep of a reward, so this says what a latent is worth.
+    Group-normalised advantages keep the order within a group, not the level of its rewards; so this says what a latent
+    is worth.
 
     Args:
         reward: (F,) rewards of failures; NaN for those without one.
