@@ -12,7 +12,7 @@ Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -58,6 +58,7 @@ def _objective() -> ObjectiveConfig:
 class DdpoConfig(TrajectoryConfig):
     """A DDPO run."""
 
+    compares_samples: ClassVar[bool] = False
     sampler: SamplerConfig = field(default_factory=_sampler)
     """How images are drawn."""
     step: StepSettings = field(default_factory=_step)

@@ -70,6 +70,7 @@ def _objective() -> ObjectiveConfig:
 class OrwConfig(MatchedConfig):
     """An ORW-CFM-W2 run; `objective.kl_coef` is alpha."""
 
+    compares_samples: ClassVar[bool] = False
     orw: OrwSettings = field(default_factory=OrwSettings)
     """Weights of the images."""
     objective: ObjectiveConfig = field(default_factory=_objective)

@@ -65,6 +65,7 @@ def _sampler() -> SamplerConfig:
 class PretrainConfig(MatchedConfig):
     """A flow-matching run on captioned images; `rewards` and `judges` only measure held-out prompts."""
 
+    compares_samples: ClassVar[bool] = False
     model: ModelConfig = field(default_factory=full_model)
     """Pipeline whose transformer is trained in full."""
     images: ImageDataConfig = field(default_factory=ImageDataConfig)

@@ -29,6 +29,7 @@ from diffusion.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_po
 from diffusion.rewards import load_image_rewards
 from diffusion.sampler import SamplerConfig
 from diffusion.shadow import ShadowWeights, eval_ema_decay
+from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -81,6 +82,9 @@ class EvalEmaConfig:
 class DiffusionConfig(RunConfig):
     """A reinforcement-learning run of a diffusion or flow model."""
 
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages come from the other images of a prompt."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     """Pipeline, adapter, precision."""
     data: PromptConfig = field(default_factory=PromptConfig)
@@ -113,7 +117,10 @@ class DiffusionConfig(RunConfig):
         _check_rewards(self)
         if self.combine not in COMBINATIONS:
             raise ValueError(f"combine is '{self.combine}'; allowed: {', '.join(COMBINATIONS)}")
-        _check_objective(make_objective(self.objective))
+        objective = make_objective(self.objective)
+        _check_objective(objective)
+        if self.compares_samples:
+            check_group_size(self.trainer.samples_per_task, objective.advantage)
 
 
 def _check_objective(objective: Objective) -> None:

@@ -64,9 +64,9 @@ def check_group_size(samples_per_task: int, advantage: str) -> None:
     if advantage in GROUP_ESTIMATORS and samples_per_task < 2:
         alone = sorted(set(ADVANTAGES) - set(GROUP_ESTIMATORS))
         raise ValueError(
-            f"The advantage '{advantage}' compares the samples of one task, but samples_per_task is "
-            f"{samples_per_task}, so every advantage would be 0. Use samples_per_task of 2 or more, or an "
-            f"estimator that works with one sample: {', '.join(alone)}."
+            f"samples_per_task is {samples_per_task}, but the advantage '{advantage}' compares the samples of a group, "
+            f"so every advantage would be 0; use 2 or more, or an estimator that works with one sample: "
+            f"{', '.join(alone)}"
         )
 
 

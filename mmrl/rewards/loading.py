@@ -15,7 +15,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["load_function"]
+__all__ = ["load_function", "source_digest"]
 
 
 def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
@@ -43,6 +43,27 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{what}: {spec} is a {type(function).__name__}, not a function")
     return function
+
+
+def source_digest(spec: str) -> str:
+    """What the file that a function is in holds, so that results of changed code can be told from earlier ones.
+
+    Args:
+        spec: `package.module:function` or `path/to/file.py:function`.
+
+    Returns:
+        A digest of the file's bytes; empty where there is no such file.
+    """
+    place = spec.rpartition(":")[0]
+    file: str | Path | None = Path(place).expanduser()
+    if place and not place.endswith(".py"):
+        _append_path(str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(place)
+        except (ImportError, ValueError):
+            found = None
+        file = found.origin if found else None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
 
 
 def _list_functions(module: ModuleType, name: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ __all__ = [
     "make_accelerator",
     "merge_lists",
     "shard",
+    "sum_over_processes",
 ]
 
 ItemT = TypeVar("ItemT")
@@ -69,6 +71,16 @@ def leave(code: int = 0) -> None:
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
     """This process's share of `items`: every world-size-th one, starting at its rank."""
     return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
+    """Add numbers up over all processes, name by name; every process calls it, with names of its own."""
+    if PartialState().num_processes == 1:
+        return dict(values)
+    total: Counter[str] = Counter()
+    for part in gather_object([dict(values)]):
+        total.update(part)
+    return dict(total)
 
 
 def all_ranks(flag: bool, accelerator: Accelerator) -> bool:

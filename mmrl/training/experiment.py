@@ -252,7 +252,8 @@ class RunPlan:
 
     def fingerprint(self) -> dict[str, Any]:
         """What the run is made of: a changed file, parent file or override gives another fingerprint."""
-        return {"config_sha256": _digest(self.config), "overrides": list(self.overrides)}
+        last = {text.partition("=")[0]: text for text in self.overrides}  # the others are overridden themselves
+        return {"config_sha256": _digest(self.config), "overrides": list(last.values())}
 
 
 def load_experiment(path: Path) -> ExperimentConfig:

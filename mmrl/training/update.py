@@ -16,7 +16,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_sum
 from mmrl.core.metrics import Metric, merge_metrics, metric_values
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError
+from mmrl.errors import RunError, UserError
 from mmrl.training.distributed import all_ranks, average_gradients, global_denominators, merge_lists
 from mmrl.training.guard import describe_nonfinite, save_failure
 from mmrl.training.recipe import Recipe
@@ -25,9 +25,11 @@ from mmrl.training.seeds import make_generator
 from mmrl.training.settings import TrainerConfig
 from mmrl.training.stopwatch import stopwatch
 
-__all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
+__all__ = ["SMALLEST_LOW_PRECISION_STEP", "Updater", "learning_rate_factor", "make_optimizer"]
 
 LOGGER = logging.getLogger("mmrl")
+SMALLEST_LOW_PRECISION_STEP = 1e-4
+"""About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
 
 
 def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
@@ -67,6 +69,17 @@ def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.Adam
     )
 
 
+def _check_precision(policy: nn.Module, learning_rate: float) -> None:
+    """Refuse steps that the weights' own precision rounds away; raises UserError."""
+    low = {p.dtype for p in policy.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+    if low and learning_rate < SMALLEST_LOW_PRECISION_STEP:
+        kind = str(low.pop()).removeprefix("torch.")
+        raise UserError(
+            f"the weights to be trained are {kind} and trainer.learning_rate is {learning_rate:g}: {kind} weights "
+            "round such steps away; use float32 weights with trainer.mixed_precision=bf16, or adapters (LoRA)"
+        )
+
+
 class Updater:
     """Owns the optimiser and turns the rollouts of a step into updates of the policy.
 
@@ -75,6 +88,9 @@ class Updater:
         accelerator: device, precision and processes.
         reference: moved after every optimiser step when it is a moving average.
         failures: folder for the batches of failed optimiser steps.
+
+    Raises:
+        UserError: the weights that are trained have too low a precision for the learning rate.
     """
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path) -> None:
@@ -83,6 +99,7 @@ class Updater:
         self.accelerator = accelerator
         self.reference = reference
         self.failures = failures
+        _check_precision(recipe.policy, self.config.learning_rate)
         self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
         self.optimiser_step = 0

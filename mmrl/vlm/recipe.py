@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective, TokenScores
 from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
@@ -93,12 +94,7 @@ class VlmConfig(RunConfig):
             raise ValueError("objective.kl is 'full', which needs every logit of both policies; use k1, k2 or k3")
         if self.adaptive_kl.target is not None and not (objective.kl and objective.kl_coef > 0):
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl and kl_coef")
-        estimators = ("group_mean_std", "group_mean", "leave_one_out", "group_mean_batch_std")
-        if self.trainer.samples_per_task == 1 and objective.advantage in estimators:
-            raise ValueError(
-                f"trainer.samples_per_task is 1 but '{objective.advantage}' compares the samples of a group; use at "
-                "least 2, or an objective with advantage=batch_global or a critic"
-            )
+        check_group_size(self.trainer.samples_per_task, objective.advantage)
 
 
 class VlmRecipe(Recipe):

@@ -16,13 +16,13 @@ import numpy as np
 
 from mmrl.errors import UserError
 from robotics.sim.arms import find_arm
-from robotics.sim.backends import require_backend
+from robotics.sim.backends import Backend, probe_backend, require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.rendering import RenderSettings
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
-from robotics.sim.tasks import TabletopScene, find_task, layout_seed
+from robotics.sim.tasks import LAYOUTS, SPLITS, TabletopScene, find_task, layout_seed
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -112,7 +112,7 @@ class TabletopBatch:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         self._pictures = self._render_settings()
-        self._backend = (backend or require_backend().name) if self._pictures is not None else ""
+        self._drawing = _find_drawing(backend) if self._pictures is not None else None
         self._workers = workers
         self._controller = CartesianController(self.arm, self.settings.control)
         self._rollouts: dict[tuple[str, str], ImageRollout] = {}
@@ -122,6 +122,10 @@ class TabletopBatch:
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
         return {name: task.instruction for name, task in self._tasks.items()}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts."""
+        return dict.fromkeys(SPLITS, LAYOUTS)
 
     def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
         """Begin episodes in rows 0..R-1, ending those that still run.
@@ -204,7 +208,7 @@ class TabletopBatch:
             "arm": self.arm.name,
             "control_hz": round(1.0 / (PHYSICS_STEPS * self._physics_step()), 3),
             "physics_step_s": self._physics_step(),
-            "renderer": self._backend or None,
+            "renderer": f"{self._drawing.name}: {self._drawing.device}" if self._drawing else None,
             "mujoco": mujoco.__version__,
             "numpy": np.__version__,
             "machine": platform.machine(),
@@ -262,7 +266,7 @@ class TabletopBatch:
                 substeps=PHYSICS_STEPS,
                 horizon=self._horizon(task),
                 workers=self._workers,
-                backend=self._backend or None,
+                backend=self._drawing.name if self._drawing else None,
             )
         return _Group(scene, known, rows)
 
@@ -296,6 +300,12 @@ class TabletopBatch:
         self.counts["dropped"] += len(broken)
         reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of numbers that blow up or of a full buffer")
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
+
+
+def _find_drawing(name: str | None) -> Backend:
+    if name is None:
+        return require_backend()
+    return probe_backend(name)[0] or Backend(name, "unknown device")
 
 
 COUNTS = ("crashed", "hung", "raised", "restarted", "dropped", "diverged")

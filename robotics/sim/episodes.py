@@ -146,6 +146,10 @@ class RobotSim(Protocol):
         """Names of the tasks with their instructions."""
         ...
 
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts; None for any number."""
+        ...
+
     def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
         """Begin episodes in rows 0..R-1, ending those that still run.
 

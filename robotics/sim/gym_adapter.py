@@ -27,21 +27,27 @@ class GymRow:
 
     Args:
         env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, and `image_size`, the (H, W) of
-            what `render` returns; without the latter a picture is drawn to find it out.
+            what `render` returns; without the latter a picture is drawn to find it out. `info` says whether the task is
+            done, or one of the next options does.
         task: name of its only task; the id it was made by when None.
         instruction: what the robot is told; what the environment's `metadata` says when None.
         state_keys: entries of a Dict observation that are the state, in this order; all that are no pictures when
-            None.
+            None. An entry that is a Dict itself gives all of its own.
         image_key: entry of a Dict observation that is the picture (H, W, 3) uint8; the first such one when None,
             `env.render()` where there is none.
-        success_key: entry of `info` that says whether the task is done; `success` or `is_success` when None.
+        size: pixels of a side of the pictures, which are brought to a square by the means of areas; as they are drawn
+            when None.
+        success_key: entry of `info` that says whether the task is done; `success` or `is_success` when None, one of
+            which `info` has to have by the end of the first episode; "" for these two where they may be missing, which
+            then means that the task is not done.
         success_reward: a control step with at least this reward has done the task; for environments whose `info` says
             nothing.
         horizon: control steps of an episode; that of the registered id when None.
         layout_options: whether `reset` is given the options layout and split beside the seed.
 
     Raises:
-        EnvError: actions are not continuous or have no bounds, a key does not exist, there is no horizon.
+        EnvError: actions are not continuous or have no bounds, a key does not exist or is no picture, there is no
+            horizon.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class GymRow:
         instruction: str | None = None,
         state_keys: Sequence[str] | None = None,
         image_key: str | None = None,
+        size: int | None = None,
         success_key: str | None = None,
         success_reward: float | None = None,
         horizon: int | None = None,
@@ -64,7 +71,8 @@ class GymRow:
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
         self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
         self._success_key, self._success_reward = success_key, success_reward
-        self._layout_options = layout_options
+        self._told = success_key is not None or success_reward is not None
+        self._layout_options, self._size, self._elapsed = layout_options, size, 0
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
         self._observation, _ = env.reset(seed=0)
@@ -82,6 +90,7 @@ class GymRow:
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Begin an episode; the seed differs from layout to layout and from split to split."""
         options = {"layout": layout, "split": split} if self._layout_options else None
+        self._elapsed = 0
         self._observation, _ = self._env.reset(seed=seed, options=options)
 
     def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
@@ -91,17 +100,31 @@ class GymRow:
         self._observation, reward, terminated, truncated, info = self._env.step(
             scaled.reshape(space.shape).astype(space.dtype)
         )
-        return float(reward), self._success(float(reward), info), bool(terminated), bool(truncated)
+        success = self._success(float(reward), info)
+        self._elapsed += 1
+        if not self._told and (terminated or truncated or self._elapsed >= self.horizon):
+            raise EnvError(
+                f"{self._name}: an episode has ended and info said nothing of success, it has: "
+                f"{', '.join(sorted(info)) or 'nothing'}. Name the entry that does (success_key) or the reward of a "
+                f"control step that means it (success_reward); success_key='' if only the reward is to count"
+            )
+        return float(reward), success, bool(terminated), bool(truncated)
 
     def state(self) -> np.ndarray:
         """(S,) float32, the entries of the state one after the other."""
         parts = [self._observation[key] for key in self._state_keys] if self._state_keys is not None else []
         if self._state_keys is None and self._image_key is None:
             parts = [self._observation]
-        return np.concatenate([np.zeros(0), *(np.ravel(part) for part in parts)]).astype(np.float32)
+        return np.concatenate([np.zeros(0), *_leaves(parts)]).astype(np.float32)
 
     def render(self) -> np.ndarray:
         """(H, W, 3) picture of the observation, or what the environment draws."""
+        picture = self._picture()
+        if self._size is None or picture.shape[:2] == (self._size, self._size):
+            return picture
+        return resize(picture, self._size)
+
+    def _picture(self) -> np.ndarray:
         if self._image_key is not None:
             return np.asarray(self._observation[self._image_key] if self._image_key else self._observation, np.uint8)
         return np.asarray(self._env.render(), np.uint8)
@@ -123,7 +146,7 @@ class GymRow:
     def _image_size(self) -> tuple[int, int] | None:
         told = self._metadata.get("image_size")
         if told is not None and self._image_key is None:
-            return int(told[0]), int(told[1])
+            return (int(told[0]), int(told[1])) if self._size is None else (self._size, self._size)
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
             return None
         height, width = np.shape(self.render())[:2]
@@ -132,11 +155,45 @@ class GymRow:
     def _success(self, reward: float, info: Mapping[str, Any]) -> bool:
         if self._success_reward is not None:
             return reward >= self._success_reward
-        if self._success_key is not None:
+        if self._success_key:
             if self._success_key not in info:
                 raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
             return bool(info[self._success_key])
-        return any(bool(info[key]) for key in SUCCESS_KEYS if key in info)
+        found = [bool(info[key]) for key in SUCCESS_KEYS if key in info]
+        self._told = self._told or bool(found)
+        return any(found)
+
+
+def resize(picture: np.ndarray, size: int) -> np.ndarray:
+    """Bring a picture to a square; each pixel is the mean of the area that it covers.
+
+    Args:
+        picture: (H, W, C) uint8.
+        size: pixels of a side.
+
+    Returns:
+        (size, size, C) uint8.
+    """
+    height, width = picture.shape[:2]
+    rows = np.tensordot(_shares(height, size), picture, 1)
+    both = np.tensordot(_shares(width, size), rows, (1, 1))
+    return np.rint(both).astype(np.uint8).transpose(1, 0, 2)
+
+
+def _shares(given: int, wanted: int) -> np.ndarray:
+    """(wanted, given) part that each given pixel has in each wanted one."""
+    edges = np.linspace(0.0, given, wanted + 1)
+    cells = np.arange(given)
+    overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
+    covered = np.clip(overlap, 0.0, None)
+    return covered / covered.sum(1, keepdims=True)
+
+
+def _leaves(parts: Sequence[Any]) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    for part in parts:
+        found += _leaves([part[key] for key in sorted(part)]) if isinstance(part, Mapping) else [np.ravel(part)]
+    return found
 
 
 def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -169,6 +226,11 @@ def _split_keys(
         if key not in parts:
             raise EnvError(f"observations have no {key!r}; they have: {', '.join(parts)}")
     pictures = [key for key in parts if _is_picture(parts[key])]
+    if image_key and image_key not in pictures:
+        raise EnvError(
+            f"image_key {image_key!r} is {parts[image_key]}; a picture is a Box of the shape (H, W, 3), uint8. There "
+            f"are: {', '.join(pictures) or 'none'}"
+        )
     image = image_key or (pictures[0] if pictures else None)
     chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
     return chosen, image

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrl.errors import UserError
@@ -23,9 +23,9 @@ class SimConfig:
     """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
     FetchReach-v4 (gymnasium_robotics); the last two run one task."""
     image_size: int = 64
-    """Side of the pictures in pixels; 0 = none."""
-    camera: str = "front"
-    """Camera of the pictures."""
+    """Side of the pictures in pixels; 0 = none. Those of gymnasium are brought to it by the means of areas."""
+    camera: str = ""
+    """Camera of the pictures; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
     horizon: int = 0
     """Control steps after which an episode is cut off; 0 = that of the task."""
     workers: int = 0
@@ -38,8 +38,8 @@ class SimConfig:
     """gymnasium: id of a registered environment, with `module:` in front where one registers it, or module:function or
     file.py:function that returns one."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the simulator; gymnasium: arguments of the environment, with those of its adapter under
-    `adapter` and those of the processes under `settings`."""
+    """Further options of the simulator, such as suite, held_out_states and shadows; gymnasium: arguments of the
+    environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
@@ -50,6 +50,13 @@ class SimConfig:
                 raise ValueError(f"sim.{name} is {getattr(self, name)}; must be at least 0")
         if (self.kind == "gymnasium") != bool(self.env):
             raise ValueError(f"sim.env is '{self.env}' with sim.kind {self.kind}; gymnasium needs it, others have none")
+        if self.camera and self.kind in WITHOUT_CAMERAS:
+            raise ValueError(f"sim.camera is '{self.camera}', but {self.kind} has no choice of cameras; leave it empty")
+        doubled = sorted({"size", "horizon", "tasks", "camera"} & set(self.options)) if self.kind in SUITES else []
+        if doubled:
+            raise ValueError(
+                f"sim.options has {', '.join(doubled)}; set {', '.join(OWN_FIELDS.get(k, f'sim.{k}') for k in doubled)}"
+            )
 
 
 def open_sim(config: SimConfig) -> RobotSim:
@@ -78,7 +85,7 @@ def _open_tabletop(config: SimConfig) -> RobotSim:
 
     settings = BatchSettings(
         image_size=(config.image_size, config.image_size) if config.image_size else None,
-        camera=config.camera,
+        camera=config.camera or "front",
         state=config.state,
         reward="dense",  # success is told apart from it
         horizon=config.horizon or None,
@@ -93,14 +100,20 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
     options = dict(config.options)
     adapter = dict(options.pop("adapter", {}))
     settings = dict(options.pop("settings", {}))
-    if config.horizon:
-        adapter["horizon"] = config.horizon
     module, _, name = config.env.rpartition(":")
     by_id = not (module and name.isidentifier())  # `module:Name-v0` is an id too, gymnasium imports the module first
+    if by_id:
+        options["id"] = config.env
+    if config.horizon:
+        adapter["horizon"] = config.horizon
+        if by_id:  # what is registered would end the episode earlier
+            options.setdefault("max_episode_steps", config.horizon)
+    if config.image_size:
+        adapter.setdefault("size", config.image_size)
     return WorkerPool(
         WorkerSettings(
             factory="gymnasium:make" if by_id else config.env,
-            kwargs={"id": config.env, **options} if by_id else options,
+            kwargs=options,
             adapter=adapter,
             images=bool(config.image_size),
             workers=config.workers or _cores(),
@@ -110,16 +123,15 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
 
 
 def _open_suite(config: SimConfig) -> RobotSim:
-    from robotics.sim.suite_setup import open_suite
+    from robotics.sim.suite_setup import suite_settings
+    from robotics.sim.workers import WorkerPool
 
     options = dict(config.options)
-    if config.horizon:
-        options["horizon"] = config.horizon
-    if config.image_size:
-        options["size"] = config.image_size
-    if config.tasks:
-        options["tasks"] = config.tasks
-    return open_suite(config.kind, options, workers=config.workers or _cores(), images=bool(config.image_size))
+    settings = _known("sim.options.settings", dict(options.pop("settings", {})), POOL_SETTINGS)
+    chosen = {"horizon": config.horizon, "size": config.image_size, "tasks": config.tasks, "camera": config.camera}
+    options |= {name: value for name, value in chosen.items() if value}
+    found = suite_settings(config.kind, options, workers=config.workers or _cores(), images=bool(config.image_size))
+    return WorkerPool(replace(found, **settings))
 
 
 def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -148,11 +160,12 @@ POOL_SETTINGS = (
     "max_restarts",
 )
 
+SUITES = ("libero", "metaworld", "robosuite", "gymnasium_robotics")
+WITHOUT_CAMERAS = ("gymnasium", "gymnasium_robotics")
+OWN_FIELDS = {"size": "sim.image_size"}
+
 SIMULATORS: dict[str, Callable[[SimConfig], RobotSim]] = {
     "tabletop": _open_tabletop,
     "gymnasium": _open_gymnasium,
-    "libero": _open_suite,
-    "metaworld": _open_suite,
-    "robosuite": _open_suite,
-    "gymnasium_robotics": _open_suite,
+    **dict.fromkeys(SUITES, _open_suite),
 }

@@ -73,7 +73,7 @@ class WorkerSettings:
     reset_retries: int = 2
     """How often an episode that did not begin is tried again."""
     max_restarts: int = 20
-    """Restarts without one episode that came to its end, after which the run stops."""
+    """Restarts a worker without one episode that came to its end, after which the run stops."""
 
     def validate(self) -> None:
         """Refuse what cannot work.
@@ -338,7 +338,7 @@ class WorkerPool:
         """Start what is not running, then reset these rows."""
         self._broken = {}
         self._restart_missing()
-        if self._restarts_in_a_row > self._settings.max_restarts:
+        if self._restarts_in_a_row > self._settings.max_restarts * len(self._processes):
             last = self._last
             raise RunError(
                 f"{self._restarts_in_a_row} restarts without one episode of {self._settings.factory} that came to its "

@@ -84,6 +84,7 @@ class MomentPayload:
 class CloneConfig(RobotConfig):
     """A behaviour-cloning run."""
 
+    compares_samples: ClassVar[bool] = False
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """What is imitated."""
     data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
@@ -97,6 +98,10 @@ class CloneConfig(RobotConfig):
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
         self.demonstrations.validate()
+        if self.demonstrations.unscaled and self.acting.scale == "none":
+            raise ValueError(
+                "demonstrations.unscaled means nothing with acting.scale none; set acting.scale=bounds_q99"
+            )
         if self.trainer.samples_per_task != 1:
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; a moment has no group")
 
@@ -116,7 +121,8 @@ class CloneRecipe(RobotRecipe):
                 f"the actions of {config.demonstrations.path} have {found} entries, those of the simulator "
                 f"{self.sim.action_size}"
             )
-        self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled)
+        scaled = config.acting.scale != "none"
+        self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
         self.policy.scale_states(self.demonstrations.state_statistics())
         self.scale = action_scale(self.policy, config.acting)
         if self.scale is None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import PolicyInputs
@@ -35,10 +35,12 @@ class ActingSettings:
     temperature: float = 1.0
     """Divides the logits while sampling and in every log-probability of the update."""
     ensemble: float = 0.0
-    """Evaluation only: weight decay m of the temporal ensemble over overlapping chunks; 0 = none. Looks every step."""
+    """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks; 0 = none. Looks every
+    step."""
     scale: str = "none"
     """none: the policy's actions are the simulator's own -1..1; bounds_q99: they are normalised, and the policy's
-    statistics bring them to the units of the data that it was cloned from, which then are the simulator's."""
+    statistics bring them to the units of the data that it was cloned from, which then are the simulator's. A policy
+    keeps what it was cloned with."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
@@ -75,15 +77,20 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
         The policy's own; None where it speaks in the simulator's units.
 
     Raises:
-        UserError: they are asked for, and the policy has none or those of other actions.
+        UserError: they are asked for, and the policy has none or those of other actions; or they are not, and it has.
     """
-    if settings.scale == "none":
-        return None
     statistics: ActionStatistics | None = getattr(policy, "statistics", None)
+    if settings.scale == "none":
+        if statistics is not None:
+            raise UserError(
+                "acting.scale is 'none', but the policy was cloned with normalised actions and has their statistics; "
+                "set acting.scale=bounds_q99"
+            )
+        return None
     if statistics is None:
         raise UserError(
             f"acting.scale is '{settings.scale}', but the policy has no statistics of actions; a policy gets them by "
-            "cloning demonstrations and keeps them in its folder. Use 'none' for one that speaks in -1..1"
+            "cloning demonstrations with it and keeps them in its folder. Use 'none' for one that speaks in -1..1"
         )
     if statistics.size != policy.action_size:
         raise UserError(
@@ -154,24 +161,34 @@ def run_episodes(
     )
 
 
-def replay_episode(sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32]) -> tuple[NDArray[np.uint8], bool]:
+def replay_episode(
+    sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32], chunk: int = 8
+) -> tuple[NDArray[np.uint8], bool]:
     """Carry out recorded actions once more and draw every step.
 
     Args:
         sim: the simulator.
         episode: where it starts.
         actions: (steps, A) in -1..1.
+        chunk: control steps that the simulator is given at once, for which its time limit holds.
 
     Returns:
         Pictures (F, H, W, 3), none where the simulator draws none, and whether the task was done.
+
+    Raises:
+        RunError: the environment broke down.
     """
-    begun = sim.reset([episode])
-    frames: list[NDArray[np.uint8]] = [] if begun.observation.images is None else [begun.observation.images]
+    result = sim.reset([episode])
+    frames: list[NDArray[np.uint8]] = [] if result.observation.images is None else [result.observation.images]
     success = False
-    if len(sim.live) and len(actions):
-        result = sim.step_chunk(actions[None], record=[0])
+    for start in range(0, len(actions), chunk):
+        if not len(sim.live):
+            break
+        result = sim.step_chunk(actions[None, start : start + chunk], record=[0])
         frames += [result.frames[0]] if 0 in result.frames else []
-        success = bool(result.success[0])
+        success |= bool(result.success[0])
+    if result.failed[0]:
+        raise RunError(f"the environment broke down: {result.reasons.get(0, 'no reason given')}")
     return np.concatenate(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8), success
 
 
@@ -233,7 +250,7 @@ class _Book:
             _view(begun.observation, place) for place in range(len(episodes))
         ]
         self.first_images = begun.observation.images
-        self.success = np.zeros(len(episodes), bool)
+        self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
         self.failed = begun.failed.copy()
         self.progress = np.zeros(len(episodes), np.float32)
         self.reasons = [begun.reasons.get(row, "") for row in range(len(episodes))]
@@ -253,6 +270,7 @@ class _Book:
                 self.frames[row].append(result.frames[row])
             self.last[row] = _view(result.observation, place)
             self.success[row] |= bool(result.success[place])
+            self.terminated[row] |= bool(result.terminated[place])
             self.failed[row] |= bool(result.failed[place])
             self.progress[row] = result.rewards[place, steps - 1] if steps else np.nan
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
@@ -270,6 +288,7 @@ class _Book:
             decisions=self._stack("decisions", width, example["decisions"]),
             steps=self._stack("steps", width, torch.zeros((), dtype=torch.int64)),
             success=torch.from_numpy(self.success).to(self.device),
+            terminated=torch.from_numpy(self.terminated).to(self.device),
             failed=torch.from_numpy(self.failed).to(self.device),
             progress=torch.from_numpy(self.progress).to(self.device),
             last_state=torch.from_numpy(np.stack([state for state, _ in self.last])).to(self.device),

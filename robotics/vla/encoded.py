@@ -49,6 +49,7 @@ class EncodedPolicy(ActionPolicy):
         """See `ActionPolicy.load_weights`."""
         self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
         read_weights(self, Path(path))
+        self.statistics = read_statistics(Path(path))
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
@@ -70,6 +71,5 @@ class EncodedPolicy(ActionPolicy):
         encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
         config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
         policy = cls(config, Vocabulary.load(Path(path) / VOCABULARY_FILE))  # type: ignore[call-arg]
-        policy.statistics = read_statistics(Path(path))
         policy.load_weights(path)
         return policy

@@ -1,9 +1,10 @@
 """Success of a robot policy over fixed initial states, with everything that makes the number reproducible.
 
 Each finished episode is one line of `episodes/<split>-<protocol>-<fingerprint>.jsonl` in the run's folder. The
-fingerprint is that of weights and protocol, so an evaluation that was cut off goes on where it stopped, and one of
-other weights never mixes with it. Pictures come from carrying out the recorded actions of the first failures and
-successes once more.
+fingerprint is that of weights, protocol and initial states, so an evaluation that was cut off goes on where it stopped,
+and one of other weights never mixes with it. Several processes write a file each, which are joined at the end; episodes
+whose environment broke down are tried again. Pictures come from carrying out the recorded actions of the first failures
+and successes once more.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from mmrl.errors import RunError
+from mmrl.rewards.loading import source_digest
 from mmrl.training.distributed import merge_lists, shard
 from mmrl.training.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
 from mmrl.training.metrics import metric_label
@@ -50,7 +54,8 @@ class RobotEvaluationConfig(EvaluationConfig):
     samples: int = 0
     """Further episodes of each initial state with sampled actions; 0 = none."""
     videos: int = 2
-    """First failures and first successes of the headline split that are kept as mp4, that many of each; 0 = none."""
+    """First failures and first successes of the headline split that are kept as mp4, that many of each; 0 = none. None
+    either where the simulator draws nothing and there is no `video_size`."""
     fps: int = 10
     """Control steps that a second of video shows."""
     video_size: int = 0
@@ -126,43 +131,63 @@ def _run_protocol(
     accelerator: Accelerator,
 ) -> list[dict[str, Any]]:
     """Lines of all episodes, those of an earlier, unfinished evaluation included."""
-    about = _protocol(recipe, protocol, repeats)
+    about = _protocol(recipe, tasks, protocol, repeats, accelerator.num_processes)
     path = _episodes_path(recipe, split, protocol, about)
     wanted = [(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(repeats)]
-    known = {(row["index"], row["repeat"]): row for row in read_jsonl(path) if _is_of(row, tasks)}
+    known = _known(path, accelerator)
     left = [entry for entry in wanted if entry[:2] not in known]
-    if known and left:
-        LOGGER.info("%d of %d episodes are in %s already", len(wanted) - len(left), len(wanted), path)
+    if known:
+        LOGGER.info("%d of %d episodes are taken from %s", len(wanted) - len(left), len(wanted), path)
     found: list[dict[str, Any]] = []
-    log = JsonLines(path)
+    log = JsonLines(_part(path, accelerator))
     for batch in _batches(shard(left, accelerator), recipe):
         fresh = _run_batch(recipe, batch, split, protocol)
         found += fresh
-        for row in fresh if accelerator.num_processes == 1 else ():
+        for row in fresh:
             log.append(_kept(row))
     log.close()
     everywhere = merge_lists(found, accelerator)
     rows = sorted([*known.values(), *everywhere], key=lambda row: (row["index"], row["repeat"]))
     if accelerator.is_main_process:
         _write(path, rows, about)
+        for part in _parts(path):
+            part.unlink()
         if protocol == "greedy" and split == next(iter(recipe.eval_tasks)):
             _write_videos(recipe, rows, split)
         LOGGER.info("%s, %s (%s):\n%s", split, protocol, _conditions(about), success_table(rows))
     return rows
 
 
-def _is_of(row: dict[str, Any], tasks: Sequence[EpisodeSpec]) -> bool:
-    """Whether a line is of one of these initial states; a folder may have been used for others before."""
-    place = row["index"]
-    if not 0 <= place < len(tasks):
-        return False
-    return tasks[place] == EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
+def _known(path: Path, accelerator: Accelerator) -> dict[tuple[int, int], dict[str, Any]]:
+    """Lines of an earlier evaluation by number and repeat, the same ones on every process."""
+    lines = [row for file in (path, *_parts(path)) for row in read_jsonl(file)] if accelerator.is_main_process else []
+    if accelerator.num_processes > 1:
+        box = [lines]
+        broadcast_object_list(box)
+        lines = box[0]
+    return {(row["index"], row["repeat"]): row for row in lines if not row["failed"]}
+
+
+def _part(path: Path, accelerator: Accelerator) -> Path:
+    """Where a process writes its lines while the others write theirs."""
+    if accelerator.num_processes == 1:
+        return path
+    return path.with_name(f"{path.stem}.part-{accelerator.process_index:03d}.jsonl")
+
+
+def _parts(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.stem}.part-*.jsonl"))
+
+
+def _batch_size(recipe: RobotRecipe) -> int:
+    largest = recipe.config.evaluation.batch_tasks
+    return min(recipe.sim.capacity or largest, largest)
 
 
 def _batches(entries: Sequence[Any], recipe: RobotRecipe) -> Iterator[Sequence[Any]]:
     from rich.progress import Progress
 
-    size = min(recipe.sim.capacity or recipe.config.evaluation.batch_tasks, recipe.config.evaluation.batch_tasks)
+    size = _batch_size(recipe)
     shown = not recipe.config.tracking.quiet and len(entries) > size
     with Progress(*_columns(), disable=not shown, transient=True) as progress:
         bar = progress.add_task("episodes", total=len(entries))
@@ -202,9 +227,11 @@ def _run_batch(
 
 
 def _acting(recipe: RobotRecipe, protocol: str) -> ActingSettings:
-    """The run's settings; sampled episodes have the evaluation's temperature."""
+    """The run's settings; sampled episodes have the evaluation's temperature and no ensemble."""
     acting = recipe.config.acting
-    return acting if protocol == "greedy" else replace(acting, temperature=recipe.config.evaluation.temperature)
+    if protocol == "greedy":
+        return acting
+    return replace(acting, temperature=recipe.config.evaluation.temperature, ensemble=0.0)
 
 
 def _line(index: int, repeat: int, task: EpisodeSpec, episodes: Episodes, place: int) -> dict[str, Any]:
@@ -220,13 +247,17 @@ def _line(index: int, repeat: int, task: EpisodeSpec, episodes: Episodes, place:
         "layout": task.layout,
         "success": success,
         "failed": failed,
-        "ending": "failed" if failed else "success" if success else "horizon",
+        "ending": _ending(failed, success, bool(payload.terminated[place])),
         "reason": reason,
         "steps": int(payload.lengths[place]),
         # the shortest text that reads back to the very float32, so that carrying it out again ends the same way
         "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[place]],
         "film": payload.film(place),
     }
+
+
+def _ending(failed: bool, success: bool, terminated: bool) -> str:
+    return "failed" if failed else "success" if success else "terminated" if terminated else "horizon"
 
 
 def _metrics(rows: Sequence[dict[str, Any]], protocol: str, seed: int) -> dict[str, float]:
@@ -274,21 +305,29 @@ def _places(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1})
 
 
-def _protocol(recipe: RobotRecipe, protocol: str, repeats: int) -> dict[str, Any]:
+def _protocol(
+    recipe: RobotRecipe, tasks: Sequence[EpisodeSpec], protocol: str, repeats: int, processes: int
+) -> dict[str, Any]:
     """What the numbers depend on."""
-    acting = recipe.config.acting
+    config, acting = recipe.config, _acting(recipe, protocol)
     scale = action_scale(recipe.policy, acting)
+    named = {"sim.kind": config.sim.kind, "sim.env": config.sim.env, "model.kind": config.model.kind}
     about = {
         "protocol": protocol,
         "repeats": repeats,
-        "seed": recipe.config.seed,
-        "batch": recipe.config.evaluation.batch_tasks,
+        "initial_states": _digest(json.dumps([asdict(task) for task in tasks]).encode()),
+        "seed": config.seed,
+        "batch": _batch_size(recipe),
+        "processes": processes,
         "chunk": recipe.policy.chunk,
         "execute": acting.execute or recipe.policy.chunk,
         "temperature": acting.temperature,
         "ensemble": acting.ensemble,
         "scale": acting.scale if scale is None else scale.as_dict(),
         "weights": _weights_digest(recipe.policy),
+        "code": {name: source_digest(spec) for name, spec in named.items() if ":" in spec},
+        "precision": config.trainer.mixed_precision,
+        "device": next(recipe.policy.parameters(), torch.zeros(0)).device.type,
         "torch": torch.__version__,
     }
     return about | {"simulator": dict(recipe.sim.describe())}
@@ -310,9 +349,12 @@ def _weights_digest(policy: nn.Module) -> str:
 
 
 def _episodes_path(recipe: RobotRecipe, split: str, protocol: str, about: dict[str, Any]) -> Path:
-    text = json.dumps(about, sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:12]
+    fingerprint = _digest(json.dumps(about, sort_keys=True, default=str).encode())
     return Path(recipe.config.output_dir) / "episodes" / f"{split}-{protocol}-{fingerprint}.jsonl"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
@@ -331,7 +373,7 @@ def _write_videos(recipe: RobotRecipe, rows: Sequence[dict[str, Any]], split: st
     config = recipe.config.evaluation
     tried = [row for row in rows if not row["failed"] and row["actions"]]
     chosen = [row for wanted in (True, False) for row in [r for r in tried if r["success"] is wanted][: config.videos]]
-    if not chosen or recipe.sim.image_size is None:
+    if not chosen or (recipe.sim.image_size is None and not config.video_size):
         return
     with _video_simulator(recipe) as sim:
         for row in chosen:
@@ -356,7 +398,11 @@ def _write_video(recipe: RobotRecipe, sim: RobotSim, row: dict[str, Any], split:
     from robotics.sim.video import write_mp4
 
     episode = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
-    frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32))
+    try:
+        frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32), recipe.policy.chunk)
+    except RunError as error:
+        LOGGER.warning("there is no video of %s: %s", episode_id(episode), error)
+        return
     if success != row["success"]:
         LOGGER.warning("%s ended differently when it was carried out again", episode_id(episode))
     if not len(frames):

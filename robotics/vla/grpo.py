@@ -5,7 +5,7 @@
 
 with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all got the same reward teach
 nothing. `reward: sparse` is 1 for success and else 0. `reward: dense` is the simulator's own reward at the end of the
-episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success).
+episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success), on its own scale.
 
 Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
 sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation and filter.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
@@ -52,6 +51,5 @@ class RobotGrpoRecipe(RobotRecipe):
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """The chosen reward; the other one is reported beside it."""
         payload: EpisodePayload = rollouts.payload
-        success = payload.success.float()
-        dense = torch.where(payload.success, 1.0, payload.progress)
-        return (success if self.config.reward == "sparse" else dense), {"dense": dense}
+        sparse = self.config.reward == "sparse"
+        return payload.success.float() if sparse else payload.progress, {"dense": payload.progress}

@@ -202,7 +202,8 @@ class StateLatent(RowLatent):
         std = np.asarray(settings.std, np.float64)
         self.settings = settings
         self._mean, self._std = np.asarray(settings.mean, np.float64), np.where(std > SMALLEST_STD, std, 1.0)
-        super().__init__((settings.points + 1) * len(settings.mean))
+        self.state_size = len(settings.mean)
+        super().__init__((settings.points + 1) * self.state_size)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
         path = np.asarray(states, np.float64)

@@ -29,14 +29,15 @@ class ActionPolicyConfig:
     chunk: int = 8
     """K, control steps that a new policy predicts at once; a saved one keeps its own."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the policy's configuration, or arguments of the user's function."""
+    """Further options of the policy's configuration, or arguments of the user's function. With a path only `vlm`: what
+    of the saved model's settings is to be otherwise, such as dtype, attention or gradient_checkpointing."""
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
         if self.kind not in POLICIES and ":" not in self.kind:
             raise ValueError(f"model.kind is '{self.kind}'; allowed: {', '.join(POLICIES)} or module:function")
-        if self.path and self.options and ":" not in self.kind:
-            raise ValueError("model.options mean nothing with model.path; a saved policy brings its own")
+        if self.path and set(self.options) - {"vlm"} and ":" not in self.kind:
+            raise ValueError("model.options mean nothing with model.path, but for vlm; a saved policy brings its own")
         if self.chunk < 1:
             raise ValueError(f"model.chunk is {self.chunk}; must be at least 1")
 
@@ -60,10 +61,26 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
         if config.path:
             policy.load_weights(Path(config.path))
     elif config.path:
-        policy = open_policy(config.path)
+        policy = _saved(config)
     else:
         policy = POLICIES[config.kind](config, sim, sim.tasks().values(), seed)
     return policy
+
+
+def _saved(config: ActionPolicyConfig) -> ActionPolicy:
+    """A saved policy, with other settings of its model where some are given."""
+    from robotics.vla.saved import read_config
+
+    changes = dict(config.options.get("vlm", {}))
+    if not changes:
+        return open_policy(config.path)
+    entries = read_config(Path(config.path))
+    if entries.get("kind") != "vlm":
+        raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
+    from mmrl.vlm.models import ModelConfig
+    from robotics.vla.vlm_policy import VlmActionPolicy
+
+    return VlmActionPolicy.from_pretrained(config.path, _nested(ModelConfig, entries.get("model", {}), changes))
 
 
 def _small(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
@@ -90,13 +107,13 @@ def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: 
     return VlmActionPolicy.from_model(model, VlmActionConfig(**head))
 
 
-def _nested(kind: type[Any], entries: dict[str, Any]) -> Any:
-    """A structured configuration from plain entries, checked as a file's are."""
+def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
+    """A structured configuration from plain entries, later ones first, checked as a file's are."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), entries))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), *entries))
     except OmegaConfBaseException as error:
         raise UserError(f"model.options.vlm: {' '.join(str(error).split())}") from error
 

@@ -21,7 +21,7 @@ from robotics.sim.episodes import EpisodeSpec
 __all__ = ["EpisodePayload"]
 
 CHUNKED = ("states", "decisions", "steps", "images")
-PER_ROW = ("success", "failed", "progress", "last_state", "last_image")
+PER_ROW = ("success", "terminated", "failed", "progress", "last_state", "last_image")
 LISTED = {"frames": None, "reasons": ""}
 """Lists with an entry a row, or empty; what stands for a row that has none."""
 
@@ -40,6 +40,8 @@ class EpisodePayload:
     """(B, C) int64, control steps of each chunk that were carried out."""
     success: Tensor
     """(B,) bool, whether the task was done."""
+    terminated: Tensor
+    """(B,) bool, whether the task itself ended the episode, with or without success; else the horizon did."""
     failed: Tensor
     """(B,) bool, whether the environment broke down; such a row has no result."""
     progress: Tensor

@@ -128,7 +128,7 @@ class ActionPolicy(nn.Module, ABC):
     by_step: bool = True
     """Whether the decisions are in the order of the control steps, as many for each; else each is of the chunk."""
     statistics: ActionStatistics | None = None
-    """Scales of the data that it was cloned from; saved with it, not used by it."""
+    """Of the actions that it was cloned from, where those were normalised by them; saved with it, not used by it."""
 
     @abstractmethod
     def act(
@@ -190,7 +190,7 @@ class ActionPolicy(nn.Module, ABC):
 
     @abstractmethod
     def load_weights(self, path: Path | str) -> None:
-        """Read the very bits that `save_pretrained` wrote; raises UserError where they do not fit."""
+        """Read the very bits and statistics that `save_pretrained` wrote; raises UserError where they do not fit."""
 
     def scale_states(self, statistics: StateStatistics) -> None:
         """Take the scales of a data set's states, which are saved with the weights; nothing without a state.
@@ -392,13 +392,13 @@ class ModuleAdapter(ActionPolicy):
         write_statistics(Path(path), self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the weights by the module's own `load_weights` where it has one; and the statistics, if any."""
+        """Read the weights by the module's own `load_weights` where it has one; and the statistics."""
         own = getattr(self.module, "load_weights", None)
         if callable(own):
             own(path)
         else:
             read_weights(self.module, Path(path))
-        self.statistics = read_statistics(Path(path)) or self.statistics
+        self.statistics = read_statistics(Path(path))
 
     @property
     def _name(self) -> str:

@@ -8,19 +8,22 @@ have mask 0. A row whose environment broke down takes its whole group out of the
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.training.distributed import sum_over_processes
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
 from mmrl.training.samples import SampleRecord
@@ -43,6 +46,9 @@ LEVELS = ("token", "chunk")
 @dataclass
 class RobotConfig(RunConfig):
     """A run of a robot policy in a simulator."""
+
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages come from the other episodes of an initial state."""
 
     model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
     """The policy."""
@@ -78,6 +84,13 @@ class RobotConfig(RunConfig):
             )
         if objective.kl == "full":
             raise ValueError("objective.kl is 'full', which robot policies do not score; use k1, k2 or k3")
+        if self.compares_samples:
+            check_group_size(self.trainer.samples_per_task, objective.advantage)
+        if self.acting.ensemble and not self.evaluation.greedy:
+            raise ValueError(
+                f"acting.ensemble is {self.acting.ensemble}, which is of greedy evaluation, but evaluation.greedy is "
+                "false; set one of them otherwise"
+            )
 
 
 class RobotRecipe(Recipe):
@@ -99,11 +112,11 @@ class RobotRecipe(Recipe):
         self.config = config
         self.objective = make_objective(config.objective)
         self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
-        known = self.sim.tasks()
+        known, splits = self.sim.tasks(), self.sim.layouts()
         self.train_tasks: Sequence[Any] = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
         self.eval_tasks: Mapping[str, Sequence[EpisodeSpec]] = {
-            name: list_episodes(data, known)[:limit] for name, data in config.eval_data.items()
+            name: list_episodes(data, known, splits)[:limit] for name, data in config.eval_data.items()
         }
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
         check_fit(self.policy, self.sim)
@@ -112,11 +125,12 @@ class RobotRecipe(Recipe):
                 f"acting.execute is {config.acting.execute}; the policy's chunk has {self.policy.chunk} steps"
             )
         self.broken: Counter[str] = Counter()
+        self._seen: Counter[str] = Counter()
         self.step = 0
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Initial states of training."""
-        return list_episodes(self.config.data, self.sim.tasks())
+        return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
 
     @abstractmethod
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -135,7 +149,7 @@ class RobotRecipe(Recipe):
         )
         episodes.payload.episodes = list(tasks)
         group = torch.arange(len(tasks)).repeat_interleave(size)
-        self._note_broken(episodes.payload)
+        self._note(episodes.payload)
         _refuse_if_all_broken(group, episodes.payload)
         return pack_episodes(episodes, group, self.policy, self.config.logp_level)
 
@@ -179,14 +193,13 @@ class RobotRecipe(Recipe):
         return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Success and length of the step's episodes, and what broke so far."""
-        payload: EpisodePayload = rollouts.payload
-        sound = ~payload.failed
-        found = {
-            "episode/success": float(payload.success[sound].float().mean()),
-            "episode/steps": float(payload.lengths[sound].float().mean()),
-        }
-        return found | {f"sim/{name}": float(count) for name, count in {**self.broken, **self.sim.counts}.items()}
+        """Success and length of all episodes of the step, and what broke so far; over all processes."""
+        seen = sum_over_processes(self._seen)
+        self._seen.clear()
+        count = seen.get("episodes", 0) or math.nan
+        found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
+        broken = sum_over_processes({**self.broken, **self.sim.counts})
+        return found | {f"sim/{name}": float(count) for name, count in broken.items()}
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """Remember the step, which names what evaluations write."""
@@ -213,7 +226,11 @@ class RobotRecipe(Recipe):
         out = values.new_zeros(*steps.shape, values.shape[1])
         return out.index_put((rows, chunks), values).flatten(1)[:, :width]
 
-    def _note_broken(self, payload: EpisodePayload) -> None:
+    def _note(self, payload: EpisodePayload) -> None:
+        sound = ~payload.failed
+        self._seen["episodes"] += int(sound.sum())
+        self._seen["success"] += int(payload.success[sound].sum())
+        self._seen["steps"] += int(payload.lengths[sound].sum())
         count = int(payload.failed.sum())
         if count and not self.broken["episodes_failed"]:
             reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
@@ -303,4 +320,6 @@ def _record(rollouts: Rollouts, row: int) -> SampleRecord:
 def _ending(payload: EpisodePayload, row: int) -> str:
     if bool(payload.failed[row]):
         return "failed"
-    return "success" if bool(payload.success[row]) else (payload.reasons[row] or "horizon")
+    if bool(payload.success[row]):
+        return "success"
+    return payload.reasons[row] or ("terminated" if bool(payload.terminated[row]) else "horizon")

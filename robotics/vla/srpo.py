@@ -22,10 +22,11 @@ over the failures of an initial state. It is NaN where that one is the same for 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,17 +35,20 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
+from mmrl.training.distributed import sum_over_processes
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.stopwatch import stopwatch
 from robotics.sim.episodes import RobotSim
-from robotics.vla.latents import LatentConfig, make_latent
+from robotics.vla.latents import LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.progress import ProgressOutcome, ProgressSettings, SuccessMemory, progress_rewards, rank_agreement
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 
 __all__ = ["SrpoConfig", "SrpoRecipe"]
+
+LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
@@ -78,10 +82,17 @@ class SrpoRecipe(RobotRecipe):
                 "use latent.kind=state"
             )
         self.latent = make_latent(config.latent)
+        if isinstance(self.latent, StateLatent) and self.latent.state_size != self.sim.state_size:
+            source = config.latent.path or "latent.options"
+            raise UserError(
+                f"the latent state was made for the {self.latent.state_size} entries of {source}; the simulator's "
+                f"state has {self.sim.state_size}"
+            )
         self.memory = SuccessMemory(config.progress.memory)
         self.invalid: Counter[str] = Counter()
         self.outcome: ProgressOutcome | None = None
         self.agreement = math.nan
+        self._first_reason = ""
 
     @property
     def needs_every_frame(self) -> bool:
@@ -93,18 +104,24 @@ class SrpoRecipe(RobotRecipe):
         payload: EpisodePayload = rollouts.payload
         with stopwatch("latents"):
             latents, valid = self._embed(payload)
-        tasks = [payload.episodes[group].task for group in rollouts.group.tolist()]
-        success = payload.success.cpu().numpy()
-        self.outcome, mine = self._judge(latents, success, valid, tasks)
-        progress = torch.from_numpy(self.outcome.reward[mine]).to(rollouts.reward)
-        failures = ~success & np.isfinite(self.outcome.distance[mine])
-        groups, told = rollouts.group.cpu().numpy(), payload.progress.cpu().numpy()
-        self.agreement = rank_agreement(self.outcome.reward[mine][failures], told[failures], groups[failures])
+        groups = rollouts.group.cpu().numpy()
+        mine = self._judge(
+            _Rows(
+                latents=latents,
+                valid=valid,
+                success=payload.success.cpu().numpy(),
+                tasks=np.array([payload.episodes[group].task for group in groups.tolist()]),
+                told=payload.progress.cpu().numpy(),
+                groups=groups,
+            )
+        )
+        progress = torch.from_numpy(mine).to(rollouts.reward)
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """What the references looked like, beside the metrics of every robot recipe."""
-        found = super().step_metrics(rollouts) | {f"srpo/{name}": float(n) for name, n in self.invalid.items()}
+        invalid = sum_over_processes(self.invalid)
+        found = super().step_metrics(rollouts) | {f"srpo/{name}": float(n) for name, n in invalid.items()}
         if self.outcome is None:
             return found
         return found | {
@@ -133,18 +150,47 @@ class SrpoRecipe(RobotRecipe):
         valid = np.zeros(rows, bool)
         latents[sound], valid[sound] = found.latents, found.valid
         self.invalid["invalid_latents"] += int((~found.valid).sum())
+        if found.reasons and not self._first_reason:
+            self._first_reason = next(iter(found.reasons.values()))
+            LOGGER.warning("an episode has no latent and teaches nothing: %s", self._first_reason)
         return latents, valid
 
-    def _judge(
-        self, latents: np.ndarray, success: np.ndarray, valid: np.ndarray, tasks: list[str]
-    ) -> tuple[ProgressOutcome, slice]:
-        """Rewards over the rows of all processes, and which of them are this one's."""
+    def _judge(self, mine: _Rows) -> np.ndarray:
+        """Rewards (B,) of these rows among those of all processes."""
         state = PartialState()
-        parts = [(latents, success, valid, tasks)]
-        parts = parts if state.num_processes == 1 else list(gather_object(parts))
-        start = sum(len(part[1]) for part in parts[: state.process_index])
-        points, won, sound = (np.concatenate([part[place] for part in parts]) for place in range(3))
-        names = [name for part in parts for name in part[3]]
-        outcome = progress_rewards(points, won, sound, names, self.config.progress, self.memory.references())
-        self.memory.add(points, won & sound, names)
-        return outcome, slice(start, start + len(success))
+        parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
+        rank = state.process_index if len(parts) > 1 else 0
+        apart = np.cumsum([0, *(int(part.groups.max()) + 1 for part in parts[:-1])])
+        parts = [part._replace(groups=part.groups + first) for part, first in zip(parts, apart, strict=True)]
+        rows = _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        if not rows.valid.any():
+            raise RunError(
+                f"no episode of this step has a latent: {self._first_reason or 'the first process logs why'}; "
+                f"latent.kind is {self.config.latent.kind}"
+            )
+        names = rows.tasks.tolist()
+        self.outcome = progress_rewards(
+            rows.latents, rows.success, rows.valid, names, self.config.progress, self.memory.references()
+        )
+        self.memory.add(rows.latents, rows.success & rows.valid, names)
+        failures = ~rows.success & np.isfinite(self.outcome.distance)
+        self.agreement = rank_agreement(self.outcome.reward[failures], rows.told[failures], rows.groups[failures])
+        start = sum(len(part.valid) for part in parts[:rank])
+        return self.outcome.reward[start : start + len(mine.valid)]
+
+
+class _Rows(NamedTuple):
+    """Episodes of one process, or of all."""
+
+    latents: np.ndarray
+    """(B, E)."""
+    valid: np.ndarray
+    """(B,) bool, whether there is a latent."""
+    success: np.ndarray
+    """(B,) bool."""
+    tasks: np.ndarray
+    """(B,) names."""
+    told: np.ndarray
+    """(B,) the simulator's own reward at the end."""
+    groups: np.ndarray
+    """(B,) int64."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_demonstrations", "run_experts"]
 
+LOGGER = logging.getLogger("mmrl")
 FPS = 10
 
 
@@ -48,7 +51,7 @@ def build_demonstrations(
         camera: camera of the pictures.
         state: proprio, what a robot knows of itself, or full, with the poses of all pieces.
         first_layout: number of the first layout.
-        keep_failures: write episodes without success too, marked as such.
+        keep_failures: write episodes without success too, marked as such; those whose simulation broke down never.
         seed: of the noise.
 
     Returns:
@@ -63,7 +66,7 @@ def build_demonstrations(
 
     size = (image_size, image_size) if image_size else None
     settings = BatchSettings(image_size=size, camera=camera, state=state)
-    written = 0
+    ends: Counter[str] = Counter()
     partial = _empty_folder(Path(path))
     with TabletopBatch(list(tasks), arm, settings) as sim:
         features = robot_features(sim.state_size, sim.action_size, {camera: size} if size else {})
@@ -72,12 +75,14 @@ def build_demonstrations(
                 layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
                 specs = [EpisodeSpec(task, sim.tasks()[task], layout) for layout in layouts for task in tasks]
                 for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start), strict=True):
-                    if seen.success or keep_failures:
+                    ends[seen.ending] += 1
+                    if seen.success or (keep_failures and not seen.failed):
                         images = {camera: np.stack(seen.images)} if size else {}
                         states, actions = np.stack(seen.states), np.stack(seen.actions)
                         writer.add_episode(states, actions, images, spec.instruction, seen.success)
-                        written += seen.success
-    if not written:
+    lost = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
+    LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), lost and f"; {lost}")
+    if not ends["success"]:
         raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
     partial.rename(path)
     return Path(path)
@@ -99,7 +104,12 @@ class Demonstration:
         self.states: list[NDArray[np.float32]] = []
         self.images: list[NDArray[np.uint8]] = []
         self.actions: list[NDArray[np.float32]] = []
-        self.success = False
+        self.success = self.failed = False
+
+    @property
+    def ending(self) -> str:
+        """success, horizon, or failed where the simulation broke down."""
+        return "failed" if self.failed else "success" if self.success else "horizon"
 
 
 def run_experts(
@@ -140,6 +150,7 @@ def run_experts(
         observation = result.observation
         for place, row in enumerate(result.rows.tolist()):
             found[row].success |= bool(result.success[place])
+            found[row].failed |= bool(result.failed[place])
     return found
 
 

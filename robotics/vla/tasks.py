@@ -36,22 +36,32 @@ class EpisodeSetConfig:
             raise ValueError(f"split is '{self.split}'; allowed: {', '.join(SPLITS)}")
 
 
-def list_episodes(config: EpisodeSetConfig, known: Mapping[str, str]) -> list[EpisodeSpec]:
+def list_episodes(
+    config: EpisodeSetConfig, known: Mapping[str, str], splits: Mapping[str, int | None]
+) -> list[EpisodeSpec]:
     """Episodes of a set, tasks in turn so that any first part of the list holds all of them.
 
     Args:
         config: the set.
         known: the simulator's tasks and their instructions.
+        splits: its splits and how many layouts they have; None for any number.
 
     Returns:
         layouts x tasks episodes.
 
     Raises:
-        UserError: a task that the simulator does not have.
+        UserError: a task, split or layout that the simulator does not have.
     """
     unknown = [name for name in config.tasks if name not in known]
     if unknown:
         raise UserError(f"unknown task {', '.join(unknown)}; this simulator has: {', '.join(known)}")
+    if config.split not in splits:
+        raise UserError(f"there is no split {config.split}; this simulator has: {', '.join(splits)}")
+    count = splits[config.split]
+    if count is not None and config.first + config.layouts > count:
+        raise UserError(
+            f"first={config.first} and layouts={config.layouts} go beyond the split {config.split}, which has {count}"
+        )
     names = config.tasks or list(known)
     layouts = range(config.first, config.first + config.layouts)
     return [EpisodeSpec(name, known[name], layout, config.split) for layout in layouts for name in names]

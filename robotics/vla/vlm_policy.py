@@ -133,6 +133,7 @@ class VlmActionPolicy(TokenPolicy):
         """See `ActionPolicy.load_weights`."""
         read_weights(self.extra, Path(path))
         self.vlm.load_weights(Path(path) / VLM_FOLDER)
+        self.statistics = read_statistics(Path(path))
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:

@@ -203,7 +203,7 @@ def test_whitening():
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_group_estimators_refuse_one_sample(name):
-    with pytest.raises(ValueError, match=f"'{name}'.*samples_per_task is 1.*batch_global, gae, gae_turn"):
+    with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*batch_global, gae, gae_turn"):
         check_group_size(1, name)
     check_group_size(2, name)
 

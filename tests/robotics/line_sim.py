@@ -27,6 +27,9 @@ class LineSim:
     def tasks(self) -> Mapping[str, str]:
         return {"right": "go right", "left": "go left"}
 
+    def layouts(self) -> Mapping[str, int | None]:
+        return {"train": None, "held_out": 500}
+
     def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
         assert self.capacity is None or len(episodes) <= self.capacity
         self.resets += 1

@@ -267,7 +267,7 @@ def _with_denominators(recipe):
 )
 def test_demonstrations_that_cannot_be_used_are_named(tmp_path, filmed, about, message):
     with pytest.raises(UserError, match=message):
-        CloneRecipe(clone(tmp_path, filmed, demonstrations=about))
+        CloneRecipe(clone(tmp_path, filmed, demonstrations=about, acting=NORMALISED))
 
 
 def test_data_without_a_success_is_refused(tmp_path):
@@ -396,6 +396,13 @@ def test_entries_that_are_not_scaled_keep_their_units(tmp_path, stretched):
     assert recipe.policy.statistics.mask.tolist() == [False]
 
 
+def test_a_policy_that_is_not_scaled_has_no_statistics(tmp_path, stretched):
+    recipe = CloneRecipe(clone(tmp_path, stretched))
+    assert recipe.policy.statistics is None
+    with pytest.raises(ValueError, match=r"demonstrations\.unscaled means nothing with acting\.scale none"):
+        clone(tmp_path, stretched, demonstrations={"unscaled": [-1]}).validate()
+
+
 def test_a_policy_cloned_on_normalised_actions_goes_on_in_the_simulator(tmp_path, stretched):
     """The data is four times too slow for the horizon of 12, so no policy that moves as demonstrated can succeed."""
     trainer = {"steps": 40, "tasks_per_step": 24, "learning_rate": 5e-3}
@@ -409,8 +416,11 @@ def test_a_policy_cloned_on_normalised_actions_goes_on_in_the_simulator(tmp_path
     found, _ = acted(recipe.policy, recipe.sim, NORMALISED, layouts=4)
     for actions in found.actions:
         np.testing.assert_allclose(actions, 0.25 * SPEED, atol=0.02)
-    plain, _ = acted(recipe.policy, recipe.sim, ActingSettings(), layouts=4)
-    assert all(np.abs(actions).min() > 0.5 for actions in plain.actions)
+    with pytest.raises(UserError, match=r"acting\.scale is 'none', but .* normalised .*; set acting\.scale=bounds_q99"):
+        acted(recipe.policy, recipe.sim, ActingSettings())
+    recipe.policy.statistics = statistics([-9.0], [9.0], [True])
+    recipe.policy.load_weights(saved.path)  # a checkpoint brings its own
+    assert recipe.policy.statistics.as_dict() == CloneRecipe(config).policy.statistics.as_dict()
     lines = [json.loads(line) for line in next((run_dir / "episodes").glob("*.jsonl")).open()]
     assert max(abs(entry) for line in lines for action in line["actions"] for entry in action) < 0.15
     protocol = json.loads(next((run_dir / "episodes").glob("*.protocol.json")).read_text())

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.errors import RunError
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
 from robotics.vla.payload import EpisodePayload
@@ -118,6 +119,22 @@ def test_replay_is_the_same_episode_with_pictures():
         frames, success = replay_episode(sim, specs(4)[row], found.actions[row])
         assert success == bool(found.payload.success[row])
         assert len(frames) == found.payload.lengths[row] + 1
+
+
+def test_a_replay_is_cut_into_chunks_and_one_that_breaks_down_is_no_film():
+    sim = LineSim()
+    _, found = run(sim, specs(2), bias=0.0)
+    asked, step_chunk = [], sim.step_chunk
+    sim.step_chunk = lambda actions, record: asked.append(actions.shape[1]) or step_chunk(actions, record)
+    frames, success = replay_episode(sim, specs(2)[0], found.actions[0], chunk=5)
+    assert max(asked) <= 5
+    assert sum(asked) == len(found.actions[0])
+    assert success == bool(found.payload.success[0])
+    assert len(frames) == len(found.actions[0]) + 1
+    still = np.zeros((12, 1), np.float32)
+    for broken, reason in (({"breaks": [0]}, "it broke"), ({"never_starts": [0]}, "would not start")):
+        with pytest.raises(RunError, match=f"the environment broke down: {reason}"):
+            replay_episode(LineSim(**broken), specs(1)[0], still)
 
 
 def test_film_has_every_step_where_it_was_drawn():

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from robotics.sim.gym_adapter import EnvError, GymRow
+from robotics.sim.gym_adapter import EnvError, GymRow, resize
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
 spaces = gymnasium.spaces
@@ -22,7 +22,7 @@ class Arm(gymnasium.Env):
         self.action_space = action or spaces.Box(
             np.array([[-1, 0]], np.float32), np.array([[3, 0.5]], np.float32), dtype=np.float32
         )
-        self.info, self.render_mode = info if info is not None else {}, render_mode
+        self.info, self.render_mode = info if info is not None else {"success": False}, render_mode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -105,7 +105,7 @@ def test_actions_that_cannot_be_scaled_are_refused(space, message):
 @pytest.mark.parametrize(
     ("info", "options", "success"),
     [
-        ({}, {}, False),
+        ({}, {"success_key": ""}, False),
         ({"success": 1.0}, {}, True),
         ({"is_success": np.True_}, {}, True),
         ({"is_success": 0.0, "other": 1}, {}, False),
@@ -143,3 +143,86 @@ def test_the_task_is_named_after_the_id():
     assert GymRow(gymnasium.make("Pendulum-v1"), instruction="swing up").tasks() == {"Pendulum-v1": "swing up"}
     assert row().tasks() == {"Arm": ""}
     assert row().describe()["render_fps"] == 20
+
+
+@pytest.mark.parametrize("size", [3, 8, 10])
+def test_pictures_are_brought_to_a_square_by_areas(size):
+    from PIL import Image
+
+    picture = np.random.default_rng(0).integers(0, 256, (12, 20, 3)).astype(np.uint8)
+    expected = np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BOX), int)
+    found = resize(picture, size)
+    assert found.shape == (size, size, 3)
+    assert found.dtype == np.uint8
+    if 12 % size == 0 and 20 % size == 0:
+        means = picture.reshape(size, 12 // size, size, 20 // size, 3).mean((1, 3))
+        np.testing.assert_array_equal(found, np.rint(means))
+    if size in (3, 10):  # where cells are cut, Pillow's box filter gives whole pixels to one side or the other
+        whole = 20 % size == 0 and 12 % size == 0
+        assert np.abs(found - expected).mean() < (1 if whole else 25)
+    assert abs(found.mean() - picture.mean()) < 0.5  # areas add up to the whole
+    constant = np.full((12, 20, 3), 77, np.uint8)
+    assert (resize(constant, size) == 77).all()
+
+
+def test_a_size_is_that_of_every_picture():
+    drawn = row(Arm(spaces.Box(-1, 1, (2, 3), np.float64), render_mode="rgb_array"), size=4)
+    assert drawn.image_size == (4, 4)
+    assert drawn.render().shape == (4, 4, 3)
+    seen = row(size=4)
+    assert seen.image_size == (4, 4)
+    assert (seen.render() == 8).all()
+    told = Arm(spaces.Box(-1, 1, (2, 3), np.float64), render_mode="rgb_array")
+    told.metadata["image_size"] = (5, 7)
+    assert row(told).image_size == (5, 7)
+    assert row(told, size=6).image_size == (6, 6)
+
+
+def test_an_episode_that_says_nothing_of_success_is_refused():
+    silent = row(Arm(info={"energy": 1}))
+    with pytest.raises(EnvError, match=r"said nothing of success, it has: energy\. Name .*success_key.*success_reward"):
+        silent.step(np.zeros(2))
+    assert row(Arm(info={}), success_key="").step(np.zeros(2))[1] is False
+    assert row(Arm(info={}), success_reward=2.0).step(np.zeros(2))[1] is True
+    once = Arm(info={"success": True})
+    adapted = row(once)
+    adapted.step(np.zeros(2))
+    once.info = {}
+    adapted.reset("Arm", 0, "train", 0)
+    assert adapted.step(np.zeros(2))[1] is False  # it has been seen to speak of success
+
+
+def test_the_horizon_ends_an_episode_that_says_nothing_of_success():
+    class Endless(Arm):
+        def step(self, action):
+            observation, reward, _, _, info = super().step(action)
+            return observation, reward, False, False, info
+
+    adapted = row(Endless(info={}), horizon=3)
+    adapted.reset("Endless", 0, "train", 0)
+    adapted.step(np.zeros(2))
+    adapted.step(np.zeros(2))
+    with pytest.raises(EnvError, match="said nothing of success, it has: nothing"):
+        adapted.step(np.zeros(2))
+
+
+def test_entries_of_a_dict_within_a_dict_are_state():
+    class Kitchen(Arm):
+        def _observe(self):
+            return {"goal": {"kettle": np.array([7.0]), "door": np.array([[5.0, 6.0]])}, "zeta": np.array([1.0, 2.0])}
+
+    goal = spaces.Dict({"kettle": spaces.Box(-9, 9, (1,)), "door": spaces.Box(-9, 9, (1, 2))})
+    adapted = row(Kitchen(spaces.Dict({"goal": goal, "zeta": spaces.Box(-1, 1, (2,))})))
+    assert adapted.state_size == 5
+    np.testing.assert_array_equal(adapted.state(), [5, 6, 7, 1, 2])
+
+
+def test_an_entry_that_is_no_picture_is_not_drawn():
+    space = spaces.Dict({"float": spaces.Box(0, 1, (4, 6, 3), np.float32), "zeta": spaces.Box(-1, 1, (2,))})
+
+    class Floats(Arm):
+        def _observe(self):
+            return {"float": np.ones((4, 6, 3), np.float32), "zeta": np.zeros(2)}
+
+    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; a picture is a Box .* uint8\. There are: none"):
+        row(Floats(space), image_key="float", state_keys=["zeta"])

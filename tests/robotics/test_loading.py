@@ -102,6 +102,22 @@ def test_a_saved_folder_is_the_same_policy(tmp_path, kind, options):
         assert (one == other).all()
 
 
+def test_settings_of_a_saved_vlm_can_be_changed(tmp_path):
+    folder = save_tiny_vlm(tmp_path / "tiny")
+    vlm = {"path": str(folder), "dtype": "bfloat16"}
+    load("vlm", chunk=2, vlm=vlm, bins=16).save_pretrained(tmp_path / "saved")
+    assert next(load(path=tmp_path / "saved").vlm.network.parameters()).dtype == torch.bfloat16
+    again = load(path=tmp_path / "saved", vlm={"dtype": "float32", "lora": {"enabled": True, "rank": 2}})
+    assert next(again.vlm.network.parameters()).dtype == torch.float32
+    assert again.vlm.has_adapter
+    assert again.vlm.config.lora.rank == 2
+    with pytest.raises(UserError, match=r"model\.options\.vlm: .*rang"):
+        load(path=tmp_path / "saved", vlm={"rang": 2})
+    load(encoder=BLIND).save_pretrained(tmp_path / "small")
+    with pytest.raises(UserError, match=r"vlm is given, but .*small holds a policy of kind 'small'"):
+        load(path=tmp_path / "small", vlm={"dtype": "float32"})
+
+
 def test_a_vlm_gets_an_action_head(tmp_path):
     folder = save_tiny_vlm(tmp_path / "tiny")
     policy = load("vlm", chunk=2, vlm={"path": str(folder)}, bins=16, state_size=2)

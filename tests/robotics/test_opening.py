@@ -164,6 +164,29 @@ def test_gymnasium_by_id():
         sim.close()
 
 
+def test_a_horizon_beyond_that_of_the_id(module):
+    sim = opened(kind="gymnasium", env="walking_env:Walk-v0", image_size=0, workers=1, horizon=6)
+    try:
+        assert sim.horizon == 6
+        first_state(sim)
+        result = sim.step_chunk(np.zeros((1, 9, 1)))
+        assert result.steps.tolist() == [6]
+        assert result.truncated.tolist() == [True]
+    finally:
+        sim.close()
+
+
+def test_an_environment_without_success_stops_with_what_to_name():
+    pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
+    sim = opened(kind="gymnasium", env="Pendulum-v1", image_size=0, workers=1, horizon=3)
+    try:
+        first_state(sim)
+        with pytest.raises(UserError, match="Pendulum-v1: an episode has ended and info said nothing of success"):
+            sim.step_chunk(np.zeros((1, 3, 1)))
+    finally:
+        sim.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,5 +232,49 @@ def test_a_users_own_simulator():
     ],
 )
 def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SimConfig(**changes).validate()
+
+
+def test_suites_are_given_camera_size_and_the_settings_of_their_processes(monkeypatch):
+    from robotics.sim import suite_setup
+
+    given = {}
+
+    def settings(name, options, workers, images):
+        given.update(name=name, options=options, images=images)
+        return workers_settings(workers)
+
+    def workers_settings(count):
+        return workers.WorkerSettings("tests.robotics.fake_envs:make", workers=count)
+
+    monkeypatch.setattr(suite_setup, "suite_settings", settings)
+    monkeypatch.setattr(workers, "WorkerPool", lambda found: found)
+    options = {"suite": "libero_goal", "settings": {"call_timeout_s": 7, "max_restarts": 3}}
+    found = opened(kind="libero", image_size=96, camera="robot0_eye_in_hand", workers=3, horizon=9, options=options)
+    assert (found.workers, found.call_timeout_s, found.max_restarts) == (3, 7, 3)
+    wanted = {"suite": "libero_goal", "size": 96, "camera": "robot0_eye_in_hand", "horizon": 9}
+    assert given == {"name": "libero", "options": wanted, "images": True}
+    opened(kind="libero", image_size=0, workers=1)
+    assert given == {"name": "libero", "options": {}, "images": False}
+    with pytest.raises(UserError, match=r"sim\.options\.settings has patience; allowed: python"):
+        opened(kind="libero", options={"settings": {"patience": 1}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"kind": "libero", "options": {"size": 64, "camera": "x"}},
+            "options has camera, size; set sim.camera, sim.im",
+        ),
+        (
+            {"kind": "gymnasium_robotics", "camera": "front"},
+            "camera is 'front', but gymnasium_robotics has no",
+        ),
+        ({"kind": "gymnasium", "env": "Pendulum-v1", "camera": "front"}, "gymnasium has no choice of cameras"),
+    ],
+)
+def test_fields_that_would_do_nothing_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         SimConfig(**changes).validate()

@@ -1,23 +1,52 @@
 """A user's own Gymnasium environment and policy, as README and docs show it."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs" / "robotics.md"
 
 
-def test_the_example_of_the_docs_trains(tmp_path):
-    text = DOCS.read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.S)
-    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py"]
-    for name, code in blocks:
-        (tmp_path / name).write_text(code, encoding="utf-8")
+@pytest.fixture
+def example(tmp_path):
+    """A folder with the files that the docs show."""
+    blocks = re.findall(
+        r"```(?:python|yaml)\n# (my_robot\.py|my_training\.py|my_robot\.yaml)\n(.*?)```", read_docs(), re.S
+    )
+    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml"]
+    for name, text in blocks:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def read_docs() -> str:
+    return DOCS.read_text(encoding="utf-8")
+
+
+def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "my_training.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "runs" / "my-robot" / "report.html").is_file()
-    rows = (tmp_path / "runs" / "my-robot" / "metrics.jsonl").read_text().splitlines()
+    return done.stdout + done.stderr
+
+
+def test_the_example_of_the_docs_trains(example):
+    run(example, "my_training.py")
+    assert (example / "runs" / "my-robot" / "report.html").is_file()
+    rows = (example / "runs" / "my-robot" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 20
+
+
+def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_be_moved(example):
+    run(example, "-m", "mmrl.cli", "train", "my_robot.yaml", "trainer.steps=2", "sim.workers=2")
+    moved = example / "elsewhere"
+    (example / "runs" / "my-robot").rename(moved)
+    said = run(example, "-m", "mmrl.cli", "evaluate", "elsewhere")
+    assert "20 of 20 episodes are taken from" in said  # those of the last evaluation of the run
+    assert not (example / "runs" / "my-robot").exists()

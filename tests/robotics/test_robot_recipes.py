@@ -15,14 +15,18 @@ from mmrl.training.distributed import make_accelerator
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.runs import evaluate, train
 from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
 from robotics.vla.collect import ActingSettings
+from robotics.vla.evaluation import RobotEvaluationConfig
 from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.vla.latents import LatentConfig
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.srpo import SrpoConfig, SrpoRecipe
 from robotics.vla.tasks import EpisodeSetConfig
+from tests.robotics.line_sim import LineSim
 
+SAMPLED = RobotEvaluationConfig(greedy=False, samples=1)
 SCALE = {"mean": [0.0, 0.0], "std": [0.3, 0.3]}
 
 
@@ -108,8 +112,8 @@ def test_sparse_and_dense_rewards(tmp_path):
     dense = collected(RobotGrpoRecipe(grpo(tmp_path, reward="dense")))
     torch.testing.assert_close(sparse.reward, sparse.payload.success.float())
     gap = (dense.payload.last_state[:, 0] - dense.payload.last_state[:, 1]).abs()
-    expected = torch.where(dense.payload.success, torch.ones(()), 1 / (1 + gap))
-    torch.testing.assert_close(dense.reward, expected, rtol=1e-5, atol=1e-5)
+    assert dense.payload.success.any()
+    torch.testing.assert_close(dense.reward, 1 / (1 + gap), rtol=1e-5, atol=1e-5)  # the simulator's own scale
     assert set(dense.reward_terms) == {"success", "dense"}
 
 
@@ -229,6 +233,119 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert protocol["simulator"] == {"simulator": "line", "horizon": 12}
 
 
+def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeypatch, caplog):
+    import robotics.vla.evaluation as evaluation
+
+    entry, config = find_recipe("robot_grpo"), grpo(tmp_path, sim={"never_starts": [1, 5]})
+    caplog.set_level("INFO", "mmrl")
+    assert evaluate(entry, config)["held_out/episode/failed/greedy"] == 2
+    assert "are taken from" not in caplog.text
+    tried, run_episodes = [], evaluation.run_episodes
+
+    def well(policy, sim, episodes, *rest, **options):
+        tried.extend(episode.layout for episode in episodes)
+        sim.never_starts = set()
+        return run_episodes(policy, sim, episodes, *rest, **options)
+
+    monkeypatch.setattr(evaluation, "run_episodes", well)
+    assert evaluate(entry, config)["held_out/episode/failed/greedy"] == 0
+    assert tried == [1, 5]
+    assert "6 of 8 episodes are taken from" in caplog.text
+    files = list((tmp_path / "run" / "episodes").glob("*.jsonl"))
+    assert len(files) == 1
+    assert [json.loads(line)["index"] for line in files[0].open()] == list(range(8))
+
+
+def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
+    import robotics.vla.evaluation as evaluation
+
+    entry, config = find_recipe("robot_grpo"), grpo(tmp_path)
+    whole = evaluate(entry, config)
+    file = next((tmp_path / "run" / "episodes").glob("*.jsonl"))
+    lines = file.read_text().splitlines(keepends=True)
+    file.unlink()
+    for rank in range(2):
+        file.with_name(f"{file.stem}.part-{rank:03d}.jsonl").write_text("".join(lines[rank:6:2]))
+    ran, run_episodes = [], evaluation.run_episodes
+    monkeypatch.setattr(evaluation, "run_episodes", lambda *a, **k: ran.extend(a[2]) or run_episodes(*a, **k))
+    assert evaluate(entry, config) == pytest.approx(whole, nan_ok=True)
+    assert [episode.layout for episode in ran] == [6, 7]
+    assert [path.name for path in file.parent.glob("*.jsonl")] == [file.name]
+    assert file.read_text().splitlines(keepends=True) == lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"evaluation.temperature": 0.3},
+        {"acting.execute": 1},
+        {"evaluation.max_tasks": 5},
+        {"seed": 7},
+    ],
+)
+def test_another_protocol_has_a_file_of_its_own(tmp_path, change):
+    def measured(changes):
+        config = grpo(tmp_path)
+        config.evaluation.greedy, config.evaluation.samples = False, 1
+        config.acting = ActingSettings(ensemble=0.0)
+        for key, value in changes.items():
+            owner = config
+            *parents, name = key.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent)
+            setattr(owner, name, value)
+        evaluate(find_recipe("robot_grpo"), config)
+        return len(list((tmp_path / "run" / "episodes").glob("*.jsonl")))
+
+    assert measured({}) == 1
+    assert measured({}) == 1
+    assert measured(change) == (1 if "acting.execute" in change else 2)  # the chunk is 1 anyway
+
+
+def test_a_changed_environment_is_measured_anew(tmp_path, monkeypatch):
+    source = (
+        "from tests.robotics.line_sim import LineSim\n\n\n"
+        "def make(config):\n    sim = LineSim()\n    sim.horizon = 12\n    return sim\n"
+    )
+    (tmp_path / "own_line.py").write_text(source)
+    entry, config = find_recipe("robot_grpo"), grpo(tmp_path)
+    config.sim = SimConfig(kind=f"{tmp_path}/own_line.py:make")
+    evaluate(entry, config)
+    (tmp_path / "own_line.py").write_text(source.replace("make(config)", "make(config, *more)"))
+    evaluate(entry, config)
+    assert len(list((tmp_path / "run" / "episodes").glob("*.jsonl"))) == 2
+
+
+def test_an_episode_that_the_environment_ends_is_told_apart_from_the_horizon(tmp_path):
+    class Falling(LineSim):
+        def step_chunk(self, actions, record=()):
+            result = super().step_chunk(actions, record)
+            fell = np.isin(result.rows, [0]) & ~result.success
+            self.live = self.live[~np.isin(self.live, result.rows[fell])]
+            return ChunkResult(**{**vars(result), "terminated": result.terminated | fell})
+
+    model = ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": -5.0})
+    recipe = RobotGrpoRecipe(grpo(tmp_path, model=model), sim=Falling())
+    recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    lines = [json.loads(line) for line in next((tmp_path / "run" / "episodes").glob("*.jsonl")).open()]
+    assert [line["ending"] for line in lines] == ["terminated"] + ["horizon"] * 7
+    assert [line["steps"] for line in lines] == [1] + [12] * 7
+    records = recipe.records(collected(recipe), 2)
+    assert [record.finish for record in records] == ["terminated", "horizon"]
+
+
+def test_the_metrics_are_of_all_episodes_of_a_step(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path))
+    first, second = collected(recipe), collected(recipe, seed=1)
+    both = torch.cat([first.payload.success, second.payload.success]).float()
+    lengths = torch.cat([first.payload.lengths, second.payload.lengths]).float()
+    metrics = recipe.step_metrics(second.select_groups(torch.tensor([0])))  # what a filter left of it
+    assert metrics["episode/success"] == pytest.approx(float(both.mean()))
+    assert metrics["episode/steps"] == pytest.approx(float(lengths.mean()))
+    third = collected(recipe, seed=2)
+    assert recipe.step_metrics(third)["episode/success"] == pytest.approx(float(third.payload.success.float().mean()))
+
+
 def test_other_weights_never_share_a_file(tmp_path):
     entry = find_recipe("robot_grpo")
     evaluate(entry, grpo(tmp_path))
@@ -270,6 +387,11 @@ def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
         ({"objective": ObjectiveConfig(preset="ppo")}, "needs a critic"),
         ({"objective": ObjectiveConfig(preset="srpo", kl="full", kl_coef=0.1)}, "use k1, k2 or k3"),
         ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),
+        (
+            {"trainer": trainer(samples_per_task=1)},
+            "samples_per_task is 1, but the advantage 'group_mean_std'",
+        ),
+        ({"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED}, "acting.ensemble is 0.1, which is of greedy"),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
         ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, flow, vlm"),
@@ -286,6 +408,22 @@ def test_bad_settings(tmp_path, changes, message):
         config.sim = sim
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         config.validate()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            EpisodeSetConfig(split="held_out", layouts=8, first=493),
+            "first=493 and layouts=8 go beyond .* has 500",
+        ),
+        (EpisodeSetConfig(split="all"), "there is no split all; this simulator has: train, held_out"),
+    ],
+)
+def test_initial_states_that_the_simulator_lacks_are_refused_at_the_start(tmp_path, data, message):
+    for changes in ({"data": data}, {"eval_data": {"held_out": data}}):
+        with pytest.raises(UserError, match=message):
+            RobotGrpoRecipe(grpo(tmp_path, **changes))
 
 
 def test_unknown_task_lists_what_there_is(tmp_path):

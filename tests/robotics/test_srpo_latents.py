@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.runs import train
 from robotics.vla.latents import LatentConfig
@@ -124,6 +124,25 @@ def test_an_episode_without_a_latent_teaches_nothing_and_is_counted(tmp_path, fo
     assert recipe.step_metrics(rollouts)["srpo/invalid_latents"] == 2
 
 
+def test_a_step_without_any_latent_stops_with_the_reason(tmp_path, folders, monkeypatch, caplog):
+    recipe = SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)))
+
+    def fails(frames, states):
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(recipe.latent, "_prepare", fails)
+    with pytest.raises(RunError, match=r"no episode of this step has a latent: out of memory; latent\.kind is pixels"):
+        collected(recipe)
+    assert "an episode has no latent and teaches nothing: out of memory" in caplog.text
+
+
+def test_a_latent_of_other_states_is_refused_at_the_start(tmp_path):
+    scale = {"mean": [0.0] * 3, "std": [1.0] * 3}
+    message = r"made for the 3 entries of latent\.options; the simulator's state has 2"
+    with pytest.raises(UserError, match=message):
+        SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="state", options=scale)))
+
+
 def test_remembered_successes_survive_an_interruption(tmp_path):
     changes = {"progress": ProgressSettings(memory=8)}
     whole = train(find_recipe("srpo"), srpo(tmp_path / "a", trainer=trainer(steps=2), **changes))
@@ -172,5 +191,16 @@ def test_references_come_from_all_processes(tmp_path):
     for found in (winner, loser):
         assert found["metrics"]["srpo/tasks_without_reference"] == 0
         assert len(found["memory"]["right"]) == len(winner["reward"])
+    assert winner["metrics"] == pytest.approx(loser["metrics"], nan_ok=True)
+    assert winner["metrics"]["episode/success"] == pytest.approx(success.mean())
+    assert winner["metrics"]["sim/raised"] == 0
+    assert winner["metrics"]["srpo/agreement"] > 0.5  # of the failures, which the first process has none of
     assert torch.equal(winner["weights"], loser["weights"])
     assert not torch.equal(winner["weights"], winner["start"])
+    for found in (winner, loser):
+        assert found["again"] == pytest.approx(found["evaluation"], nan_ok=True)
+    assert (winner["begun"], loser["begun"]) == ([5, 7], [6])
+    files = [path.name for path in (tmp_path / "run" / "episodes").glob("*.jsonl")]
+    assert len(files) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "episodes" / files[0]).open()]
+    assert [line["index"] for line in lines] == list(range(8))

@@ -195,6 +195,16 @@ def test_restarts_without_end_stop_the_run_with_the_last_traceback():
         pool.reset(specs("stubborn"))
 
 
+def test_as_many_restarts_as_workers_are_one_incident():
+    with WorkerPool(settings(count=3, reset_retries=2, max_restarts=1)) as pool:
+        pool.reset(specs("walk", "walk", "walk"))
+        for number in pool.processes():
+            os.kill(number, signal.SIGKILL)
+        assert pool.step_chunk(zeros(pool)).failed.all()
+        assert not pool.reset(specs("walk", "walk", "walk")).failed.any()
+        assert pool.counts["restarted"] == 3
+
+
 def test_an_episode_that_ends_forgives_the_restarts_before_it():
     with WorkerPool(settings(kwargs={"horizon": 4}, reset_retries=1, max_restarts=2)) as pool:
         for _ in range(2):

@@ -153,6 +153,14 @@ def test_a_changed_setting_repeats_the_run(lab):
     assert "6 of 6 runs are finished already" not in lab.lines
 
 
+def test_a_setting_that_the_sweep_overrides_again_does_not_repeat_it(lab):
+    sweep = {"parameter": "trainer.learning_rate", "values": [0.01], "seeds": [9], "overrides": {"steps": 4}}
+    lab.run(overrides={"steps": 40}, sweep=sweep)
+    lab.run(overrides={"steps": 50}, sweep=sweep)
+    assert lab.starts("sweep/papo/0.01/seed-9") == ["fresh"]  # 4 steps, whatever the comparison has
+    assert (lab.output / "runs/grpo/seed-1.replaced-1").is_dir()
+
+
 def test_an_interrupted_run_continues_from_its_checkpoint(lab):
     lab.run()
     run = lab.output / "runs/papo/seed-2"

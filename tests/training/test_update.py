@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mmrl.core.catalogue import get
+from mmrl.errors import UserError
 from mmrl.training.distributed import _buckets
 from mmrl.training.recipe import Recipe
 from tests.training.conftest import weights
@@ -161,3 +162,16 @@ def test_messages_hold_neighbours_of_one_type_up_to_a_size(monkeypatch):
     tensors = [*map(torch.zeros, [2, 3, 1, 9, 1]), torch.zeros(1, dtype=torch.float64)]
     assert [[len(tensor) for tensor in bucket] for bucket in _buckets(tensors)] == [[2, 3], [1], [9], [1], [1]]
     assert list(_buckets([])) == []
+
+
+class LowPrecisionRecipe(ToyRecipe):
+    def __init__(self, config):
+        super().__init__(config)
+        self.policy.to(torch.bfloat16)
+
+
+def test_steps_that_low_precision_rounds_away_are_refused(make_trainer):
+    with pytest.raises(UserError, match=r"to be trained are bfloat16 and trainer\.learning_rate is 5e-06: .*adapters"):
+        make_trainer(recipe=LowPrecisionRecipe, learning_rate=5e-6)
+    assert make_trainer(recipe=LowPrecisionRecipe, learning_rate=1e-3).step == 0
+    assert make_trainer(learning_rate=5e-6).step == 0

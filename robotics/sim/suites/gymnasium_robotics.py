@@ -1,7 +1,8 @@
 """An environment of gymnasium-robotics (Fetch, Shadow hand, Adroit, Franka kitchen, mazes) for the generic adapter.
 
 Loaded by path in a Python that has gymnasium-robotics (made for 1.4.2), which mujoco 4 is too new for. The state is the
-Dict observation, its entries in alphabetical order one after the other; success is what `info` says.
+Dict observation, its entries in alphabetical order one after the other; success is what `info` says, in the kitchen
+that all tasks of the episode are done.
 
 Source: Farama-Foundation/Gymnasium-Robotics.
 """
@@ -57,15 +58,32 @@ def make(
         env = gymnasium.make(names[0], max_episode_steps=horizon, **known)
     except gymnasium.error.UnregisteredEnv as error:
         raise SuiteError(str(error)) from None
-    model = getattr(env.unwrapped, "model", None)
-    if model is not None and not shadows:
-        model.light_castshadow[:] = False
-        model.vis.quality.offsamples = 0
+    if names[0].startswith("FrankaKitchen"):
+        env = KitchenSuccess(env)
+    for holder in (env.unwrapped, *(getattr(env.unwrapped, inner, None) for inner in INNER_ENVIRONMENTS)):
+        model = getattr(holder, "model", None)
+        if model is not None and not shadows:
+            model.light_castshadow[:] = False
+            model.vis.quality.offsamples = 0
     name = names[0].split("-")[0]
     instruction = next((text for start, text in INSTRUCTIONS.items() if name.startswith(start)), name)
     env.metadata = {**env.metadata, "instruction": instruction, "image_size": (size, size)}
     return env
 
+
+class KitchenSuccess(gymnasium.Wrapper):
+    """Says in `info` whether all tasks of the kitchen are done, which its own entries leave to be counted."""
+
+    def step(self, action: Any) -> Any:
+        """Act; see `gymnasium.Env.step`."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        kitchen: Any = self.env.unwrapped
+        done = len(info["episode_task_completions"]) == len(kitchen.goal)
+        return observation, reward, terminated, truncated, {**info, "success": done}
+
+
+INNER_ENVIRONMENTS = ("robot_env", "point_env", "ant_env")
+"""Where kitchen and mazes keep the environment that has the scene."""
 
 INSTRUCTIONS = {
     "FetchReach": "move the gripper to the red target",
