@@ -24,10 +24,6 @@ def example(tmp_path):
     return tmp_path
 
 
-def read_docs() -> str:
-    return DOCS.read_text(encoding="utf-8")
-
-
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=240, check=False
