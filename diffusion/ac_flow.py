@@ -27,9 +27,10 @@ from torch import Tensor
 
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import OrwConfig, OrwRecipe, OrwSettings
+from mmrl.core.advantages import check_group_size
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.distributed import global_advantages, merge_lists
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.seeds import make_generator, stream_seed
 from mmrl.training.stopwatch import stopwatch
 
@@ -87,6 +88,8 @@ class AcFlowConfig(OrwConfig):
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
         self.shaping.validate()
+        if self.shaping.kind == "group_z":
+            check_group_size(self.trainer.samples_per_task, make_objective(self.objective).advantage)
         self.critic.validate()
         if self.orw.center:
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")

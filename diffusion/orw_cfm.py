@@ -80,6 +80,8 @@ class OrwConfig(MatchedConfig):
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
         self.orw.validate()
+        if self.orw.center and self.trainer.samples_per_task < 2:
+            raise ValueError("orw.center compares the images of a prompt; trainer.samples_per_task must be at least 2")
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; weights are made of summed rewards, use sum")
 

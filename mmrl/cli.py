@@ -224,6 +224,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
     from mmrl.training.runs import evaluate
 
+    if run_dir and not any(text.startswith("output_dir=") for text in args.overrides):
+        config.output_dir = str(run_dir)  # the folder may have been moved since it was written
     metrics = evaluate(entry, config, run_dir)
     width = max(map(len, metrics), default=0)
     for name, value in metrics.items():

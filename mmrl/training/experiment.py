@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ __all__ = [
     "SweepConfig",
     "WorkConfig",
     "dotted_overrides",
+    "effective_overrides",
     "load_experiment",
     "plan_arm_run",
     "plan_preparations",
@@ -252,8 +253,17 @@ class RunPlan:
 
     def fingerprint(self) -> dict[str, Any]:
         """What the run is made of: a changed file, parent file or override gives another fingerprint."""
-        last = {text.partition("=")[0]: text for text in self.overrides}  # the others are overridden themselves
-        return {"config_sha256": _digest(self.config), "overrides": list(last.values())}
+        return {"config_sha256": _digest(self.config), "overrides": effective_overrides(self.overrides)}
+
+
+def effective_overrides(overrides: Sequence[str]) -> list[str]:
+    """Overrides without those that a later one of the same key takes back, in the order in which they count."""
+    last: dict[str, str] = {}
+    for text in overrides:
+        key = text.partition("=")[0]
+        last.pop(key, None)
+        last[key] = text
+    return list(last.values())
 
 
 def load_experiment(path: Path) -> ExperimentConfig:

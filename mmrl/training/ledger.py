@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.training.experiment import RunPlan
+from mmrl.training.experiment import RunPlan, effective_overrides
 from mmrl.training.jsonlines import write_atomically
 
 __all__ = ["failure_of", "is_finished", "mark", "prepare_folder"]
@@ -94,7 +94,8 @@ def _free_name(plan: RunPlan) -> Path:
 
 
 def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
-    return all(marker.get(key) == value for key, value in plan.fingerprint().items())
+    known = {**marker, "overrides": effective_overrides(marker.get("overrides") or [])}
+    return all(known.get(key) == value for key, value in plan.fingerprint().items())
 
 
 def _agrees_with_config(plan: RunPlan) -> bool:

@@ -88,8 +88,6 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     """
     from mmrl.training.checkpoint import Checkpoints
 
-    if run_dir is not None:
-        config.output_dir = str(run_dir)  # the folder may have been moved since it was written
     accelerator, recipe = _build(entry, config)
     step = 0
     try:

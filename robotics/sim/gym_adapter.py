@@ -233,7 +233,19 @@ def _split_keys(
         )
     image = image_key or (pictures[0] if pictures else None)
     chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
+    for key in chosen:
+        if any(_is_picture(leaf) for leaf in _inner_spaces(parts[key])):
+            raise EnvError(
+                f"the entry {key!r} of the state holds a picture; leave it out with state_keys, or wrap the environment "
+                "so that the picture is an entry of its own"
+            )
     return chosen, image
+
+
+def _inner_spaces(space: Any) -> list[Any]:
+    if type(space).__name__ != "Dict":
+        return [space]
+    return [leaf for part in space.spaces.values() for leaf in _inner_spaces(part)]
 
 
 def _horizon(asked: int | None, spec: Any) -> int:

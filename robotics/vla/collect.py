@@ -83,8 +83,8 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
     if settings.scale == "none":
         if statistics is not None:
             raise UserError(
-                "acting.scale is 'none', but the policy was cloned with normalised actions and has their statistics; "
-                "set acting.scale=bounds_q99"
+                "acting.scale is 'none', but the policy has the statistics of the normalised actions that it was "
+                "cloned with (action_statistics.json in its folder); set acting.scale=bounds_q99"
             )
         return None
     if statistics is None:

@@ -25,7 +25,6 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from mmrl.errors import RunError
-from mmrl.rewards.loading import source_digest
 from mmrl.training.distributed import merge_lists, shard
 from mmrl.training.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
 from mmrl.training.metrics import metric_label
@@ -311,7 +310,6 @@ def _protocol(
     """What the numbers depend on."""
     config, acting = recipe.config, _acting(recipe, protocol)
     scale = action_scale(recipe.policy, acting)
-    named = {"sim.kind": config.sim.kind, "sim.env": config.sim.env, "model.kind": config.model.kind}
     about = {
         "protocol": protocol,
         "repeats": repeats,
@@ -325,7 +323,7 @@ def _protocol(
         "ensemble": acting.ensemble,
         "scale": acting.scale if scale is None else scale.as_dict(),
         "weights": _weights_digest(recipe.policy),
-        "code": {name: source_digest(spec) for name, spec in named.items() if ":" in spec},
+        "code": recipe.code,
         "precision": config.trainer.mixed_precision,
         "device": next(recipe.policy.parameters(), torch.zeros(0)).device.type,
         "torch": torch.__version__,

@@ -23,6 +23,7 @@ from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.rewards.loading import source_digest
 from mmrl.training.distributed import sum_over_processes
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
@@ -124,8 +125,9 @@ class RobotRecipe(Recipe):
             raise UserError(
                 f"acting.execute is {config.acting.execute}; the policy's chunk has {self.policy.chunk} steps"
             )
-        self.broken: Counter[str] = Counter()
+        self.broken = 0
         self._seen: Counter[str] = Counter()
+        self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
         self.step = 0
 
     def load_train_tasks(self) -> Sequence[Any]:
@@ -198,8 +200,9 @@ class RobotRecipe(Recipe):
         self._seen.clear()
         count = seen.get("episodes", 0) or math.nan
         found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
-        broken = sum_over_processes({**self.broken, **self.sim.counts})
-        return found | {f"sim/{name}": float(count) for name, count in broken.items()}
+        self.broken += int(seen.get("failed", 0))
+        counts = sum_over_processes(self.sim.counts) | {"episodes_failed": self.broken}
+        return found | {f"sim/{name}": float(number) for name, number in counts.items()}
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """Remember the step, which names what evaluations write."""
@@ -207,12 +210,12 @@ class RobotRecipe(Recipe):
 
     def state_dict(self) -> dict[str, Any]:
         """Step and counts."""
-        return {"step": self.step, "broken": dict(self.broken)}
+        return {"step": self.step, "broken": self.broken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.step = int(state["step"])
-        self.broken = Counter(state["broken"])
+        self.broken = int(state["broken"])
 
     def close(self) -> None:
         """End the simulator's threads and processes."""
@@ -232,10 +235,16 @@ class RobotRecipe(Recipe):
         self._seen["success"] += int(payload.success[sound].sum())
         self._seen["steps"] += int(payload.lengths[sound].sum())
         count = int(payload.failed.sum())
-        if count and not self.broken["episodes_failed"]:
+        if count and not self.broken and not self._seen["failed"]:
             reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
             LOGGER.warning("an environment broke down, its group teaches nothing: %s", reason)
-        self.broken["episodes_failed"] += count
+        self._seen["failed"] += count
+
+
+def _users_parts(config: RobotConfig) -> dict[str, str]:
+    """Settings that name a user's own code."""
+    named = {"sim.kind": config.sim.kind, "sim.env": config.sim.env, "model.kind": config.model.kind}
+    return {name: spec for name, spec in named.items() if ":" in spec}
 
 
 def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:

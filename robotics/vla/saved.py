@@ -46,8 +46,10 @@ def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistic
 
 
 def write_statistics(path: Path, statistics: ActionStatistics | None) -> None:
-    """Write the statistics of a policy's data into its folder, which is there; nothing where there are none."""
-    if statistics is not None:
+    """Write the statistics of a policy's data into its folder, which is there; without any, none are left in it."""
+    if statistics is None:
+        (path / STATISTICS_FILE).unlink(missing_ok=True)
+    else:
         statistics.save(path / STATISTICS_FILE)
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,7 +88,7 @@ class SrpoRecipe(RobotRecipe):
                 f"state has {self.sim.state_size}"
             )
         self.memory = SuccessMemory(config.progress.memory)
-        self.invalid: Counter[str] = Counter()
+        self.invalid = self._invalid_now = 0
         self.outcome: ProgressOutcome | None = None
         self.agreement = math.nan
         self._first_reason = ""
@@ -120,8 +119,9 @@ class SrpoRecipe(RobotRecipe):
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """What the references looked like, beside the metrics of every robot recipe."""
-        invalid = sum_over_processes(self.invalid)
-        found = super().step_metrics(rollouts) | {f"srpo/{name}": float(n) for name, n in invalid.items()}
+        self.invalid += int(sum_over_processes({"now": self._invalid_now})["now"])
+        self._invalid_now = 0
+        found = super().step_metrics(rollouts) | {"srpo/invalid_latents": float(self.invalid)}
         if self.outcome is None:
             return found
         return found | {
@@ -133,13 +133,13 @@ class SrpoRecipe(RobotRecipe):
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and remembered successes."""
-        return super().state_dict() | {"memory": self.memory.state_dict(), "invalid": dict(self.invalid)}
+        return super().state_dict() | {"memory": self.memory.state_dict(), "invalid": self.invalid}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         super().load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
-        self.invalid = Counter(state["invalid"])
+        self.invalid = int(state["invalid"])
 
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray]:
         """Latents (B, E) and which rows have one."""
@@ -149,7 +149,7 @@ class SrpoRecipe(RobotRecipe):
         latents = np.zeros((rows, found.latents.shape[1]), np.float32)
         valid = np.zeros(rows, bool)
         latents[sound], valid[sound] = found.latents, found.valid
-        self.invalid["invalid_latents"] += int((~found.valid).sum())
+        self._invalid_now += int((~found.valid).sum())
         if found.reasons and not self._first_reason:
             self._first_reason = next(iter(found.reasons.values()))
             LOGGER.warning("an episode has no latent and teaches nothing: %s", self._first_reason)

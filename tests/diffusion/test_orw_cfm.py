@@ -187,6 +187,16 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     config.orw.center = True
     with pytest.raises(ValueError, match=r"orw\.center is for ORW"):
         config.validate()
+    config = run_config("ac_flow", tmp_path, samples_per_task=1)
+    config.validate()
+    config.shaping.kind = "group_z"
+    with pytest.raises(ValueError, match="samples_per_task is 1, but the advantage"):
+        config.validate()
+    config = run_config("orw_cfm_w2", tmp_path, samples_per_task=1)
+    config.validate()
+    config.orw.center = True
+    with pytest.raises(ValueError, match=r"orw\.center compares the images of a prompt"):
+        config.validate()
     config = run_config("orw_cfm_w2", tmp_path)
     config.combine = "gdpo"
     with pytest.raises(ValueError, match="weights are made of summed rewards"):

@@ -301,6 +301,7 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["combine=mean"], "allowed: sum, gdpo"),
         (["filter.key=brightness"], "filter.key is 'brightness'; allowed: reward, caption_colour"),
         (["eval_ema.decay=1.0"], "eval_ema.decay is 1.0"),
+        (["trainer.samples_per_task=1"], "samples_per_task is 1, but the advantage 'group_mean_global_std'"),
         (["objective.preset=ppo"], "which needs a critic"),
         (["objective.preset=grpo"], "objective.kl is 'k3'; images have an exact divergence"),
         (["model.dtype=float16"], "model.dtype='float16'"),

@@ -416,7 +416,7 @@ def test_a_policy_cloned_on_normalised_actions_goes_on_in_the_simulator(tmp_path
     found, _ = acted(recipe.policy, recipe.sim, NORMALISED, layouts=4)
     for actions in found.actions:
         np.testing.assert_allclose(actions, 0.25 * SPEED, atol=0.02)
-    with pytest.raises(UserError, match=r"acting\.scale is 'none', but .* normalised .*; set acting\.scale=bounds_q99"):
+    with pytest.raises(UserError, match=r"'none', but the policy has the statistics .*; set acting\.scale=bounds_q99"):
         acted(recipe.policy, recipe.sim, ActingSettings())
     recipe.policy.statistics = statistics([-9.0], [9.0], [True])
     recipe.policy.load_weights(saved.path)  # a checkpoint brings its own

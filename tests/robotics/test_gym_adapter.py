@@ -217,6 +217,14 @@ def test_entries_of_a_dict_within_a_dict_are_state():
     np.testing.assert_array_equal(adapted.state(), [5, 6, 7, 1, 2])
 
 
+def test_pictures_are_no_state():
+    inner = spaces.Dict({"rgb": spaces.Box(0, 255, (4, 6, 3), np.uint8)})
+    observation = spaces.Dict({"cam": inner, "zeta": spaces.Box(-1, 1, (2,))})
+    for options in ({}, {"state_keys": ["zeta", "cam"]}):
+        with pytest.raises(EnvError, match="the entry 'cam' of the state holds a picture"):
+            row(Arm(observation), **options)
+
+
 def test_an_entry_that_is_no_picture_is_not_drawn():
     space = spaces.Dict({"float": spaces.Box(0, 1, (4, 6, 3), np.float32), "zeta": spaces.Box(-1, 1, (2,))})
 

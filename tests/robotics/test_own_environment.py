@@ -15,9 +15,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "robotics.md"
 @pytest.fixture
 def example(tmp_path):
     """A folder with the files that the docs show."""
-    blocks = re.findall(
-        r"```(?:python|yaml)\n# (my_robot\.py|my_training\.py|my_robot\.yaml)\n(.*?)```", read_docs(), re.S
-    )
+    names = r"my_robot\.py|my_training\.py|my_robot\.yaml"
+    blocks = re.findall(rf"```(?:python|yaml)\n# ({names})\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
     assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml"]
     for name, text in blocks:
         (tmp_path / name).write_text(text, encoding="utf-8")

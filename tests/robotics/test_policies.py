@@ -259,8 +259,12 @@ def test_a_saved_policy_comes_back_bit_for_bit(make, kind, tmp_path):
         choice = draw(other)
         assert torch.equal(choice.actions, expected.actions)
         assert torch.equal(choice.logp, expected.logp)
-    assert opened.statistics.as_dict() == policy.statistics.as_dict()
+    assert opened.statistics.as_dict() == loaded.statistics.as_dict() == policy.statistics.as_dict()
     assert opened.config == policy.config
+    policy.statistics = None
+    policy.save_pretrained(tmp_path / "saved")
+    loaded.load_weights(tmp_path / "saved")
+    assert open_policy(tmp_path / "saved").statistics is loaded.statistics is None
 
 
 def test_a_copy_is_a_policy_of_its_own(make, policy, request):

@@ -130,6 +130,16 @@ def test_broken_environment_takes_its_group_out(tmp_path):
     assert not advantages[own].any()
 
 
+def test_the_count_of_what_broke_survives_an_interruption(tmp_path):
+    recipe = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
+    first = recipe.step_metrics(collected(recipe))["sim/episodes_failed"]
+    assert first >= 1
+    again = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
+    again.load_state_dict(recipe.state_dict())
+    both = [found.step_metrics(collected(found, seed=1))["sim/episodes_failed"] for found in (recipe, again)]
+    assert both[0] == both[1] > first
+
+
 def test_run_without_a_whole_group_stops_with_the_reason(tmp_path):
     config = grpo(tmp_path, sim={"never_starts": list(range(20))}, eval_data={})
     with pytest.raises(RunError, match="would not start"):
