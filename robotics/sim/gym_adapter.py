@@ -236,8 +236,8 @@ def _split_keys(
     for key in chosen:
         if any(_is_picture(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
-                f"the entry {key!r} of the state holds a picture; leave it out with state_keys, or wrap the environment "
-                "so that the picture is an entry of its own"
+                f"the entry {key!r} of the state holds a picture; leave it out with state_keys, or wrap the "
+                "environment so that the picture is an entry of its own"
             )
     return chosen, image
 
