@@ -136,14 +136,18 @@ def test_a_wave_that_cannot_start_does_not_cost_the_others(tmp_path, model, kind
 
 
 def test_an_evaluation_of_other_states_is_not_mixed_in(tmp_path):
-    """The lines of a folder count only for the initial states that they are of."""
+    """Each set of initial states has a file of its own, which later evaluations leave as it is."""
+    written: dict[str, str] = {}
 
     def layouts(first, count):
         states = EpisodeSetConfig(tasks=["right"], split="held_out", first=first, layouts=count)
         config = grpo(tmp_path, eval_data={"held_out": states})
         metrics = evaluate(find_recipe("robot_grpo"), config)
-        (file,) = (tmp_path / "run" / "episodes").glob("*.jsonl")
-        return metrics["held_out/n"], [json.loads(line)["layout"] for line in file.open()]
+        files = {file.name: file.read_text() for file in (tmp_path / "run" / "episodes").glob("*.jsonl")}
+        assert files.items() >= written.items()
+        (name,) = files.keys() - written.keys()
+        written[name] = files[name]
+        return metrics["held_out/n"], [json.loads(line)["layout"] for line in files[name].splitlines()]
 
     assert layouts(0, 3) == (3, [0, 1, 2])
     assert layouts(5, 3) == (3, [5, 6, 7])
