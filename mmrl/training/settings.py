@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mmrl.training.tracking import TrackingConfig
 
 __all__ = [
+    "SMALLEST_LOW_PRECISION_STEP",
     "CheckpointConfig",
     "EvaluationConfig",
     "GroupFilterConfig",
@@ -20,6 +21,8 @@ NONFINITE_POLICIES = ("skip", "stop")
 OLD_LOGP_SOURCES = ("recompute", "sampler")
 REFERENCE_KINDS = ("auto", "none", "frozen", "adapter", "ema")
 FILTER_KINDS = ("none", "drop", "resample")
+SMALLEST_LOW_PRECISION_STEP = 1e-4
+"""About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
 PRECISIONS = ("none", "bf16")  # not "no": YAML reads that as false
 
 

@@ -22,14 +22,12 @@ from mmrl.training.guard import describe_nonfinite, save_failure
 from mmrl.training.recipe import Recipe
 from mmrl.training.reference import Reference
 from mmrl.training.seeds import make_generator
-from mmrl.training.settings import TrainerConfig
+from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, TrainerConfig
 from mmrl.training.stopwatch import stopwatch
 
-__all__ = ["SMALLEST_LOW_PRECISION_STEP", "Updater", "learning_rate_factor", "make_optimizer"]
+__all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
 
 LOGGER = logging.getLogger("mmrl")
-SMALLEST_LOW_PRECISION_STEP = 1e-4
-"""About how far bfloat16 numbers near a typical weight of 0.02 are apart; AdamW moves a weight by the learning rate."""
 
 
 def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:

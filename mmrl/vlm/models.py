@@ -17,14 +17,12 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.training.machine import avoid_refused_instructions
+from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP
 from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "check_update_precision", "load_policy"]
 
 LOGGER = logging.getLogger("mmrl")
-
-
-SMALLEST_BF16_STEP = 1e-4
 
 
 @dataclass
@@ -117,7 +115,7 @@ def check_update_precision(config: ModelConfig, learning_rate: float) -> None:
     Raises:
         ValueError: bfloat16 weights are trained with a rate below 1e-4.
     """
-    if config.dtype == "bfloat16" and not config.lora.enabled and learning_rate < SMALLEST_BF16_STEP:
+    if config.dtype == "bfloat16" and not config.lora.enabled and learning_rate < SMALLEST_LOW_PRECISION_STEP:
         raise ValueError(
             f"model.dtype is bfloat16 and trainer.learning_rate {learning_rate:g}: bfloat16 weights round such steps "
             "away; use model.dtype=float32 with trainer.mixed_precision=bf16, or model.lora.enabled=true"

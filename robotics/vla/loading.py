@@ -108,7 +108,7 @@ def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: 
 
 
 def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
-    """A structured configuration from plain entries, later ones first, checked as a file's are."""
+    """A structured configuration from plain entries, of which later ones count, checked as a file's are."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
