@@ -114,7 +114,10 @@ class Episode:
         self._env, self._images, self._end_at_success = env, images, end_at_success
         self._elapsed = 0
         if images and env.image_size is None:
-            raise gym_adapter.EnvError("pictures were asked for, but the environment does not draw any")
+            raise gym_adapter.EnvError(
+                "pictures were asked for, but the environment draws none; make it with render_mode='rgb_array', or ask "
+                "for none (sim.image_size=0)"
+            )
 
     def hello(self) -> dict[str, Any]:
         """Sizes, tasks and versions, for the first message."""
