@@ -29,10 +29,10 @@ from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import OrwConfig, OrwRecipe, OrwSettings
 from mmrl.core.advantages import check_group_size
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.distributed import global_advantages, merge_lists
-from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.seeds import make_generator, stream_seed
-from mmrl.training.stopwatch import stopwatch
+from mmrl.training.loop.distributed import global_advantages, merge_lists
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.record.stopwatch import stopwatch
 
 __all__ = ["SHAPINGS", "AcFlowConfig", "AcFlowRecipe", "ShapingConfig"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.training.distributed import average_gradients, merge_lists
+from mmrl.training.loop.distributed import average_gradients, merge_lists
 
 __all__ = ["Critic", "CriticConfig", "CriticTrainer"]
 

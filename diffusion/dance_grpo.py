@@ -16,8 +16,8 @@ from diffusion.policy import ModelConfig
 from diffusion.recipe import full_model, image_trainer
 from diffusion.sampler import SamplerConfig
 from diffusion.trajectories import TrajectoryConfig, TrajectoryRecipe
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.settings import TrainerConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["DanceGrpoConfig", "DanceGrpoRecipe"]
 

@@ -84,7 +84,7 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
     """
     if not config.path or config.path == MISSING:
         raise UserError("data.path is not set: give a .txt, .jsonl, .json or .parquet file, a folder or a hub id")
-    from mmrl.vlm.data import build_if_missing
+    from mmrl.hub.building import build_if_missing
 
     build_if_missing(config)
     loaded = LoadedPrompts([])
@@ -107,7 +107,7 @@ def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | Non
     if path.suffix.lower() == ".txt":
         yield from _text_rows(path)
         return
-    from mmrl.vlm.tables import read_rows
+    from mmrl.hub.tables import read_rows
 
     for row in read_rows(config.path, config.split, config.subset):
         yield row.place, row.cells, row.problem

@@ -21,8 +21,8 @@ from diffusion.history import PromptHistory
 from diffusion.sampler import SamplerConfig
 from diffusion.trajectories import StepSettings, TrajectoryConfig, TrajectoryRecipe
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.distributed import merge_lists
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.distributed import merge_lists
+from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["DdpoConfig", "DdpoRecipe", "HistoryConfig"]
 

@@ -16,13 +16,13 @@ from diffusion.data import DiffusionTask
 from diffusion.forward_process import matched_velocities, stack_timesteps
 from diffusion.guidance import GuidedVelocity
 from diffusion.sampler import sample_latents
-from mmrl.training.distributed import merge_lists, shard
-from mmrl.training.metrics import metric_label
-from mmrl.training.recipe import Evaluation
-from mmrl.training.samples import SampleRecord
-from mmrl.training.seeds import make_generator, stream_seed
-from mmrl.training.settings import EvaluationConfig
-from mmrl.training.statistics import cluster_bootstrap_interval
+from mmrl.training.loop.distributed import merge_lists, shard
+from mmrl.training.record.metrics import metric_label
+from mmrl.training.loop.recipe import Evaluation
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.statistics import cluster_bootstrap_interval
 
 if TYPE_CHECKING:
     from diffusion.recipe import DiffusionRecipe

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diffusion.trajectories import TrajectoryConfig, TrajectoryRecipe
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.settings import GroupFilterConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import GroupFilterConfig
 
 __all__ = ["FlowGrpoConfig", "FlowGrpoRecipe"]
 

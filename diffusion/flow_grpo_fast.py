@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from diffusion.flow_grpo import FlowGrpoConfig, FlowGrpoRecipe
 from diffusion.sampler import SamplerConfig
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["FlowGrpoFastConfig", "FlowGrpoFastRecipe"]
 

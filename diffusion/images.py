@@ -83,7 +83,7 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
     """
     if not config.path or config.path == MISSING:
         raise UserError("images.path is not set: give a .npz or .jsonl file")
-    from mmrl.vlm.data import build_if_missing
+    from mmrl.hub.building import build_if_missing
 
     build_if_missing(config, "images")
     path = Path(config.path).expanduser()

@@ -27,7 +27,7 @@ from mmrl.core.aggregation import Denominators, aggregate
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.settings import TrainerConfig
+from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["DrawSettings", "MatchedConfig", "MatchedRecipe", "Matching", "mean_over_decisions"]
 

@@ -33,7 +33,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["ADVANTAGE_MODES", "DiffusionNftConfig", "DiffusionNftRecipe", "NftSettings"]
 

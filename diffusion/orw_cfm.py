@@ -33,8 +33,8 @@ from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.distributed import merge_lists
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.distributed import merge_lists
+from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["WEIGHTS", "OrwConfig", "OrwRecipe", "OrwSettings"]
 

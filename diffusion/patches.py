@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision
+from mmrl.hub.compat import ensure_torchvision
 
 ensure_torchvision()
 

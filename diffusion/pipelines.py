@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diffusion.flux import PATCH
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = [
     "DecodedImages",

@@ -31,10 +31,10 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.recipe import NoUsableTasksError
-from mmrl.training.reference import Reference
-from mmrl.training.settings import TrainerConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["PretrainConfig", "PretrainRecipe"]
 

@@ -34,14 +34,14 @@ from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig, RewardResult, RewardSum
-from mmrl.training.distributed import global_advantages
-from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.recipe import Evaluation, Recipe
-from mmrl.training.reference import Reference
-from mmrl.training.samples import SampleRecord
-from mmrl.training.scoring import error_metrics, note_errors, with_rewards
-from mmrl.training.settings import RunConfig, TrainerConfig
-from mmrl.training.stopwatch import stopwatch
+from mmrl.training.loop.distributed import global_advantages
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.recipe import Evaluation, Recipe
+from mmrl.training.loop.reference import Reference
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
+from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.record.stopwatch import stopwatch
 
 __all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "full_model", "image_trainer"]
 

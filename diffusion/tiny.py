@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = [
     "TinyFluxSizes",

@@ -203,7 +203,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     entry, config = load_run(args.config, args.overrides)
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
-    from mmrl.training.distributed import leave
+    from mmrl.training.loop.distributed import leave
     from mmrl.training.runs import train
 
     if _is_first_process():
@@ -242,7 +242,7 @@ def _existing_run(folder: Path) -> Path:
 def _report(args: argparse.Namespace) -> int:
     """Write report.html of the last run folder; earlier ones are the stages before it."""
     *chain, run_dir = [_existing_run(folder) for folder in args.run_dirs]
-    from mmrl.training.report import write_report
+    from mmrl.training.report.page import write_report
 
     _say(f"report: {write_report(run_dir, chain=chain)}")
     return 0
@@ -254,7 +254,7 @@ def _compare(args: argparse.Namespace) -> int:
         raise UserError(f"experiment file not found: {args.experiment}")
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs is {args.jobs}; must be at least 1")
-    from mmrl.training.compare import run_experiment
+    from mmrl.training.compare.run import run_experiment
 
     output = args.output or Path("runs") / args.experiment.stem
     folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mmrl.cli import main
-from mmrl.training.trainer import Trainer
+from mmrl.training.loop.trainer import Trainer
 from mmrl.vlm.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS
 from tests.vlm.runs import write_questions

@@ -14,7 +14,7 @@ from mmrl.errors import RunError, UserError
 PROJECT = Path(__file__).resolve().parent.parent
 TOY_RECIPE = """
 from dataclasses import dataclass
-from mmrl.training.settings import RunConfig
+from mmrl.training.loop.settings import RunConfig
 
 @dataclass
 class ToyConfig(RunConfig):
@@ -219,7 +219,7 @@ def test_interrupt_says_how_to_continue(toy_config, recorded_train, capsys):
 
 
 def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkeypatch, capsys):
-    import mmrl.training.compare as compare
+    import mmrl.training.compare.run as compare
 
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
@@ -264,7 +264,7 @@ def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
 
 
 def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypatch, capsys):
-    import mmrl.training.report as report
+    import mmrl.training.report.page as report
 
     folders = [tmp_path / "sft", tmp_path / "papo"]
     for folder in folders:
@@ -283,7 +283,7 @@ def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypa
     ],
 )
 def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch, capsys):
-    import mmrl.training.compare as compare
+    import mmrl.training.compare.run as compare
 
     calls = []
 

@@ -96,7 +96,7 @@ def test_every_part_of_the_suite_is_known_to_the_checker():
         (
             "mmrl/core/objective.py",
             "from mmrl.training import trainer",
-            "mmrl.core imports mmrl.training.trainer",
+            "mmrl.core imports mmrl.training.loop.trainer",
         ),
         ("mmrl/core/objective.py", "from ..vlm.policy import VlmPolicy", "mmrl.core imports mmrl.vlm.policy"),
         ("mmrl/core/__init__.py", "from .. import rewards", "mmrl.core imports mmrl.rewards"),
@@ -122,7 +122,7 @@ def test_checker_catches_a_planted_arrow(tmp_path, file, line, rooms):
 
 def test_checker_accepts_allowed_arrows(tmp_path):
     allowed = {
-        "mmrl/training/trainer.py": "from mmrl.core import rollouts\nfrom mmrl.errors import RunError\n",
+        "mmrl/training/loop/trainer.py": "from mmrl.core import rollouts\nfrom mmrl.errors import RunError\n",
         "mmrl/vlm/policy.py": "import torch\nfrom .payload import Prompt\nfrom ..rewards import RewardSum\n",
         "mmrl/cli.py": "def run():\n    from mmrl.vlm import demo\n",
         "robotics/vla/policy.py": "from diffusion import sampler\nfrom mmrl.core import Objective\n",

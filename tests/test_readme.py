@@ -20,7 +20,7 @@ from mmrl.config import load_run
 from mmrl.core import CATALOGUE
 from mmrl.recipes import RECIPES, find_recipe
 from mmrl.rewards import REWARDS
-from mmrl.training.tracking import describe_metric
+from mmrl.training.record.tracking import describe_metric
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

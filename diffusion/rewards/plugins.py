@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["aesthetic", "clip_score", "hpsv2", "pickscore"]
 

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ROOMS", "run"]
 
-ROOMS = ("vlm", "diffusion", "sim")
+ROOMS = {
+    "vlm": "mmrl.vlm.bench.comparisons",
+    "diffusion": "diffusion.bench.comparisons",
+    "sim": "robotics.bench.comparisons",
+}
+"""Rooms with benchmarks: name to the module that holds their comparisons, which is imported when it is asked for."""
 
 
 def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str, bool]:
@@ -37,7 +42,7 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
     options.validate()
     _check_room(room, options)
     try:
-        module = importlib.import_module(f"mmrl.bench.{room}")
+        module = importlib.import_module(ROOMS[room])
     except ModuleNotFoundError as error:
         raise UserError(f"`mmrl bench {room}` needs {error.name}, which is not installed") from error
     comparisons = module.compare(options)

@@ -2,7 +2,7 @@
 
 An arm is a function `module:function` that takes a dict of JSON values and returns what `mmrl.bench.measure.repeat`
 returns, with "counts" (any numbers worth reporting) and "checks" (results of `check`) added where it has some.
-A room of the benchmark (`mmrl.bench.vlm`, `.diffusion`, `.sim`) offers
+A room of the benchmark (see `mmrl.bench.ROOMS`) offers
 
     NAMES: tuple[str, ...]                                   what `--only` takes
     compare(options: BenchOptions) -> dict[str, dict]        one comparison for each name, built with `comparison`
@@ -14,8 +14,8 @@ and looks like this:
 
     def _sampling(options):
         arms = [
-            Arm("one by one", "mmrl.bench.diffusion:sample_arm", {"together": False, "quick": options.quick}),
-            Arm("together", "mmrl.bench.diffusion:sample_arm", {"together": True, "quick": options.quick}),
+            Arm("one by one", "diffusion.bench.comparisons:sample_arm", {"together": False, "quick": options.quick}),
+            Arm("together", "diffusion.bench.comparisons:sample_arm", {"together": True, "quick": options.quick}),
         ]
         runs = run_arms("sampling", arms, options)
         speed = ratio(runs, "one by one", "together", minimum=2.0, goal=2.5, bound=bound)

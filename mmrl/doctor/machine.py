@@ -85,7 +85,7 @@ def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
     """Whether torchvision imports by itself, only with its operators declared, or not at all.
 
     Args:
-        ensure: returns "native", "patched" or "absent"; `mmrl.vlm.compat.ensure_torchvision` when None.
+        ensure: returns "native", "patched" or "absent"; `mmrl.hub.compat.ensure_torchvision` when None.
 
     Returns:
         One finding.
@@ -105,7 +105,7 @@ def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
 
 
 def _load_ensure_torchvision() -> Callable[[], str]:
-    from mmrl.vlm.compat import ensure_torchvision
+    from mmrl.hub.compat import ensure_torchvision
 
     return ensure_torchvision
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmrl.errors import RunError, UserError
-from mmrl.training.jsonlines import finite_or_none
+from mmrl.training.record.jsonlines import finite_or_none
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from mmrl.training.recipe import Recipe
-    from mmrl.training.tracking import Tracker
+    from mmrl.training.loop.recipe import Recipe
+    from mmrl.training.record.tracking import Tracker
 
 __all__ = ["evaluate", "train"]
 
@@ -39,8 +39,8 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
         UserError: the folder is taken, there is nothing to resume, or an input is wrong.
         RunError: the run could not be finished; what it produced so far is kept.
     """
-    from mmrl.training.report import write_report
-    from mmrl.training.trainer import Trainer
+    from mmrl.training.report.page import write_report
+    from mmrl.training.loop.trainer import Trainer
 
     run_dir = Path(config.output_dir)
     _check_folder(run_dir, resume)
@@ -86,7 +86,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     Raises:
         UserError: there is no such checkpoint, or no evaluation data.
     """
-    from mmrl.training.checkpoint import Checkpoints
+    from mmrl.training.record.checkpoint import Checkpoints
 
     accelerator, recipe = _build(entry, config)
     step = 0
@@ -118,8 +118,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
 
 
 def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
-    from mmrl.training.distributed import make_accelerator
-    from mmrl.training.seeds import seed_everything
+    from mmrl.training.loop.distributed import make_accelerator
+    from mmrl.training.loop.seeds import seed_everything
 
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -188,7 +188,7 @@ def _prepare_folder(run_dir: Path, config: Any) -> None:
 
 def _tracker(run_dir: Path, config: Any) -> Tracker:
     from mmrl.config import to_container
-    from mmrl.training.tracking import build_tracker
+    from mmrl.training.record.tracking import build_tracker
 
     return build_tracker(config.tracking, run_dir, total_steps=config.trainer.steps, run_config=to_container(config))
 

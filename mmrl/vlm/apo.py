@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.rewards.loading import load_function
-from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import vision_info
+from mmrl.hub.compat import vision_info
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.task import TaskError, VlmTask
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.training.report import write_report
+from mmrl.training.report.page import write_report
 from mmrl.training.stages import finish_run, last_model, read_result
 
 __all__ = ["run"]

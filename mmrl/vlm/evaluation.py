@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from accelerate import Accelerator
 
-from mmrl.training.distributed import merge_lists, shard
-from mmrl.training.recipe import Evaluation
-from mmrl.training.samples import SampleRecord
-from mmrl.training.seeds import make_generator, stream_seed
-from mmrl.training.statistics import cluster_bootstrap_interval, wilson_interval
+from mmrl.training.loop.distributed import merge_lists, shard
+from mmrl.training.loop.recipe import Evaluation
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
 from mmrl.vlm.sampler import SamplerConfig, sample
 from mmrl.vlm.task import VlmTask
 

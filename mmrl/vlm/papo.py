@@ -34,9 +34,9 @@ from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput, TokenScores
 from mmrl.core.regularizers import kl
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.reference import Reference
-from mmrl.training.stopwatch import stopwatch
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.reference import Reference
+from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.task import VlmTask

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision
+from mmrl.hub.compat import ensure_torchvision
 
 __all__ = ["ImageOnlyProcessor", "load_processor"]
 

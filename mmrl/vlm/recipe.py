@@ -25,12 +25,12 @@ from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
-from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe, SharedWork
-from mmrl.training.samples import SampleRecord
-from mmrl.training.scoring import error_metrics, note_errors, with_rewards
-from mmrl.training.settings import RunConfig
-from mmrl.training.stopwatch import stopwatch
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, Recipe, SharedWork
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
+from mmrl.training.loop.settings import RunConfig
+from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.evaluation import evaluate_split
 from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy

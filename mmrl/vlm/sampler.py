@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.training.stopwatch import stopwatch
+from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.decoder import LeanBatch
 from mmrl.vlm.lean_weights import LeanWeights, lean_obstacle, lean_weights
 from mmrl.vlm.packing import PromptTable, pack_rows, tabulate

@@ -21,8 +21,8 @@ from mmrl.core.objective import LossOutput, Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
-from mmrl.training.reference import Reference
-from mmrl.training.settings import RunConfig
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
 from mmrl.vlm.payload import VlmPayload

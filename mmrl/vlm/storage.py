@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import quiet_transformers
+from mmrl.hub.compat import quiet_transformers
 
 if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy

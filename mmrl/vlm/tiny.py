@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["CHAT_TEMPLATE", "FAMILIES", "build_tiny_vlm"]
 

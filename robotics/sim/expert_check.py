@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.training.statistics import wilson_interval
+from mmrl.training.record.statistics import wilson_interval
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 
 __all__ = ["check_experts", "expert_of", "run_expert"]

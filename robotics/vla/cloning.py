@@ -22,10 +22,10 @@ from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.reference import Reference
-from mmrl.training.samples import SampleRecord
-from mmrl.training.settings import TrainerConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.reference import Reference
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.settings import TrainerConfig
 from robotics.sim.episodes import RobotSim
 from robotics.vla.collect import action_scale
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations

@@ -167,7 +167,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     Raises:
         UserError: no such dataset, or nothing in it can be used.
     """
-    from mmrl.vlm.data import build_if_missing
+    from mmrl.hub.building import build_if_missing
     from robotics.data import LeRobotReader
 
     build_if_missing(config, "demonstrations")

@@ -25,14 +25,14 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from mmrl.errors import RunError
-from mmrl.training.distributed import merge_lists, shard
-from mmrl.training.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
-from mmrl.training.metrics import metric_label
-from mmrl.training.recipe import Evaluation
-from mmrl.training.samples import SampleRecord
-from mmrl.training.seeds import make_generator
-from mmrl.training.settings import EvaluationConfig
-from mmrl.training.statistics import cluster_bootstrap_interval, wilson_interval
+from mmrl.training.loop.distributed import merge_lists, shard
+from mmrl.training.record.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
+from mmrl.training.record.metrics import metric_label
+from mmrl.training.loop.recipe import Evaluation
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import open_sim
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 

@@ -233,7 +233,7 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     Raises:
         UserError: no such kind or option, or a model that cannot be read.
     """
-    from mmrl.vlm.data import build_if_missing
+    from mmrl.hub.building import build_if_missing
 
     config.validate()
     build_if_missing(config, "latent")

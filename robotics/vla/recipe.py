@@ -24,11 +24,11 @@ from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards.loading import source_digest
-from mmrl.training.distributed import sum_over_processes
-from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.recipe import Evaluation, NoUsableTasksError, Recipe
-from mmrl.training.samples import SampleRecord
-from mmrl.training.settings import RunConfig, TrainerConfig
+from mmrl.training.loop.distributed import sum_over_processes
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, Recipe
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
-from mmrl.training.distributed import sum_over_processes
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.stopwatch import stopwatch
+from mmrl.training.loop.distributed import sum_over_processes
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.record.stopwatch import stopwatch
 from robotics.sim.episodes import RobotSim
 from robotics.vla.latents import LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload

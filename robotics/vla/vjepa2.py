@@ -137,7 +137,7 @@ def _one_number(size: Any) -> int:
 
 
 def _load_vjepa2(path: str) -> Any:
-    from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
     ensure_torchvision()
     from transformers import VJEPA2Model

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-import mmrl.bench.vlm as vlm
+import mmrl.vlm.bench.comparisons as vlm
 from mmrl.bench import ROOMS
 from mmrl.bench.harness import check, comparison
 from mmrl.cli import main

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from mmrl.bench import sim, throughput, throughput_arms
+from robotics.bench import comparisons as sim
+from robotics.bench import throughput, throughput_arms
 from mmrl.bench.harness import BenchOptions
 from mmrl.errors import RunError
 from robotics.sim import find_backend

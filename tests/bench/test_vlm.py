@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.bench import equality, run
+from mmrl.bench import run
+from mmrl.vlm.bench import equality
 from mmrl.bench.harness import BenchOptions
 from mmrl.bench.report import table
-from mmrl.bench.vlm import NAMES, compare
-from mmrl.bench.vlm_arms import make_recipe, make_rollouts, rows_apart, step_arm
-from mmrl.bench.vlm_setup import QUICK_SHAPE
-from mmrl.bench.workload import build_model, questions_file, shape_of
+from mmrl.vlm.bench.comparisons import NAMES, compare
+from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart, step_arm
+from mmrl.vlm.bench.setup import QUICK_SHAPE
+from mmrl.vlm.bench.workload import build_model, questions_file, shape_of
 from mmrl.errors import UserError
 
 SHAPE = QUICK_SHAPE[1]
@@ -122,7 +123,7 @@ def test_switches_reach_the_configuration(options):
 
 
 def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, monkeypatch):
-    from mmrl.training.update import Updater
+    from mmrl.training.loop.update import Updater
 
     kept = []
     live = Updater._live
@@ -133,7 +134,7 @@ def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, mo
         return rows
 
     monkeypatch.setattr(Updater, "_live", note)
-    groups = {"tasks_per_step": 4, "reward": "mmrl.bench.workload:half_dead_reward"}
+    groups = {"tasks_per_step": 4, "reward": "mmrl.vlm.bench.workload:half_dead_reward"}
     step_arm(options | groups)
     step_arm(options | groups | {"skip_dead_groups": False})
     assert kept == [(4, 2)] * 2 + [(4, 4)] * 2

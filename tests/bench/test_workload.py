@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl.bench.workload import (
+from mmrl.vlm.bench.workload import (
     MODELS,
     Shape,
     build_model,

@@ -14,7 +14,7 @@ from diffusion.tiny import (
     t5_text_model,
     t5_tokenizer,
 )
-from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 COLOURS = ("red", "green", "blue")
 SHAPES = ("circle", "square", "triangle")

@@ -19,12 +19,12 @@ from diffusion.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.reference import make_reference
-from mmrl.training.seeds import make_generator
-from mmrl.training.settings import CheckpointConfig
-from mmrl.training.tracking import TrackingConfig
-from mmrl.training.trainer import Trainer
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.reference import make_reference
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.settings import CheckpointConfig
+from mmrl.training.record.tracking import TrackingConfig
+from mmrl.training.loop.trainer import Trainer
 
 PROMPTS = ("a red circle", "a blue square", "a green triangle")
 TINY = {"patch": 8, "layers": 1, "heads": 2, "text_width": 32, "pooled_width": 16, "vocab_size": 700}

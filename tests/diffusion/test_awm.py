@@ -10,7 +10,7 @@ import torch
 
 from diffusion.sampler import row_noise
 from diffusion.schedule import sigma_grid
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.objectives import ObjectiveConfig
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 
 WANT = frozenset({"logp"})

@@ -10,7 +10,7 @@ import torch
 
 from diffusion.evaluation import latent_diversity
 from mmrl.recipes import RECIPES
-from mmrl.training.distributed import make_accelerator
+from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.runs import train
 from tests.diffusion.runs import build, disturb, make_trainer, read_lines, run_config
 

@@ -10,7 +10,7 @@ import torch
 
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import WEIGHTS
-from mmrl.training.distributed import make_accelerator
+from mmrl.training.loop.distributed import make_accelerator
 from tests.diffusion.runs import build, collected, disturb, gradients, make_trainer, run_config, trained
 from tests.diffusion.test_awm import velocities
 

@@ -14,7 +14,7 @@ from diffusion.policy import ATTENTION_PROJECTIONS, DiffusionPolicy, LoraSetting
 from diffusion.tiny import build_tiny_flux
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.training.reference import Reference
+from mmrl.training.loop.reference import Reference
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
 
 RANK, ALPHA = 4, 12

@@ -17,11 +17,11 @@ from diffusion.sampler import SamplerConfig, row_noise
 from mmrl.core.metrics import metric_values
 from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.recipe import NoUsableTasksError
-from mmrl.training.seeds import make_generator
-from mmrl.training.settings import TrainerConfig
-from mmrl.training.tracking import TrackingConfig
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.record.tracking import TrackingConfig
 from tests.diffusion.runs import build, make_trainer, run_config, trained
 
 

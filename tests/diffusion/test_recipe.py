@@ -14,9 +14,9 @@ from mmrl.config import load_run
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.settings import GroupFilterConfig
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import GroupFilterConfig
 from tests.diffusion.runs import (
     build,
     collected,

@@ -17,7 +17,7 @@ from diffusion.tiny import (
     t5_tokenizer,
 )
 from mmrl.errors import UserError
-from mmrl.vlm.compat import quiet_transformers
+from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, SIZES, T5_TOKENS, load_sd3
 
 

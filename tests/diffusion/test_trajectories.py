@@ -14,8 +14,8 @@ from diffusion.schedule import sigma_grid
 from diffusion.steps import FlowSdeStep
 from mmrl.core.objective import TokenScores
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.objectives import ObjectiveConfig
 from tests.diffusion.runs import (
     TRAJECTORY_RECIPES,
     build,

@@ -2,7 +2,7 @@ import importlib
 
 import pytest
 
-from mmrl.bench import sim
+from robotics.bench import comparisons as sim
 from mmrl.bench.harness import BenchOptions
 from mmrl.errors import UserError
 

@@ -12,7 +12,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.runs import train
-from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
 from robotics.data import LeRobotReader
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
@@ -34,7 +34,7 @@ LINE = "tests.robotics.line_sim:open_line"
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
     """Charts take longer than the training here."""
-    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")

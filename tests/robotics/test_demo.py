@@ -46,7 +46,7 @@ def small(monkeypatch):
 
     monkeypatch.setattr(demo, "finish_run", finish)
     # the one at the end is enough
-    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
 
 
 def written(folder):

@@ -36,7 +36,7 @@ def embed(latent, given):
 def vjepa2(tmp_path_factory):
     """A folder with a tiny random V-JEPA 2 and the model itself."""
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
-    from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
     ensure_torchvision()
     from transformers import VJEPA2Config, VJEPA2Model

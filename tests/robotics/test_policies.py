@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.training.machine import avoid_refused_instructions
+from mmrl.training.loop.machine import avoid_refused_instructions
 from robotics.vla.encoder import EncoderConfig
 from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
 from robotics.vla.policy import ActionPolicy, ModuleAdapter, PolicyInputs, open_policy

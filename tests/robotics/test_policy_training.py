@@ -12,7 +12,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.runs import evaluate, train
-from mmrl.training.settings import CheckpointConfig
+from mmrl.training.loop.settings import CheckpointConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.grpo import RobotGrpoRecipe
@@ -29,7 +29,7 @@ KINDS = ("small", "flow", "vlm")
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
     """Charts take longer than the training here."""
-    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")

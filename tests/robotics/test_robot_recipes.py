@@ -11,10 +11,10 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.runs import evaluate, train
-from mmrl.training.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
 from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
 from robotics.vla.collect import ActingSettings

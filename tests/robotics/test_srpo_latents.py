@@ -32,7 +32,7 @@ ONE_CENTRE = ProgressSettings(min_samples=10_000)
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch):
     """Charts take longer than the training here."""
-    monkeypatch.setattr("mmrl.training.report.write_report", lambda run_dir: None)
+    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.recipes import find_recipe
 from mmrl.training.runs import train
-from mmrl.training.settings import TrackingConfig, TrainerConfig
+from mmrl.training.loop.settings import TrackingConfig, TrainerConfig
 from robotics.sim import workers
 from robotics.sim.opening import SimConfig
 from robotics.vla.grpo import RobotGrpoConfig

@@ -20,7 +20,7 @@ def save_tiny_vlm(folder):
 def save_tiny_vjepa2(folder):
     """A V-JEPA 2 that looks at 6 frames of 16 pixels; returns its folder."""
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
-    from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
     ensure_torchvision()
     from transformers import VJEPA2Config, VJEPA2Model

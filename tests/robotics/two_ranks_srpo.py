@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmrl.training.distributed import leave, make_accelerator
-from mmrl.training.trainer import Trainer
+from mmrl.training.loop.distributed import leave, make_accelerator
+from mmrl.training.loop.trainer import Trainer
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.progress import ProgressSettings
 from robotics.vla.srpo import SrpoRecipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.training.checkpoint import Checkpoints, link_or_copy
+from mmrl.training.record.checkpoint import Checkpoints, link_or_copy
 
 
 def write(folder):

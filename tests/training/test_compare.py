@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.errors import RunError, UserError
-from mmrl.training.compare import run_experiment, train_command
-from mmrl.training.experiment import dotted_overrides, load_experiment, plan_arm_run
-from mmrl.training.processes import Job, run_jobs
-from mmrl.training.statistics import paired_difference
+from mmrl.training.compare.run import run_experiment, train_command
+from mmrl.training.compare.experiment import dotted_overrides, load_experiment, plan_arm_run
+from mmrl.training.compare.jobs import Job, run_jobs
+from mmrl.training.record.statistics import paired_difference
 
 # Stands for `mmrl train CONFIG a.b=c ... output_dir=...`: the accuracy follows from the seed, the learning rate
 # (best at 0.01) and `gain`; `trouble` makes it fail in one of the ways a run can fail.

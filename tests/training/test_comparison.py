@@ -7,11 +7,11 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.training import ledger
-from mmrl.training.charts import work_figure
-from mmrl.training.compare import run_experiment
-from mmrl.training.comparison import plan_comparison, summarise
-from mmrl.training.experiment import load_experiment
+from mmrl.training.compare import run_status
+from mmrl.training.report.charts import work_figure
+from mmrl.training.compare.run import run_experiment
+from mmrl.training.compare.results import plan_comparison, summarise
+from mmrl.training.compare.experiment import load_experiment
 
 COSTS = {
     "model_evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
@@ -58,7 +58,7 @@ class Lab:
             for seed, plan in by_seed.items():
                 if seed not in curves[arm]:
                     continue
-                ledger.mark(plan)
+                run_status.mark(plan)
                 lines = []
                 for index, value in enumerate(curves[arm][seed]):
                     row = {"score/shapes": value, "judge/eye": 0.5, "diversity/latent": 1.0 - value if value else 1.0}

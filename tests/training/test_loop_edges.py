@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 
 from mmrl.errors import RunError
-from mmrl.training import update
-from mmrl.training.recipe import Evaluation
-from mmrl.training.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
+from mmrl.training.loop import update
+from mmrl.training.loop.recipe import Evaluation
+from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
 from tests.training.conftest import weights
 
 

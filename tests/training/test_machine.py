@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.training import machine
+from mmrl.training.loop import machine
 
 
 @pytest.fixture

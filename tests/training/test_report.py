@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from mmrl.training.charts import moving_average, panel_chart
-from mmrl.training.derived import derived_numbers, stage_shares
-from mmrl.training.report import write_report
-from mmrl.training.samples import SampleRecord, write_samples
-from mmrl.training.tracking import Tracker
+from mmrl.training.report.charts import moving_average, panel_chart
+from mmrl.training.report.derived import derived_numbers, stage_shares
+from mmrl.training.report.page import write_report
+from mmrl.training.record.samples import SampleRecord, write_samples
+from mmrl.training.record.tracking import Tracker
 
 HOSTILE = '</div><script>alert("1")</script> & <answer>5</answer>'
 PROMPT = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -373,7 +373,7 @@ def test_moving_average_skips_gaps():
 @pytest.fixture
 def no_charts(monkeypatch):
     for name in ("line_chart", "panel_chart"):
-        monkeypatch.setattr(f"mmrl.training.report.{name}", lambda *args, **options: b"<svg/>")
+        monkeypatch.setattr(f"mmrl.training.report.page.{name}", lambda *args, **options: b"<svg/>")
 
 
 def log_images(tracker, step, score, judge, diversity, cost=True, split="held_out"):
@@ -450,7 +450,7 @@ def test_an_evaluation_without_measurements_is_no_obstacle(tmp_path):
 
 def test_scores_are_drawn_over_images_seconds_and_model_evaluations(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("mmrl.training.report.panel_chart", lambda *args: drawn.append(args) or panel_chart(*args))
+    monkeypatch.setattr("mmrl.training.report.page.panel_chart", lambda *args: drawn.append(args) or panel_chart(*args))
     page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9), (0.5, 0.1, 0.8))
     axes = {axis: next(iter(series.values()))[0] for series, axis in drawn}
     assert axes == {
@@ -501,7 +501,7 @@ def test_panels_have_an_axis_each_and_share_the_horizontal_one():
 
 
 def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
-    from mmrl.training.films import LARGEST_BYTES, films_of
+    from mmrl.training.report.videos import LARGEST_BYTES, films_of
 
     folder = tmp_path / "videos"
     folder.mkdir()

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from mmrl.training.statistics import (
+from mmrl.training.record.statistics import (
     cluster_bootstrap_interval,
     difference_interval,
     first_reach,
@@ -128,7 +128,7 @@ def test_bootstrap_treats_the_question_as_the_unit():
 def test_bootstrap_repeats_and_does_not_depend_on_its_chunks(monkeypatch):
     values = [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
     whole = cluster_bootstrap_interval(values, np.random.default_rng(3), resamples=101)
-    monkeypatch.setattr("mmrl.training.statistics._RESAMPLED_CELLS", 40)
+    monkeypatch.setattr("mmrl.training.record.statistics._RESAMPLED_CELLS", 40)
     assert cluster_bootstrap_interval(values, np.random.default_rng(3), resamples=101) == whole
 
 

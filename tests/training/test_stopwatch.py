@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.training.metrics import peak_memory_mb
-from mmrl.training.settings import CheckpointConfig, EvaluationConfig
-from mmrl.training.stopwatch import STAGES, Stopwatch, stopwatch
-from mmrl.training.tracking import Tracker, describe_metric, read_metrics
+from mmrl.training.record.metrics import peak_memory_mb
+from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig
+from mmrl.training.record.stopwatch import STAGES, Stopwatch, stopwatch
+from mmrl.training.record.tracking import Tracker, describe_metric, read_metrics
 from tests.training.toy import ToyRecipe
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import mmrl
 from mmrl.errors import UserError
-from mmrl.training.jsonlines import JsonLines, read_jsonl
-from mmrl.training.sinks import ConsoleSink, TensorBoardSink, tensorboard_installed
-from mmrl.training.tracking import (
+from mmrl.training.record.jsonlines import JsonLines, read_jsonl
+from mmrl.training.record.sinks import ConsoleSink, TensorBoardSink, tensorboard_installed
+from mmrl.training.record.tracking import (
     METRICS,
     Tracker,
     TrackingConfig,
@@ -230,7 +230,7 @@ def test_tensorboard_gets_every_scalar_once_after_a_resume(tmp_path):
 
 
 def test_tensorboard_asked_for_but_missing_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrl.training.sinks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("mmrl.training.record.sinks.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install tensorboard"):
         build_tracker(TrackingConfig(tensorboard=True), tmp_path, total_steps=3)
     build_tracker(TrackingConfig(quiet=True), tmp_path, total_steps=3).log(1, STEP)

@@ -13,9 +13,9 @@ import torch
 
 from mmrl.core.aggregation import Denominators
 from mmrl.errors import RunError, UserError
-from mmrl.training.settings import CheckpointConfig, GroupFilterConfig, ReferenceConfig, TrainerConfig
-from mmrl.training.tasks import TaskStream
-from mmrl.training.update import learning_rate_factor
+from mmrl.training.loop.settings import CheckpointConfig, GroupFilterConfig, ReferenceConfig, TrainerConfig
+from mmrl.training.loop.tasks import TaskStream
+from mmrl.training.loop.update import learning_rate_factor
 from tests.training.conftest import weights
 
 ROOT = Path(__file__).parents[2]

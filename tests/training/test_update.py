@@ -8,8 +8,8 @@ from torch import nn
 
 from mmrl.core.catalogue import get
 from mmrl.errors import UserError
-from mmrl.training.distributed import _buckets
-from mmrl.training.recipe import Recipe
+from mmrl.training.loop.distributed import _buckets
+from mmrl.training.loop.recipe import Recipe
 from tests.training.conftest import weights
 from tests.training.sharing import SharingRecipe
 from tests.training.toy import ToyPolicy, ToyRecipe
@@ -158,7 +158,7 @@ def test_a_nan_advantage_is_not_skipped(make_trainer):
 
 
 def test_messages_hold_neighbours_of_one_type_up_to_a_size(monkeypatch):
-    monkeypatch.setattr("mmrl.training.distributed.BUCKET_ELEMENTS", 5)
+    monkeypatch.setattr("mmrl.training.loop.distributed.BUCKET_ELEMENTS", 5)
     tensors = [*map(torch.zeros, [2, 3, 1, 9, 1]), torch.zeros(1, dtype=torch.float64)]
     assert [[len(tensor) for tensor in bucket] for bucket in _buckets(tensors)] == [[2, 3], [1], [9], [1], [1]]
     assert list(_buckets([])) == []

@@ -13,9 +13,9 @@ from torch import nn
 from mmrl.core.catalogue import get
 from mmrl.core.objective import TokenScores
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.recipe import Evaluation, Recipe
-from mmrl.training.samples import SampleRecord
-from mmrl.training.settings import RunConfig
+from mmrl.training.loop.recipe import Evaluation, Recipe
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.settings import RunConfig
 
 WORDS, LENGTH = 4, 3
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from mmrl.training.distributed import leave, make_accelerator, shard
-from mmrl.training.settings import TrainerConfig
-from mmrl.training.trainer import Trainer
+from mmrl.training.loop.distributed import leave, make_accelerator, shard
+from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.loop.trainer import Trainer
 from tests.training.sharing import SharingRecipe
 from tests.training.toy import ToyConfig
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from mmrl.core.aggregation import aggregate
-from mmrl.training.distributed import leave, make_accelerator
-from mmrl.training.settings import GroupFilterConfig, TrainerConfig
-from mmrl.training.trainer import Trainer
+from mmrl.training.loop.distributed import leave, make_accelerator
+from mmrl.training.loop.settings import GroupFilterConfig, TrainerConfig
+from mmrl.training.loop.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
 
 

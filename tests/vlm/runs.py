@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.settings import CheckpointConfig, EvaluationConfig, TrainerConfig
-from mmrl.training.tracking import TrackingConfig
+from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, TrainerConfig
+from mmrl.training.record.tracking import TrackingConfig
 from mmrl.vlm.data import DataConfig
 from mmrl.vlm.models import ModelConfig
 from mmrl.vlm.sampler import SamplerConfig

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.reference import make_reference
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.reference import make_reference
 from mmrl.vlm.apo import DADS_SHAPES, ApoConfig, ApoRecipe, difficulty, kl_weights, length_multipliers
 from tests.vlm.runs import run_config
 

@@ -169,7 +169,7 @@ WITHOUT_TORCHVISION = """
 import sys
 sys.modules["torchvision"] = None  # as if it were not installed
 import torch
-from mmrl.vlm.compat import ensure_torchvision
+from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.sampler import SamplerConfig, sample
 from mmrl.vlm.tiny import build_tiny_vlm

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.vlm import compat
+from mmrl.hub import compat
 from tests.vlm.builders import noise_image, write_video
 
 

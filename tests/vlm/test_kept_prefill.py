@@ -7,9 +7,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.trainer import Trainer
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.trainer import Trainer
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from tests.vlm.runs import run_config
 

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.vlm.compat import quiet_transformers
+from mmrl.hub.compat import quiet_transformers
 from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.storage import VALUE_HEAD_FILE, save_merged

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.reference import make_reference
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.reference import make_reference
 from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings, blacken_patches, gamma_at, perception_terms
 from tests.vlm.runs import run_config
 

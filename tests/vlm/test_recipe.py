@@ -9,10 +9,10 @@ import torch
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards.combine import RewardConfig
-from mmrl.training.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig
-from mmrl.vlm.compat import ensure_torchvision
+from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.papo import PapoConfig
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
@@ -221,7 +221,7 @@ def test_greedy_and_sampled_accuracy_have_intervals(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.evaluation.samples = 3
     recipe = VlmRecipe(config)
-    from mmrl.training.distributed import make_accelerator
+    from mmrl.training.loop.distributed import make_accelerator
 
     first = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics
     again = recipe.evaluate(recipe.policy, "heldout", make_accelerator()).metrics

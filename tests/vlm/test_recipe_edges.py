@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmrl.errors import RunError
-from mmrl.training.distributed import make_accelerator
-from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.settings import GroupFilterConfig
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.settings import GroupFilterConfig
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.errors import UserError
-from mmrl.vlm.compat import quiet_transformers
+from mmrl.hub.compat import quiet_transformers
 from mmrl.vlm.tiny import build_tiny_vlm, train_tokenizer
 from tests.vlm.builders import CORPUS, noise_image
 

@@ -13,7 +13,7 @@ from diffusion.rewards.image_reward import image_reward
 from diffusion.rewards.plugins import HPS_FILE, aesthetic, clip_score, hpsv2, pickscore
 from diffusion.tiny import clip_tokenizer
 from mmrl.errors import UserError
-from mmrl.vlm.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 PROMPTS = ["a red circle", "a blue square", "a red circle " * 40]
 WIDTH, PROJECTION, TOKENS = 16, 12, 10

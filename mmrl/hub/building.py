@@ -1,0 +1,60 @@
+"""Files that a configuration can build when they are missing: data sets, pipelines, encoders."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+
+__all__ = ["build_if_missing"]
+
+log = logging.getLogger("mmrl")
+
+
+def build_if_missing(config: Any, what: str = "data") -> None:
+    """Have a configuration's `build` function write its `path`; of several processes one does, the others wait.
+
+    Args:
+        config: a dataclass with `path`, `build` and `build_options` as in `DataConfig`.
+        what: key of the configuration, for messages.
+
+    Raises:
+        UserError: the function cannot be loaded, fails on its options or writes nothing.
+    """
+    path = Path(config.path).expanduser()
+    if config.build is None or path.exists():
+        return
+    from mmrl.rewards.loading import load_function
+
+    function = load_function(config.build, what=f"{what}.build")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            log.info("building %s with %s", path, config.build)
+            _call_build(function, path, config, what)
+    if not path.exists():
+        raise UserError(f"{what}.build {config.build!r} returned without writing {path}")
+
+
+def _call_build(function: Callable[..., Any], path: Path, config: Any, what: str) -> None:
+    try:
+        function(str(path), **dict(config.build_options))
+    except (TypeError, ValueError, KeyError, ImportError) as error:  # options that do not fit, a package that lacks
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what}.build {config.build!r} with {what}.build_options failed: {reason}") from error
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Let one of several processes build while the others wait; the end of a process frees its lock."""
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)

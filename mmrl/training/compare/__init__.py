@@ -1,0 +1,1 @@
+"""Experiments: arms on shared seeds, sweeps, paired differences."""

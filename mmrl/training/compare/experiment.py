@@ -1,0 +1,446 @@
+"""An experiment file: arms on shared seeds, and the runs that follow from it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+
+__all__ = [
+    "BASELINE_FINAL",
+    "MIN_OF_ARMS_FINAL",
+    "ArmConfig",
+    "AtConfig",
+    "CollapseConfig",
+    "ExperimentConfig",
+    "PrepareConfig",
+    "RunPlan",
+    "SweepConfig",
+    "WorkConfig",
+    "dotted_overrides",
+    "effective_overrides",
+    "load_experiment",
+    "plan_arm_run",
+    "plan_preparations",
+]
+
+BASELINE_FINAL = "baseline_final"
+MIN_OF_ARMS_FINAL = "min_of_arms_final"
+BASELINE_SPENDS = ("reach", "all")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass
+class PrepareConfig:
+    """A run that all arms share, such as the supervised warm start they begin from."""
+
+    config: str = MISSING
+    """Configuration file of the run."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that replace the file's, by dotted key."""
+    run_dir: str = MISSING
+    """Its run folder, relative to the output folder; a finished run there is not repeated."""
+
+
+@dataclass
+class ArmConfig:
+    """One of the compared methods."""
+
+    config: str | None = None
+    """Configuration file; null takes the experiment's `base`."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
+
+
+@dataclass
+class SweepConfig:
+    """A parameter chosen for each arm separately, on seeds that the comparison does not use."""
+
+    parameter: str = "trainer.learning_rate"
+    """Dotted key of the parameter."""
+    values: list[Any] = field(default_factory=list)
+    """Values tried in every arm."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of the sweep; none may be a seed of the comparison."""
+    metric: str | None = None
+    """Metric that picks the value; null takes the experiment's."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that runs of the sweep get after all others, such as fewer steps."""
+
+
+@dataclass
+class WorkConfig:
+    """What it costs each arm to reach a target, and how many times less than the baseline that is.
+
+    Costs are counted from the start of the arm's own run; shared preparations are not part of them.
+    """
+
+    metric: str | None = None
+    """Evaluation metric whose curve is read; null takes the experiment's."""
+    higher_is_better: bool | None = None
+    """Whether a larger value of it is better; null takes the experiment's."""
+    target: str | int | float = BASELINE_FINAL
+    """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
+    baseline_last: int = 1
+    """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
+    baseline_share: float = 1.0
+    """Share of the baseline's final value that is the target."""
+    baseline_spends: str = "reach"
+    """What the baseline's cost is in the ratios: reach, until its own curve has the target, or all of its run."""
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
+
+    def check(self) -> None:
+        """Check what the types cannot; raises ValueError naming the key."""
+        _check_number("work.target", self.target, BASELINE_FINAL)
+        if self.baseline_last < 1:
+            raise ValueError(f"`work.baseline_last` ({self.baseline_last}) must be at least 1")
+        if self.baseline_last > 1 and self.target != BASELINE_FINAL:
+            raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
+        if not 0 < self.baseline_share <= 1:
+            raise ValueError(f"`work.baseline_share` ({self.baseline_share}) must be in (0, 1]")
+        if self.baseline_share < 1 and self.target != BASELINE_FINAL:
+            raise ValueError(f"`work.baseline_share` has no use with the number {self.target} as `work.target`")
+        if self.baseline_spends not in BASELINE_SPENDS:
+            raise ValueError(f"`work.baseline_spends` ('{self.baseline_spends}') must be reach or all")
+        if not self.costs:
+            raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
+        for name, weights in self.costs.items():
+            _check_cost(name, weights)
+
+
+@dataclass
+class AtConfig:
+    """Values of the arms at equal cost; needs `work`, whose metric is read."""
+
+    cost: str = MISSING
+    """Name of the cost in `work.costs`."""
+    value: str | int | float = MIN_OF_ARMS_FINAL
+    """`min_of_arms_final`, at each seed the largest cost that every finished arm has spent, or one number."""
+
+
+@dataclass
+class CollapseConfig:
+    """Which runs count as collapsed: those that end with less than a share of what they started with."""
+
+    metric: str = MISSING
+    """Evaluation metric of which more is better, such as a judge that is never optimised."""
+    below: float = 0.5
+    """Share of its value before training below which the final value counts as collapsed."""
+
+
+@dataclass
+class ExperimentConfig:
+    """A comparison of arms on the same seeds and the same budget."""
+
+    name: str = MISSING
+    """Name in the figure and in comparison.json."""
+    arms: dict[str, ArmConfig | None] = field(default_factory=dict)
+    """The compared methods by name; an empty one is `base` as it stands."""
+    baseline: str = MISSING
+    """Arm that the others are compared with."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of the comparison; each runs once in every arm."""
+    metric: str = MISSING
+    """Compared metric of the last evaluation."""
+    base: str | None = None
+    """Configuration file of arms that name none."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that every arm gets before its own."""
+    prepare: list[PrepareConfig] = field(default_factory=list)
+    """Runs made first, in this order."""
+    sweep: SweepConfig | None = None
+    """Parameter to choose per arm before the comparison; null for none."""
+    secondary_metrics: list[str] = field(default_factory=list)
+    """Further metrics to report, of the last evaluation or else of the last step."""
+    work: WorkConfig | None = None
+    """What each arm spends until it reaches a target; null for none."""
+    at: AtConfig | None = None
+    """Values at equal cost; null for none."""
+    collapse: CollapseConfig | None = None
+    """When a run counts as collapsed; null counts none."""
+    split: str | None = None
+    """Task set whose evaluation counts; null takes the first one."""
+    higher_is_better: bool = True
+    """Whether a larger metric is better; decides the sweep and which pairs are wins."""
+    budget: str = ""
+    """What every arm may spend, in words."""
+    jobs: int = 2
+    """Runs at a time, one thread each."""
+    timeout_s: float = 7200.0
+    """Seconds after which a run is stopped and counted as failed."""
+
+    def arm(self, name: str) -> ArmConfig:
+        """Settings of one arm."""
+        return self.arms[name] or ArmConfig()
+
+    def validate(self) -> None:
+        """Check what the types cannot; raises ValueError naming the key."""
+        if len(self.arms) < 2:
+            raise ValueError(f"`arms` needs at least two entries, got {len(self.arms)}")
+        for arm in self.arms:
+            if not _NAME.fullmatch(arm):
+                raise ValueError(f"arm name '{arm}' is a folder name; use letters, digits, '.', '_' and '-'")
+            if self.arm(arm).config is None and self.base is None:
+                raise ValueError(f"arm '{arm}' has no `config` and there is no `base`")
+        if self.baseline not in self.arms:
+            close = difflib.get_close_matches(self.baseline, self.arms, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise ValueError(f"`baseline` is '{self.baseline}'; {hint}arms: {', '.join(self.arms)}")
+        _check_seeds("seeds", self.seeds)
+        self._check_sweep()
+        self._check_work()
+        self._check_reserved()
+        if self.jobs < 1 or self.timeout_s <= 0:
+            raise ValueError(f"`jobs` ({self.jobs}) must be at least 1, `timeout_s` ({self.timeout_s}) positive")
+
+    def _check_sweep(self) -> None:
+        if self.sweep is None:
+            return
+        _check_seeds("sweep.seeds", self.sweep.seeds)
+        if not self.sweep.values:
+            raise ValueError("`sweep.values` is empty; give the values to try, or remove `sweep`")
+        shared = sorted(set(self.sweep.seeds) & set(self.seeds))
+        if shared:
+            raise ValueError(f"seeds {shared} are in `seeds` and in `sweep.seeds`; the comparison needs fresh seeds")
+
+    def _check_work(self) -> None:
+        if self.work is not None:
+            self.work.check()
+        if self.at is not None:
+            if self.work is None:
+                raise ValueError("`at` needs `work`, which names the metric and the costs")
+            if self.at.cost not in self.work.costs:
+                raise ValueError(f"`at.cost` is '{self.at.cost}'; costs of `work`: {', '.join(self.work.costs)}")
+            _check_number("at.value", self.at.value, MIN_OF_ARMS_FINAL)
+        if self.collapse is not None and not 0 < self.collapse.below <= 1:
+            raise ValueError(f"`collapse.below` ({self.collapse.below}) is a share of the start value, in (0, 1]")
+
+    def _check_reserved(self) -> None:
+        swept = [] if self.sweep is None else [self.sweep.parameter]
+        for where, overrides in _all_overrides(self):
+            for text in dotted_overrides(overrides, Path()):
+                key = text.partition("=")[0]
+                if key in ("seed", "output_dir") and not where.startswith("prepare"):
+                    raise ValueError(f"`{where}` sets '{key}', which the experiment sets itself for every run")
+                if key in swept and where.startswith(("arms", "sweep")):
+                    raise ValueError(f"`{where}` sets '{key}', which `sweep` chooses")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run of an experiment."""
+
+    label: str
+    """Path of the run folder below the output folder."""
+    config: Path
+    """Configuration file."""
+    overrides: tuple[str, ...]
+    """Dotted assignments without the run folder."""
+    run_dir: Path
+    """Run folder."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the run is made of: a changed file, parent file or override gives another fingerprint."""
+        return {"config_sha256": _digest(self.config), "overrides": effective_overrides(self.overrides)}
+
+
+def effective_overrides(overrides: Sequence[str]) -> list[str]:
+    """Overrides without those that a later one of the same key takes back, in the order in which they count."""
+    last: dict[str, str] = {}
+    for text in overrides:
+        key = text.partition("=")[0]
+        last.pop(key, None)
+        last[key] = text
+    return list(last.values())
+
+
+def load_experiment(path: Path) -> ExperimentConfig:
+    """Read and check an experiment file.
+
+    Args:
+        path: YAML file with the keys of `ExperimentConfig`.
+
+    Returns:
+        The experiment; relative configuration files are found from the working folder or from the file's own.
+
+    Raises:
+        UserError: Missing file, unknown key, wrong type, a contradiction, or a configuration that is not there.
+    """
+    from mmrl.config import load
+
+    _digest.cache_clear()  # one state of the files a session
+    experiment = load(path, ExperimentConfig)
+    here = Path(path).parent
+    if experiment.base is not None:
+        experiment.base = str(_existing(experiment.base, here, f"{path}: base"))
+    for arm, settings in experiment.arms.items():
+        if settings is not None and settings.config is not None:
+            settings.config = str(_existing(settings.config, here, f"{path}: arms.{arm}.config"))
+    for index, preparation in enumerate(experiment.prepare):
+        preparation.config = str(_existing(preparation.config, here, f"{path}: prepare[{index}].config"))
+    return experiment
+
+
+def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
+    """Runs that come before the arms.
+
+    Args:
+        experiment: The experiment.
+        output_dir: Its output folder.
+
+    Returns:
+        One plan a preparation, in order.
+    """
+    return [
+        RunPlan(
+            label=preparation.run_dir,
+            config=Path(preparation.config),
+            overrides=tuple(dotted_overrides(preparation.overrides, output_dir)),
+            run_dir=output_dir / preparation.run_dir,
+        )
+        for preparation in experiment.prepare
+    ]
+
+
+def plan_arm_run(
+    experiment: ExperimentConfig,
+    output_dir: Path,
+    arm: str,
+    seed: int,
+    value: Any = None,
+    sweeping: bool = False,
+) -> RunPlan:
+    """One run of one arm.
+
+    Args:
+        experiment: The experiment.
+        output_dir: Its output folder.
+        arm: Name of the arm.
+        seed: Seed of the run.
+        value: Value of the swept parameter; ignored without a sweep.
+        sweeping: Whether the run belongs to the sweep rather than to the comparison.
+
+    Returns:
+        The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed.
+    """
+    settings = experiment.arm(arm)
+    overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
+    label = f"runs/{arm}/seed-{seed}"
+    if experiment.sweep is not None:
+        overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
+        if sweeping:
+            label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
+            overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
+    config = Path(str(settings.config or experiment.base))
+    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label)
+
+
+def dotted_overrides(values: Mapping[str, Any], output_dir: Path, prefix: str = "") -> list[str]:
+    """Command-line form of nested values.
+
+    Args:
+        values: Values by key, nested or dotted.
+        output_dir: What {output_dir} in a text stands for.
+        prefix: Key of the surrounding mapping.
+
+    Returns:
+        `a.b=c` for every leaf, read back by the configuration loader as the same value.
+    """
+    found = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found += dotted_overrides(value, output_dir, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}={_yaml_value(value, output_dir)}")
+    return found
+
+
+def _yaml_value(value: Any, output_dir: Path) -> str:
+    from omegaconf import OmegaConf
+
+    if isinstance(value, str):
+        text = value.replace("{output_dir}", str(output_dir))
+        try:
+            plain = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": text}
+        except Exception:
+            plain = False  # not YAML at all; quoting makes it a text
+        return text if plain else json.dumps(text, ensure_ascii=False)
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml_value(item, output_dir) for item in value) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "overrides", experiment.overrides
+    for arm in experiment.arms:
+        yield f"arms.{arm}.overrides", experiment.arm(arm).overrides
+    if experiment.sweep is not None:
+        yield "sweep.overrides", experiment.sweep.overrides
+    for index, preparation in enumerate(experiment.prepare):
+        yield f"prepare[{index}].overrides", preparation.overrides
+
+
+def _check_seeds(key: str, seeds: list[int]) -> None:
+    if not seeds:
+        raise ValueError(f"`{key}` is empty; give the seeds to run")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"`{key}` repeats a seed: {seeds}")
+
+
+def _check_number(key: str, value: str | int | float, word: str) -> None:
+    if isinstance(value, str) and value != word:
+        raise ValueError(f"`{key}` is '{value}'; allowed: {word} or a number")
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise ValueError(f"`{key}` is {value}; allowed: {word} or a finite number")
+
+
+def _check_cost(name: str, weights: Mapping[str, float]) -> None:
+    from mmrl.training.record.tracking import METRICS
+
+    counters = [metric for metric in METRICS if metric.startswith("cost/")]
+    if not weights:
+        raise ValueError(f"`work.costs.{name}` is empty; give weights of {', '.join(counters)}")
+    for counter, weight in weights.items():
+        if counter not in counters:
+            close = difflib.get_close_matches(counter, counters, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")
+
+
+def _existing(name: str, here: Path, where: str) -> Path:
+    for path in (Path(name), here / name):
+        if path.is_file():
+            return path
+    raise UserError(f"{where}: there is no file {name}, neither from the working folder nor from {here}")
+
+
+@lru_cache
+def _digest(config: Path) -> str:
+    from omegaconf import OmegaConf
+
+    digest = hashlib.sha256()
+    path: Path | None = config
+    while path is not None:
+        digest.update(path.read_bytes())
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        parent = content.get("extends") if isinstance(content, dict) else None
+        path = None if parent is None else path.parent / str(parent)
+    return digest.hexdigest()
+
+
+def _folder_name(value: Any) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value))

@@ -1,0 +1,327 @@
+"""`mmrl compare`: run arms on shared seeds, pair them seed by seed, and write what came out as it came out.
+
+Order: the preparations, then the sweep (every value on the sweep's seeds, the best mean chosen per arm), then the
+comparison on fresh seeds. Runs that are finished with the same settings are kept, interrupted ones continue from
+their last checkpoint, failed ones are listed and tried again at the next call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import RunError, UserError
+from mmrl.training.compare import run_status
+from mmrl.training.compare.results import chosen_values, draw, plan_comparison, plan_sweep, summarise
+from mmrl.training.compare.experiment import (
+    BASELINE_FINAL,
+    ExperimentConfig,
+    RunPlan,
+    load_experiment,
+    plan_arm_run,
+    plan_preparations,
+)
+from mmrl.training.record.jsonlines import finite_or_none, write_atomically
+from mmrl.training.compare.jobs import Job, JobResult, run_jobs
+
+__all__ = ["ExperimentConfig", "run_experiment", "train_command"]
+
+BAD_CONFIGURATION = 2  # exit code of the command line for mistakes in what was asked
+
+CommandBuilder = Callable[[RunPlan, bool], Sequence[str]]
+
+
+def train_command(plan: RunPlan, resume: bool) -> list[str]:
+    """Command that trains one run.
+
+    Args:
+        plan: The run.
+        resume: Whether to continue from its last checkpoint.
+
+    Returns:
+        Program and arguments.
+    """
+    command = [sys.executable, "-m", "mmrl.cli", "train", str(plan.config), *plan.overrides]
+    return [*command, f"output_dir={plan.run_dir}", *(["--resume"] if resume else [])]
+
+
+def run_experiment(
+    path: Path,
+    output_dir: Path,
+    *,
+    jobs: int | None = None,
+    only_report: bool = False,
+    command: CommandBuilder = train_command,
+    announce: Callable[[str], None] | None = None,
+) -> Path:
+    """Run what an experiment file asks for and is not yet done, and write comparison.json and its pictures.
+
+    The pictures are comparison.png, and work.png where the experiment has costs.
+
+    Args:
+        path: The experiment file.
+        output_dir: Folder of its runs and results.
+        jobs: Runs at a time; None takes the file's.
+        only_report: Run nothing, summarise what is finished.
+        command: Builds the command of a run.
+        announce: Takes progress lines; standard output by default.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        UserError: A bad experiment file, a configuration that a run rejects, or a folder with other content.
+        RunError: A preparation or a whole sweep failed, or no pair of runs finished.
+    """
+    experiment = load_experiment(path)
+    folder = Path(output_dir)
+    if command is train_command and not only_report:
+        _check_configurations(experiment, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    invocation = shlex.join(["mmrl", "compare", str(path), "--output", str(output_dir)])
+    session = _Session(experiment, folder, invocation, jobs or experiment.jobs, command, announce or _say)
+    if not only_report:
+        session.prepare()
+        session.sweep()
+        session.compare()
+    summary = session.write("done")
+    _announce_summary(summary, session.announce)
+    if not any(difference["n"] for difference in summary["differences"].values()):
+        raise RunError(f"no pair of runs finished: {_failure_text(summary)}; see {folder / 'comparison.json'}")
+    return folder
+
+
+@dataclass
+class _Session:
+    """One call: the experiment, where it writes, and how it starts runs."""
+
+    experiment: ExperimentConfig
+    folder: Path
+    invocation: str
+    jobs: int
+    command: CommandBuilder
+    announce: Callable[[str], None]
+
+    def prepare(self) -> None:
+        """Make the shared runs, one after another."""
+        for plan in plan_preparations(self.experiment, self.folder):
+            for label, reason in self.run([plan]).items():
+                raise RunError(f"preparation {label} failed: {reason}; log: {self._log(plan)}")
+
+    def sweep(self) -> None:
+        """Try every value of the swept parameter in every arm."""
+        if self.experiment.sweep is None:
+            return
+        self.run(plan_sweep(self.experiment, self.folder))
+        for arm, value in chosen_values(self.experiment, self.folder).items():
+            if value is None:
+                text = _failure_text(self.write("failed"))
+                raise RunError(f"no run of the sweep of arm '{arm}' finished: {text}")
+            self.announce(f"{arm}: {self.experiment.sweep.parameter}={value} chosen")
+
+    def compare(self) -> None:
+        """Run every arm on every seed of the comparison, pairs close together."""
+        plans = plan_comparison(self.experiment, self.folder)
+        self.run([by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()])
+
+    def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
+        """Start what is not finished and write comparison.json after each end.
+
+        Args:
+            plans: Runs in order of their start.
+
+        Returns:
+            Label to reason of each failed run.
+
+        Raises:
+            UserError: A run rejected its configuration; the others are stopped.
+        """
+        waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
+        if len(waiting) < len(plans):
+            self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")
+        resumed = {label for label, plan in waiting.items() if run_status.prepare_folder(plan)}
+        queue = [self._job(plan, label in resumed) for label, plan in waiting.items()]
+        failed: dict[str, str] = {}
+        ended = 0
+
+        def on_done(result: JobResult) -> None:
+            nonlocal ended
+            ended += 1
+            label = result.job.label
+            reason = self._judge(waiting[label], result)
+            if reason is not None:
+                failed[label] = reason
+            outcome = reason or f"done in {result.seconds:.0f} s"
+            self.announce(f"[{ended}/{len(queue)}] {label}: {outcome}")
+            self.write("running")
+            if result.returncode == BAD_CONFIGURATION and label not in resumed and not result.timed_out:
+                raise UserError(f"run {label} was rejected: {reason}; log: {result.job.log}")
+
+        run_jobs(queue, self.jobs, self.experiment.timeout_s, on_done)
+        return failed
+
+    def write(self, status: str) -> dict[str, Any]:
+        """Summarise all runs so far into comparison.json, with pictures unless more runs are to come.
+
+        Args:
+            status: "running", "done" or "failed".
+
+        Returns:
+            The content of comparison.json.
+        """
+        summary = {"status": status, "command": self.invocation, **summarise(self.experiment, self.folder)}
+        for arm, by_seed in plan_comparison(self.experiment, self.folder).items():
+            first = next(iter(by_seed.values()))
+            summary["arms"][arm]["command"] = _shown(self.command(first, False))
+        text = json.dumps(finite_or_none(summary), indent=1, ensure_ascii=False)
+        write_atomically(self.folder / "comparison.json", text + "\n")
+        if status != "running":
+            draw(self.experiment, self.folder, summary)
+        return summary
+
+    def _job(self, plan: RunPlan, resume: bool) -> Job:
+        return Job(plan.label, tuple(self.command(plan, resume)), self._log(plan), lambda: run_status.mark(plan))
+
+    def _judge(self, plan: RunPlan, result: JobResult) -> str | None:
+        reason = result.reason
+        if reason is None and not run_status.is_finished(plan):
+            reason = "it ended without a result.json that says done"
+        if reason is not None:
+            run_status.mark(plan, reason)
+        return reason
+
+    def _log(self, plan: RunPlan) -> Path:
+        return self.folder / "logs" / f"{plan.label.replace('/', '_')}.log"
+
+
+def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
+    """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
+    from mmrl.config import load_run
+
+    values = [None] if experiment.sweep is None else experiment.sweep.values
+    seed = experiment.seeds[0]
+    plans = plan_preparations(experiment, folder)
+    plans += [plan_arm_run(experiment, folder, arm, seed, value) for arm in experiment.arms for value in values]
+    for plan in plans:
+        try:
+            load_run(plan.config, plan.overrides)
+        except UserError as error:
+            raise UserError(f"run {plan.label} would be rejected: {error}") from error
+
+
+def _shown(command: Sequence[str]) -> str:
+    module = [sys.executable, "-m", "mmrl.cli"]
+    return shlex.join(["mmrl", *command[3:]] if list(command[:3]) == module else command)
+
+
+def _announce_summary(summary: dict[str, Any], announce: Callable[[str], None]) -> None:
+    for arm, entry in summary["arms"].items():
+        if entry["n"]:
+            announce(f"{arm}: mean {summary['metric']} {entry['mean']:.4f} over {entry['n']} seeds")
+    for line in _difference_lines(summary["differences"], summary["baseline"]):
+        announce(line)
+    for line in (*_work_lines(summary), *_at_lines(summary), *_collapse_lines(summary)):
+        announce(line)
+    if summary["failures"]:
+        announce(_failure_text(summary))
+
+
+def _difference_lines(differences: dict[str, Any], baseline: str) -> list[str]:
+    lines = []
+    for arm, difference in differences.items():
+        pair = f"{arm} - {baseline}"
+        if difference["n"]:
+            low, high = difference["low"], difference["high"]
+            interval = "" if difference["n"] < 2 else f", 95 % [{low:+.4f}, {high:+.4f}]"
+            wins = f"{difference['wins']} wins in {difference['n']} pairs"
+            lines.append(f"{pair}: {difference['mean']:+.4f}{interval}, {wins}")
+        if difference["missing_seeds"]:
+            lines.append(f"{pair}: no pair for seeds {', '.join(map(str, difference['missing_seeds']))}")
+    return lines
+
+
+def _work_lines(summary: dict[str, Any]) -> list[str]:
+    """Table of how many times less than the baseline each arm needs, one row a cost and arm."""
+    work, baseline = summary["work"], summary["baseline"]
+    if not work:
+        return []
+    last = "final value" if work["baseline_last"] == 1 else f"mean of the last {work['baseline_last']} evaluations"
+    share = "" if work["baseline_share"] == 1 else f"{100 * work['baseline_share']:g} % of "
+    target = f"{share}{baseline}'s {last} at each seed" if work["target"] == BASELINE_FINAL else f"{work['target']:g}"
+    rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
+    notes = []
+    for cost, table in work["costs"].items():
+        for arm, ratio in table["ratios"].items():
+            shown = _ratio_text(ratio)
+            reached = f"{ratio['n'] - len(ratio['never'])} of {ratio['n']}"
+            by_baseline = f"{ratio['n'] - len(ratio['baseline_never'])} of {ratio['n']}"
+            rows.append((cost, arm, *shown, reached, by_baseline))
+            if ratio["missing_seeds"]:
+                notes.append(f"  {cost}, {arm}: no pair for seeds {', '.join(map(str, ratio['missing_seeds']))}")
+        for arm, entry in table["arms"].items():
+            if entry["at_first_evaluation"]:
+                seeds = ", ".join(map(str, entry["at_first_evaluation"]))
+                notes.append(f"  {cost}, {arm}: the first evaluation has the target already at seeds {seeds}")
+    whole = f", {baseline}'s being that of its whole run" if work["baseline_spends"] == "all" else ""
+    head = f"cost to reach {work['metric']} = {target}{whole}, geometric mean of the ratios:"
+    return [head, *_aligned(rows), *notes]
+
+
+def _ratio_text(ratio: dict[str, Any]) -> tuple[str, str]:
+    """Ratio and interval, or the bound that the seeds without a crossing leave."""
+    if ratio["ratio"] is not None and math.isfinite(ratio["ratio"]):
+        low, high = ratio["low"], ratio["high"]
+        return f"{ratio['ratio']:.3g}x", "" if ratio["n"] < 2 else f"[{low:.3g}, {high:.3g}]"
+    if ratio["at_least"] > 0:
+        return f"at least {ratio['at_least']:.3g}x", ""
+    if ratio["at_most"] is not None and math.isfinite(ratio["at_most"]):
+        return f"at most {ratio['at_most']:.3g}x", ""
+    return "unknown", ""
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [f"  {line.rstrip()}" for line in lines]
+
+
+def _at_lines(summary: dict[str, Any]) -> list[str]:
+    at = summary["at"]
+    if not at:
+        return []
+    where = f"{at['value']:g}" if not isinstance(at["value"], str) else "what every arm has spent at each seed"
+    lines = [f"{at['metric']} at equal {at['cost']} ({where}):"]
+    for arm, entry in at["arms"].items():
+        mean = "no value" if entry["mean"] is None else f"mean {entry['mean']:.4f} over {entry['n']} seeds"
+        lines.append(f"  {arm}: {mean}")
+    return lines + [f"  {line}" for line in _difference_lines(at["differences"], summary["baseline"])]
+
+
+def _collapse_lines(summary: dict[str, Any]) -> list[str]:
+    collapse = summary["collapse"]
+    if not collapse:
+        return []
+    lines = [f"runs that end with less than {collapse['below']:g} of their first {collapse['metric']}:"]
+    for arm, entry in collapse["arms"].items():
+        missing = entry["missing_seeds"]
+        unknown = f"; unknown for seeds {', '.join(map(str, missing))}" if missing else ""
+        lines.append(f"  {arm}: {len(entry['collapsed'])} of {entry['n']}{unknown}")
+    return lines
+
+
+def _failure_text(summary: dict[str, Any]) -> str:
+    failures = summary["failures"]
+    if not failures:
+        return "nothing has run yet"
+    return f"{len(failures)} run(s) failed, the first is {failures[0]['run']}: {failures[0]['reason']}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

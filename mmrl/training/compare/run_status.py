@@ -1,0 +1,131 @@
+"""What became of a planned run, read from its folder: finished, failed, to be continued, or not ours."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.training.compare.experiment import RunPlan, effective_overrides
+from mmrl.training.record.jsonlines import write_atomically
+
+__all__ = ["failure_of", "is_finished", "mark", "prepare_folder"]
+
+MARKER = "experiment_run.json"
+
+
+def is_finished(plan: RunPlan) -> bool:
+    """Whether the run is done with the settings that are planned now.
+
+    Args:
+        plan: The run.
+
+    Returns:
+        True where result.json says done and the marker carries the plan's fingerprint. A run without a marker,
+        made by hand, counts when its saved configuration agrees with the plan's file and overrides.
+    """
+    result = _read_json(plan, "result.json")
+    if result is None or result.get("status") != "done":
+        return False
+    marker = _read_json(plan, MARKER)
+    return _agrees_with_config(plan) if marker is None else _same_run(plan, marker)
+
+
+def failure_of(plan: RunPlan) -> str | None:
+    """Why the run failed when it was last tried with these settings; None where it did not."""
+    marker = _read_json(plan, MARKER)
+    if marker is None or not _same_run(plan, marker):
+        return None
+    return marker.get("failed")
+
+
+def prepare_folder(plan: RunPlan) -> bool:
+    """Make a run's folder ready for its start.
+
+    A folder of the same settings with a checkpoint is kept for continuing, unless that run had failed. A finished
+    run of other settings is moved aside; what remains of failed and interrupted ones is removed.
+
+    Args:
+        plan: The run.
+
+    Returns:
+        Whether the run can continue from a checkpoint.
+
+    Raises:
+        UserError: The folder holds something that no experiment wrote.
+    """
+    marker = _read_json(plan, MARKER)
+    if marker is None:
+        if plan.run_dir.is_dir() and any(plan.run_dir.iterdir()):
+            raise UserError(
+                f"{plan.run_dir} holds files that no experiment wrote, or a run with other settings than "
+                f"{plan.config} {' '.join(plan.overrides)}; remove it or choose another output folder"
+            )
+        return False
+    saved = any((plan.run_dir / "checkpoints").glob("step-*"))
+    if saved and marker.get("failed") is None and _same_run(plan, marker):
+        return True
+    if (plan.run_dir / "result.json").is_file() and marker.get("failed") is None:
+        plan.run_dir.rename(_free_name(plan))
+    else:
+        shutil.rmtree(plan.run_dir)
+    return False
+
+
+def mark(plan: RunPlan, failed: str | None = None) -> None:
+    """Note in the run's folder which settings it was started with and how it failed.
+
+    Args:
+        plan: The run.
+        failed: Reason of the failure; None at the start.
+    """
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
+    content = {**plan.fingerprint(), "config": str(plan.config), "failed": failed}
+    write_atomically(plan.run_dir / MARKER, json.dumps(content, indent=1) + "\n")
+
+
+def _free_name(plan: RunPlan) -> Path:
+    names = (plan.run_dir.with_name(f"{plan.run_dir.name}.replaced-{i}") for i in itertools.count(1))
+    return next(path for path in names if not path.exists())
+
+
+def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
+    known = {**marker, "overrides": effective_overrides(marker.get("overrides") or [])}
+    return all(known.get(key) == value for key, value in plan.fingerprint().items())
+
+
+def _agrees_with_config(plan: RunPlan) -> bool:
+    from omegaconf import OmegaConf
+
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(plan.run_dir / "config.yaml"))
+    except (OSError, ValueError):
+        return False
+    given = OmegaConf.merge(OmegaConf.load(plan.config), OmegaConf.from_dotlist(list(plan.overrides)))
+    wanted = OmegaConf.to_container(given)
+    if not isinstance(saved, dict) or not isinstance(wanted, dict):
+        return False
+    own = {key: value for key, value in wanted.items() if key not in ("extends", "output_dir")}
+    return _contains(saved, own)
+
+
+def _contains(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            if not _contains(saved.get(key) or {}, value):
+                return False
+        elif not isinstance(value, list) and saved.get(key) != value:  # saved lists carry filled-in defaults
+            return False
+    return True
+
+
+def _read_json(plan: RunPlan, name: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads((plan.run_dir / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

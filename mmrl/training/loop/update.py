@@ -1,0 +1,258 @@
+"""From rollouts with advantages to optimiser steps: minibatches by whole groups, micro-batches for memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.aggregation import Denominators
+from mmrl.core.groups import group_sum
+from mmrl.core.metrics import Metric, merge_metrics, metric_values
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.training.loop.distributed import all_ranks, average_gradients, global_denominators, merge_lists
+from mmrl.training.loop.guard import describe_nonfinite, save_failure
+from mmrl.training.loop.recipe import Recipe
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP, TrainerConfig
+from mmrl.training.record.stopwatch import stopwatch
+
+__all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
+    """Share of the peak learning rate at an optimiser step.
+
+    Args:
+        config: schedule, warm-up and final rate.
+        optimiser_step: steps taken so far.
+
+    Returns:
+        Linear rise over the warm-up, then constant, linear or cosine decay to the final rate.
+    """
+    if optimiser_step < config.warmup_steps:
+        return (optimiser_step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    total = config.steps * config.epochs * config.minibatches_per_step
+    progress = min((optimiser_step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
+    floor = config.final_learning_rate / config.learning_rate
+    decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return floor + (1.0 - floor) * decay
+
+
+def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not."""
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.adam_eps,
+        fused=True,  # one pass over weights and moments instead of several
+    )
+
+
+def _check_precision(policy: nn.Module, learning_rate: float) -> None:
+    """Refuse steps that the weights' own precision rounds away; raises UserError."""
+    low = {p.dtype for p in policy.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+    if low and learning_rate < SMALLEST_LOW_PRECISION_STEP:
+        kind = str(low.pop()).removeprefix("torch.")
+        raise UserError(
+            f"the weights to be trained are {kind} and trainer.learning_rate is {learning_rate:g}: {kind} weights "
+            "round such steps away; use float32 weights with trainer.mixed_precision=bf16, or adapters (LoRA)"
+        )
+
+
+class Updater:
+    """Owns the optimiser and turns the rollouts of a step into updates of the policy.
+
+    Args:
+        recipe: supplies the loss.
+        accelerator: device, precision and processes.
+        reference: moved after every optimiser step when it is a moving average.
+        failures: folder for the batches of failed optimiser steps.
+
+    Raises:
+        UserError: the weights that are trained have too low a precision for the learning rate.
+    """
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path) -> None:
+        self.recipe = recipe
+        self.config = recipe.config.trainer
+        self.accelerator = accelerator
+        self.reference = reference
+        self.failures = failures
+        _check_precision(recipe.policy, self.config.learning_rate)
+        self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
+        self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
+        self.optimiser_step = 0
+        self.skipped = 0
+
+    def update(self, rollouts: Rollouts, step: int) -> dict[str, float]:
+        """Take all optimiser steps of one rollout step.
+
+        Args:
+            rollouts: rows with advantages and log-probs.
+            step: rollout step, for the order of minibatches and error reports.
+
+        Returns:
+            Metrics averaged over the optimiser steps.
+
+        Raises:
+            RunError: a non-finite loss or gradient and the policy is to stop, or too many were skipped.
+        """
+        self.policy.train()
+        taken: list[dict[str, float]] = []
+        for epoch in range(self.config.epochs):
+            for minibatch in self._minibatches(rollouts, step, epoch):
+                metrics = self._optimiser_step(minibatch, step)
+                taken.extend([metric_values(metrics)] if metrics is not None else [])
+        return _over_steps(taken) | {"optim/lr": self._current_rate(), "optim/skipped": float(self.skipped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser moments and counters."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimiser_step": self.optimiser_step,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimiser_step = int(state["optimiser_step"])
+        self.skipped = int(state["skipped"])
+
+    def _minibatches(self, rollouts: Rollouts, step: int, epoch: int) -> list[Rollouts]:
+        count = self.config.minibatches_per_step
+        if count == 1:
+            return [rollouts]
+        # a filter may leave the processes unequal numbers of groups, but every one has to take the same steps
+        count = min(merge_lists([min(count, rollouts.num_groups)], self.accelerator))
+        seed = self.recipe.config.seed
+        return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
+
+    def _optimiser_step(self, minibatch: Rollouts, step: int) -> dict[str, Metric] | None:
+        denominators = global_denominators(self.recipe.objective.denominators(minibatch), self.accelerator)
+        if denominators.tokens == 0:
+            return None
+        self._set_rate()
+        live = self._live(minibatch)
+        loss, metrics = self._accumulate(live, denominators)
+        metrics["update/dead_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
+        with stopwatch("optimizer"):
+            self._complete_gradients()
+            norm = self._clip()
+        if not all_ranks(bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)), self.accelerator):
+            self._on_nonfinite(minibatch, loss, step)
+            return None
+        with stopwatch("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.reference.update()
+        self.optimiser_step += 1
+        metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
+        return metrics | {"optim/grad_norm": Metric.summed(norm)}
+
+    def _live(self, minibatch: Rollouts) -> Rollouts:
+        """Groups that the forward pass is needed of; one at least, so that a step without gradient is taken too."""
+        if not self.config.skip_dead_groups:
+            return minibatch
+        live = self.recipe.teaches(minibatch)
+        if bool(live.all()):
+            return minibatch
+        if not bool(live.any()):
+            trained = group_sum(minibatch.loss_mask.sum(1), minibatch.group)
+            live = torch.arange(minibatch.num_groups, device=live.device) == trained.argmax()
+        return minibatch.select_groups(live)
+
+    def _accumulate(self, minibatch: Rollouts, denominators: Denominators) -> tuple[Tensor, dict[str, Metric]]:
+        """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
+        losses, parts = [], []
+        chunks = list(minibatch.micro_batches(self.config.micro_batch or minibatch.num_rows))
+        # work that micro-batches share is differentiated after the last of them, too late for the wrapper's own
+        # averaging; the configuration decides, because every process has to take the same way
+        by_hand = self.config.micro_batch > 0
+        alone = self.accelerator.no_sync(self.policy) if by_hand else contextlib.nullcontext()
+        with alone, self.recipe.shared_by(chunks, self.recipe.policy) as shared:
+            for chunk in chunks:
+                with stopwatch("forward"):
+                    output = self.recipe.loss(self.policy, chunk, denominators)
+                with stopwatch("backward"):
+                    # gradients are averaged over processes, the denominators already count every one
+                    self.accelerator.backward(output.loss * self.accelerator.num_processes)
+                losses.append(output.loss.detach())
+                parts.append(output.metrics)
+            with stopwatch("backward"):
+                shared.backward()
+        if by_hand:
+            with stopwatch("backward"):
+                average_gradients(self._trained, self.accelerator)
+        return torch.stack(losses).sum(), merge_metrics(parts)
+
+    def _complete_gradients(self) -> None:
+        """Give weights that have been trained before a gradient of 0 where this minibatch does not use them.
+
+        AdamW would leave them out, but a skipped group might have used them: their momentum decays either way.
+        """
+        for parameter in self._trained:
+            if parameter.grad is None and parameter in self.optimizer.state:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _clip(self) -> Tensor:
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # scaling by a NaN norm would spread it over every gradient and hide where it came from
+        if self.config.max_grad_norm and bool(torch.isfinite(norm)):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        return norm
+
+    def _on_nonfinite(self, minibatch: Rollouts, loss: Tensor, step: int) -> None:
+        cause = describe_nonfinite(minibatch, loss, self.recipe.policy) or "another process reported it"
+        self.optimizer.zero_grad()
+        try:
+            kept = f"batch saved to {save_failure(self.failures, step, minibatch, cause, {'loss': float(loss)})}"
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+            kept = f"the batch could not be saved: {error}"
+        self.skipped += 1
+        message = f"step {step}: {cause}; {kept}"
+        if self.config.on_nonfinite == "stop":
+            raise RunError(message)
+        if self.skipped > self.config.max_nonfinite:
+            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than trainer.max_nonfinite")
+        LOGGER.warning("%s; optimiser step skipped", message)
+
+    def _set_rate(self) -> None:
+        rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _current_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics as Python numbers: tensors of two devices cannot be added after they have travelled."""
+    return {name: Metric(float(m.total), float(m.weight), m.kind) for name, m in metrics.items()}
+
+
+def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
+    """Mean over optimiser steps; the largest where the name says max."""
+    names = dict.fromkeys(name for metrics in taken for name in metrics)
+    columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
+    return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}

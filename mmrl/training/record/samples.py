@@ -1,0 +1,144 @@
+"""Samples that a run keeps to be looked at: one JSON line a sample, its images as PNG files beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.training.record.jsonlines import finite_or_none, read_jsonl, write_atomically
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["SampleRecord", "read_samples", "sample_steps", "write_samples"]
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+IMAGE_FIELDS = ("images", "outputs")
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+
+
+@dataclass
+class SampleRecord:
+    """One response to one task, with all that is needed to judge it by eye."""
+
+    id: str
+    """Task the sample belongs to; samples of one group share it."""
+    prompt: str
+    """The prompt as the model saw it."""
+    response: str
+    """The sampled text."""
+    answer: str | None = None
+    """The reference answer."""
+    images: list[Image] = field(default_factory=list)
+    """The prompt's images."""
+    outputs: list[Image] = field(default_factory=list)
+    """Images that were drawn for the prompt."""
+    reward: float | None = None
+    """Total reward; None where it could not be scored or does not exist."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Each reward term before its weight."""
+    advantage: float | None = None
+    """Advantage of the sample, the mean over its decisions where they differ."""
+    finish: str | None = None
+    """Why the response ended: "eos", "stop" or "length"."""
+    correct: bool | None = None
+    """Whether the evaluation counted the answer as correct."""
+
+
+def write_samples(run_dir: Path, step: int, split: str, records: Sequence[SampleRecord]) -> Path:
+    """Write the samples of one step; an earlier file of the same step and split is replaced.
+
+    Args:
+        run_dir: The run folder.
+        step: The step, counted from 1; 0 is before training.
+        split: "train" or "eval"; names the file.
+        records: The samples, groups together. One image shared by many samples is stored once.
+
+    Returns:
+        `samples/step-XXXXXX/{split}.jsonl`.
+    """
+    folder = Path(run_dir) / "samples" / f"step-{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    names: dict[int, str] = {}
+    lines = []
+    for record in records:
+        for image in (*record.images, *record.outputs):
+            if id(image) not in names:
+                names[id(image)] = _store_image(folder, image)
+        stored = {key: [names[id(image)] for image in getattr(record, key)] for key in IMAGE_FIELDS}
+        fields = {**vars(record), **stored}
+        lines.append(json.dumps(finite_or_none(fields), ensure_ascii=False, allow_nan=False) + "\n")
+    path = folder / f"{split}.jsonl"
+    write_atomically(path, "".join(lines))
+    return path
+
+
+def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
+    """Read the samples of one step.
+
+    Args:
+        run_dir: The run folder.
+        step: The step they were written at.
+        split: "train" or "eval".
+
+    Returns:
+        The samples in written order, none where the file is missing; an image file that cannot be read is
+        left out, and samples that share an image share one object.
+    """
+    folder = Path(run_dir) / "samples" / f"step-{step:06d}"
+    images: dict[str, Image | None] = {}
+    known = set(SampleRecord.__dataclass_fields__)
+    records = []
+    for row in read_jsonl(folder / f"{split}.jsonl"):
+        fields: dict[str, Any] = {key: value for key, value in row.items() if key in known}
+        for key in IMAGE_FIELDS:
+            names = row.get(key) or []
+            images |= {name: _load_image(folder / Path(name).name) for name in names if name not in images}
+            fields[key] = [image for name in names if (image := images[name]) is not None]
+        fields["terms"] = {
+            name: math.nan if value is None else value for name, value in (row.get("terms") or {}).items()
+        }
+        records.append(SampleRecord(**{"id": "", "prompt": "", "response": "", **fields}))
+    return records
+
+
+def sample_steps(run_dir: Path, split: str) -> list[int]:
+    """Steps that have samples of a split.
+
+    Args:
+        run_dir: The run folder.
+        split: "train" or "eval".
+
+    Returns:
+        The steps in rising order.
+    """
+    folders = (Path(run_dir) / "samples").glob("step-*")
+    matches = [(_STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
+    return sorted(int(match[1]) for match, folder in matches if match and (folder / f"{split}.jsonl").exists())
+
+
+def _store_image(folder: Path, image: Image) -> str:
+    digest = hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
+    path = folder / f"{digest[:16]}.png"
+    if not path.exists():
+        storable = image if image.mode in _PNG_MODES else image.convert("RGB")
+        storable.save(path.with_suffix(".partial"), format="PNG")
+        path.with_suffix(".partial").replace(path)
+    return path.name
+
+
+def _load_image(path: Path) -> Image | None:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image.copy()
+    except OSError:
+        return None

@@ -1,0 +1,336 @@
+"""What a run measures and where it is written; METRICS at the foot defines every metric in one sentence."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mmrl.training.record.jsonlines import read_jsonl
+from mmrl.training.record.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    ServiceSink,
+    Sink,
+    TensorBoardSink,
+    tensorboard_installed,
+)
+
+__all__ = [
+    "METRICS",
+    "Tracker",
+    "TrackingConfig",
+    "build_tracker",
+    "describe_metric",
+    "read_evaluations",
+    "read_metrics",
+]
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go besides `metrics.jsonl` and `evaluations.jsonl`."""
+
+    quiet: bool = False
+    """Show nothing on the console."""
+    console_every: int = 1
+    """Show one console line in this many steps; evaluations are always shown."""
+    tensorboard: bool | None = None
+    """Write TensorBoard events; null means where tensorboard is installed."""
+    wandb: str | None = None
+    """Weights & Biases project to log to; null for none."""
+    trackio: str | None = None
+    """Trackio project to log to; null for none."""
+    run_name: str | None = None
+    """Name of the run in wandb and trackio; null takes the name of the run folder."""
+    strict: bool = False
+    """Refuse metrics that the METRICS table does not define; the tests switch it on."""
+
+
+class Tracker:
+    """Hands every metric to the JSON Lines files and to each further sink.
+
+    Args:
+        run_dir: The run folder.
+        sinks: Receivers besides the JSON Lines files.
+        strict: Refuse metrics without a definition.
+        definitions: Definitions beside METRICS, for a domain's own metrics.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[Sink] = (),
+        *,
+        strict: bool = False,
+        definitions: Mapping[str, str] | None = None,
+    ) -> None:
+        self._sinks: list[Sink] = [JsonlSink(Path(run_dir)), *sinks]
+        self._strict = strict
+        self._definitions = {**METRICS, **(definitions or {})}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one finished step.
+
+        Args:
+            step: The step, counted from 1.
+            metrics: Value by name; a value that is not finite is written as null.
+
+        Raises:
+            ValueError: In strict mode, a metric without a definition.
+        """
+        self._check(metrics)
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
+        """Record one evaluation.
+
+        Args:
+            step: Steps trained so far; 0 is the untrained policy.
+            tag: "before", "during" or "after" training.
+            split: Name of the task set.
+            metrics: Value by name.
+
+        Raises:
+            ValueError: In strict mode, a metric without a definition.
+        """
+        self._check(metrics)
+        for sink in self._sinks:
+            sink.evaluation(step, tag, split, metrics)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the records of later steps; called once when a run resumes from the checkpoint of `step`."""
+        for sink in self._sinks:
+            sink.truncate_after(step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _check(self, metrics: Mapping[str, float]) -> None:
+        if not self._strict:
+            return
+        for name in metrics:
+            if describe_metric(name, self._definitions) is None:
+                near = get_close_matches(name, self._definitions, n=3)
+                hint = f"; did you mean {', '.join(near)}?" if near else ""
+                raise ValueError(f"metric {name!r} has no sentence in METRICS (mmrl/training/record/tracking.py){hint}")
+
+
+def build_tracker(
+    config: TrackingConfig,
+    run_dir: Path,
+    *,
+    total_steps: int,
+    run_config: Mapping[str, Any] | None = None,
+    definitions: Mapping[str, str] | None = None,
+) -> Tracker:
+    """Make the tracker that a configuration asks for.
+
+    Args:
+        config: Which sinks to use.
+        run_dir: The run folder.
+        total_steps: Steps of the whole run.
+        run_config: The whole run's resolved configuration, sent to wandb and trackio.
+        definitions: Definitions beside METRICS, for a domain's own metrics.
+
+    Returns:
+        The tracker; close it at the end.
+
+    Raises:
+        UserError: A named service is not installed.
+    """
+    run_dir = Path(run_dir)
+    sinks: list[Sink] = []
+    for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
+        if project is not None:
+            name = config.run_name or run_dir.resolve().name
+            sinks.append(ServiceSink(package, project, name, run_config or {}))
+    wanted = tensorboard_installed() if config.tensorboard is None else config.tensorboard
+    if wanted:
+        sinks.append(TensorBoardSink(run_dir))
+    sinks.append(ConsoleSink(total_steps, every=config.console_every, quiet=config.quiet))
+    return Tracker(run_dir, sinks, strict=config.strict, definitions=definitions)
+
+
+def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:
+    """Sentence that defines a metric.
+
+    Args:
+        name: Metric name; `reward/format` is found under `reward/<term>`.
+        definitions: Table to look in; METRICS by default.
+
+    Returns:
+        The sentence, or None where the table has no entry.
+    """
+    table = METRICS if definitions is None else definitions
+    if name in table:
+        return table[name]
+    for pattern, sentence in table.items():
+        if "<" in pattern:
+            expression = re.sub(r"<\w+>", "[^/]+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern))
+            if re.fullmatch(expression, name):
+                return sentence
+    return None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Read `metrics.jsonl` of a run folder.
+
+    Args:
+        run_dir: The run folder.
+
+    Returns:
+        One record a step in rising order, the last one where a step was written twice; null is NaN.
+    """
+    records = {record["step"]: record for record in read_jsonl(Path(run_dir) / "metrics.jsonl") if "step" in record}
+    return [_none_to_nan(records[step]) for step in sorted(records)]
+
+
+def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
+    """Read `evaluations.jsonl` of a run folder.
+
+    Args:
+        run_dir: The run folder.
+        split: Keep this split only.
+        tag: Keep this tag only.
+
+    Returns:
+        Records in rising order of steps, the last one where an evaluation was written twice; null is NaN.
+    """
+    records = {}
+    for record in read_jsonl(Path(run_dir) / "evaluations.jsonl"):
+        if "step" in record and split in (None, record.get("split")) and tag in (None, record.get("tag")):
+            records[record["step"], record.get("tag"), record.get("split")] = record
+    return [_none_to_nan(record) for record in sorted(records.values(), key=lambda record: record["step"])]
+
+
+def _none_to_nan(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
+METRICS: dict[str, str] = {
+    "time/rollout": "Seconds spent sampling: encode, prefill, decode and what lies between them.",
+    "time/encode": "Seconds of the rollout spent reading images and turning prompts into model inputs.",
+    "time/prefill": "Seconds of the rollout spent running prompts through the model.",
+    "time/score": "Seconds spent in reward functions.",
+    "time/old_logp": "Seconds of the pass for old log-probs and values; 0 where the update needs none.",
+    "time/ref_logp": "Seconds of the pass of the reference policy; 0 without one.",
+    "time/masked_logp": "Seconds of PAPO's pass with the masked image before the update.",
+    "time/advantages": "Seconds from rewards to advantages, before the update.",
+    "time/forward": "Seconds of the update spent in forward passes and losses.",
+    "time/backward": "Seconds of the update spent in backward passes and in averaging gradients over processes.",
+    "time/optimizer": "Seconds of the update spent in clipping, optimiser steps and the moving average.",
+    "time/update": "Seconds of all optimiser steps: forward, backward, optimizer and what lies between them.",
+    "time/evaluate": "Seconds spent on evaluation since the step before.",
+    "time/checkpoint": "Seconds spent writing a checkpoint since the step before.",
+    "time/step": "Seconds of the step from sampling to update, without evaluation and checkpoint.",
+    "memory/peak_mb": "Peak memory in 10^6 bytes: of the process so far, on a GPU of its tensors within the step.",
+    "tokens/per_second": "Trained decisions (tokens, denoising steps) of the step over its seconds.",
+    "tokens/total": "Decisions (tokens, denoising steps) sampled since the run began.",
+    "samples/total": "Samples drawn, or supervised rows seen, since the run began.",
+    "reward/mean": "Mean total reward of the samples that could be scored.",
+    "reward/std": "Standard deviation of the total reward over the samples of the step.",
+    "reward/errors": "Samples of the step that a reward function failed on; the update leaves them out.",
+    "reward/errors/<term>/<kind>": "Samples so far that one reward function failed on, by what went wrong.",
+    "reward/zero_variance_groups": "Share of groups whose samples all got the same reward.",
+    "reward/<term>": "Mean of one reward term before its weight.",
+    "response/length_mean": "Mean number of sampled decisions (tokens, steps) in a response.",
+    "response/length_max": "Longest response of the step in decisions.",
+    "response/length_<protocol>": "Mean length of the answers of an evaluation in decisions.",
+    "response/finished_fraction": "Share of responses that ended before the length limit.",
+    "response/kept_mass": "Mean probability of the tokens that top_p and top_k left to draw from; 1 is on-policy.",
+    "loss/total": "The scalar that is differentiated, summed over its terms.",
+    "loss/policy": "The surrogate's part of the loss.",
+    "loss/kl": "The reference-KL part of the loss, coefficient included.",
+    "loss/entropy": "The entropy part of the loss, coefficient included; negative where entropy is rewarded.",
+    "loss/value": "The value function's part of the loss, coefficient included.",
+    "loss/perception": "PAPO's implicit-perception part of the loss, weight and sign included.",
+    "loss/entropy_policy": "PAPO's entropy term on the image, coefficient included.",
+    "loss/entropy_masked": "PAPO's entropy term on the masked image, coefficient included.",
+    "loss/sft": "PAPO's likelihood term on correct samples, coefficient included.",
+    "loss/nll": "Mean negative log-likelihood of the target tokens, in nats.",
+    "policy/ratio_mean": "Mean importance ratio of new over sampling policy in the groups of the update.",
+    "policy/ratio_max": "Largest importance ratio of the step in the groups of the update.",
+    "policy/clip_fraction_low": "Share of decisions whose gradient the lower clip bound removed.",
+    "policy/clip_fraction_high": "Share of decisions whose gradient the upper clip bound removed.",
+    "policy/kl_old": "k3 estimate of the KL from the updated to the sampling policy, in nats a decision.",
+    "policy/kl_ref": "Estimate of the KL from the policy to the reference policy, in nats a decision.",
+    "policy/entropy": "Mean entropy of the policy at the sampled positions of the update's groups, in nats.",
+    "policy/kl_coef": "Weight of the KL to the reference in use; moves only with adaptive_kl.target.",
+    "papo/kl_masked": "k3 between the policy on the image and on the masked image, in nats a decision.",
+    "papo/gamma": "Weight of the implicit-perception term after annealing.",
+    "papo/masked_fraction": "Share of image patches that were masked.",
+    "apo/kl_weight_mean": "Mean KL multiplier that difficulty-adaptive divergence gives a sample.",
+    "apo/length_multiplier_mean": "Mean reward multiplier from suboptimal-trajectory length regularisation.",
+    "apo/difficulty_mean": "Mean difficulty of the step's tasks, 1 minus the share of correct samples.",
+    "update/dead_groups": "Share of groups with advantages of 0 that the update, and so policy/ metrics, left out.",
+    "optim/lr": "Learning rate of the last optimiser step.",
+    "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
+    "optim/skipped": "Optimiser steps that the NaN guard has skipped since the run began.",
+    "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
+    "data/epoch": "Passes over the task set so far.",
+    "checkpoint/failed": "Checkpoints that could not be written since the run began (full disk).",
+    "n": "Tasks that the evaluation answered.",
+    "skipped": "Tasks that the evaluation could not ask: unreadable image, prompt too long.",
+    "unscored": "Answers of the evaluation that a reward function failed on.",
+    "accuracy/<protocol>": "Share of correct answers: greedy, or sampled at the evaluation's temperature.",
+    "accuracy/<protocol>/low": "Lower end of the accuracy's 95 % interval.",
+    "accuracy/<protocol>/high": "Upper end of the accuracy's 95 % interval.",
+    "accuracy/<protocol>/<part>": "Accuracy on one named part of the tasks.",
+    "success/<protocol>": "Share of episodes in which the task was done: greedy, or with sampled actions.",
+    "success/<protocol>/low": "Lower end of its 95 % interval.",
+    "success/<protocol>/high": "Upper end of its 95 % interval.",
+    "success/<protocol>/<task>": "The same of one task.",
+    "success/<protocol>/<task>/low": "Lower end of its 95 % interval.",
+    "success/<protocol>/<task>/high": "Upper end of its 95 % interval.",
+    "score/<reward>": "Mean of an optimised reward over held-out images.",
+    "score/<reward>/low": "Lower end of its 95 % interval.",
+    "score/<reward>/high": "Upper end of its 95 % interval.",
+    "judge/<reward>": "Mean over held-out images of a reward that is never optimised.",
+    "judge/<reward>/low": "Lower end of its 95 % interval.",
+    "judge/<reward>/high": "Upper end of its 95 % interval.",
+    "diversity/latent": "Mean root-mean-square distance between the latents of images of one prompt.",
+    "distance/base": "Mean squared distance between the velocities of policy and start model on held-out images.",
+    "cost/samples": "Samples drawn for training so far.",
+    "cost/seconds": "Seconds of training so far, without evaluation.",
+    "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",
+    "cost/train_rows": "Rows that it evaluated with gradient; each costs about three without, for the backward pass.",
+    "time/decode": "Seconds of sampling after the prompts are read, or of turning latents into images.",
+    "time/critic": "Seconds of training the critic.",
+    "loss/kl_ema": "AWM's distance to the moving average of past policies, coefficient included.",
+    "policy/kl_ema": "Mean squared distance between the velocities of policy and moving average.",
+    "awm/error": "Mean matching error of the policy's velocity on its own images.",
+    "awm/velocity_norm": "Size of the policy's velocities over those of the reference.",
+    "matching/error": "Mean matching error of the policy's velocity.",
+    "matching/weight": "Mean weight of the matching errors.",
+    "critic/loss": "Mean squared error of the critic on the returns of the step.",
+    "critic/explained": "Share of the variance of the returns that the critic foresaw.",
+    "critic/updates": "Updates of the critic so far.",
+    "episode/success": "Share of the step's episodes in which the task was done; broken environments are left out.",
+    "episode/steps": "Mean control steps of the step's episodes.",
+    "episode/steps_to_success/<protocol>": "Mean control steps of the evaluation's successes.",
+    "episode/failed/<protocol>": "Episodes of the evaluation without a result because their environment broke down.",
+    "sim/episodes_failed": "Training episodes without a result so far; each took its group out of a step.",
+    "sim/crashed": "Environments whose process died so far.",
+    "sim/hung": "Environments that did not answer in time so far.",
+    "sim/raised": "Environments that raised so far.",
+    "sim/diverged": "Simulations that blew up so far.",
+    "sim/restarted": "Environments that were started again so far.",
+    "sim/dropped": "Episodes that were given up so far.",
+    "srpo/clusters": "Mean number of clusters among the successes of a task.",
+    "srpo/noise_fraction": "Share of the successes that lie in no cluster.",
+    "srpo/tasks_without_reference": "Share of the step's tasks that had no success, so that failures earn nothing.",
+    "srpo/invalid_latents": "Episodes so far that could not be embedded; they teach nothing.",
+    "time/latents": "Seconds of embedding episodes.",
+    "bc/loss": "Loss of behaviour cloning.",
+    "bc/token_accuracy": "Share of action tokens whose most likely value is the demonstrated one.",
+    "bc/action_error": "Mean distance of the most likely action to the demonstrated one, in -1..1.",
+    "data/moments": "Moments of demonstrations that are learnt from.",
+}

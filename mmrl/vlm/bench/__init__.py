@@ -1,0 +1,1 @@
+"""Benchmarks of the vision-language room."""

@@ -1,0 +1,257 @@
+"""`mmrl bench vlm`: what computing each prompt once for its group saves in updates, sampling and whole steps.
+
+The model is built from a configuration with random weights: 21.0 million of them (Qwen2.5-VL or Qwen3-VL, 6 layers of
+width 384, a tower of 3 blocks of width 256), or with `--device cuda` the sizes of Qwen2.5-VL-3B in bfloat16. Query and
+key weights are multiplied by `workload.ATTENTION_GAIN`. "16:1" and "288:48" are prompt to completion tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
+from mmrl.vlm.bench.trl_arm import check_installed
+from mmrl.vlm.bench.setup import MEBIBYTE, Bench
+from mmrl.vlm.bench.workload import ATTENTION_GAIN, Shape
+
+__all__ = ["NAMES", "compare"]
+
+UPDATE_TARGETS = {
+    "16:1": {"minimum": 5.5, "goal": 5.8},
+    "4:1": {"minimum": 4.0, "goal": 4.1},
+    "1:1": {"minimum": 2.1, "goal": 2.15},
+}
+UPDATE_MEMORY_GOALS = {"16:1": 5.5, "4:1": 3.8, "1:1": 2.2}
+STEP_TARGETS = {
+    "288:48": ({"minimum": 4.5, "goal": 6.0}, {"minimum": 3.5, "goal": 4.0}),
+    "607:32": ({"minimum": 8.0, "goal": 9.0}, {"minimum": 5.0, "goal": 5.0}),
+}
+"""Time and memory against TRL."""
+
+
+def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
+    """Run the comparisons that the options name.
+
+    Args:
+        options: what to run, how often and on which model.
+
+    Returns:
+        Results of `mmrl.bench.harness.comparison` by name.
+
+    Raises:
+        UserError: an unknown name, or a library to compare with that is not installed.
+    """
+    names = options.chosen(NAMES)
+    if options.against == "trl":
+        check_installed()
+    bench = Bench(options)
+    return {name: COMPARISONS[name](bench) for name in names}
+
+
+def _update(bench: Bench) -> dict[str, Any]:
+    """Forward and backward pass of one group, rows of their own against shared prompts."""
+    runs: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
+    floors: dict[str, Any] = {}
+    for name, shape in bench.shapes("16:1", "4:1", "1:1").items():
+        rows, tower, shared, pairs = (f"{name} {arm}" for arm in ("rows", "rows, tower once", "shared", "shared, by 2"))
+        arms = [
+            bench.arm(rows, "arms:update_arm", shape, layout="rows", micro_batch=0),
+            bench.arm(shared, "arms:update_arm", shape, layout="shared", micro_batch=0),
+            bench.arm(tower, "arms:update_arm", shape, layout="tower once", micro_batch=0, blocks=2),
+            bench.arm(pairs, "arms:update_arm", shape, layout="shared", micro_batch=2, blocks=2),
+        ]
+        runs |= run_arms("update", arms, bench.options)
+        floors[name] = bench.floor(shape)
+        bound = floors[name]["flop_ratio"]
+        floors[name] |= bench.reached(runs[shared], floors[name]["update_flops"]["shared"])
+        limits = bench.targets(UPDATE_TARGETS.get(name, {}))
+        ratios[f"{name} time"] = ratio(runs, rows, shared, bound=bound, **limits)
+        ratios[f"{name} wall time"] = ratio(runs, rows, shared, "wall_s")
+        ratios[f"{name} time over rows, tower once"] = ratio(runs, tower, shared)
+        goal = bench.targets({"goal": UPDATE_MEMORY_GOALS.get(name, 0.0)})
+        ratios[f"{name} memory"] = ratio(runs, rows, shared, "peak_mb", bound=floors[name]["byte_ratio"], **goal)
+    notes = [
+        "rows: each completion computes its own copy of prompt and image, with the suite's own code otherwise",
+        "by 2: shared, with micro-batches of two completions",
+        "memory includes the gradients; the bounds count matrix products and what they keep, and no gradients",
+    ]
+    return comparison(runs, ratios=ratios, floor=floors, notes=notes)
+
+
+def _generation(bench: Bench) -> dict[str, Any]:
+    """Sampling one group against `generate` as TRL calls it."""
+    ((name, shape),) = bench.shapes("288:48").items()
+    arms = [
+        bench.arm("generate", "arms:generate_arm", shape),
+        bench.arm("sampler", "arms:sample_arm", shape),
+    ]
+    runs = run_arms("generation", arms, bench.options)
+    prefill, (decode, read) = bench.prefill_flops(shape), bench.decode(shape)
+    floor = {"prefill_flops": prefill, "decode_flops": decode, "decode_bytes": read}
+    floor["flop_ratio"] = (shape.group * prefill + decode) / (prefill + decode)
+    floor |= bench.reached(runs["sampler"], prefill, shape)
+    limits = bench.targets({"minimum": 4.0, "goal": 5.0})
+    bound = bench.bound(runs["generate"], floor)
+    ratios = {
+        f"{name} time": ratio(runs, "generate", "sampler", bound=bound, **limits),
+        f"{name} wall time": ratio(runs, "generate", "sampler", "wall_s"),
+        f"{name} memory": ratio(runs, "generate", "sampler", "peak_mb"),
+    }
+    return comparison(runs, ratios=ratios, floor=floor, notes=["no arm may end a completion before its last token"])
+
+
+def _step(bench: Bench) -> dict[str, Any]:
+    """Whole GRPO steps, of the suite and with `--against trl` of TRL's trainer."""
+    runs: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
+    floors: dict[str, Any] = {}
+    for name, shape in bench.shapes("288:48", "607:32").items():
+        ours, theirs = f"{name} mmrl", f"{name} trl"
+        arms = [bench.arm(ours, "arms:step_arm", shape)]
+        if bench.options.against == "trl":
+            arms = [*_trl_arms(bench, name, shape), *arms]
+        runs |= run_arms("step", arms, bench.options)
+        floors[name] = _step_floor(bench, shape, runs[ours])
+        if bench.options.against == "trl":
+            ratios |= _against_trl(bench, name, runs, bench.bound(runs[theirs], floors[name]))
+    notes = [
+        "one prompt with its group, no KL term, one update with AdamW and clipping at norm 1, trained vision tower",
+        "each arm samples its own tokens: the work is equal in shape, not token for token",
+        "trl: GRPOTrainer with sdpa attention, without checkpointing of activations (its default) and logging",
+        "trl defaults: the same with checkpointing of activations",
+    ]
+    if bench.options.device == "cpu":
+        notes.append("on a CPU trl projects every position to the vocabulary, about 9 % of its forward operations")
+    return comparison(runs, ratios=ratios, floor=floors, notes=notes)
+
+
+def _trl_arms(bench: Bench, name: str, shape: Shape) -> list[Arm]:
+    fastest = bench.arm(f"{name} trl", "trl_arm:step_arm", shape, gradient_checkpointing=False)
+    default = bench.arm(f"{name} trl defaults", "trl_arm:step_arm", shape, gradient_checkpointing=True, blocks=1)
+    return [fastest, default]
+
+
+def _against_trl(bench: Bench, name: str, runs: dict[str, Any], bound: float | None) -> dict[str, Any]:
+    ours, theirs = f"{name} mmrl", f"{name} trl"
+    time, memory = STEP_TARGETS.get(name, ({}, {}))
+    predicted: dict[str, Any] = {"goal": 6.0} if bench.options.device == "cuda" else {}
+    return {
+        f"{name} time": ratio(runs, theirs, ours, bound=bound, **(bench.targets(time) or predicted)),
+        f"{name} wall time": ratio(runs, theirs, ours, "wall_s"),
+        f"{name} memory": ratio(runs, theirs, ours, "peak_mb", **bench.targets(memory)),
+        f"{name} generation": ratio(runs, theirs, ours, stage="generate"),
+        f"{name} update": ratio(runs, theirs, ours, stage="update"),
+        f"{name} time over trl defaults": ratio(runs, f"{name} trl defaults", ours),
+    }
+
+
+def _step_floor(bench: Bench, shape: Shape, run: dict[str, Any]) -> dict[str, Any]:
+    """A step needs each prompt once: sampling leaves it, with its history, to the update."""
+    training = bench.floor(shape)["update_flops"]
+    decode, _ = bench.decode(shape)
+    rows = training["rows"] + shape.group * bench.prefill_flops(shape) + decode
+    shared = training["shared"] + decode
+    floor = {"flops": {"rows": rows, "shared": shared}, "flop_ratio": rows / shared}
+    floor["weights_gradients_moments_mb"] = bench.weights_mb()
+    return floor | bench.reached(run, training["shared"], shape)
+
+
+def _papo(bench: Bench) -> dict[str, Any]:
+    """Training passes of one PAPO step against an emulation of the public recipe in rows."""
+    ((name, shape),) = bench.shapes("4:1").items()
+    arms = [
+        bench.arm("rows (emulation)", "arms:papo_arm", shape, layout="rows"),
+        bench.arm("shared", "arms:papo_arm", shape, layout="shared"),
+    ]
+    runs = run_arms("papo", arms, bench.options)
+    floor = bench.floor(shape)
+    forward = floor["forward_flops"]
+    # old, reference and masked pass and an update of three; without the old pass five
+    flops = {"rows": 6 * forward["rows"]["total"], "shared": 5 * forward["shared"]["total"]}
+    floor |= {"flops": flops, "flop_ratio": flops["rows"] / flops["shared"]}
+    floor |= bench.reached(runs["shared"], flops["shared"])
+    limits = bench.targets({"minimum": 4.0, "goal": 4.5})
+    ratios = {
+        f"{name} time": ratio(runs, "rows (emulation)", "shared", bound=floor["flop_ratio"], **limits),
+        f"{name} wall time": ratio(runs, "rows (emulation)", "shared", "wall_s"),
+        f"{name} memory": ratio(runs, "rows (emulation)", "shared", "peak_mb"),
+    }
+    notes = [
+        "emulation: the public recipe's passes (old, reference, masked, update) in the suite's own code, in rows with "
+        "an image each; its program itself needs CUDA packages and was not run"
+    ]
+    return comparison(runs, ratios=ratios, floor=floor, notes=notes)
+
+
+def _memory(bench: Bench) -> dict[str, Any]:
+    """What bounds the memory of an update: sharing, micro-batches, and a head without logits."""
+    ((name, shape),) = bench.shapes("4:1").items()
+    arms = [
+        bench.arm(f"{layout}{suffix}", "arms:update_arm", shape, layout=layout, micro_batch=rows, blocks=1)
+        for layout in ("rows", "shared")
+        for rows, suffix in ((0, ""), (2, ", by 2"), (1, ", by 1"))
+    ]
+    arms += [
+        bench.arm(
+            "shared, vocabulary 65536",
+            "arms:update_arm",
+            shape,
+            model=bench.wide_model(),
+            layout="shared",
+            micro_batch=0,
+            blocks=1,
+        )
+    ] * (bench.full and bench.options.model is None)
+    runs = run_arms("memory", arms, bench.options)
+    ratios = {
+        f"{name} memory": ratio(runs, "rows", "shared", "peak_mb"),
+        f"{name} memory, shared by 2 over rows by 1": ratio(runs, "shared, by 2", "rows, by 1", "peak_mb"),
+        f"{name} time, rows by 1 over shared by 2": ratio(runs, "rows, by 1", "shared, by 2"),
+    }
+    tokens = shape.group * shape.completion
+    floor = bench.floor(shape) | {"logits_never_held_mb": {str(v): tokens * v * 4 / MEBIBYTE for v in (8192, 65536)}}
+    return comparison(runs, ratios=ratios, floor=floor, notes=["memory includes the gradients"])
+
+
+def _tricks(bench: Bench) -> dict[str, Any]:
+    """Each saving switched off alone in the whole step."""
+    ((name, shape),) = bench.shapes("288:48").items()
+    off: dict[str, dict[str, Any]] = {
+        "everything on": {},
+        "no lean decoder": {"lean": False},
+        "prefill not kept": {"keep_prefill": False},
+        "no shared prefix": {"layout": "tower once"},
+        "no shared prefix, tower for each row": {"layout": "rows"},
+    }
+    groups = {"tasks_per_step": 4, "reward": "mmrl.vlm.bench.workload:half_dead_reward"}
+    dead = {"4 groups, 2 dead": groups, "4 groups, 2 dead, not skipped": groups | {"skip_dead_groups": False}}
+    arms = [bench.arm(arm, "arms:step_arm", shape, **switched) for arm, switched in (off | dead).items()]
+    runs = run_arms("tricks", arms, bench.options)
+    ratios = {f"{name} {arm}": ratio(runs, arm, "everything on") for arm in list(off)[1:]}
+    ratios[f"{name} dead groups not skipped"] = ratio(runs, *reversed(dead))
+    return comparison(runs, ratios=ratios, notes=["each ratio is the time of a step without one saving over with all"])
+
+
+def _equality(bench: Bench) -> dict[str, Any]:
+    """Log-probs and gradients of shared prompts against rows of their own, with a negative control."""
+    model, shape = bench.small()
+    shape = dataclasses.replace(shape, group=4)
+    arm = bench.arm("equality", "equality:equality_arm", shape, model=model, dtype="float32", timed=False)
+    runs = run_arms("equality", [arm], bench.options)
+    notes = [f"query and key weights times {ATTENTION_GAIN:g}; two groups, completions of all lengths from 1 to T"]
+    return comparison(runs, notes=notes)
+
+
+COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "equality": _equality,
+    "update": _update,
+    "generation": _generation,
+    "step": _step,
+    "papo": _papo,
+    "memory": _memory,
+    "tricks": _tricks,
+}
+NAMES = tuple(COMPARISONS)
