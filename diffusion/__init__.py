@@ -30,7 +30,7 @@ _NAMES = {
     "diffusion.rewards": ("IMAGE_REWARDS", "ImageReward", "load_image_rewards"),
     "diffusion.sampler": ("SamplerConfig", "sample_latents", "sample_trajectories"),
     "diffusion.schedule": ("make_solver", "sigma_grid"),
-    "diffusion.shadow": ("ShadowWeights",),
+    "diffusion.ema": ("EMAWeights",),
     "diffusion.steps": (
         "STEPS",
         "CpsStep",

@@ -150,9 +150,9 @@ class AcFlowRecipe(OrwRecipe):
         """Metrics of the room and of the critic."""
         return super().step_metrics(rollouts) | self._noted
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
-        super().advance(step, metrics)
+        super().on_step_end(step, metrics)
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:

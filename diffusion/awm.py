@@ -11,7 +11,7 @@ With one update an epoch, the default as in all published runs, r is 1 and the g
 
 Differences from the public code: the two anchors are independent of each other (there the second needs the first);
 times are shared by the images of a prompt rather than of a micro-batch, so that micro-batches change nothing
-(`draws.share_times`); `bgpo` is added, which is linear in the draws where the advantage is positive (arXiv 2510.11683).
+(`timesteps.share_times`); `bgpo` is added, linear in the draws where the advantage is positive (arXiv 2510.11683).
 Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, except the sizes of an epoch.
 """
 
@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffusion.matched import MatchedConfig, MatchedRecipe, Matching, mean_over_decisions
+from diffusion.ema import EMAWeights, kl_ema_decay
+from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, Matching, mean_over_decisions
 from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood, velocity_kl
-from diffusion.shadow import ShadowWeights, kl_ema_decay
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, TokenScores
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.objectives import ObjectiveConfig
 
@@ -73,7 +73,7 @@ def _awm_objective() -> ObjectiveConfig:
 
 
 @dataclass
-class AwmConfig(MatchedConfig):
+class AwmConfig(FlowMatchingConfig):
     """An AWM run."""
 
     awm: AwmSettings = field(default_factory=AwmSettings)
@@ -87,7 +87,7 @@ class AwmConfig(MatchedConfig):
         self.awm.validate()
 
 
-class AwmRecipe(MatchedRecipe):
+class AwmRecipe(FlowMatchingRecipe):
     """Advantage weighted matching; see the module."""
 
     config: AwmConfig
@@ -95,7 +95,7 @@ class AwmRecipe(MatchedRecipe):
     def __init__(self, config: AwmConfig) -> None:
         super().__init__(_with_ratio(config))
         needs_ema = config.awm.ema_coef > 0 or config.awm.off_policy
-        self.kl_ema = ShadowWeights(self.policy) if needs_ema else None
+        self.kl_ema = EMAWeights(self.policy) if needs_ema else None
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The moving average off policy, else the policy."""
@@ -103,9 +103,9 @@ class AwmRecipe(MatchedRecipe):
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Pseudo log-likelihood of each noisy version."""
-        return TokenScores(logp=self._logp(self.matched(policy, rollouts)))
+        return PolicyOutputs(logp=self._logp(self.matched(policy, rollouts)))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Policy term, distance to the reference and distance to the moving average."""
@@ -114,7 +114,7 @@ class AwmRecipe(MatchedRecipe):
             ema = self._ema_velocity(minibatch, drawn[0])
             ref = self.reference_velocity(minibatch, drawn[0])
         matching = self.matched(policy, minibatch, drawn)
-        scores = TokenScores(self._logp(matching), kl_ref=self._distance(matching, ref))
+        scores = PolicyOutputs(self._logp(matching), kl_ref=self._distance(matching, ref))
         output = self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
         mask = minibatch.loss_mask
         metrics = output.metrics | {"awm/error": mean_metric(matching.placed(matching.error.detach()), mask)}
@@ -133,9 +133,9 @@ class AwmRecipe(MatchedRecipe):
         anchor = f" + {awm.ema_coef:g} mean |v - v_kl_ema|^2" if awm.ema_coef else ""
         return f"{super().describe()}{anchor}; logp = {awm.weighting} of the matching error"
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the averages."""
-        super().advance(step, metrics)
+        super().on_step_end(step, metrics)
         if self.kl_ema is not None:
             self.kl_ema.update(kl_ema_decay(step - 1, self.config.awm.ema_limit, self.config.awm.ema_slope))
 

@@ -1,4 +1,4 @@
-"""Held-out images at fixed prompts and seeds: rewards, judges, diversity, and how far the model has moved."""
+"""Held-out images at fixed prompts and seeds: rewards, held-out rewards, diversity, and how far the model has moved."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from diffusion.forward_process import matched_velocities, stack_timesteps
 from diffusion.guidance import GuidedVelocity
 from diffusion.sampler import sample_latents
 from mmrl.training.loop.distributed import merge_lists, shard
-from mmrl.training.record.metrics import metric_label
 from mmrl.training.loop.recipe import Evaluation
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.metrics import metric_label
+from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.statistics import cluster_bootstrap_interval
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DiffusionEvaluationConfig(EvaluationConfig):
 def evaluate_split(
     recipe: DiffusionRecipe, tasks: Sequence[DiffusionTask], split: str, accelerator: Accelerator
 ) -> Evaluation:
-    """Draw and judge images of every prompt.
+    """Draw and score images of every prompt.
 
     The seeds follow from (seed, split, prompt) alone, so evaluations of different steps and arms are paired.
 
@@ -62,7 +62,7 @@ def evaluate_split(
         accelerator: processes to share the work with.
 
     Returns:
-        score/<reward> and judge/<reward> with bootstrap intervals over prompts, diversity/latent, distance/base, the
+        score/<reward> and heldout/<reward> with bootstrap intervals over prompts, diversity/latent, distance/base, the
         cost of training so far, counts, and some images of each of the first prompts.
     """
     mine = shard(list(enumerate(tasks)), accelerator)
@@ -130,7 +130,7 @@ def _evaluate_batch(
         recipe.policy, text, seeds, config.sampler, steps=config.sampler.eval_steps, guidance=guidance, solver="euler"
     )
     images, finite = recipe.decode(latents)
-    judged = recipe.judge([task for task in tasks for _ in range(count)], images, finite)
+    scored = recipe.score_images([task for task in tasks for _ in range(count)], images, finite)
     usable = latents.nan_to_num(0.0, 0.0, 0.0)
     rows = []
     for place, (index, task) in enumerate(batch):
@@ -141,8 +141,8 @@ def _evaluate_batch(
                 "index": index,
                 "task": task,
                 "images": images[own],
-                "terms": {name: values[own] for name, values in judged.terms.items()},
-                "total": judged.total[own],
+                "terms": {name: values[own] for name, values in scored.terms.items()},
+                "total": scored.total[own],
                 "diversity": latent_diversity(usable[own]),
                 "distance": base_distance(recipe, usable[own], text.select(own), noise),
             }
@@ -156,7 +156,7 @@ def _seeds(seed: int, split: str, index: int, count: int) -> Tensor:
 
 def _metrics(recipe: DiffusionRecipe, rows: Sequence[dict[str, Any]], split: str) -> dict[str, float]:
     rng = np.random.default_rng(stream_seed(recipe.config.seed, "bootstrap", split))
-    judges = {judge.name for judge in recipe.config.judges}
+    heldout = {reward.name for reward in recipe.config.heldout_rewards}
     metrics: dict[str, float] = {"n": float(len(rows))}
     unscored = 0
     for term in rows[0]["terms"] if rows else ():
@@ -164,7 +164,7 @@ def _metrics(recipe: DiffusionRecipe, rows: Sequence[dict[str, Any]], split: str
         unscored += sum(len(row["terms"][term]) for row in rows) - sum(map(len, values))
         values = [group for group in values if group]
         flat = [value for group in values for value in group]
-        name = f"{'judge' if term in judges else 'score'}/{metric_label(term)}"
+        name = f"{'heldout' if term in heldout else 'score'}/{metric_label(term)}"
         low, high = cluster_bootstrap_interval(values, rng) if flat else (float("nan"), float("nan"))
         metrics |= {name: float(np.mean(flat)) if flat else float("nan"), f"{name}/low": low, f"{name}/high": high}
     if rows:

@@ -19,7 +19,7 @@ from diffusion.flow_grpo import FlowGrpoConfig, FlowGrpoRecipe
 from diffusion.payload import DiffusionPayload
 from diffusion.steps import guard_log_ratio
 from diffusion.trajectories import placed
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 
 __all__ = ["GrpoGuardConfig", "GrpoGuardRecipe"]
@@ -46,7 +46,7 @@ class GrpoGuardRecipe(FlowGrpoRecipe):
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
         payload: DiffusionPayload = rollouts.payload
         assert payload.mean_old is not None
@@ -54,7 +54,7 @@ class GrpoGuardRecipe(FlowGrpoRecipe):
         mean_old = payload.mean_old[:, : rollouts.num_decisions].flatten(0, 1)[steps.chosen]
         old = rollouts.logp_old.flatten()[steps.chosen]
         ratio = guard_log_ratio(steps.logp, old, steps.mean, mean_old, steps.std)
-        return TokenScores(
+        return PolicyOutputs(
             logp=placed(old + ratio, steps.chosen, rollouts.mask.shape),
             kl_ref=self.placed_divergence(rollouts, steps),
         )

@@ -148,8 +148,8 @@ def euler_ode(velocity: Callable[[Tensor, Tensor], Tensor], latents: Tensor, sig
     Returns:
         Latents of the images (B, C, H, W) in the dtype of `latents`; the steps are added up in float32.
     """
-    for sigma, following in pairwise(sigmas):
-        step = (following - sigma) * velocity(latents, sigma.to(latents.device)).float()
+    for sigma, sigma_next in pairwise(sigmas):
+        step = (sigma_next - sigma) * velocity(latents, sigma.to(latents.device)).float()
         latents = (latents.float() + step).to(latents.dtype)
     return latents
 

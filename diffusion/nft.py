@@ -24,11 +24,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from diffusion.matched import DrawSettings, MatchedConfig, MatchedRecipe, mean_over_decisions
+from diffusion.ema import EMAWeights, nft_old_decay
+from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, TimestepConfig, mean_over_decisions
 from diffusion.matching import nft_loss, nft_weight, velocity_kl
 from diffusion.recipe import EvalEmaConfig
 from diffusion.sampler import SamplerConfig
-from diffusion.shadow import ShadowWeights, nft_old_decay
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
@@ -63,8 +63,8 @@ def _sampler() -> SamplerConfig:
     return SamplerConfig(steps=10, guidance=1.0, solver="dpm")
 
 
-def _draws() -> DrawSettings:
-    return DrawSettings(count=9, times="discrete", fraction=0.99)
+def _timesteps() -> TimestepConfig:
+    return TimestepConfig(count=9, times="discrete", fraction=0.99)
 
 
 def _objective() -> ObjectiveConfig:
@@ -76,14 +76,14 @@ def _eval_ema() -> EvalEmaConfig:
 
 
 @dataclass
-class DiffusionNftConfig(MatchedConfig):
+class DiffusionNftConfig(FlowMatchingConfig):
     """A DiffusionNFT run."""
 
     nft: NftSettings = field(default_factory=NftSettings)
     """The two-sided loss."""
     sampler: SamplerConfig = field(default_factory=_sampler)
     """How images are drawn."""
-    draws: DrawSettings = field(default_factory=_draws)
+    timesteps: TimestepConfig = field(default_factory=_timesteps)
     """The noisy versions."""
     objective: ObjectiveConfig = field(default_factory=_objective)
     """Advantage and the weight of the distance to the start model."""
@@ -96,7 +96,7 @@ class DiffusionNftConfig(MatchedConfig):
         self.nft.validate()
 
 
-class DiffusionNftRecipe(MatchedRecipe):
+class DiffusionNftRecipe(FlowMatchingRecipe):
     """Two-sided matching around an old policy; see the module."""
 
     config: DiffusionNftConfig
@@ -104,7 +104,7 @@ class DiffusionNftRecipe(MatchedRecipe):
 
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)
-        self.old = ShadowWeights(self.policy)
+        self.old = EMAWeights(self.policy)
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """The old policy's."""
@@ -140,9 +140,9 @@ class DiffusionNftRecipe(MatchedRecipe):
         beta, weight = self.config.nft.beta, self.objective.kl_coef
         return f"mean (5 / {beta:g}) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + {weight:g} mean |v - v_ref|^2"
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the averages."""
-        super().advance(step, metrics)
+        super().on_step_end(step, metrics)
         self.old.update(nft_old_decay(step - 1, self.config.nft.old_schedule))
 
     def state_dict(self) -> dict[str, Any]:

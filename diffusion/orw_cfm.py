@@ -26,8 +26,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.matched import MatchedConfig, MatchedRecipe, mean_over_decisions
-from diffusion.shadow import ShadowWeights
+from diffusion.ema import EMAWeights
+from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, mean_over_decisions
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric
@@ -67,7 +67,7 @@ def _objective() -> ObjectiveConfig:
 
 
 @dataclass
-class OrwConfig(MatchedConfig):
+class OrwConfig(FlowMatchingConfig):
     """An ORW-CFM-W2 run; `objective.kl_coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class OrwConfig(MatchedConfig):
             raise ValueError(f"combine is '{self.combine}'; weights are made of summed rewards, use sum")
 
 
-class OrwRecipe(MatchedRecipe):
+class OrwRecipe(FlowMatchingRecipe):
     """Reward-weighted matching of the policy's own images; see the module."""
 
     config: OrwConfig
@@ -94,7 +94,7 @@ class OrwRecipe(MatchedRecipe):
 
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)
-        self.last_policy = ShadowWeights(self.policy) if config.orw.refresh_every > 1 else None
+        self.last_policy = EMAWeights(self.policy) if config.orw.refresh_every > 1 else None
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """Those of the last refresh."""
@@ -140,9 +140,9 @@ class OrwRecipe(MatchedRecipe):
         weight = f"w = {orw.weighting}, tau {orw.tau:g}"
         return f"mean w |v - (noise - x_0)|^2 + {self.objective.kl_coef:g} mean |v - v_ref|^2, {weight}"
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
-        super().advance(step, metrics)
+        super().on_step_end(step, metrics)
         if self.last_policy is not None and step % self.config.orw.refresh_every == 0:
             self.last_policy.update(0.0)
 

@@ -18,7 +18,7 @@ from diffusion.data import DiffusionTask
 
 __all__ = ["DiffusionPayload"]
 
-TENSORS = ("latents", "sigma", "following", "states", "mean_old", "noise_seed")
+TENSORS = ("latents", "sigma", "sigma_next", "states", "mean_old", "noise_seed")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class DiffusionPayload:
     """uint8 (B, height, width, 3)."""
     sigma: Tensor
     """(B, T) float32, the time at which each decision is taken."""
-    following: Tensor | None = None
+    sigma_next: Tensor | None = None
     """(B, T) float32, the time that the decision leads to; trajectories only."""
     states: Tensor | None = None
     """(B, T + 1, C, H, W), the latents at the T times and after the last of them; trajectories only."""

@@ -36,9 +36,9 @@ from diffusion.saved import (
     save_adapter,
 )
 from mmrl.errors import UserError
-from mmrl.training.loop.machine import avoid_refused_instructions
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.hub.building import build_if_missing
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.training.loop.machine import avoid_refused_instructions
 
 __all__ = ["DiffusionPolicy", "LoraSettings", "ModelConfig", "load_policy"]
 

@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from diffusion.data import DiffusionTask, PromptConfig
+from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, TimestepConfig, mean_over_decisions
 from diffusion.images import CaptionedImage, ImageDataConfig, load_images
-from diffusion.matched import DrawSettings, MatchedConfig, MatchedRecipe, mean_over_decisions
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
 from diffusion.policy import ModelConfig
@@ -43,8 +43,8 @@ def _no_prompts() -> PromptConfig:
     return PromptConfig(path="")
 
 
-def _draws() -> DrawSettings:
-    return DrawSettings(count=1, times="logit_normal", share_times="image")
+def _timesteps() -> TimestepConfig:
+    return TimestepConfig(count=1, times="logit_normal", share_times="image")
 
 
 def _objective() -> ObjectiveConfig:
@@ -62,7 +62,7 @@ def _sampler() -> SamplerConfig:
 
 
 @dataclass
-class PretrainConfig(MatchedConfig):
+class PretrainConfig(FlowMatchingConfig):
     """A flow-matching run on captioned images; `rewards` and `judges` only measure held-out prompts."""
 
     compares_samples: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class PretrainConfig(MatchedConfig):
     """Not used; the captions are those of the images."""
     drop_caption: float = 0.1
     """Probability that an image is shown without its caption."""
-    draws: DrawSettings = field(default_factory=_draws)
+    timesteps: TimestepConfig = field(default_factory=_timesteps)
     """Times of each image in a step."""
     sampler: SamplerConfig = field(default_factory=_sampler)
     """How evaluation images are drawn."""
@@ -99,7 +99,7 @@ class PretrainConfig(MatchedConfig):
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given images have no group")
 
 
-class PretrainRecipe(MatchedRecipe):
+class PretrainRecipe(FlowMatchingRecipe):
     """Flow matching on given images; see the module."""
 
     config: PretrainConfig
@@ -122,7 +122,7 @@ class PretrainRecipe(MatchedRecipe):
         kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
         shown = [DiffusionTask(task.id, caption) for task, caption in zip(tasks, captions, strict=True)]
-        zeros = torch.zeros(rows, self.config.draws.count, device=latents.device)
+        zeros = torch.zeros(rows, self.config.timesteps.count, device=latents.device)
         return Rollouts(
             group=torch.arange(rows, device=latents.device),
             mask=torch.ones_like(zeros),
@@ -143,7 +143,7 @@ class PretrainRecipe(MatchedRecipe):
         """Given images have no reward."""
         return rollouts
 
-    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """There is no old policy."""
         return rollouts
 

@@ -1,7 +1,7 @@
 """What every diffusion recipe shares: prompts, images, rewards, held-out evaluation, and the count of what it cost.
 
 A recipe of this room says how latents are drawn and what is learnt from them; `diffusion/trajectories.py` does it for
-the methods with a log-probability of each denoising step, `diffusion/matched.py` for those that learn from x_0.
+the methods with a log-probability of each denoising step, `diffusion/flow_matching.py` for those that learn from x_0.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
+from diffusion.ema import EMAWeights, eval_ema_decay
 from diffusion.evaluation import DiffusionEvaluationConfig, evaluate_split
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
 from diffusion.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.rewards import load_image_rewards
 from diffusion.sampler import SamplerConfig
-from diffusion.shadow import ShadowWeights, eval_ema_decay
 from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
@@ -38,9 +38,9 @@ from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.recipe import Evaluation, Recipe
 from mmrl.training.loop.reference import Reference
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
 __all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "full_model", "image_trainer"]
@@ -95,7 +95,7 @@ class DiffusionConfig(RunConfig):
     """How images are drawn."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are optimised, and their weights."""
-    judges: list[RewardConfig] = field(default_factory=list)
+    heldout_rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are never optimised and always reported beside the others; at least one."""
     combine: str = "sum"
     """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, then the sum."""
@@ -138,16 +138,20 @@ def _source(reward: RewardConfig) -> str:
 
 def _check_rewards(config: DiffusionConfig) -> None:
     optimised = [reward.name for reward in config.rewards]
-    judges = [reward.name for reward in config.judges]
+    heldout = [reward.name for reward in config.heldout_rewards]
     if not any(reward.weight for reward in config.rewards):
         raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
-    if not judges:
+    if not heldout:
         raise ValueError(
-            "judges is empty; name at least one reward that is not optimised, so that reward hacking shows"
+            "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
         )
-    both = sorted({_source(reward) for reward in config.rewards} & {_source(judge) for judge in config.judges})
+    both = sorted(
+        {_source(reward) for reward in config.rewards} & {_source(reward) for reward in config.heldout_rewards}
+    )
     if both:
-        raise ValueError(f"{', '.join(both)} is in rewards and in judges; a judge must not be optimised")
+        raise ValueError(
+            f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"
+        )
     if config.filter.key not in ("reward", *optimised):
         raise ValueError(f"filter.key is '{config.filter.key}'; allowed: reward, {', '.join(optimised)}")
 
@@ -185,7 +189,7 @@ class DiffusionRecipe(Recipe):
             self._free_text_encoders()
         self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
         self.reference: Reference | None = None
-        self.eval_ema = ShadowWeights(self.policy) if config.eval_ema.decay else None
+        self.eval_ema = EMAWeights(self.policy) if config.eval_ema.decay else None
         self.errors: Counter[str] = Counter()
 
     def load_train_tasks(self) -> Sequence[Any]:
@@ -215,11 +219,11 @@ class DiffusionRecipe(Recipe):
         """Weighted sum of the rewards; a row with a failed term or without an image keeps NaN and teaches nothing."""
         payload: DiffusionPayload = rollouts.payload
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
-        result = self.judge(tasks, payload.images, payload.finite)
+        result = self.score_images(tasks, payload.images, payload.finite)
         return with_rewards(rollouts, result)
 
-    def judge(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
-        """Score images with all rewards and judges, and count what failed.
+    def score_images(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
+        """Score images with all rewards, optimised and held out, and count what failed.
 
         Args:
             tasks: the task of each row.
@@ -238,7 +242,7 @@ class DiffusionRecipe(Recipe):
         note_errors(self.errors, result)
         return result
 
-    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Score the old log-probs where an update needs them; the reference is asked in the loss, state by state."""
         self.reference = reference
         trainer = self.config.trainer
@@ -269,7 +273,7 @@ class DiffusionRecipe(Recipe):
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
-        """Images at fixed prompts and seeds: rewards, judges, diversity, distance to the base model."""
+        """Images at fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base model."""
         self.start.to(self.policy.device)  # copied before the policy moved there
         if self.eval_ema is None:
             return evaluate_split(self, self.eval_tasks[split], split, accelerator)
@@ -307,7 +311,7 @@ class DiffusionRecipe(Recipe):
             **error_metrics(self.errors),
         }
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the evaluation average."""
         if self.eval_ema is not None:
             self.eval_ema.update(eval_ema_decay(step, self.config.eval_ema.decay))
@@ -377,8 +381,8 @@ class DiffusionRecipe(Recipe):
 
 
 def _reward_sum(config: DiffusionConfig) -> RewardSum:
-    """All terms as one sum in which the judges have no weight."""
-    terms = [*config.rewards, *(_unweighted(judge) for judge in config.judges)]
+    """All terms as one sum in which the held-out rewards have no weight."""
+    terms = [*config.rewards, *(_unweighted(reward) for reward in config.heldout_rewards)]
     functions: dict[str, Any] = {}
     for term in terms:
         name = term.function or term.name
@@ -388,8 +392,8 @@ def _reward_sum(config: DiffusionConfig) -> RewardSum:
     return RewardSum(terms, functions=functions)
 
 
-def _unweighted(judge: RewardConfig) -> RewardConfig:
-    return dataclasses.replace(judge, weight=0.0)
+def _unweighted(reward: RewardConfig) -> RewardConfig:
+    return dataclasses.replace(reward, weight=0.0)
 
 
 def _spread(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:

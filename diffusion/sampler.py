@@ -99,7 +99,7 @@ class Trajectory:
     """(B, T + 1, C, H, W), latents before each trained step and after the last."""
     sigma: Tensor
     """(B, T) float32, time before each trained step."""
-    following: Tensor
+    sigma_next: Tensor
     """(B, T) float32, time after it."""
     logp: Tensor
     """(B, T) float32, mean log-density per latent dimension."""
@@ -191,14 +191,14 @@ def _trajectories(
     states: list[Tensor] = []
     logps, means = [], []
     ode = OdeStep()
-    for index, (sigma, following) in enumerate(pairwise(grid)):
+    for index, (sigma, sigma_next) in enumerate(pairwise(grid)):
         v = velocity(latents, sigma.to(latents.device))
         if index not in window:
-            latents = ode.transition(v, latents, sigma, following)[0].to(latents.dtype)
+            latents = ode.transition(v, latents, sigma, sigma_next)[0].to(latents.dtype)
             continue
         if not states:
             states.append(latents)
-        result = sample_step(kernel, v, latents, sigma, following, noise[:, index - window.start])
+        result = sample_step(kernel, v, latents, sigma, sigma_next, noise[:, index - window.start])
         latents = result.previous
         states.append(latents)
         logps.append(result.logp)
@@ -208,7 +208,7 @@ def _trajectories(
         latents=latents,
         states=torch.stack(states, 1),
         sigma=grid[list(window)].expand(rows, -1).to(latents.device),
-        following=grid[[index + 1 for index in window]].expand(rows, -1).to(latents.device),
+        sigma_next=grid[[index + 1 for index in window]].expand(rows, -1).to(latents.device),
         logp=torch.stack(logps, 1),
         mean=torch.stack(means, 1) if means else None,
     )
@@ -282,7 +282,7 @@ def _first_latents(policy: Any, pairs: Tensor) -> Tensor:
     return row_noise(pairs[:, 0], 1, policy.latent_shape)[:, 0].to(policy.device, policy.dtype)
 
 
-_JOINED = ("latents", "states", "sigma", "following", "logp")
+_JOINED = ("latents", "states", "sigma", "sigma_next", "logp")
 OTHER_STREAM = 0x5DEECE66D
 """Turns the seed of a row's initial noise into that of its steps."""
 KERNELS: dict[str, Callable[[float, float], StepKernel]] = {

@@ -23,7 +23,7 @@ from diffusion.recipe import DiffusionConfig, DiffusionRecipe
 from diffusion.sampler import guided, make_kernel, sample_trajectories, trained_window
 from diffusion.schedule import sigma_grid
 from diffusion.steps import StepKernel, flow_grpo_head_kl, gaussian_kl
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 
 KL_FORMS = ("exact", "flow_grpo_head", "velocity")
@@ -114,7 +114,7 @@ class TrajectoryRecipe(DiffusionRecipe):
                 latents=run.latents,
                 images=np.zeros((len(group), 0, 0, 3), np.uint8),
                 sigma=run.sigma,
-                following=run.following,
+                sigma_next=run.sigma_next,
                 states=run.states,
                 mean_old=run.mean,
             ),
@@ -122,11 +122,11 @@ class TrajectoryRecipe(DiffusionRecipe):
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Log-density of each trained step, and its divergence from the reference where the loss needs it."""
         steps = self.step_scores(policy, rollouts)
         logp = placed(steps.logp, steps.chosen, rollouts.mask.shape)
-        return TokenScores(logp, kl_ref=self.placed_divergence(rollouts, steps))
+        return PolicyOutputs(logp, kl_ref=self.placed_divergence(rollouts, steps))
 
     def step_scores(self, policy: Any, rollouts: Rollouts) -> StepScores:
         """Evaluate a model on the trained steps of some rows.
@@ -140,7 +140,7 @@ class TrajectoryRecipe(DiffusionRecipe):
         """
         states = _Steps(self, rollouts)
         velocity = states.velocity_of(policy, self.config.step.detach_negative)
-        mean, std = self._kernel.transition(velocity, states.latents, states.sigma, states.following)
+        mean, std = self._kernel.transition(velocity, states.latents, states.sigma, states.sigma_next)
         logp = self._kernel.log_prob(states.reached, mean, std)
         return StepScores(states, velocity, mean, std, logp)
 
@@ -157,13 +157,13 @@ class TrajectoryRecipe(DiffusionRecipe):
 
         def transition(module: nn.Module) -> tuple[Tensor, Tensor]:
             velocity = states.velocity_of(module, detach_negative=True)
-            return velocity, self._kernel.transition(velocity, states.latents, states.sigma, states.following)[0]
+            return velocity, self._kernel.transition(velocity, states.latents, states.sigma, states.sigma_next)[0]
 
         velocity, mean = self.reference.score(transition)
         if self.config.step.kl_form == "velocity":
             return velocity_kl(steps.velocity, velocity, states.sigma)
         if self.config.step.kl_form == "flow_grpo_head":
-            return flow_grpo_head_kl(steps.mean, mean, steps.std, states.sigma, states.following)
+            return flow_grpo_head_kl(steps.mean, mean, steps.std, states.sigma, states.sigma_next)
         return gaussian_kl(steps.mean, mean, steps.std)
 
     @property
@@ -188,14 +188,14 @@ class _Steps:
     def __init__(self, recipe: TrajectoryRecipe, rollouts: Rollouts) -> None:
         payload: DiffusionPayload = rollouts.payload
         assert payload.states is not None
-        assert payload.following is not None
+        assert payload.sigma_next is not None
         width = rollouts.num_decisions
         self._recipe = recipe
         self.chosen = torch.nonzero(rollouts.mask.flatten() > 0).flatten()
         self.latents = payload.states[:, :width].flatten(0, 1)[self.chosen]
         self.reached = payload.states[:, 1 : width + 1].flatten(0, 1)[self.chosen]
         self.sigma = payload.sigma[:, :width].flatten()[self.chosen]
-        self.following = payload.following[:, :width].flatten()[self.chosen]
+        self.sigma_next = payload.sigma_next[:, :width].flatten()[self.chosen]
         self._text: TextRows = recipe.text_of(payload.tasks, rollouts.group[self.chosen // width])
 
     def velocity_of(self, model: Any, detach_negative: bool) -> Tensor:

@@ -173,7 +173,7 @@ def refused(mmrl):
         ("sampler.top_p=2", ["sampler.top_p is 2", "(0, 1]"]),
         ("objective.preset=grpoo", ["'grpoo'", "Did you mean 'grpo'", "dapo"]),
         ("objective.advantage=mean", ["'mean'", "group_mean_std"]),
-        ("trainer.samples_per_task=1", ["samples_per_task is 1", "group_mean_std", "batch_global"]),
+        ("trainer.samples_per_task=1", ["samples_per_task is 1", "group_mean_std", "whitened_returns"]),
         ("rewards=[{name: exakt}]", ["'exakt'", "did you mean 'exact'", "format"]),
         ("rewards=[{name: exact, options: {answr: 1}}]", ["'exact'", "'answr'", "did you mean 'answer'"]),
         ("rewards=[{name: 'no_such_module:f'}]", ["no module 'no_such_module'"]),

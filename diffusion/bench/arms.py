@@ -382,7 +382,7 @@ def _step_config(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
         model=ModelConfig(options["model"], dtype=dtype, gradient_checkpointing=cuda, free_text_encoders=True),
         data=PromptConfig(path=str(prompts)),
         rewards=[RewardConfig(name="caption_colour")],
-        judges=[RewardConfig(name="jpeg_compressibility")],
+        heldout_rewards=[RewardConfig(name="jpeg_compressibility")],
         tracking=TrackingConfig(quiet=True, tensorboard=False),
     )
     trainer = config.trainer

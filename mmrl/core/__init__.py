@@ -8,11 +8,11 @@ from mmrl.core.advantages import (
 )
 from mmrl.core.aggregation import AGGREGATIONS, Denominators, aggregate, count, masked_sum
 from mmrl.core.catalogue import CATALOGUE, get
-from mmrl.core.filters import FilterCounts, Refill, drop, zero_variance_groups
+from mmrl.core.filters import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
 from mmrl.core.groups import group_center, group_std, masked_whiten
 from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
 from mmrl.core.metrics import Metric, max_metric, mean_metric, merge_metrics, metric_values
-from mmrl.core.objective import LossOutput, Objective, TokenScores
+from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.ratios import RATIOS, SURROGATES, SurrogateInputs, log_ratio, surrogate
 from mmrl.core.regularizers import KL_KINDS, AdaptiveKL, entropy_from_logits, entropy_sampled, kl, kl_full
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_starts
@@ -30,16 +30,16 @@ __all__ = [
     "AdvantageFn",
     "AdvantageOptions",
     "Denominators",
+    "DynamicSamplingBuffer",
     "FilterCounts",
     "LogProbs",
     "LossOutput",
     "Metric",
     "Objective",
     "Payload",
-    "Refill",
+    "PolicyOutputs",
     "Rollouts",
     "SurrogateInputs",
-    "TokenScores",
     "aggregate",
     "check_group_size",
     "count",

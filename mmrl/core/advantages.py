@@ -35,7 +35,7 @@ class AdvantageOptions:
     eps: float = 1e-6
     """group_mean_std, group_mean_global_std: added to the standard deviation (verl 1e-6; TRL, Flow-GRPO 1e-4)."""
     gamma: float = 1.0
-    """batch_global, gae, gae_turn: discount per decision (per turn for gae_turn)."""
+    """whitened_returns, gae, gae_turn: discount per decision (per turn for gae_turn)."""
     lam: float = 1.0
     """gae, gae_turn: the lambda of generalised advantage estimation."""
     singleton: str = "zero"
@@ -43,7 +43,7 @@ class AdvantageOptions:
     whiten: bool = False
     """Whether to bring the result to mean 0 and variance 1 over all trained decisions of the rollout step."""
     gaps: str = "skip"
-    """batch_global: "skip" carries the return across untrained decisions such as tool output, as GAE does;
+    """whitened_returns: "skip" carries the return across untrained decisions such as tool output, as GAE does;
     "reset" drops it there as verl does, so that only the decisions after the last gap see the reward."""
     clip: float | None = None
     """Largest size of an advantage; larger ones are set to +-clip, after whitening. None does not clip."""
@@ -121,7 +121,7 @@ def leave_one_out(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     return _per_row(centred * number / (number - 1).clamp(min=1), rollouts.reward, rollouts, options)
 
 
-def batch_global(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
+def whitened_returns(rollouts: Rollouts, options: AdvantageOptions) -> Tensor:
     """Discounted sum of rewards to go, whitened over all trained decisions.
 
     Args:
@@ -227,7 +227,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "group_mean_std": group_mean_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
-    "batch_global": batch_global,
+    "whitened_returns": whitened_returns,
     "group_mean_batch_std": group_mean_batch_std,
     "group_mean_global_std": group_mean_global_std,
     "gae": token_gae,

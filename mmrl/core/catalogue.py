@@ -68,7 +68,7 @@ _ROWS = (
     Objective(
         name="reinforce_pp",
         citation="Hu et al., REINFORCE++, arXiv 2501.03262; KL 0.001 for verifiable rewards as in OpenRLHF",
-        advantage="batch_global",
+        advantage="whitened_returns",
         kl="k1",
         kl_coef=0.001,
         kl_in_reward=True,

@@ -101,7 +101,7 @@ _ADVANTAGES = {
     "group_mean_std": "A_it = (R_i - mean_g R) / (std_g R + {eps:g}), std with ddof {ddof}",
     "group_mean": "A_it = R_i - mean_g R",
     "leave_one_out": "A_it = R_i - mean of the other rows of the group",
-    "batch_global": "A_it = whiten_batch(sum_(s>=t) {gamma:g}^(s-t) R_is)",
+    "whitened_returns": "A_it = whiten_batch(sum_(s>=t) {gamma:g}^(s-t) R_is)",
     "group_mean_batch_std": "A_it = whiten_batch(R_i - mean_g R)",
     "group_mean_global_std": "A_it = (R_i - mean_g R) / (std of all R + {eps:g}), std with ddof 0",
     "gae": "A_it = GAE over decisions with gamma {gamma:g}, lambda {lam:g}",

@@ -11,7 +11,7 @@ from mmrl.core.checks import unknown_name
 from mmrl.core.groups import group_extremes, group_sum
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["FilterCounts", "Refill", "drop", "zero_variance_groups"]
+__all__ = ["DynamicSamplingBuffer", "FilterCounts", "drop", "zero_variance_groups"]
 
 
 def zero_variance_groups(
@@ -81,7 +81,7 @@ def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
 
 
 @dataclass
-class Refill:
+class DynamicSamplingBuffer:
     """Collects kept groups over several rollout batches until a step is full.
 
     Source: dynamic sampling, DAPO, arXiv 2503.14476, algorithm 1 lines 4-8; the limit of 20 tries is EasyR1's.

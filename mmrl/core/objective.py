@@ -21,11 +21,11 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.validation import validate
 from mmrl.core.values import value_loss
 
-__all__ = ["LossOutput", "Metric", "Objective", "TokenScores", "merge_metrics"]
+__all__ = ["LossOutput", "Metric", "Objective", "PolicyOutputs", "merge_metrics"]
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class PolicyOutputs:
     """What the policy says now about the decisions of some rollouts; carries the gradient."""
 
     logp: Tensor
@@ -61,7 +61,7 @@ class Objective:
     citation: str = ""
     """Where the method was published."""
     advantage: str = "group_mean_std"
-    """Estimator: group_mean_std, group_mean, leave_one_out, batch_global, group_mean_batch_std,
+    """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, group_mean_batch_std,
     group_mean_global_std, gae, gae_turn."""
     advantage_options: AdvantageOptions = field(default_factory=AdvantageOptions)
     """Numbers of the estimator."""
@@ -193,7 +193,7 @@ class Objective:
         turns = float(turn_starts(rollouts).sum()) if self.advantage == "gae_turn" else 0.0
         return count(rollouts.loss_mask, length=self.fixed_length or 0.0, turns=turns)
 
-    def loss(self, scores: TokenScores, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
+    def loss(self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
         """Return the loss of a batch or micro-batch.
 
         Args:
@@ -226,7 +226,7 @@ class Objective:
         return LossOutput(total, summed | metrics)
 
     def _policy_term(
-        self, scores: TokenScores, rollouts: Rollouts, denominators: Denominators
+        self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
         advantage = _need(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
@@ -251,7 +251,7 @@ class Objective:
         return aggregate(loss, mask, self.aggregation, denominators), metrics
 
     def _kl_term(
-        self, scores: TokenScores, rollouts: Rollouts, denominators: Denominators
+        self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor | None, dict[str, Metric]]:
         if self.kl is None or not self.needs_reference:
             return None, {}
@@ -268,7 +268,7 @@ class Objective:
         return self.kl_coef * aggregate(weighted, mask, mode, denominators), metrics
 
     def _entropy_term(
-        self, scores: TokenScores, mask: Tensor, denominators: Denominators
+        self, scores: PolicyOutputs, mask: Tensor, denominators: Denominators
     ) -> tuple[Tensor | None, dict[str, Metric]]:
         sampled = entropy_sampled(scores.logp)
         metrics = {"policy/entropy": mean_metric(sampled if scores.entropy is None else scores.entropy, mask)}
@@ -280,7 +280,7 @@ class Objective:
         return -self.entropy_coef * aggregate(entropy, mask, self.aggregation, denominators), metrics
 
     def _value_term(
-        self, scores: TokenScores, rollouts: Rollouts, denominators: Denominators
+        self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor | None, dict[str, Metric]]:
         if not self.needs_values or self.value_coef == 0:
             return None, {}
@@ -311,7 +311,7 @@ class Objective:
         return _need(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
 
 
-def _only(scores: TokenScores, mask: Tensor) -> TokenScores:
+def _only(scores: PolicyOutputs, mask: Tensor) -> PolicyOutputs:
     """Check the scores and cut them off where nothing is trained, so that no NaN comes back from there."""
     masked = {}
     for name in ("logp", "entropy", "values", "kl_ref"):
@@ -319,7 +319,7 @@ def _only(scores: TokenScores, mask: Tensor) -> TokenScores:
         if value is not None:
             check_decisions(f"scores.{name}", value, (mask.shape[0], mask.shape[1]))
             masked[name] = torch.where(mask > 0, value, 0.0)
-    return TokenScores(**masked)
+    return PolicyOutputs(**masked)
 
 
 def _row_weights(rollouts: Rollouts) -> Tensor:

@@ -24,7 +24,7 @@ SINGLETONS = ("zero", "keep")
 GAPS = ("skip", "reset")
 UNCLIPPED = ("policy_gradient", "unclipped", "bgpo")
 # Estimators whose advantage differs between the decisions of a row.
-DECISION_LEVEL = (*CRITIC_ESTIMATORS, "batch_global")
+DECISION_LEVEL = (*CRITIC_ESTIMATORS, "whitened_returns")
 
 
 def validate(objective: Objective) -> None:

@@ -39,8 +39,8 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
         UserError: the folder is taken, there is nothing to resume, or an input is wrong.
         RunError: the run could not be finished; what it produced so far is kept.
     """
-    from mmrl.training.report.page import write_report
     from mmrl.training.loop.trainer import Trainer
+    from mmrl.training.report.page import write_report
 
     run_dir = Path(config.output_dir)
     _check_folder(run_dir, resume)

@@ -155,7 +155,7 @@ class ApoRecipe(VlmRecipe):
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Group advantages times the STCR factor, with the DADS weights beside them."""
         rollouts = super().advantages(rollouts, accelerator)
-        term = self.config.correct or self.config.rewards[-1].name
+        term = self.config.accuracy_reward or self.config.rewards[-1].name
         judged = rollouts.scored & torch.isfinite(rollouts.reward_terms[term])
         correct = torch.where(judged, (rollouts.reward_terms[term] == 1.0).to(torch.float32), float("nan"))
         factor = length_multipliers(rollouts.mask.sum(1), correct, rollouts.group, self.config.apo.stcr_base)

@@ -14,13 +14,13 @@ from torch.nn import functional
 from mmrl.vlm.lean_weights import LeanLayer, LeanWeights
 from mmrl.vlm.prefix import Prefix
 
-__all__ = ["LeanBatch"]
+__all__ = ["PrefixDecoder"]
 
 ROOM = 64
 """Steps that room is made for at first; later for twice as many."""
 
 
-class LeanBatch:
+class PrefixDecoder:
     """Rows that are decoded together.
 
     Args:

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 
 from mmrl.training.loop.distributed import merge_lists, shard
 from mmrl.training.loop.recipe import Evaluation
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
 from mmrl.vlm.sampler import SamplerConfig, sample
 from mmrl.vlm.task import VlmTask
@@ -78,18 +78,18 @@ def _answer_batch(
         )
         generator = make_generator(config.seed, "evaluate", split, start)
         drawn = sample(recipe.policy, prompts, count, options, generator, greedy=mode == "greedy")
-        _judge(recipe, rows, drawn, mode, count)
+        _score_responses(recipe, rows, drawn, mode, count)
     return rows
 
 
-def _judge(recipe: VlmRecipe, rows: list[dict[str, Any]], drawn: Any, mode: str, count: int) -> None:
+def _score_responses(recipe: VlmRecipe, rows: list[dict[str, Any]], drawn: Any, mode: str, count: int) -> None:
     from mmrl.vlm.recipe import columns_of
 
     repeated = [row for row in rows for _ in range(count)]
     lengths = drawn.mask.sum(1).int().tolist()
     columns = columns_of([row["task"] for row in repeated], lengths)
     result = recipe.rewards.score([row["prompt"] for row in repeated], drawn.texts, columns)
-    term = recipe.config.correct or recipe.config.rewards[-1].name
+    term = recipe.config.accuracy_reward or recipe.config.rewards[-1].name
     for place, row in enumerate(rows):
         answers = range(place * count, (place + 1) * count)
         row[mode] = [result.terms[term][index] for index in answers]

@@ -13,7 +13,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["LeanLayer", "LeanLinear", "LeanMlp", "LeanNorm", "LeanWeights", "lean_obstacle", "lean_weights"]
+__all__ = ["LeanLayer", "LeanLinear", "LeanMlp", "LeanNorm", "LeanWeights", "lean_weights", "unsupported_reason"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LeanWeights:
     """Of what the linear layers of the decoder layers multiply."""
 
 
-def lean_obstacle(policy: VlmPolicy) -> str | None:
+def unsupported_reason(policy: VlmPolicy) -> str | None:
     """Why a policy's tokens cannot be drawn with the lean decoder.
 
     Args:
@@ -147,7 +147,7 @@ def lean_weights(policy: VlmPolicy) -> LeanWeights:
     """The weights that a policy's tokens are drawn with, as they are now.
 
     Args:
-        policy: a policy without a `lean_obstacle`.
+        policy: a policy without a `unsupported_reason`.
 
     Returns:
         Weights in the dtype of autocast where it is on, with the adapters that are active.

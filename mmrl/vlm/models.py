@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.training.loop.machine import avoid_refused_instructions
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "check_update_precision", "load_policy"]
 

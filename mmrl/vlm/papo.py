@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators, aggregate
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, TokenScores
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.regularizers import kl
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -231,12 +231,12 @@ class PapoRecipe(VlmRecipe):
             extras={**rollouts.extras, "papo_weight": has_image[rollouts.group]},
         )
 
-    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Add the masked pass of the policy before the update, unless it is recomputed with gradient."""
-        rollouts = super().annotate(policy, reference, rollouts)
+        rollouts = super().compute_logprobs(policy, reference, rollouts)
         extras = dict(rollouts.extras)
         if self.config.papo.apply == "correct_only":
-            term = self.config.correct or self.config.rewards[-1].name
+            term = self.config.accuracy_reward or self.config.rewards[-1].name
             extras["papo_weight"] = extras["papo_weight"] * (rollouts.reward_terms[term] == 1.0)
         if not self.config.papo.recompute_masked:
             with stopwatch("masked_logp"):
@@ -293,9 +293,9 @@ class PapoRecipe(VlmRecipe):
         used = gamma_at(self.config.papo, self._step - 1, self.config.trainer.steps)
         return super().step_metrics(rollouts) | {"papo/gamma": used}
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move along the annealing schedule."""
-        super().advance(step, metrics)
+        super().on_step_end(step, metrics)
         self._step = step
 
     def state_dict(self) -> dict[str, Any]:
@@ -324,15 +324,15 @@ class PapoRecipe(VlmRecipe):
         images = [blacken_patches(image, settings.patch_size, settings.mask_ratio, rng) for image in task.load_images()]
         return self.policy.encode(task, images)
 
-    def _masked_scores(self, policy: nn.Module, minibatch: Rollouts) -> TokenScores:
+    def _masked_scores(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
         if self.config.papo.recompute_masked:
             return self.scores(policy, minibatch, self._masked_scores_wanted, MASKED)
-        return TokenScores(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
+        return PolicyOutputs(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
 
-    def _entropy(self, scores: TokenScores) -> Tensor:
+    def _entropy(self, scores: PolicyOutputs) -> Tensor:
         return -scores.logp if scores.entropy is None or not self._full_entropy else scores.entropy
 
     def _correct_nll(self, logp: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
-        term = self.config.correct or self.config.rewards[-1].name
+        term = self.config.accuracy_reward or self.config.rewards[-1].name
         correct = (minibatch.reward_terms[term] == 1.0).to(logp.dtype)
         return aggregate(-logp * correct[:, None], minibatch.loss_mask, "token_mean", denominators)

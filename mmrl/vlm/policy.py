@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.logprobs import linear_logprobs
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.chat import PromptLayout, encode_prompt
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.prefix import Prefix, PrefixStore
-from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_places, response_places
+from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.storage import load_policy_weights, save_policy
 from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
 
@@ -35,7 +35,7 @@ SCORES = frozenset({"logp", "entropy", "values"})
 BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
-class _Asked(NamedTuple):
+class ScoringBatch(NamedTuple):
     """Which tokens of which responses are to be scored."""
 
     prompts: list[Prompt]
@@ -46,7 +46,7 @@ class _Asked(NamedTuple):
     """(B,) int64."""
     responses: Tensor
     """(B, T) int64."""
-    fed: Tensor
+    input_lengths: Tensor
     """(B,) int64, tokens of each response that the model reads."""
     row: Tensor
     """(M,) int64, response of each token."""
@@ -151,7 +151,7 @@ class VlmPolicy(nn.Module):
         view: str = "original",
         temperature: float = 1.0,
         want: frozenset[str] = frozenset({"logp"}),
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Score the sampled tokens of every row.
 
         Args:
@@ -178,12 +178,12 @@ class VlmPolicy(nn.Module):
         responses = payload.response_ids[:, : mask.shape[1]].to(device)
         columns = torch.arange(1, mask.shape[1] + 1, device=device)
         # the last token of a response is predicted but predicts nothing
-        fed = ((mask * columns).amax(1).long() - 1).clamp(min=0)
+        input_lengths = ((mask * columns).amax(1).long() - 1).clamp(min=0)
         row, step = torch.nonzero(mask, as_tuple=True)
-        asked = _Asked(prompts, view, group, responses, fed, row, step)
+        batch = ScoringBatch(prompts, view, group, responses, input_lengths, row, step)
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(mask) > len(prompts) or self.prefixes.is_open)
-        states = self._shared_states(asked) if sharing else self._flat_states(asked)
+        states = self._shared_states(batch) if sharing else self._flat_states(batch)
         return self._score(states, responses[row, step], (row, step), mask.shape, temperature, want)
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
@@ -200,7 +200,7 @@ class VlmPolicy(nn.Module):
         device = self.device
         rows = pack_prompts(prompts, device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        shared = PromptRow(prompt_places(lengths))
+        shared = PromptRow(prompt_index(lengths))
         hidden = self.run(rows, gather_features(self.network.model, prompts, self.features), shared=shared)
         layers = range(len(shared.keys))
         return Prefix(
@@ -217,24 +217,26 @@ class VlmPolicy(nn.Module):
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return sum(p._version for p in self.parameters()), self._adapter_off, precision
 
-    def _flat_states(self, asked: _Asked) -> Tensor:
+    def _flat_states(self, batch: ScoringBatch) -> Tensor:
         """States before the chosen tokens, every row with a prompt of its own."""
-        table = tabulate(asked.prompts, self.pad_id, asked.group.device)
-        rows = pack_rows(table, asked.group, asked.responses, asked.fed, self.pad_id)
-        hidden = self.run(rows, gather_features(self.network.model, asked.prompts, self.features))
-        return hidden[asked.row, table.lengths[asked.group][asked.row] - 1 + asked.step]
+        table = tabulate(batch.prompts, self.pad_id, batch.group.device)
+        rows = pack_rows(table, batch.group, batch.responses, batch.input_lengths, self.pad_id)
+        hidden = self.run(rows, gather_features(self.network.model, batch.prompts, self.features))
+        return hidden[batch.row, table.lengths[batch.group][batch.row] - 1 + batch.step]
 
-    def _shared_states(self, asked: _Asked) -> Tensor:
+    def _shared_states(self, batch: ScoringBatch) -> Tensor:
         """States before the chosen tokens, with each prompt computed once."""
-        prefix, fed, group = self.prefixes.get(asked.prompts, asked.view), asked.fed, asked.group
+        prefix, input_lengths, group = self.prefixes.get(batch.prompts, batch.view), batch.input_lengths, batch.group
         states = prefix.last_state
-        if int(fed.sum()):
-            shared = ResponseRow(response_places(fed, group, len(prefix)), prefix.real, prefix.keys, prefix.values)
-            rows = pack_responses(asked.responses, fed, prefix.next_position[group])
+        if int(input_lengths.sum()):
+            shared = ResponseRow(
+                response_index(input_lengths, group, len(prefix)), prefix.real, prefix.keys, prefix.values
+            )
+            rows = pack_responses(batch.responses, input_lengths, prefix.next_position[group])
             states = torch.cat([states, self.run(rows, None, shared=shared)[0]])
-        starts = len(prefix) + fed.cumsum(0) - fed
+        starts = len(prefix) + input_lengths.cumsum(0) - input_lengths
         # the first token of a response is predicted by the prompt's last state, which the group shares
-        return states[torch.where(asked.step == 0, group[asked.row], starts[asked.row] + asked.step - 1)]
+        return states[torch.where(batch.step == 0, group[batch.row], starts[batch.row] + batch.step - 1)]
 
     def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
         """Last hidden states of packed rows.
@@ -342,7 +344,7 @@ class VlmPolicy(nn.Module):
         shape: torch.Size,
         temperature: float,
         want: frozenset[str],
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Scores of M states, put back to where they came from."""
 
         def spread(flat: Tensor) -> Tensor:
@@ -361,7 +363,7 @@ class VlmPolicy(nn.Module):
             with _no_autocast(states):
                 values = spread(self.value_head(states.float()).squeeze(-1))
         entropy = spread(result.entropy) if result.entropy is not None else None
-        return TokenScores(logp=spread(result.logp), entropy=entropy, values=values)
+        return PolicyOutputs(logp=spread(result.logp), entropy=entropy, values=values)
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:

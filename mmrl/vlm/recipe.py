@@ -20,16 +20,16 @@ from accelerate import Accelerator
 from torch import nn
 
 from mmrl.core.advantages import check_group_size
-from mmrl.core.objective import Objective, TokenScores
+from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards.combine import RewardConfig, RewardSum
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, Recipe, SharedWork
-from mmrl.training.record.samples import SampleRecord
+from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.evaluation import evaluate_split
@@ -70,7 +70,7 @@ class VlmConfig(RunConfig):
     """Sampling of training rollouts; its temperature is also that of scoring."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms and their weights."""
-    correct: str = ""
+    accuracy_reward: str = ""
     """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
@@ -85,8 +85,8 @@ class VlmConfig(RunConfig):
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
         names = [reward.name for reward in self.rewards]
-        if self.correct and self.correct not in names:
-            raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
+        if self.accuracy_reward and self.accuracy_reward not in names:
+            raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
         if self.filter.key not in ("reward", *names):
             raise ValueError(f"filter.key is '{self.filter.key}'; allowed: reward, {', '.join(names)}")
         objective = make_objective(self.objective)
@@ -135,7 +135,7 @@ class VlmRecipe(Recipe):
             logp_old=samples.logp,
             reward=torch.full((len(samples.texts),), float("nan"), device=samples.mask.device),
             payload=payload,
-            extras={"kept_mass": samples.kept_mass} if self._truncates else {},
+            extras={"nucleus_mass": samples.nucleus_mass} if self._truncates else {},
         )
 
     def score(self, rollouts: Rollouts) -> Rollouts:
@@ -150,11 +150,11 @@ class VlmRecipe(Recipe):
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature."""
         return policy(rollouts, view=view, temperature=self.config.sampler.temperature, want=want)  # type: ignore[no-any-return]
 
-    def shared_work(self, policy: nn.Module) -> AbstractContextManager[SharedWork]:
+    def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
         """Hold the prompt of a group while the micro-batches of its responses run."""
         scorer: Any = getattr(policy, "module", policy)
         return scorer.prefixes.open()  # type: ignore[no-any-return]
@@ -194,7 +194,7 @@ class VlmRecipe(Recipe):
             "response/finished_fraction": finished,
             "data/skipped": float(sum(self.skipped.values())),
             "policy/kl_coef": self.objective.kl_coef,
-            **self._kept_mass(rollouts),
+            **self._nucleus_mass(rollouts),
         } | error_metrics(self._errors)
 
     def encode(self, tasks: Sequence[VlmTask], *, allow_none: bool = False) -> tuple[list[VlmTask], list[Prompt]]:
@@ -225,7 +225,7 @@ class VlmRecipe(Recipe):
             raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the KL coefficient towards its target."""
         divergence = metrics.get("policy/kl_ref", float("nan"))
         if self._controller is not None and math.isfinite(divergence):
@@ -268,11 +268,11 @@ class VlmRecipe(Recipe):
     def _truncates(self) -> bool:
         return self.config.sampler.top_p < 1.0 or self.config.sampler.top_k > 0
 
-    def _kept_mass(self, rollouts: Rollouts) -> dict[str, float]:
-        if not self._truncates or "kept_mass" not in rollouts.extras:
+    def _nucleus_mass(self, rollouts: Rollouts) -> dict[str, float]:
+        if not self._truncates or "nucleus_mass" not in rollouts.extras:
             return {}
-        total = (rollouts.extras["kept_mass"] * rollouts.mask).sum() / rollouts.mask.sum().clamp(min=1)
-        return {"response/kept_mass": float(total)}
+        total = (rollouts.extras["nucleus_mass"] * rollouts.mask).sum() / rollouts.mask.sum().clamp(min=1)
+        return {"response/nucleus_mass": float(total)}
 
     def _set_kl_coef(self, value: float) -> None:
         self.objective = dataclasses.replace(self.objective, kl_coef=value)

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.decoder import LeanBatch
-from mmrl.vlm.lean_weights import LeanWeights, lean_obstacle, lean_weights
+from mmrl.vlm.decoder import PrefixDecoder
+from mmrl.vlm.lean_weights import LeanWeights, lean_weights, unsupported_reason
 from mmrl.vlm.packing import PromptTable, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.vision import gather_features
@@ -94,7 +94,7 @@ class Samples:
     """Row of `FINISH_REASONS` for each response."""
     texts: list[str]
     """The decoded responses without control tokens; a stop string stays at the end."""
-    kept_mass: Tensor
+    nucleus_mass: Tensor
     """(B, T) float32, probability of the tokens that top_p and top_k left to draw from, 1 on padding."""
 
 
@@ -132,7 +132,7 @@ def sample(
         raise ValueError(f"keep_prefix={keep_prefix!r}; there are: {', '.join(KEEP_PREFIX)}.")
     total = len(prompts) * samples_per_prompt
     uniforms = None if greedy else torch.rand(total, config.max_new_tokens, generator=generator)
-    draw = _Draw(policy, config, total, uniforms)
+    draw = GenerationState(policy, config, total, uniforms)
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
@@ -156,7 +156,7 @@ def _check_request(prompts: Sequence[Prompt], samples_per_prompt: int, config: S
 
 
 def _is_lean(policy: VlmPolicy, config: SamplerConfig) -> bool:
-    obstacle = lean_obstacle(policy) if config.lean else "sampler.lean is false"
+    obstacle = unsupported_reason(policy) if config.lean else "sampler.lean is false"
     if obstacle is not None:
         _log_once("responses are decoded through transformers' modules: %s", obstacle)
     return obstacle is None
@@ -167,7 +167,7 @@ def _log_once(message: str, reason: str) -> None:
     LOGGER.info(message, reason)
 
 
-class _Draw:
+class GenerationState:
     """One call of `sample`: its settings and, step by step, what was drawn."""
 
     def __init__(self, policy: VlmPolicy, config: SamplerConfig, total: int, uniforms: Tensor | None) -> None:
@@ -220,7 +220,7 @@ class _Draw:
             logp=logp,
             finish=[FINISH_REASONS[code] for code in self.reason.tolist()],
             texts=tokenizer.batch_decode(responses, skip_special_tokens=True),
-            kept_mass=kept,
+            nucleus_mass=kept,
         )
 
     def _at_stop(self, rows: Tensor, step: int) -> Tensor:
@@ -245,7 +245,7 @@ class _Decoder(Protocol):
         """Log-probabilities (b, V) of the next token."""
 
 
-def _decode(draw: _Draw, decoder: _Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
+def _decode(draw: GenerationState, decoder: _Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
     """Draw the responses of some rows, which have `budget` (b,) positions each."""
     running = torch.ones_like(rows, dtype=torch.bool)
     for step in range(draw.config.max_new_tokens):
@@ -261,7 +261,7 @@ def _decode(draw: _Draw, decoder: _Decoder, rows: Tensor, budget: Tensor, states
         states = decoder.advance(token)
 
 
-def _sample_lean(draw: _Draw, prompts: Sequence[Prompt], group: int, keep_prefix: str) -> None:
+def _sample_lean(draw: GenerationState, prompts: Sequence[Prompt], group: int, keep_prefix: str) -> None:
     """Read the prompts once, then decode their samples, at most `batch_rows` at a time."""
     most = draw.config.batch_rows
     # a history is kept whole, for the one pass that can go back through it
@@ -285,14 +285,14 @@ def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep_prefix: str
     return prefix.detach()
 
 
-def _decode_lean(draw: _Draw, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
+def _decode_lean(draw: GenerationState, weights: LeanWeights, prefix: Prefix, prompt: Tensor, rows: Tensor) -> None:
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
     prefix = prefix if len(live) == len(prefix) else prefix.select(live)
-    decoder = LeanBatch(weights, prefix, own, draw.config.max_new_tokens - 1, draw.policy.banned_ids)
+    decoder = PrefixDecoder(weights, prefix, own, draw.config.max_new_tokens - 1, draw.policy.banned_ids)
     _decode(draw, decoder, rows, draw.max_positions - prefix.lengths[own], prefix.last_state[own])
 
 
-def _sample_through_modules(draw: _Draw, prompts: Sequence[Prompt], group: int) -> None:
+def _sample_through_modules(draw: GenerationState, prompts: Sequence[Prompt], group: int) -> None:
     """Read some prompts at a time, each once, then decode their samples, at most `batch_rows` at a time."""
     together = max(draw.config.batch_rows // group, 1)
     for first in range(0, len(prompts), together):
@@ -335,7 +335,7 @@ def _fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable
 class _ModuleBatch:
     """Rows that the transformers modules decode together: their cache, positions and which cached columns they see."""
 
-    def __init__(self, draw: _Draw, table: PromptTable, prompt: Tensor, cache: Any) -> None:
+    def __init__(self, draw: GenerationState, table: PromptTable, prompt: Tensor, cache: Any) -> None:
         self.policy = draw.policy
         self.cache = cache
         self.step = 0

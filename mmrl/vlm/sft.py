@@ -57,7 +57,7 @@ class SftConfig(RunConfig):
     """Sampling in evaluations."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Scores of evaluations; nothing is trained on them."""
-    correct: str = ""
+    accuracy_reward: str = ""
     """Reward term whose value 1 counts as a right answer; empty = the last term."""
 
     def validate(self) -> None:
@@ -73,8 +73,8 @@ class SftConfig(RunConfig):
         names = [reward.name for reward in self.rewards]
         if self.eval_data and not names:
             raise ValueError("eval_data is given but rewards is empty; evaluations need a score such as exact")
-        if self.correct and self.correct not in names:
-            raise ValueError(f"correct is '{self.correct}' but the rewards are: {', '.join(names)}")
+        if self.accuracy_reward and self.accuracy_reward not in names:
+            raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
 
 
 class SftRecipe(VlmRecipe):
@@ -131,7 +131,7 @@ class SftRecipe(VlmRecipe):
         """Nothing to score."""
         return rollouts
 
-    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """No old or reference pass is needed."""
         return rollouts
 

@@ -76,7 +76,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 
 @dataclass(frozen=True)
-class Places:
+class PackedIndex:
     """Where the tokens of a packed row stand in a padded table, and back."""
 
     index: Tensor | None
@@ -98,7 +98,7 @@ class Places:
         return flat if self.inverse is None else flat[self.inverse]
 
 
-def prompt_places(lengths: Tensor) -> Places:
+def prompt_index(lengths: Tensor) -> PackedIndex:
     """Places of N prompts, packed one after another, in a table (N, P).
 
     Args:
@@ -106,15 +106,15 @@ def prompt_places(lengths: Tensor) -> Places:
     """
     count, width = len(lengths), int(lengths.max())
     if bool((lengths == width).all()):
-        return Places(None, None, None, (count, width))
+        return PackedIndex(None, None, None, (count, width))
     column = torch.arange(width, device=lengths.device)
     real = column < lengths[:, None]
     starts = lengths.cumsum(0) - lengths
     index = (starts[:, None] + column).masked_fill(~real, 0)
-    return Places(index, torch.nonzero(real.flatten()).flatten(), real, (count, width))
+    return PackedIndex(index, torch.nonzero(real.flatten()).flatten(), real, (count, width))
 
 
-def response_places(lengths: Tensor, group: Tensor, prompts: int) -> Places:
+def response_index(lengths: Tensor, group: Tensor, prompts: int) -> PackedIndex:
     """Places of B responses, packed one after another, in a table (N, G, T).
 
     Args:
@@ -127,7 +127,7 @@ def response_places(lengths: Tensor, group: Tensor, prompts: int) -> Places:
     shape = (prompts, most, width)
     in_order = bool((group == torch.arange(len(group), device=group.device) // most).all())
     if in_order and len(group) == prompts * most and bool((lengths == width).all()):
-        return Places(None, None, None, shape)
+        return PackedIndex(None, None, None, shape)
     order = torch.argsort(group, stable=True)
     rank = torch.empty_like(group)
     rank[order] = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
@@ -139,14 +139,14 @@ def response_places(lengths: Tensor, group: Tensor, prompts: int) -> Places:
     index = (starts[..., None] + column).masked_fill(~real, 0)
     inverse = torch.empty(int(lengths.sum()), dtype=torch.int64, device=group.device)
     inverse[index[real]] = torch.nonzero(real.flatten()).flatten()
-    return Places(index, inverse, real, shape)
+    return PackedIndex(index, inverse, real, shape)
 
 
 @dataclass
 class PromptRow:
     """N prompts in one row: each attends to itself, causally, and leaves its keys and values."""
 
-    places: Places
+    places: PackedIndex
     keys: dict[int, Tensor] = field(default_factory=dict)
     """By layer: (N, Hk, P, d), rotary applied."""
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class PromptRow:
 class ResponseRow:
     """B responses in one row: each attends to its prompt and, causally, to itself."""
 
-    places: Places
+    places: PackedIndex
     prompt_real: Tensor | None
     """(N, P) bool, False on the padding of the prompts; None where they are equally long."""
     keys: list[Tensor]

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
-from robotics.bench.throughput import compare_throughput
 from mmrl.errors import UserError
+from robotics.bench.throughput import compare_throughput
 
 __all__ = ["NAMES", "compare"]
 

@@ -134,7 +134,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._scene.reset(self.model, self.data, np.random.default_rng(start))
         self._lib.mj_forward(self.model, self.data)
         self.controller.reset(1)
-        success, dense = self._judge()
+        success, dense = self._success_and_reward()
         return self._observe(), self._info(success, dense)
 
     def step(self, action: NDArray[np.floating]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -162,7 +162,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._lib.mj_step(self.model, self.data, PHYSICS_STEPS)
         self._elapsed += 1
         self._check_sound()
-        success, dense = self._judge()
+        success, dense = self._success_and_reward()
         truncated = not success and self._elapsed >= self.horizon
         self._over = success or truncated
         reward = dense if self.reward == "dense" else float(success)
@@ -194,7 +194,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """(22,) everything that is known of the scene, also where it is not observed."""
         return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
-    def _judge(self) -> tuple[bool, float]:
+    def _success_and_reward(self) -> tuple[bool, float]:
         reading = self._scene.sensors.read(self.data.sensordata[None])
         task = self._scene.task
         return bool(task.success(reading)[0]), float(task.dense_reward(reading)[0])

@@ -22,7 +22,7 @@ from robotics.sim import wire
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["StartSpec", "Trouble", "WorkerProcess", "stop_all", "wait_for_answers"]
+__all__ = ["StartSpec", "WorkerFailure", "WorkerProcess", "stop_all", "wait_for_answers"]
 
 SCRIPT = Path(__file__).resolve().parent / "env_worker.py"
 READ_BYTES = 1 << 20
@@ -51,7 +51,7 @@ class StartSpec:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class WorkerFailure:
     """Why there is no answer."""
 
     kind: str
@@ -91,7 +91,7 @@ class WorkerProcess:
         self._decoder, self._outgoing, self._words = wire.Decoder(), bytearray(), bytearray()
         self._number, self._heard = 0, time.monotonic()
         self._deadline, self._limit_s = self._heard + spec.start_timeout_s, spec.start_timeout_s
-        self.answer: wire.Message | Trouble | None = None
+        self.answer: wire.Message | WorkerFailure | None = None
         self.hello: dict[str, Any] | None = None
         """Sizes, tasks and versions once it has answered for the first time."""
 
@@ -199,7 +199,7 @@ class WorkerProcess:
         if kind == "error":
             for_user = bool(fields["for_user"])
             reason = fields["message"] if for_user else f"{fields['type']}: {fields['message']}"
-            self.answer = Trouble("raised", _one_line(reason), fields["traceback"], for_user)
+            self.answer = WorkerFailure("raised", _one_line(reason), fields["traceback"], for_user)
         else:
             self.answer = message
 
@@ -215,7 +215,7 @@ class WorkerProcess:
         self._read_words()
         words = self._words.decode(errors="replace").strip()
         last = words.splitlines()[-1] if words else ""
-        self.answer = Trouble(kind, _one_line(f"{reason}; it last wrote: {last}" if last else reason), words)
+        self.answer = WorkerFailure(kind, _one_line(f"{reason}; it last wrote: {last}" if last else reason), words)
 
     def _why_it_ended(self) -> str:
         try:

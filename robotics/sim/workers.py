@@ -28,7 +28,7 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from robotics.sim.backends import PROBED, Backend, find_backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
-from robotics.sim.worker_process import StartSpec, Trouble, WorkerProcess, stop_all, wait_for_answers
+from robotics.sim.worker_process import StartSpec, WorkerFailure, WorkerProcess, stop_all, wait_for_answers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -128,9 +128,9 @@ class WorkerPool:
         self._spec = _start_spec(settings, self.renderer)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._restarts_in_a_row, self._last = 0, Trouble("", "")
+        self._restarts_in_a_row, self._last = 0, WorkerFailure("", "")
         self._slots: list[int] = []
-        self._broken: dict[int, Trouble] = {}
+        self._broken: dict[int, WorkerFailure] = {}
         self._tasks_at: list[str | None] = [None] * settings.workers
         self._processes: list[WorkerProcess | None] = [WorkerProcess(self._spec) for _ in range(settings.workers)]
         self._stop = weakref.finalize(self, _stop_and_forget, self._processes)
@@ -164,7 +164,7 @@ class WorkerPool:
         """
         self._check_episodes(episodes)
         self._slots, self._broken = self._assign(episodes), {}
-        answers: dict[int, Message | Trouble] = {}
+        answers: dict[int, Message | WorkerFailure] = {}
         waiting = list(range(len(episodes)))
         for _ in range(1 + self._settings.reset_retries):
             if not waiting:
@@ -220,7 +220,7 @@ class WorkerPool:
         actions = np.zeros((len(self.live), self.action_size))
         for place, row in enumerate(self.live):
             answer = answers[int(row)]
-            if not isinstance(answer, Trouble):
+            if not isinstance(answer, WorkerFailure):
                 actions[place] = answer.arrays["action"]
         return actions
 
@@ -240,7 +240,7 @@ class WorkerPool:
         if not 0 <= row < len(self._slots) or self._frame_size is None:
             raise UserError(f"there is no picture of row {row}: {len(self._slots)} rows, pictures {self._frame_size}")
         answer = self._ask({row: ({"kind": "render"}, {})}, self._settings.call_timeout_s)[row]
-        if isinstance(answer, Trouble):
+        if isinstance(answer, WorkerFailure):
             raise RunError(f"row {row} {answer.kind}: {answer.reason}\n{answer.evidence}")
         return answer.arrays["image"]
 
@@ -279,9 +279,9 @@ class WorkerPool:
         started = [process for process in self._processes if process is not None]
         wait_for_answers(started)
         for slot, process in enumerate(started):
-            if isinstance(process.answer, Trouble):
+            if isinstance(process.answer, WorkerFailure):
                 trouble = process.answer
-                if trouble.for_user or all(isinstance(other.answer, Trouble) for other in started):
+                if trouble.for_user or all(isinstance(other.answer, WorkerFailure) for other in started):
                     self._stop()
                     _refuse_to_start(self._settings.factory, trouble, self.renderer)
                 self._lose(slot, trouble)
@@ -334,7 +334,7 @@ class WorkerPool:
             self._tasks_at[slots[row]] = episode.task
         return [slots[row] for row in range(len(episodes))]
 
-    def _begin(self, rows: Iterable[int], episodes: Sequence[EpisodeSpec]) -> dict[int, Message | Trouble]:
+    def _begin(self, rows: Iterable[int], episodes: Sequence[EpisodeSpec]) -> dict[int, Message | WorkerFailure]:
         """Start what is not running, then reset these rows."""
         self._broken = {}
         self._restart_missing()
@@ -361,7 +361,7 @@ class WorkerPool:
 
     def _ask(
         self, commands: Mapping[int, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]], timeout_s: float
-    ) -> dict[int, Message | Trouble]:
+    ) -> dict[int, Message | WorkerFailure]:
         """Give rows their commands and wait for all; who has no good answer is killed and counted."""
         processes = {row: process for row in commands if (process := self._processes[self._slots[row]]) is not None}
         self._await_hello(processes)
@@ -369,10 +369,12 @@ class WorkerPool:
         for row, process in ready.items():
             process.send(*commands[row], timeout_s=timeout_s)
         wait_for_answers(list(ready.values()))
-        answers: dict[int, Message | Trouble] = {row: self._broken[row] for row in commands if row in self._broken}
+        answers: dict[int, Message | WorkerFailure] = {
+            row: self._broken[row] for row in commands if row in self._broken
+        }
         for row, process in ready.items():
-            answers[row] = answer = self._judge(process.answer, str(commands[row][0]["kind"]))
-            if isinstance(answer, Trouble):
+            answers[row] = answer = self._note_failure(process.answer, str(commands[row][0]["kind"]))
+            if isinstance(answer, WorkerFailure):
                 self._lose(self._slots[row], answer)
                 self._broken[row] = answer
         return answers
@@ -381,13 +383,13 @@ class WorkerPool:
         starting = {row: process for row, process in processes.items() if process.hello is None}
         wait_for_answers(list(starting.values()))
         for row, process in starting.items():
-            if isinstance(process.answer, Trouble):
+            if isinstance(process.answer, WorkerFailure):
                 self._lose(self._slots[row], process.answer)
                 self._broken[row] = process.answer
 
-    def _judge(self, answer: Message | Trouble | None, kind: str) -> Message | Trouble:
-        if answer is None or isinstance(answer, Trouble):
-            return answer or Trouble("crashed", "no answer")
+    def _note_failure(self, answer: Message | WorkerFailure | None, kind: str) -> Message | WorkerFailure:
+        if answer is None or isinstance(answer, WorkerFailure):
+            return answer or WorkerFailure("crashed", "no answer")
         expected: dict[str, tuple[int, ...]] = {}
         if kind in ("reset", "step_chunk"):
             expected["state"] = (self.state_size,)
@@ -398,13 +400,13 @@ class WorkerPool:
         for name, shape in expected.items():
             came = answer.arrays[name].shape if name in answer.arrays else None
             if came != shape:
-                return Trouble("raised", f"{name} has the shape {came}; expected {shape}")
+                return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
         for name in ("state", "rewards", "action"):
             if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
-                return Trouble("diverged", f"{name} is not finite")
+                return WorkerFailure("diverged", f"{name} is not finite")
         return answer
 
-    def _lose(self, slot: int, trouble: Trouble) -> None:
+    def _lose(self, slot: int, trouble: WorkerFailure) -> None:
         """Count what went wrong and end the process, except where only its numbers did."""
         if trouble.for_user:
             self._stop()
@@ -425,14 +427,18 @@ class WorkerPool:
                 self._restarts_in_a_row += 1
 
     def _assemble(
-        self, rows: NDArray[np.int64], length: int, answers: Mapping[int, Message | Trouble], record: Collection[int]
+        self,
+        rows: NDArray[np.int64],
+        length: int,
+        answers: Mapping[int, Message | WorkerFailure],
+        record: Collection[int],
     ) -> ChunkResult:
         result = ChunkResult.empty(rows, length, self.state_size, self.image_size)
         reasons: dict[int, str] = {}
         frames: dict[int, NDArray[np.uint8]] = {}
         for place, row in enumerate(rows.tolist()):
             answer = answers[row]
-            if isinstance(answer, Trouble):
+            if isinstance(answer, WorkerFailure):
                 reasons[row] = f"{answer.kind}: {answer.reason}"
                 result.failed[place], result.rewards[place] = True, np.nan
                 self.counts["dropped"] += 1
@@ -443,9 +449,9 @@ class WorkerPool:
         return ChunkResult(**{**vars(result), "reasons": reasons, "frames": frames})
 
 
-def _may_have_had_bad_luck(answer: Message | Trouble) -> bool:
+def _may_have_had_bad_luck(answer: Message | WorkerFailure) -> bool:
     """Numbers that are not finite come again from the same layout; a process may fare better."""
-    return isinstance(answer, Trouble) and answer.kind != "diverged"
+    return isinstance(answer, WorkerFailure) and answer.kind != "diverged"
 
 
 def _fill(result: ChunkResult, place: int, answer: Message) -> None:
@@ -501,7 +507,7 @@ def _start_spec(settings: WorkerSettings, renderer: Backend | None) -> StartSpec
     )
 
 
-def _refuse_to_start(factory: str, trouble: Trouble, renderer: Backend | None) -> None:
+def _refuse_to_start(factory: str, trouble: WorkerFailure, renderer: Backend | None) -> None:
     if trouble.for_user:
         raise UserError(trouble.reason)
     drawing = renderer is None and any(word in trouble.evidence for word in ("GL", "OSMesa"))

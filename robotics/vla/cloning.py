@@ -24,8 +24,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import RobotSim
 from robotics.vla.collect import action_scale
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
@@ -160,7 +160,7 @@ class CloneRecipe(RobotRecipe):
         """Demonstrations have no reward."""
         return rollouts
 
-    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """There is no old policy."""
         return rollouts
 

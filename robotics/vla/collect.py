@@ -30,7 +30,7 @@ SCALES = ("none", "bounds_q99")
 class ActingSettings:
     """How a policy turns what it predicts into what the robot does."""
 
-    execute: int = 0
+    n_action_steps: int = 0
     """Control steps of a chunk that are carried out before the policy looks again; 0 = all of them."""
     temperature: float = 1.0
     """Divides the logits while sampling and in every log-probability of the update."""
@@ -44,8 +44,8 @@ class ActingSettings:
 
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
-        if self.execute < 0:
-            raise ValueError(f"acting.execute is {self.execute}; must be at least 0, 0 = the whole chunk")
+        if self.n_action_steps < 0:
+            raise ValueError(f"acting.n_action_steps is {self.n_action_steps}; must be at least 0, 0 = the whole chunk")
         if self.temperature <= 0:
             raise ValueError(f"acting.temperature is {self.temperature}; must be above 0")
         if self.ensemble < 0:
@@ -212,7 +212,7 @@ def _run_wave(
         inputs = inputs_of(observation, episodes, device)
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
-        actions = actions[:, : settings.execute or None] if blend is None else blend(actions, observation.rows)
+        actions = actions[:, : settings.n_action_steps or None] if blend is None else blend(actions, observation.rows)
         if statistics is not None:
             actions = statistics.unnormalise(actions).clip(-1, 1)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())

@@ -16,7 +16,7 @@ __all__ = ["ActionQueue", "TemporalEnsemble"]
 class ActionQueue:
     """Hands out the first n actions of a chunk one by one; then the row needs a new chunk.
 
-        queue = ActionQueue(rows=1, chunk=8, action_size=5, execute=4)
+        queue = ActionQueue(rows=1, chunk=8, action_size=5, n_action_steps=4)
         while going_on:
             if queue.empty([0])[0]:
                 queue.push(policy_chunks, [0])
@@ -26,17 +26,17 @@ class ActionQueue:
         rows: R.
         chunk: K.
         action_size: D.
-        execute: n, at most K; 0 for all K.
+        n_action_steps: n, at most K; 0 for all K.
 
     Raises:
         UserError: n outside 0..K.
     """
 
-    def __init__(self, rows: int, chunk: int, action_size: int, execute: int = 0) -> None:
+    def __init__(self, rows: int, chunk: int, action_size: int, n_action_steps: int = 0) -> None:
         _check(rows, chunk, action_size)
-        if not 0 <= execute <= chunk:
-            raise UserError(f"execute is {execute}; must be at most the chunk of {chunk}, 0 = all of it")
-        self.execute = execute or chunk
+        if not 0 <= n_action_steps <= chunk:
+            raise UserError(f"n_action_steps is {n_action_steps}; must be at most the chunk of {chunk}, 0 = all of it")
+        self.n_action_steps = n_action_steps or chunk
         self._chunks = np.zeros((rows, chunk, action_size), np.float32)
         self._left = np.zeros(rows, np.int64)
 
@@ -60,7 +60,7 @@ class ActionQueue:
         """
         numbers = np.asarray(rows, np.int64)
         self._chunks[numbers] = _checked(chunks, (len(numbers), *self._chunks.shape[1:]))
-        self._left[numbers] = self.execute
+        self._left[numbers] = self.n_action_steps
 
     def pop(self, rows: ArrayLike) -> NDArray[np.float32]:
         """Take the next action of some rows.
@@ -77,7 +77,7 @@ class ActionQueue:
         numbers = np.asarray(rows, np.int64)
         if self.empty(numbers).any():
             raise ValueError(f"rows {numbers[self.empty(numbers)].tolist()} have no action left; push a chunk first")
-        taken: NDArray[np.float32] = self._chunks[numbers, self.execute - self._left[numbers]]
+        taken: NDArray[np.float32] = self._chunks[numbers, self.n_action_steps - self._left[numbers]]
         self._left[numbers] -= 1
         return taken
 

@@ -26,12 +26,12 @@ from torch import nn
 
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import merge_lists, shard
-from mmrl.training.record.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
-from mmrl.training.record.metrics import metric_label
 from mmrl.training.loop.recipe import Evaluation
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
+from mmrl.training.record.metrics import metric_label
+from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import open_sim
@@ -251,7 +251,7 @@ def _line(index: int, repeat: int, task: EpisodeSpec, episodes: Episodes, place:
         "steps": int(payload.lengths[place]),
         # the shortest text that reads back to the very float32, so that carrying it out again ends the same way
         "actions": [[float(str(entry)) for entry in action] for action in episodes.actions[place]],
-        "film": payload.film(place),
+        "film": payload.frames_of(place),
     }
 
 
@@ -318,7 +318,7 @@ def _protocol(
         "batch": _batch_size(recipe),
         "processes": processes,
         "chunk": recipe.policy.chunk,
-        "execute": acting.execute or recipe.policy.chunk,
+        "n_action_steps": acting.n_action_steps or recipe.policy.chunk,
         "temperature": acting.temperature,
         "ensemble": acting.ensemble,
         "scale": acting.scale if scale is None else scale.as_dict(),
@@ -333,7 +333,7 @@ def _protocol(
 
 def _conditions(about: dict[str, Any]) -> str:
     """The protocol in one line."""
-    shown = {**{name: about[name] for name in ("seed", "chunk", "execute", "weights")}, **about["simulator"]}
+    shown = {**{name: about[name] for name in ("seed", "chunk", "n_action_steps", "weights")}, **about["simulator"]}
     return ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
 
 

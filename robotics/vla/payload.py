@@ -70,7 +70,7 @@ class EpisodePayload:
         """(B,) int64, control steps of each episode."""
         return self.steps.sum(1)
 
-    def film(self, row: int) -> NDArray[np.uint8] | None:
+    def frames_of(self, row: int) -> NDArray[np.uint8] | None:
         """Pictures of an episode in order.
 
         Args:

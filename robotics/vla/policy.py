@@ -199,7 +199,7 @@ class ActionPolicy(nn.Module, ABC):
             UserError: the statistics are of other states.
         """
 
-    def carried_out(self, steps: Tensor) -> Tensor:
+    def executed_mask(self, steps: Tensor) -> Tensor:
         """Tell which decisions of a chunk had a part in what the robot did.
 
         Args:
@@ -378,7 +378,7 @@ class ModuleAdapter(ActionPolicy):
             return loss, {"bc/loss": float(loss.detach())}
         logp, _ = self.log_probs(batch, actions.to(self.device))
         mask = mask.to(logp)
-        weight = mask.prod(1, keepdim=True) if self.decisions == 1 else self.carried_out(mask.sum(1).long())
+        weight = mask.prod(1, keepdim=True) if self.decisions == 1 else self.executed_mask(mask.sum(1).long())
         loss = -(logp * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}
 

@@ -20,15 +20,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mmrl.core.advantages import check_group_size
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, Recipe
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
@@ -121,9 +121,10 @@ class RobotRecipe(Recipe):
         }
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
         check_fit(self.policy, self.sim)
-        if config.acting.execute > self.policy.chunk:
+        if config.acting.n_action_steps > self.policy.chunk:
             raise UserError(
-                f"acting.execute is {config.acting.execute}; the policy's chunk has {self.policy.chunk} steps"
+                f"acting.n_action_steps is {config.acting.n_action_steps}; "
+                f"the policy's chunk has {self.policy.chunk} steps"
             )
         self.broken = 0
         self._seen: Counter[str] = Counter()
@@ -174,7 +175,7 @@ class RobotRecipe(Recipe):
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Log-probability and entropy of each decision, at the sampling temperature."""
         payload: EpisodePayload = rollouts.payload
         rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
@@ -184,7 +185,7 @@ class RobotRecipe(Recipe):
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
         wanted = "entropy" in want and entropy is not None
-        return TokenScores(self._spread(logp, *place), self._spread(entropy, *place) if wanted else None)
+        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if wanted else None)
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
         """Success over fixed initial states, overall and of each task."""
@@ -204,7 +205,7 @@ class RobotRecipe(Recipe):
         counts = sum_over_processes(self.sim.counts) | {"episodes_failed": self.broken}
         return found | {f"sim/{name}": float(number) for name, number in counts.items()}
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Remember the step, which names what evaluations write."""
         self.step = step
 
@@ -224,8 +225,8 @@ class RobotRecipe(Recipe):
     def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""
         if self.config.logp_level == "chunk":
-            carried_out = self.policy.carried_out(steps[rows, chunks])
-            values = (values * carried_out).sum(1, keepdim=True)
+            executed_mask = self.policy.executed_mask(steps[rows, chunks])
+            values = (values * executed_mask).sum(1, keepdim=True)
         out = values.new_zeros(*steps.shape, values.shape[1])
         return out.index_put((rows, chunks), values).flatten(1)[:, :width]
 
@@ -260,7 +261,7 @@ def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level
         Rollouts with the log-probabilities as sampled and no reward.
     """
     payload, logp = episodes.payload, episodes.logp
-    mask = policy.carried_out(payload.steps)
+    mask = policy.executed_mask(payload.steps)
     if level == "chunk":
         logp, mask = (logp * mask).sum(-1, keepdim=True), (payload.steps > 0)[..., None].float()
     mask = torch.where(payload.failed[:, None, None], 0.0, mask)

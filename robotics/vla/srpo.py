@@ -104,7 +104,7 @@ class SrpoRecipe(RobotRecipe):
         with stopwatch("latents"):
             latents, valid = self._embed(payload)
         groups = rollouts.group.cpu().numpy()
-        mine = self._judge(
+        mine = self._progress_rewards(
             _Rows(
                 latents=latents,
                 valid=valid,
@@ -145,7 +145,7 @@ class SrpoRecipe(RobotRecipe):
         """Latents (B, E) and which rows have one."""
         rows = len(payload.steps)
         sound = [row for row in range(rows) if not bool(payload.failed[row])]
-        found = self.latent.embed([payload.film(row) for row in sound], [payload.path(row) for row in sound])
+        found = self.latent.embed([payload.frames_of(row) for row in sound], [payload.path(row) for row in sound])
         latents = np.zeros((rows, found.latents.shape[1]), np.float32)
         valid = np.zeros(rows, bool)
         latents[sound], valid[sound] = found.latents, found.valid
@@ -155,7 +155,7 @@ class SrpoRecipe(RobotRecipe):
             LOGGER.warning("an episode has no latent and teaches nothing: %s", self._first_reason)
         return latents, valid
 
-    def _judge(self, mine: _Rows) -> np.ndarray:
+    def _progress_rewards(self, mine: _Rows) -> np.ndarray:
         """Rewards (B,) of these rows among those of all processes."""
         state = PartialState()
         parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from robotics.bench import comparisons as sim
-from robotics.bench import throughput, throughput_arms
 from mmrl.bench.harness import BenchOptions
 from mmrl.errors import RunError
+from robotics.bench import comparisons as sim
+from robotics.bench import throughput, throughput_arms
 from robotics.sim import find_backend
 from robotics.sim.envs import TabletopEnv
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from mmrl.bench import run
-from mmrl.vlm.bench import equality
 from mmrl.bench.harness import BenchOptions
 from mmrl.bench.report import table
-from mmrl.vlm.bench.comparisons import NAMES, compare
+from mmrl.errors import UserError
+from mmrl.vlm.bench import equality
 from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart, step_arm
+from mmrl.vlm.bench.comparisons import NAMES, compare
 from mmrl.vlm.bench.setup import QUICK_SHAPE
 from mmrl.vlm.bench.workload import build_model, questions_file, shape_of
-from mmrl.errors import UserError
 
 SHAPE = QUICK_SHAPE[1]
 HAS_TRL = find_spec("trl") is not None
@@ -113,13 +113,17 @@ def test_a_layout_decides_whether_prompts_are_shared(options, layout, shares):
 
 
 def test_switches_reach_the_configuration(options):
-    switched = {"lean": False, "keep_prefill": False, "skip_dead_groups": False}
+    switched = {"lean": False, "keep_prefill": False, "skip_zero_advantage_groups": False}
     with make_recipe(options | switched) as recipe:
         config = recipe.config
-        assert (config.sampler.lean, config.sampler.keep_prefill, config.trainer.skip_dead_groups) == (False,) * 3
+        assert (config.sampler.lean, config.sampler.keep_prefill, config.trainer.skip_zero_advantage_groups) == (
+            False,
+        ) * 3
     with make_recipe(options) as recipe:
         config = recipe.config
-        assert (config.sampler.lean, config.sampler.keep_prefill, config.trainer.skip_dead_groups) == (True,) * 3
+        assert (config.sampler.lean, config.sampler.keep_prefill, config.trainer.skip_zero_advantage_groups) == (
+            True,
+        ) * 3
 
 
 def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, monkeypatch):
@@ -136,7 +140,7 @@ def test_half_of_the_groups_are_dead_where_skipping_them_is_measured(options, mo
     monkeypatch.setattr(Updater, "_live", note)
     groups = {"tasks_per_step": 4, "reward": "mmrl.vlm.bench.workload:half_dead_reward"}
     step_arm(options | groups)
-    step_arm(options | groups | {"skip_dead_groups": False})
+    step_arm(options | groups | {"skip_zero_advantage_groups": False})
     assert kept == [(4, 2)] * 2 + [(4, 4)] * 2
 
 

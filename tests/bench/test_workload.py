@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmrl.errors import UserError
 from mmrl.vlm.bench.workload import (
     MODELS,
     Shape,
@@ -16,7 +17,6 @@ from mmrl.vlm.bench.workload import (
     shape_of,
     suppressed_tokens,
 )
-from mmrl.errors import UserError
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm

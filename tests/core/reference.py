@@ -98,7 +98,7 @@ def to_go(rewards, mask, gamma, gaps="skip"):
     return out
 
 
-def batch_global(mask, reward, gamma, gaps="skip"):
+def whitened_returns(mask, reward, gamma, gaps="skip"):
     valid = loss_mask(mask, reward)
     return whiten(to_go(terminal_rewards(mask, reward), valid, gamma, gaps), valid)
 
@@ -376,8 +376,8 @@ def golden():
         "group_mean": group_mean(group, mask, reward),
         "group_mean singleton=keep": group_mean(group, mask, reward, singleton="keep"),
         "leave_one_out": leave_one_out(group, mask, reward),
-        "batch_global gamma=0.9": batch_global(mask, reward, 0.9),
-        "batch_global gamma=0.9 gaps=reset": batch_global(mask, reward, 0.9, "reset"),
+        "whitened_returns gamma=0.9": whitened_returns(mask, reward, 0.9),
+        "whitened_returns gamma=0.9 gaps=reset": whitened_returns(mask, reward, 0.9, "reset"),
         "group_mean_batch_std": group_mean_batch_std(group, mask, reward),
         "group_mean_global_std eps=0.0001": group_mean_global_std(group, mask, reward, 1e-4),
         "group_mean_global_std singleton=keep": group_mean_global_std(group, mask, reward, singleton="keep"),

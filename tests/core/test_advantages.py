@@ -203,12 +203,12 @@ def test_whitening():
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_group_estimators_refuse_one_sample(name):
-    with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*batch_global, gae, gae_turn"):
+    with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*whitened_returns, gae, gae_turn"):
         check_group_size(1, name)
     check_group_size(2, name)
 
 
-@pytest.mark.parametrize("name", ["batch_global", "gae", "gae_turn"])
+@pytest.mark.parametrize("name", ["whitened_returns", "gae", "gae_turn"])
 def test_other_estimators_work_with_one_sample(name):
     check_group_size(1, name)
 

@@ -61,7 +61,7 @@ def test_what_an_objective_needs():
         ({"surrogate": "cispo", "ratio": "sequence_full"}, "detaches the ratio"),
         ({"surrogate": "policy_gradient", "ratio": "sequence"}, "uses no ratio"),
         ({"ratio": "sequence_full", "advantage": "gae", "value_coef": 0.1}, "differs inside a row"),
-        ({"ratio": "sequence_product", "advantage": "batch_global"}, "differs inside a row"),
+        ({"ratio": "sequence_product", "advantage": "whitened_returns"}, "differs inside a row"),
         ({"kl_coef": 0.1}, "no divergence is chosen"),
         ({"kl_in_reward": True}, "no divergence is chosen"),
         ({"kl": "full", "kl_coef": 0.1, "kl_in_reward": True}, "cannot go into the reward"),

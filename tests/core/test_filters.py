@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core import Refill, TokenScores, drop, get, zero_variance_groups
+from mmrl.core import DynamicSamplingBuffer, PolicyOutputs, drop, get, zero_variance_groups
 from tests.core.builders import random_rollouts
 
 
@@ -54,7 +54,7 @@ def test_drop_keeps_rows_prompts_and_counts_together():
 
 
 def test_refill_collects_until_the_step_is_full():
-    refill = Refill(target_groups=3, max_tries=3)
+    refill = DynamicSamplingBuffer(target_groups=3, max_tries=3)
     for expected in (2, 1, 0):
         assert not refill.full
         r = with_rewards([0.0, 0.0], [1.0, 0.0])
@@ -69,14 +69,14 @@ def test_refill_collects_until_the_step_is_full():
 
 
 def test_refill_returns_no_more_than_the_target():
-    refill = Refill(target_groups=1)
+    refill = DynamicSamplingBuffer(target_groups=1)
     r = with_rewards([0.0, 1.0], [1.0, 0.0])
     refill.add(r, zero_variance_groups(r))
     assert refill.take().payload.prompts == ["prompt 0"]
 
 
 def test_refill_gives_up_with_the_numbers():
-    refill = Refill(target_groups=2, max_tries=1)
+    refill = DynamicSamplingBuffer(target_groups=2, max_tries=1)
     r = with_rewards([0.0, 0.0])
     refill.add(r, zero_variance_groups(r))
     assert refill.exhausted
@@ -91,7 +91,7 @@ def test_removing_a_group_without_signal_keeps_the_sum_and_changes_the_mean():
     r = objective.compute_advantages(with_rewards([0.0, 0.0, 0.0], [1.0, 0.0, 0.5]))
     kept, _ = drop(r, objective.keep_groups(r))
     whole, rest = objective.denominators(r), objective.denominators(kept)
-    with_group = objective.loss(TokenScores(r.logp_old - 0.1), r, whole).loss
-    without = objective.loss(TokenScores(kept.logp_old - 0.1), kept, rest).loss
+    with_group = objective.loss(PolicyOutputs(r.logp_old - 0.1), r, whole).loss
+    without = objective.loss(PolicyOutputs(kept.logp_old - 0.1), kept, rest).loss
     assert rest.tokens < whole.tokens
     torch.testing.assert_close(with_group * whole.tokens, without * rest.tokens)

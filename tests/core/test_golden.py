@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core import ADVANTAGES, CATALOGUE, AdvantageOptions, TokenScores, get
+from mmrl.core import ADVANTAGES, CATALOGUE, AdvantageOptions, PolicyOutputs, get
 from tests.core import reference
 from tests.core.builders import golden, rollouts_from
 
@@ -51,7 +51,7 @@ def loss_of(name, dtype):
     rollouts = objective.compute_advantages(rollouts_from(DATA["batch"], dtype))
     logp = torch.tensor(DATA["batch"]["logp"], dtype=dtype, requires_grad=True)
     exact = 0.5 * (logp - torch.tensor(DATA["batch"]["logp_ref"], dtype=dtype)).square()
-    scores = TokenScores(logp, values=torch.tensor(DATA["batch"]["values_new"], dtype=dtype), kl_ref=exact)
+    scores = PolicyOutputs(logp, values=torch.tensor(DATA["batch"]["values_new"], dtype=dtype), kl_ref=exact)
     return objective.loss(scores, rollouts, objective.denominators(rollouts)).loss, logp
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.core import CATALOGUE, AdvantageOptions, Denominators, Objective, TokenScores, get, merge_metrics
+from mmrl.core import CATALOGUE, AdvantageOptions, Denominators, Objective, PolicyOutputs, get, merge_metrics
 from mmrl.core.metrics import metric_values
 from tests.core.builders import random_rollouts
 
@@ -57,7 +57,7 @@ def scored(objective, rollouts, move=0.3):
 
 
 def scores_of(tensors, rows=slice(None), width=None):
-    return TokenScores(**{name: tensor[rows, :width] for name, tensor in tensors.items()})
+    return PolicyOutputs(**{name: tensor[rows, :width] for name, tensor in tensors.items()})
 
 
 def gradients(loss, tensors):
@@ -180,7 +180,7 @@ def test_gradients_match_finite_differences(name):
     base = {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
     def loss(moved):
-        return objective.loss(TokenScores(**moved), rollouts, counts).loss
+        return objective.loss(PolicyOutputs(**moved), rollouts, counts).loss
 
     detached = objective.surrogate == "cispo" or objective.ratio == "sequence"
     for key, gradient in zip(tensors, gradients(loss(tensors), tensors), strict=True):
@@ -212,7 +212,7 @@ def test_advantages_returns_and_weights_are_constants():
     assert not rollouts.advantage.requires_grad
     assert not rollouts.returns.requires_grad
     logp = r.logp_old.clone().requires_grad_()
-    loss = objective.loss(TokenScores(logp, values=r.values), rollouts, objective.denominators(rollouts)).loss
+    loss = objective.loss(PolicyOutputs(logp, values=r.values), rollouts, objective.denominators(rollouts)).loss
     assert all(g is None for g in torch.autograd.grad(loss, [*attached.values(), weight], allow_unused=True))
 
 
@@ -352,7 +352,7 @@ def test_what_is_missing_is_named():
     counts = get("grpo").denominators(ready)
 
     def loss(objective, rollouts, **scores):
-        return objective.loss(TokenScores(**({"logp": r.logp_old} | scores)), rollouts, counts)
+        return objective.loss(PolicyOutputs(**({"logp": r.logp_old} | scores)), rollouts, counts)
 
     with pytest.raises(ValueError, match=r"rollouts\.advantage is missing: compute_advantages"):
         loss(get("grpo"), r)

@@ -23,8 +23,8 @@ from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import CheckpointConfig
-from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.loop.trainer import Trainer
+from mmrl.training.record.tracking import TrackingConfig
 
 PROMPTS = ("a red circle", "a blue square", "a green triangle")
 TINY = {"patch": 8, "layers": 1, "heads": 2, "text_width": 32, "pooled_width": 16, "vocab_size": 700}
@@ -61,14 +61,14 @@ def run_config(name: str, folder: Path, **trainer: Any) -> Any:
         data=PromptConfig(path=str(write_prompts(folder / "prompts.txt"))),
         eval_data={"held_out": PromptConfig(path=str(folder / "prompts.txt"))},
         rewards=[RewardConfig(name="caption_colour")],
-        judges=[RewardConfig(name="jpeg_incompressibility")],
+        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
         evaluation=DiffusionEvaluationConfig(samples=2, records=2),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )
     config.sampler = dataclasses.replace(config.sampler, steps=4, eval_steps=3)
     if hasattr(config, "draws"):
-        config.draws = dataclasses.replace(config.draws, count=3, fraction=0.99)
+        config.timesteps = dataclasses.replace(config.timesteps, count=3, fraction=0.99)
     options = {"steps": 2, "tasks_per_step": 2, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
     config.trainer = dataclasses.replace(config.trainer, **options)
     config.validate()
@@ -94,7 +94,7 @@ def collected(recipe: Any, step: int = 0, count: int = 2) -> Rollouts:
     reference = make_reference(
         recipe.config.reference, recipe.policy, needed=recipe.objective.needs_reference, start=recipe.start
     )
-    rollouts = recipe.annotate(recipe.policy, reference, rollouts)
+    rollouts = recipe.compute_logprobs(recipe.policy, reference, rollouts)
     return recipe.advantages(rollouts, make_accelerator())
 
 
@@ -131,7 +131,10 @@ def with_function(recipe: Any, functions: dict[str, Callable[..., Any]]) -> None
     from mmrl.rewards.combine import RewardSum
 
     recipe.rewards.close()
-    terms = [*recipe.config.rewards, *(dataclasses.replace(judge, weight=0.0) for judge in recipe.config.judges)]
+    terms = [
+        *recipe.config.rewards,
+        *(dataclasses.replace(judge, weight=0.0) for judge in recipe.config.heldout_rewards),
+    ]
     recipe.rewards = RewardSum(terms, functions=functions)
 
 

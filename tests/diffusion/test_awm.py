@@ -18,7 +18,7 @@ WANT = frozenset({"logp"})
 
 def velocities(recipe, rollouts):
     """Velocity on the stored noisy versions (B, T, -1) as float64, and the matching error (B, T)."""
-    payload, draws = rollouts.payload, recipe.config.draws.count
+    payload, draws = rollouts.payload, recipe.config.timesteps.count
     noise = row_noise(payload.noise_seed, draws, tuple(payload.latents.shape[1:])).double().numpy()
     sigma = payload.sigma.double().numpy()[:, :, None, None, None]
     clean = payload.latents.double().numpy()[:, None]
@@ -174,7 +174,7 @@ def test_off_policy_images_are_drawn_with_the_average(tmp_path):
 def test_times_are_shared_as_configured(share, distinct, tmp_path):
     config = run_config("awm", tmp_path)
     config.sampler.steps = 14
-    config.draws = dataclasses.replace(config.draws, count=6, fraction=0.9, share_times=share)
+    config.timesteps = dataclasses.replace(config.timesteps, count=6, fraction=0.9, share_times=share)
     recipe = build(config)
     times = recipe.times(2, torch.Generator().manual_seed(0))
     assert times.shape == (8, 6)
@@ -188,7 +188,7 @@ def test_times_are_shared_as_configured(share, distinct, tmp_path):
 def test_noise_is_shared_by_a_group_only_where_asked(tmp_path):
     for shared in (False, True):
         config = run_config("awm", tmp_path)
-        config.draws.share_noise = shared
+        config.timesteps.share_noise = shared
         rollouts = collected(build(config))
         assert len(set(rollouts.payload.noise_seed.tolist())) == (2 if shared else 8)
 

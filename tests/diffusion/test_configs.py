@@ -34,7 +34,7 @@ SMALL = [
     "model.height=null",
     "model.width=null",
     "model.max_sequence_length=1",
-    "judges=[{name: jpeg_incompressibility}]",
+    "heldout_rewards=[{name: jpeg_incompressibility}]",
 ]
 
 
@@ -78,7 +78,7 @@ def test_config_builds_and_takes_a_step(path, tmp_path, models):
     assert result["optimiser_steps"] == 1
     split = next(iter(whole.eval_data))
     last = result["last_evaluation"][split]
-    assert all(math.isfinite(last[name]) for name in ("distance/base", "judge/jpeg_incompressibility"))
+    assert all(math.isfinite(last[name]) for name in ("distance/base", "heldout/jpeg_incompressibility"))
 
 
 def test_there_are_configurations():

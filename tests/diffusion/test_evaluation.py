@@ -57,9 +57,9 @@ def test_rewards_and_judges_have_names_of_their_own_and_intervals(tmp_path):
     config = run_config("awm", tmp_path)
     recipe = build(config)
     metrics = evaluated(recipe).metrics
-    for name in ("score/caption_colour", "judge/jpeg_incompressibility"):
+    for name in ("score/caption_colour", "heldout/jpeg_incompressibility"):
         assert metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"]
-    assert not any(name.startswith(("judge/caption_colour", "score/jpeg")) for name in metrics)
+    assert not any(name.startswith(("heldout/caption_colour", "score/jpeg")) for name in metrics)
     assert metrics["diversity/latent"] > 0.1
 
 
@@ -89,7 +89,7 @@ def test_the_average_is_what_is_evaluated(tmp_path):
     for one, other in zip(start, shown(evaluated(recipe)), strict=True):
         assert np.array_equal(one, other)  # the average has not moved yet
     assert all(torch.equal(p, kept) for p, kept in zip(recipe.policy.parameters(), weights, strict=True))
-    recipe.advance(1, {})  # keeps 2 / 11 of the old average
+    recipe.on_step_end(1, {})  # keeps 2 / 11 of the old average
     assert not np.array_equal(start[0], shown(evaluated(recipe))[0])
     values = torch.cat([v.flatten() for v in recipe.eval_ema.state_dict().values()])
     now = torch.cat([p.detach().flatten() for p in recipe.policy.parameters() if p.requires_grad])

@@ -39,7 +39,7 @@ def pretraining(folder, model, **trainer):
         images=ImageDataConfig(path=str(folder / "images.npz"), build="diffusion.digits:build_images"),
         eval_data={"digits": PromptConfig(path=str(folder / "p.jsonl"), build="diffusion.digits:build_prompts")},
         rewards=[RewardConfig(name="class_prob")],
-        judges=[RewardConfig(name="jpeg_incompressibility")],
+        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
         sampler=SamplerConfig(guidance=1.0, eval_steps=4),
         evaluation=DiffusionEvaluationConfig(samples=1, max_tasks=2),
         trainer=TrainerConfig(**({"steps": 2, "tasks_per_step": 32, "samples_per_task": 1} | trainer)),
@@ -69,7 +69,7 @@ def test_pretraining_on_digits_lowers_the_loss(tmp_path, digit_model):
 
 def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     config = pretraining(tmp_path, digit_model, tasks_per_step=6)
-    config.draws.count = 2
+    config.timesteps.count = 2
     recipe = build(config)
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], make_generator(0, "rollout"))
     output = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts))

@@ -37,7 +37,7 @@ model: {{path: {model}, max_sequence_length: 1, lora: {{rank: 4, alpha: 8}}}}
 data: {{path: {folder}/prompts.txt}}
 eval_data: {{held_out: {{path: {folder}/prompts.txt}}}}
 rewards: [{{name: caption_colour}}]
-judges: [{{name: jpeg_incompressibility}}]
+heldout_rewards: [{{name: jpeg_incompressibility}}]
 sampler: {{steps: 4, eval_steps: 2}}
 trainer: {{steps: 1, tasks_per_step: 2, samples_per_task: 2}}
 evaluation: {{at_start: false, samples: 1}}
@@ -164,7 +164,7 @@ def test_only_overflow_ends_the_run(tmp_path, monkeypatch):
 
 def spoil(monkeypatch, value, rows):
     """Make some rows of every rollout overflow."""
-    real_runs, real_latents = diffusion.trajectories.sample_trajectories, diffusion.matched.sample_latents
+    real_runs, real_latents = diffusion.trajectories.sample_trajectories, diffusion.flow_matching.sample_latents
 
     def runs(*arguments, **options):
         run = real_runs(*arguments, **options)
@@ -178,7 +178,7 @@ def spoil(monkeypatch, value, rows):
         return drawn
 
     monkeypatch.setattr(diffusion.trajectories, "sample_trajectories", runs)
-    monkeypatch.setattr(diffusion.matched, "sample_latents", latents)
+    monkeypatch.setattr(diffusion.flow_matching, "sample_latents", latents)
 
 
 def scored(group, rewards, **terms):
@@ -235,9 +235,9 @@ def test_columns_of_rows_without_an_image_are_still_known(tmp_path):
     with_function(recipe, {"caption_colour": needs_wish, "jpeg_incompressibility": red})
     tasks = [*recipe.train_tasks]
     images = np.zeros((2, 32, 32, 3), np.uint8)
-    result = recipe.judge(tasks, images, [False, True])
+    result = recipe.score_images(tasks, images, [False, True])
     assert [value == value for value in result.total] == [False, True]
-    assert recipe.judge(tasks, images, [False, False]).errors == {"latents/overflow": 2}
+    assert recipe.score_images(tasks, images, [False, False]).errors == {"latents/overflow": 2}
 
 
 def needs_wish(prompts, completions, wish):
@@ -292,9 +292,9 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["sampler.eval_guidance=-1"], "sampler.eval_guidance is -1"),
         (["sampler.solver=heun"], "must be one of euler, sa_solver, dpm"),
         (["step.kl_form=k3"], "allowed: exact, flow_grpo_head, velocity"),
-        (["judges=[]"], "judges is empty"),
+        (["heldout_rewards=[]"], "heldout_rewards is empty"),
         (["rewards=[]"], "rewards is empty"),
-        (["judges=[{name: caption_colour}]"], "caption_colour is in rewards and in judges"),
+        (["heldout_rewards=[{name: caption_colour}]"], "caption_colour is in rewards and in heldout_rewards"),
         (["rewards=[{name: caption_color}]"], "did you mean"),
         (["rewards=[{name: caption_colour, options: {tint: 3}}]"], "tint"),
         (["evaluation.greedy=true"], "evaluation.greedy and evaluation.temperature mean nothing for images"),

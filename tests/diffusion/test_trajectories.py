@@ -12,7 +12,7 @@ import torch
 from diffusion.sampler import guided, make_kernel, sample_trajectories, trained_window
 from diffusion.schedule import sigma_grid
 from diffusion.steps import FlowSdeStep
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.rewards.combine import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -68,9 +68,9 @@ def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_sam
     velocity_of = guided(recipe.policy, recipe.policy, text, config.sampler.guidance, "", **apart)
     for step in range(rollouts.num_decisions):
         before, after = rollouts.payload.states[:, step], rollouts.payload.states[:, step + 1]
-        sigma, following = rollouts.payload.sigma[:, step], rollouts.payload.following[:, step]
+        sigma, sigma_next = rollouts.payload.sigma[:, step], rollouts.payload.sigma_next[:, step]
         with torch.no_grad():
-            mean, std = kernel.transition(velocity_of(before, sigma), before, sigma, following)
+            mean, std = kernel.transition(velocity_of(before, sigma), before, sigma, sigma_next)
         assert torch.equal(kernel.log_prob(after, mean, std), rollouts.logp_old[:, step])
 
 
@@ -113,8 +113,8 @@ def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
     for form in ("exact", "flow_grpo_head", "velocity"):
         config.step.kl_form = form
         found[form] = policy_kl(recipe, rollouts).double().numpy()
-    s, following = (getattr(rollouts.payload, name).double().numpy() for name in ("sigma", "following"))
-    dt = s - following
+    s, sigma_next = (getattr(rollouts.payload, name).double().numpy() for name in ("sigma", "sigma_next"))
+    dt = s - sigma_next
     grid = sigma_grid(recipe.policy.pipeline.scheduler, 4, recipe.policy.image_tokens)
     noise = config.sampler.noise_level * np.sqrt(s / (1 - np.where(s >= 1, float(grid[1]), s)))
     np.testing.assert_allclose(found["flow_grpo_head"], found["exact"] * dt, rtol=1e-5)
@@ -172,14 +172,14 @@ def test_fast_records_the_window_only_and_follows_the_ode_elsewhere(tmp_path):
         run = sample_trajectories(recipe.policy, text, seeds, config.sampler, range(1, 3))
     assert run.states.shape[1] == 3
     assert torch.equal(run.sigma[0], grid[1:3])
-    assert torch.equal(run.following[0], grid[2:4])
+    assert torch.equal(run.sigma_next[0], grid[2:4])
     assert torch.equal(run.states[0, 0], run.states[1, 0])  # one start, and no noise before the window
     assert not torch.equal(run.states[0, 1], run.states[1, 1])
     x = run.states[:, 2]
-    for sigma, following in pairwise(grid[3:]):
+    for sigma, sigma_next in pairwise(grid[3:]):
         with torch.no_grad():
             v = recipe.policy(x, sigma.expand(2), *text.expanded())
-        x = x + (following - sigma) * v
+        x = x + (sigma_next - sigma) * v
     torch.testing.assert_close(run.latents, x, rtol=0, atol=1e-5)
     places = {trained_window(config.sampler, torch.Generator().manual_seed(seed)).start for seed in range(40)}
     assert places == {0, 1}  # two of the first three steps
@@ -297,4 +297,4 @@ def test_scores_of_a_step_are_those_of_its_gaussian(tmp_path):
     density = (-(miss**2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).mean(1)
     np.testing.assert_allclose(steps.logp.numpy(), density.numpy(), rtol=1e-4, atol=1e-5)
     assert isinstance(recipe._kernel, FlowSdeStep)
-    assert isinstance(recipe.scores(recipe.policy, rollouts, WANT), TokenScores)
+    assert isinstance(recipe.scores(recipe.policy, rollouts, WANT), PolicyOutputs)

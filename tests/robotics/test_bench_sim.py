@@ -2,9 +2,9 @@ import importlib
 
 import pytest
 
-from robotics.bench import comparisons as sim
 from mmrl.bench.harness import BenchOptions
 from mmrl.errors import UserError
+from robotics.bench import comparisons as sim
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 

@@ -11,8 +11,8 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.runs import train
 from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.runs import train
 from robotics.data import LeRobotReader
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
@@ -342,7 +342,7 @@ def test_normalised_actions_are_brought_to_the_simulators_units(ensemble):
     policy = Fixed([[-1.0], [0.0], [0.5]])
     policy.statistics = statistics([-0.2], [0.6], [True])
     sim = LineSim()
-    found, episodes = acted(policy, sim, ActingSettings(scale="bounds_q99", ensemble=ensemble, execute=3))
+    found, episodes = acted(policy, sim, ActingSettings(scale="bounds_q99", ensemble=ensemble, n_action_steps=3))
     expected = 0.5 * (np.array([-1.0, 0.0, 0.5]) + 1) * 0.8 - 0.2
     if ensemble:  # the newest chunk's first entry, and what older ones said of now
         assert found.actions[0][0, 0] == pytest.approx(expected[0], abs=1e-6)

@@ -103,7 +103,7 @@ def test_greedy_takes_no_draw_and_execute_looks_more_often():
     _, other = run(sim, specs(3), greedy=True, seed=2)
     for a, b in zip(one.actions, other.actions, strict=True):
         np.testing.assert_array_equal(a, b)
-    _, often = run(sim, specs(3), greedy=True, settings=ActingSettings(execute=1))
+    _, often = run(sim, specs(3), greedy=True, settings=ActingSettings(n_action_steps=1))
     assert int((often.payload.steps == 1).sum()) == int(often.payload.lengths.sum())
 
 
@@ -141,10 +141,10 @@ def test_film_has_every_step_where_it_was_drawn():
     _, drawn = run(LineSim(), specs(2), record=True)
     _, plain = run(LineSim(), specs(2))
     for row in range(2):
-        assert len(drawn.payload.film(row)) == int(drawn.payload.lengths[row]) + 1
+        assert len(drawn.payload.frames_of(row)) == int(drawn.payload.lengths[row]) + 1
         taken = int((plain.payload.steps[row] > 0).sum())
-        assert len(plain.payload.film(row)) == taken + 1
-        np.testing.assert_array_equal(drawn.payload.film(row)[-1], plain.payload.film(row)[-1])
+        assert len(plain.payload.frames_of(row)) == taken + 1
+        np.testing.assert_array_equal(drawn.payload.frames_of(row)[-1], plain.payload.frames_of(row)[-1])
         assert plain.payload.path(row).shape == (taken + 1, 2)
 
 
@@ -157,7 +157,7 @@ def test_payload_selects_and_joins():
     part = joined.select(torch.tensor([4, 0]), torch.tensor([4, 0]))
     torch.testing.assert_close(part.last_state, torch.stack([two.payload.last_state[1], one.payload.last_state[0]]))
     assert [episode.layout for episode in part.episodes] == [1, 0]
-    np.testing.assert_array_equal(part.film(1), one.payload.film(0))
+    np.testing.assert_array_equal(part.frames_of(1), one.payload.frames_of(0))
 
 
 def test_mismatched_payload_is_refused():
@@ -169,7 +169,7 @@ def test_mismatched_payload_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (ActingSettings(execute=-1), "acting.execute"),
+        (ActingSettings(n_action_steps=-1), "acting.n_action_steps"),
         (ActingSettings(temperature=0), "acting.temperature"),
         (ActingSettings(ensemble=-1), "acting.ensemble"),
     ],

@@ -6,7 +6,7 @@ from robotics.vla.ensemble import ActionQueue, TemporalEnsemble
 
 
 def test_queue_hands_out_the_first_n_and_then_wants_a_chunk():
-    queue = ActionQueue(rows=1, chunk=3, action_size=2, execute=2)
+    queue = ActionQueue(rows=1, chunk=3, action_size=2, n_action_steps=2)
     assert queue.empty([0]).tolist() == [True]
     queue.push([[[1, 2], [3, 4], [5, 6]]], [0])
     assert queue.pop([0]).tolist() == [[1, 2]]
@@ -96,7 +96,7 @@ def test_equal_predictions_stay_what_they_are():
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UserError, match="at most the chunk of 2"):
-        ActionQueue(rows=1, chunk=2, action_size=1, execute=3)
+        ActionQueue(rows=1, chunk=2, action_size=1, n_action_steps=3)
     with pytest.raises(UserError, match="at least 1"):
         TemporalEnsemble(rows=0, chunk=2, action_size=1)
     for kind, method in ((ActionQueue, "push"), (TemporalEnsemble, "step")):

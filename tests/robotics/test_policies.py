@@ -293,15 +293,15 @@ def test_other_calls_than_the_methods_are_refused(policy):
 
 
 def test_tokens_after_the_last_control_step_do_not_count(policies):
-    found = policies["small_step"].carried_out(torch.tensor([[0, 1], [3, 4]]))
+    found = policies["small_step"].executed_mask(torch.tensor([[0, 1], [3, 4]]))
     expected = [[[0] * 8, [1] * 2 + [0] * 6], [[1] * 6 + [0] * 2, [1] * 8]]
     assert found.tolist() == expected
-    assert policies["adapter"].carried_out(torch.tensor([2])).tolist() == [[1, 1, 0, 0]]
+    assert policies["adapter"].executed_mask(torch.tensor([2])).tolist() == [[1, 1, 0, 0]]
 
 
 def test_denoising_steps_count_together():
     # as many as control steps, yet none of them belongs to one
-    assert make_flow(steps=K).carried_out(torch.tensor([0, 1, 4])).tolist() == [[0] * 4, [1] * 4, [1] * 4]
+    assert make_flow(steps=K).executed_mask(torch.tensor([0, 1, 4])).tolist() == [[0] * 4, [1] * 4, [1] * 4]
 
 
 # ---- inputs ----

@@ -11,8 +11,8 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
-from mmrl.training.runs import evaluate, train
 from mmrl.training.loop.settings import CheckpointConfig
+from mmrl.training.runs import evaluate, train
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.grpo import RobotGrpoRecipe
@@ -64,7 +64,7 @@ def configured(tmp_path, model, **changes):
 @pytest.mark.parametrize("level", ["token", "chunk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ratio_is_one_before_the_first_update(tmp_path, model, kind, level):
-    acting = ActingSettings(temperature=1.4, execute=3)
+    acting = ActingSettings(temperature=1.4, n_action_steps=3)
     recipe = RobotGrpoRecipe(configured(tmp_path, model(kind), logp_level=level, acting=acting))
     rollouts = collected(recipe, tasks=2)
     scores = recipe.scores(recipe.policy, rollouts, frozenset({"logp", "entropy"}))
@@ -131,8 +131,8 @@ def test_a_wave_that_cannot_start_does_not_cost_the_others(tmp_path, model, kind
     )
     assert torch.equal(payload.decisions[2:4], again.payload.decisions)
     for row in (2, 3):
-        np.testing.assert_array_equal(payload.film(row), again.payload.film(row - 2))
-    assert len(payload.film(2)) == int(payload.lengths[2]) + 1 or not record
+        np.testing.assert_array_equal(payload.frames_of(row), again.payload.frames_of(row - 2))
+    assert len(payload.frames_of(2)) == int(payload.lengths[2]) + 1 or not record
 
 
 def test_an_evaluation_of_other_states_is_not_mixed_in(tmp_path):
@@ -167,5 +167,5 @@ def test_lines_of_an_evaluation_hold_the_very_actions(tmp_path, model):
 
 
 def test_more_steps_than_a_chunk_has_cannot_be_carried_out(tmp_path, model):
-    with pytest.raises(UserError, match=r"acting\.execute is 5; the policy's chunk has 4 steps"):
-        RobotGrpoRecipe(configured(tmp_path, model("small"), acting=ActingSettings(execute=5)))
+    with pytest.raises(UserError, match=r"acting\.n_action_steps is 5; the policy's chunk has 4 steps"):
+        RobotGrpoRecipe(configured(tmp_path, model("small"), acting=ActingSettings(n_action_steps=5)))

@@ -13,8 +13,8 @@ from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.runs import evaluate, train
 from mmrl.training.loop.settings import CheckpointConfig, TrackingConfig, TrainerConfig
+from mmrl.training.runs import evaluate, train
 from robotics.sim.episodes import ChunkResult
 from robotics.sim.opening import SimConfig
 from robotics.vla.collect import ActingSettings
@@ -288,7 +288,7 @@ def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
     "change",
     [
         {"evaluation.temperature": 0.3},
-        {"acting.execute": 1},
+        {"acting.n_action_steps": 1},
         {"evaluation.max_tasks": 5},
         {"seed": 7},
     ],
@@ -309,7 +309,7 @@ def test_another_protocol_has_a_file_of_its_own(tmp_path, change):
 
     assert measured({}) == 1
     assert measured({}) == 1
-    assert measured(change) == (1 if "acting.execute" in change else 2)  # the chunk is 1 anyway
+    assert measured(change) == (1 if "acting.n_action_steps" in change else 2)  # the chunk is 1 anyway
 
 
 def test_a_changed_environment_is_measured_anew(tmp_path, monkeypatch):

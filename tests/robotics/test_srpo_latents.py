@@ -68,7 +68,7 @@ def test_rewards_are_those_of_the_formula(tmp_path, folders, kind):
     payload = rollouts.payload
     success = payload.success.numpy()
     assert 0 < success.sum() < len(success) - 1
-    films = [payload.film(row) for row in range(len(success))]
+    films = [payload.frames_of(row) for row in range(len(success))]
     assert [len(film) for film in films] == (payload.lengths + 1).tolist()
     latents = recipe.latent.embed(films, [payload.path(row) for row in range(len(success))]).latents
     np.testing.assert_allclose(rollouts.reward, expected_rewards(latents, success), atol=1e-4)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.recipes import find_recipe
-from mmrl.training.runs import train
 from mmrl.training.loop.settings import TrackingConfig, TrainerConfig
+from mmrl.training.runs import train
 from robotics.sim import workers
 from robotics.sim.opening import SimConfig
 from robotics.vla.grpo import RobotGrpoConfig

@@ -38,7 +38,7 @@ class SharingRecipe(ToyRecipe):
         self.policy = SharingPolicy(6)
 
     @contextmanager
-    def shared_work(self, policy):
+    def prefix_scope(self, policy):
         policy.work = SharedBias(policy.bias())
         try:
             yield policy.work

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.errors import RunError, UserError
-from mmrl.training.compare.run import run_experiment, train_command
 from mmrl.training.compare.experiment import dotted_overrides, load_experiment, plan_arm_run
 from mmrl.training.compare.jobs import Job, run_jobs
+from mmrl.training.compare.run import run_experiment, train_command
 from mmrl.training.record.statistics import paired_difference
 
 # Stands for `mmrl train CONFIG a.b=c ... output_dir=...`: the accuracy follows from the seed, the learning rate

@@ -8,10 +8,10 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.training.compare import run_status
-from mmrl.training.report.charts import work_figure
-from mmrl.training.compare.run import run_experiment
-from mmrl.training.compare.results import plan_comparison, summarise
 from mmrl.training.compare.experiment import load_experiment
+from mmrl.training.compare.results import plan_comparison, summarise
+from mmrl.training.compare.run import run_experiment
+from mmrl.training.report.charts import work_figure
 
 COSTS = {
     "model_evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
@@ -24,7 +24,7 @@ EXPERIMENT = {
     "arms": {"flow": None, "awm": {"overrides": {"a": 1}}},
     "baseline": "flow",
     "seeds": [1, 2],
-    "metric": "judge/eye",
+    "metric": "heldout/eye",
     "work": {"metric": "score/shapes", "costs": COSTS},
 }
 # per 100 samples: rows without gradient, rows with gradient, seconds
@@ -61,7 +61,7 @@ class Lab:
                 run_status.mark(plan)
                 lines = []
                 for index, value in enumerate(curves[arm][seed]):
-                    row = {"score/shapes": value, "judge/eye": 0.5, "diversity/latent": 1.0 - value if value else 1.0}
+                    row = {"score/shapes": value, "heldout/eye": 0.5, "diversity/latent": 1.0 - value if value else 1.0}
                     lines.append(json.dumps({**record(arm, index), **row, **{k: v[index] for k, v in columns.items()}}))
                 (plan.run_dir / "evaluations.jsonl").write_text("\n".join(lines))
                 (plan.run_dir / "result.json").write_text('{"status": "done"}')
@@ -243,25 +243,25 @@ def test_equal_cost_is_that_of_the_finished_arms_of_each_seed(lab):
 
 
 def test_collapsed_runs_are_counted_and_unknown_ones_listed(lab):
-    columns = {"judge/eye": [0.8, 0.9, 0.39]}
+    columns = {"heldout/eye": [0.8, 0.9, 0.39]}
     summary = lab.summary(
-        {"flow": FLOW, "awm": {1: AWM[1]}}, columns=columns, collapse={"metric": "judge/eye", "below": 0.5}
+        {"flow": FLOW, "awm": {1: AWM[1]}}, columns=columns, collapse={"metric": "heldout/eye", "below": 0.5}
     )
     flow, awm = (summary["collapse"]["arms"][arm] for arm in ("flow", "awm"))
     assert (flow["share"], flow["collapsed"], flow["n"]) == (1.0, [1, 2], 2)
     assert flow["kept"] == pytest.approx({1: 0.39 / 0.8, 2: 0.39 / 0.8})
     assert awm["missing_seeds"] == [2]
     assert "  awm: 1 of 1; unknown for seeds 2" in lab.report()
-    milder = lab.summary({"flow": FLOW, "awm": AWM}, columns=columns, collapse={"metric": "judge/eye", "below": 0.48})
+    milder = lab.summary({"flow": FLOW, "awm": AWM}, columns=columns, collapse={"metric": "heldout/eye", "below": 0.48})
     assert milder["collapse"]["arms"]["flow"]["share"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("columns", "metric", "reason"),
     [
-        ({}, "judge/ear", "'judge/ear' is no number in its first or last evaluation, which has: cost/"),
-        ({"judge/eye": [-0.1, 0.2, 0.3]}, "judge/eye", "starts at -0.1, of which a share means nothing"),
-        ({"step": [5, 10, 15]}, "judge/eye", "no evaluation before training"),
+        ({}, "heldout/ear", "'heldout/ear' is no number in its first or last evaluation, which has: cost/"),
+        ({"heldout/eye": [-0.1, 0.2, 0.3]}, "heldout/eye", "starts at -0.1, of which a share means nothing"),
+        ({"step": [5, 10, 15]}, "heldout/eye", "no evaluation before training"),
     ],
 )
 def test_a_share_of_nothing_is_refused_by_name(lab, columns, metric, reason):
@@ -274,12 +274,12 @@ def test_a_share_of_nothing_is_refused_by_name(lab, columns, metric, reason):
 def test_secondary_metrics_come_from_the_last_evaluation(lab):
     summary = lab.summary(
         {"flow": FLOW, "awm": AWM},
-        secondary_metrics=["diversity/latent", "judge/eye", "cost/samples"],
+        secondary_metrics=["diversity/latent", "heldout/eye", "cost/samples"],
         metric="score/shapes",
     )
     secondary = summary["arms"]["awm"]["secondary"]
     assert secondary["diversity/latent"]["values"] == pytest.approx({1: 0.4, 2: 0.7})
-    assert secondary["judge/eye"]["mean"] == 0.5
+    assert secondary["heldout/eye"]["mean"] == 0.5
     assert secondary["cost/samples"]["values"] == {1: 200.0, 2: 200.0}
 
 
@@ -329,7 +329,7 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
         ({"at": {"cost": "images", "value": "end"}}, r"`at\.value` is 'end'; allowed: min_of_arms_final or a number"),
         ({"at": {"cost": "images"}, "work": None}, "`at` needs `work`"),
         ({"at": {"value": 3}}, r"'at\.cost' must be given"),
-        ({"collapse": {"metric": "judge/eye", "below": 1.5}}, r"`collapse\.below` \(1.5\)"),
+        ({"collapse": {"metric": "heldout/eye", "below": 1.5}}, r"`collapse\.below` \(1.5\)"),
         ({"collapse": {"below": 0.5}}, r"'collapse\.metric' must be given"),
     ],
 )

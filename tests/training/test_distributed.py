@@ -35,6 +35,6 @@ def test_two_processes_make_the_update_of_one(tmp_path, preset, micro_batch):
     for name, value in one["weights"].items():
         assert value.abs().max() > 0
         torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)
-    assert two["metrics"]["update/dead_groups"] == (pytest.approx(1 / 3) if preset == "dapo" else 0)
+    assert two["metrics"]["update/zero_advantage_groups"] == (pytest.approx(1 / 3) if preset == "dapo" else 0)
     for name in ("loss/total", "policy/ratio_mean", "policy/entropy", "optim/grad_norm"):
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-6)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmrl.training.record.samples import SampleRecord, write_samples
 from mmrl.training.report.gallery import before_after, evaluation_columns, picture, sample_gallery
 from mmrl.training.report.image_grid import image_grid
-from mmrl.training.record.samples import SampleRecord, write_samples
 
 
 def tile(step, prompt, seed, side=32):

@@ -56,7 +56,7 @@ def test_cause_in_a_recipes_own_tensor_is_named(make_trainer, monkeypatch):
         output = loss(policy, minibatch, denominators)
         return dataclasses.replace(output, loss=output.loss * minibatch.extras["own"].sum())
 
-    annotate = trainer.recipe.annotate
+    annotate = trainer.recipe.compute_logprobs
 
     def annotated(policy, reference, rollouts):
         own = torch.ones(rollouts.num_rows)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from mmrl.training.record.samples import SampleRecord, write_samples
+from mmrl.training.record.tracking import Tracker
 from mmrl.training.report.charts import moving_average, panel_chart
 from mmrl.training.report.derived import derived_numbers, stage_shares
 from mmrl.training.report.page import write_report
-from mmrl.training.record.samples import SampleRecord, write_samples
-from mmrl.training.record.tracking import Tracker
 
 HOSTILE = '</div><script>alert("1")</script> & <answer>5</answer>'
 PROMPT = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -378,7 +378,7 @@ def no_charts(monkeypatch):
 
 def log_images(tracker, step, score, judge, diversity, cost=True, split="held_out"):
     metrics = {"n": 54.0, "diversity/latent": diversity, "distance/base": 4e-7 * step, "unscored": 0.0}
-    for name, value in (("score/graded", score), ("judge/strict", judge)):
+    for name, value in (("score/graded", score), ("heldout/strict", judge)):
         metrics |= {name: value, f"{name}/low": value - 0.03, f"{name}/high": value + 0.03}
     if cost:
         metrics |= {"cost/samples": 96.0 * step, "cost/seconds": 0.5 * step}

@@ -5,7 +5,13 @@ import random
 import numpy as np
 import torch
 
-from mmrl.training.loop.seeds import capture_global_rng, make_generator, restore_global_rng, seed_everything, stream_seed
+from mmrl.training.loop.seeds import (
+    capture_global_rng,
+    make_generator,
+    restore_global_rng,
+    seed_everything,
+    stream_seed,
+)
 
 
 def draw() -> list[float]:

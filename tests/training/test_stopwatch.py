@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.training.record.metrics import peak_memory_mb
 from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig
+from mmrl.training.record.metrics import peak_memory_mb
 from mmrl.training.record.stopwatch import STAGES, Stopwatch, stopwatch
 from mmrl.training.record.tracking import Tracker, describe_metric, read_metrics
 from tests.training.toy import ToyRecipe

@@ -158,7 +158,7 @@ def test_console_line_of_an_image_evaluation_keeps_intervals_for_what_is_optimis
     stream = io.StringIO()
     metrics = {"n": 54, "score/graded": 0.376, "score/graded/low": 0.35, "score/graded/high": 0.4}
     for name, value in (("strict", 0.1674), ("vendor.aesthetic", 5.25)):
-        metrics |= {f"judge/{name}": value, f"judge/{name}/low": value - 0.1, f"judge/{name}/high": value + 0.1}
+        metrics |= {f"heldout/{name}": value, f"heldout/{name}/low": value - 0.1, f"heldout/{name}/high": value + 0.1}
     metrics |= {"diversity/latent": 1.024, "distance/base": 0.5, "cost/samples": 96.0}
     ConsoleSink(9, stream=stream).evaluation(3, "during", "held_out", metrics)
     assert stream.getvalue() == (

@@ -105,7 +105,7 @@ def test_micro_batches_change_nothing(make_trainer):
     for size in (0, 1, 5, 12):
         trainer = make_trainer(micro_batch=size, max_grad_norm=0.0)
         rollouts, _ = trainer.collect()
-        rollouts = trainer.recipe.annotate(trainer.policy, trainer.reference, rollouts)
+        rollouts = trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts)
         rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
         trainer.updater.optimizer.zero_grad = lambda: None  # keep the gradient for a look
         trainer.updater.update(rollouts, 0)
@@ -119,7 +119,7 @@ def test_first_update_has_ratio_exactly_one(make_trainer):
     trainer = make_trainer()
     rollouts, _ = trainer.collect()
     rollouts = trainer.recipe.advantages(
-        trainer.recipe.annotate(trainer.policy, trainer.reference, rollouts), trainer.accelerator
+        trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts), trainer.accelerator
     )
     metrics = trainer.updater.update(rollouts, 0)
     assert metrics["policy/ratio_mean"] == 1.0

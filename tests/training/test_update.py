@@ -20,7 +20,7 @@ def prepared(trainer, solved=()):
     rollouts, _ = trainer.collect()
     for group in solved:
         rollouts.reward[rollouts.group == group] = 1.0
-    rollouts = trainer.recipe.annotate(trainer.policy, trainer.reference, rollouts)
+    rollouts = trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts)
     return trainer.recipe.advantages(rollouts, trainer.accelerator)
 
 
@@ -96,14 +96,16 @@ def test_skipping_dead_groups_is_exact(make_trainer, micro_batch):
     # the second step does not use `seen` once the first group is left out, yet its momentum has to go on
     solved = [[1], [0, 2], [0, 1, 2], []]
     options = {"recipe": LookingRecipe, "preset": "dapo", "weight_decay": 0.1, "micro_batch": micro_batch}
-    skipping, whole = make_trainer(**options), make_trainer(skip_dead_groups=False, **options)
+    skipping, whole = make_trainer(**options), make_trainer(skip_zero_advantage_groups=False, **options)
     skipped, kept = steps(skipping, solved), steps(whole, solved)
     as_close(skipping, whole)
     assert float(skipping.policy.seen.detach()) != 0
     assert [rows for _, rows in skipped] == [8, 4, 4, 12]
     assert [rows for _, rows in kept] == [12] * 4
-    assert [metrics["update/dead_groups"] for metrics, _ in skipped] == pytest.approx([1 / 3, 2 / 3, 2 / 3, 0])
-    assert [metrics["update/dead_groups"] for metrics, _ in kept] == [0] * 4
+    assert [metrics["update/zero_advantage_groups"] for metrics, _ in skipped] == pytest.approx(
+        [1 / 3, 2 / 3, 2 / 3, 0]
+    )
+    assert [metrics["update/zero_advantage_groups"] for metrics, _ in kept] == [0] * 4
     for name in ("loss/total", "optim/grad_norm", "policy/ratio_mean"):
         expected = pytest.approx([metrics[name] for metrics, _ in kept], rel=1e-5, abs=1e-7)
         assert [metrics[name] for metrics, _ in skipped] == expected
@@ -136,25 +138,25 @@ def test_only_a_loss_without_further_terms_lets_groups_be_skipped(make_trainer, 
     rollouts.advantage[rollouts.group == 1] = 0.0
     rollouts.advantage[rollouts.group != 1] = 0.5
     trainer.recipe.objective = dataclasses.replace(get(preset), **changes)
-    assert trainer.recipe.teaches(rollouts).tolist() == [True, not skips, True]
+    assert trainer.recipe.groups_with_gradient(rollouts).tolist() == [True, not skips, True]
 
 
 def test_a_value_loss_or_a_loss_of_its_own_needs_every_group(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe)
     dead = prepared(trainer, solved=[0, 1, 2])
     trainer.recipe.objective = dataclasses.replace(get("dapo"), advantage="gae", value_coef=0.5)
-    assert trainer.recipe.teaches(dead).all()
+    assert trainer.recipe.groups_with_gradient(dead).all()
     trainer.recipe.objective = get("dapo")
-    assert not trainer.recipe.teaches(dead).any()
+    assert not trainer.recipe.groups_with_gradient(dead).any()
     own = make_trainer(preset="dapo").recipe  # overrides `loss`
-    assert own.teaches(dead).all()
+    assert own.groups_with_gradient(dead).all()
 
 
 def test_a_nan_advantage_is_not_skipped(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe, preset="dapo")
     rollouts = prepared(trainer, solved=[0, 1, 2])
     rollouts.advantage[5, 1] = float("nan")
-    assert trainer.recipe.teaches(rollouts).tolist() == [False, True, False]
+    assert trainer.recipe.groups_with_gradient(rollouts).tolist() == [False, True, False]
 
 
 def test_messages_hold_neighbours_of_one_type_up_to_a_size(monkeypatch):

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from mmrl.core.catalogue import get
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.recipe import Evaluation, Recipe
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.record.samples import SampleRecord
 
 WORDS, LENGTH = 4, 3
 
@@ -61,7 +61,7 @@ class ToyPolicy(nn.Module):
         logp = torch.log_softmax((self.table[rows] + self.bias()) / temperature, -1)
         picked = logp.gather(-1, payload.ids[..., None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1) if "entropy" in want else None
-        return TokenScores(picked, entropy, None)
+        return PolicyOutputs(picked, entropy, None)
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
             samples_per_task=4,
             learning_rate=0.1,
             micro_batch=micro_batch,
-            skip_dead_groups=accelerator.num_processes > 1,
+            skip_zero_advantage_groups=accelerator.num_processes > 1,
         ),
     )
     recipe = SharingRecipe(config)
@@ -37,7 +37,7 @@ def main(preset: str, micro_batch: int, output: Path) -> None:
         rollouts.reward[rollouts.group % 2 == 1] = 1.0  # the second process has nothing to learn from
     trainer = Trainer(recipe, config, output, accelerator, None)
     mine = rollouts.select_groups(torch.tensor(shard(range(6), accelerator)))
-    mine = recipe.annotate(trainer.policy, trainer.reference, mine)
+    mine = recipe.compute_logprobs(trainer.policy, trainer.reference, mine)
     mine = recipe.advantages(mine, accelerator)
     metrics = trainer.updater.update(mine, 0)
     if accelerator.is_main_process:

@@ -55,7 +55,7 @@ def test_recipe_weights_the_kl_of_positive_samples(tmp_path, tiny_folders):
     reference = make_reference(config.reference, recipe.policy, needed=True)
     correct = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])
     terms = {"format": correct * 0, "exact": correct}
-    rollouts = recipe.annotate(recipe.policy, reference, rollouts.replace(reward=correct, reward_terms=terms))
+    rollouts = recipe.compute_logprobs(recipe.policy, reference, rollouts.replace(reward=correct, reward_terms=terms))
     # a reference that differs, so that the KL term is not zero
     rollouts = recipe.advantages(rollouts.replace(logp_ref=rollouts.logp_ref - 0.5), make_accelerator())
     assert float(rollouts.extras["kl_weight"][0]) == pytest.approx(1 - math.exp(-math.e * 0.25), rel=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.vlm import decoder, lean_weights
-from mmrl.vlm.decoder import LeanBatch
+from mmrl.vlm.decoder import PrefixDecoder
 from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prefix import Prefix
@@ -60,7 +60,7 @@ def decode(
     keep: dict[int, list[int]] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Log-probabilities (steps, V) after each forced token (b, steps), by row; rows leave as `keep` says."""
-    batch = LeanBatch(lean_weights.lean_weights(policy), prefix, group, tokens.shape[1], policy.banned_ids)
+    batch = PrefixDecoder(lean_weights.lean_weights(policy), prefix, group, tokens.shape[1], policy.banned_ids)
     rows = torch.arange(len(group))
     found: dict[int, list[torch.Tensor]] = {int(row): [] for row in rows}
     for step in range(tokens.shape[1]):
@@ -274,14 +274,14 @@ def test_nothing_is_copied_but_the_joined_projections(policy):
 
 def test_obstacles(folder, monkeypatch):
     policy = load_policy(ModelConfig(path=str(folder)))
-    assert lean_weights.lean_obstacle(policy) is None
+    assert lean_weights.unsupported_reason(policy) is None
     text = policy.network.config.text_config
     layer = policy.network.model.language_model.layers[1]
 
     def obstacle(thing, name, value) -> str | None:
         with monkeypatch.context() as patch:
             patch.setattr(thing, name, value, raising=False)
-            return lean_weights.lean_obstacle(policy)
+            return lean_weights.unsupported_reason(policy)
 
     assert obstacle(text, "_attn_implementation", "eager") == "prompts are not shared"
     assert "sliding" in obstacle(text, "layer_types", ["full_attention", "sliding_attention"])
@@ -289,7 +289,7 @@ def test_obstacles(folder, monkeypatch):
     assert "length" in obstacle(text, "rope_parameters", text.rope_parameters | {"rope_type": "dynamic"})
     assert "qwen9" in obstacle(policy.network.config, "model_type", "qwen9")
     layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj)
-    assert "Sequential" in lean_weights.lean_obstacle(policy)
+    assert "Sequential" in lean_weights.unsupported_reason(policy)
 
 
 def test_a_variant_of_lora_is_an_obstacle(folder):
@@ -298,4 +298,4 @@ def test_a_variant_of_lora_is_an_obstacle(folder):
     policy = load_policy(ModelConfig(path=str(folder)))
     settings = peft.LoraConfig(r=2, use_dora=True, target_modules=r".*language_model\.layers\.1\.mlp\.up_proj")
     policy.model = peft.get_peft_model(policy.model, settings)
-    assert "variant of LoRA" in lean_weights.lean_obstacle(policy)
+    assert "variant of LoRA" in lean_weights.unsupported_reason(policy)

@@ -86,7 +86,7 @@ def prepared(recipe: PapoRecipe):
     generator = torch.Generator().manual_seed(0)
     rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], generator))
     reference = make_reference(recipe.config.reference, recipe.policy, needed=True)
-    rollouts = recipe.annotate(recipe.policy, reference, rollouts)
+    rollouts = recipe.compute_logprobs(recipe.policy, reference, rollouts)
     reward = torch.arange(rollouts.num_rows, dtype=torch.float32) % 3
     return recipe.advantages(rollouts.replace(reward=reward), make_accelerator())
 
@@ -162,7 +162,7 @@ def test_entropy_anneals_with_gamma(papo):
     rollouts = prepared(recipe)
     denominators = recipe.objective.denominators(rollouts)
     first = recipe.loss(recipe.policy, rollouts, denominators).metrics["loss/entropy_policy"].value
-    recipe.advance(recipe.config.trainer.steps // 2, {})
+    recipe.on_step_end(recipe.config.trainer.steps // 2, {})
     half = recipe.loss(recipe.policy, rollouts, denominators).metrics["loss/entropy_policy"].value
     assert half == pytest.approx(first / 2, rel=1e-4)
     state = recipe.state_dict()

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from mmrl.errors import RunError, UserError
+from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
 from mmrl.rewards.combine import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig
-from mmrl.hub.compat import ensure_torchvision
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.papo import PapoConfig
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
@@ -117,7 +117,7 @@ def test_critic_objective_runs(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.objective = ObjectiveConfig(preset="ppo")
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:length", isolate=False))
-    config.correct = "exact"
+    config.accuracy_reward = "exact"
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[0]["loss/value"] > 0
@@ -166,7 +166,7 @@ def test_when_nothing_can_be_read_the_run_fails_with_the_reason(tmp_path, tiny_f
 def test_failing_reward_costs_its_row_and_is_reported(tmp_path, tiny_folders, caplog):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], tasks_per_step=6)
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:sometimes", isolate=False))
-    config.correct = "exact"
+    config.accuracy_reward = "exact"
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[0]["reward/errors"] == 4  # the four samples of the question whose answer is 1
@@ -177,7 +177,7 @@ def test_failing_reward_costs_its_row_and_is_reported(tmp_path, tiny_folders, ca
 def test_reward_that_always_fails_stops_the_run(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:always", isolate=False))
-    config.correct = "exact"
+    config.accuracy_reward = "exact"
     with pytest.raises(RunError, match="every reward of this step failed"):
         train(RECIPES["vlm"], config)
 
@@ -236,7 +236,7 @@ def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, t
     config.adaptive_kl.target = 1e-6
     config.adaptive_kl.horizon = 24.0
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:characters", isolate=False))
-    config.correct = "exact"
+    config.accuracy_reward = "exact"
     config.validate()
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
@@ -271,4 +271,4 @@ def test_truncated_sampling_reports_the_mass_it_kept(tmp_path, tiny_folders):
     config.sampler.top_p = 0.5
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    assert all(0.5 <= row["response/kept_mass"] < 0.9 for row in rows)
+    assert all(0.5 <= row["response/nucleus_mass"] < 0.9 for row in rows)

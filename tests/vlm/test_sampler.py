@@ -349,10 +349,10 @@ def test_a_token_without_probability_is_never_chosen():
 def test_kept_mass_is_recorded(policy):
     samples = run(policy, top_k=5)
     drawn = samples.mask.bool()
-    assert (samples.kept_mass[~drawn] == 1).all()
-    assert (samples.kept_mass[drawn] < 1).all()
-    assert (samples.logp[drawn].exp() <= samples.kept_mass[drawn] + 1e-6).all()
-    assert (run(policy).kept_mass - 1).abs().max() < 1e-6
+    assert (samples.nucleus_mass[~drawn] == 1).all()
+    assert (samples.nucleus_mass[drawn] < 1).all()
+    assert (samples.logp[drawn].exp() <= samples.nucleus_mass[drawn] + 1e-6).all()
+    assert (run(policy).nucleus_mass - 1).abs().max() < 1e-6
 
 
 def test_stops_at_the_models_last_position(policy, lean):

@@ -135,7 +135,7 @@ class CollapseConfig:
     """Which runs count as collapsed: those that end with less than a share of what they started with."""
 
     metric: str = MISSING
-    """Evaluation metric of which more is better, such as a judge that is never optimised."""
+    """Evaluation metric of which more is better, such as a reward that is never optimised."""
     below: float = 0.5
     """Share of its value before training below which the final value counts as collapsed."""
 

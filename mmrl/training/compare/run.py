@@ -18,7 +18,6 @@ from typing import Any
 
 from mmrl.errors import RunError, UserError
 from mmrl.training.compare import run_status
-from mmrl.training.compare.results import chosen_values, draw, plan_comparison, plan_sweep, summarise
 from mmrl.training.compare.experiment import (
     BASELINE_FINAL,
     ExperimentConfig,
@@ -27,8 +26,9 @@ from mmrl.training.compare.experiment import (
     plan_arm_run,
     plan_preparations,
 )
-from mmrl.training.record.jsonlines import finite_or_none, write_atomically
 from mmrl.training.compare.jobs import Job, JobResult, run_jobs
+from mmrl.training.compare.results import chosen_values, draw, plan_comparison, plan_sweep, summarise
+from mmrl.training.record.jsonlines import finite_or_none, write_atomically
 
 __all__ = ["ExperimentConfig", "run_experiment", "train_command"]
 
@@ -154,7 +154,7 @@ class _Session:
             nonlocal ended
             ended += 1
             label = result.job.label
-            reason = self._judge(waiting[label], result)
+            reason = self._check_result(waiting[label], result)
             if reason is not None:
                 failed[label] = reason
             outcome = reason or f"done in {result.seconds:.0f} s"
@@ -188,7 +188,7 @@ class _Session:
     def _job(self, plan: RunPlan, resume: bool) -> Job:
         return Job(plan.label, tuple(self.command(plan, resume)), self._log(plan), lambda: run_status.mark(plan))
 
-    def _judge(self, plan: RunPlan, result: JobResult) -> str | None:
+    def _check_result(self, plan: RunPlan, result: JobResult) -> str | None:
         reason = result.reason
         if reason is None and not run_status.is_finished(plan):
             reason = "it ended without a result.json that says done"

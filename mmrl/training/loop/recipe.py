@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_sum
-from mmrl.core.objective import LossOutput, Objective, TokenScores
+from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.reference import Reference
-from mmrl.training.record.samples import SampleRecord
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["Evaluation", "NoUsableTasksError", "Recipe", "SharedWork"]
+__all__ = ["Evaluation", "NoUsableTasksError", "PrefixScope", "Recipe"]
 
 
 class NoUsableTasksError(RunError):
@@ -41,7 +41,7 @@ class Evaluation:
     """A few rollouts for the report, the same tasks at every evaluation."""
 
 
-class SharedWork(Protocol):
+class PrefixScope(Protocol):
     """What the chunks of a batch have in common, such as the forward pass of a prompt that several of them need."""
 
     def backward(self) -> None:
@@ -49,7 +49,7 @@ class SharedWork(Protocol):
         ...
 
 
-class _NothingShared:
+class _NoPrefix:
     def backward(self) -> None:
         """Nothing is left undone."""
 
@@ -57,7 +57,7 @@ class _NothingShared:
 class Recipe(ABC):
     """Stages of one method on one domain.
 
-    The loop calls, in this order: `rollout`, `score`, `annotate`, `advantages`, then `loss` for every micro-batch.
+    The loop calls `rollout`, `score`, `compute_logprobs` and `advantages`, then `loss` for every micro-batch.
     A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` when it is built.
     """
 
@@ -96,7 +96,7 @@ class Recipe(ABC):
     @abstractmethod
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Log-probs (and entropy, values when wanted) of the rollouts' decisions under `policy`."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Recipe(ABC):
             wanted.add("values")
         return frozenset(wanted)
 
-    def annotate(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Add the constants of the update: old log-probs, reference log-probs, values.
 
         Args:
@@ -164,7 +164,7 @@ class Recipe(ABC):
         scores = self.scores(policy, minibatch, self.wanted_scores)
         return self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
 
-    def teaches(self, minibatch: Rollouts) -> Tensor:
+    def groups_with_gradient(self, minibatch: Rollouts) -> Tensor:
         """Say which groups can have a gradient; the update may leave out the others.
 
         Args:
@@ -179,7 +179,7 @@ class Recipe(ABC):
         moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
         return group_sum(moved.long(), minibatch.group) > 0
 
-    def with_old_logp(self, minibatch: Rollouts, scores: TokenScores) -> Rollouts:
+    def with_old_logp(self, minibatch: Rollouts, scores: PolicyOutputs) -> Rollouts:
         """Old log-probs of an update that is its rollouts' only one are the new ones, so the ratio is exactly 1."""
         trainer = self.config.trainer
         if trainer.old_logp == "recompute" and trainer.single_update:
@@ -188,19 +188,19 @@ class Recipe(ABC):
 
     def scores_in_chunks(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """`scores` without gradient in micro-batches of `trainer.micro_batch` rows, padded back to (B, T)."""
         chunks = list(rollouts.micro_batches(self.config.trainer.micro_batch or rollouts.num_rows))
         length = rollouts.mask.shape[1]
-        with torch.no_grad(), self.shared_by(chunks, policy):
+        with torch.no_grad(), self.prefix_scope_of(chunks, policy):
             parts = [self.scores(policy, chunk, want, view) for chunk in chunks]
-        return TokenScores(
+        return PolicyOutputs(
             logp=_stack([part.logp for part in parts], length),
             entropy=_stack([part.entropy for part in parts], length) if "entropy" in want else None,
             values=_stack([part.values for part in parts], length) if "values" in want else None,
         )
 
-    def shared_work(self, policy: nn.Module) -> AbstractContextManager[SharedWork]:
+    def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
         """Open the work that chunks scored inside the context share; a recipe without such work keeps this default.
 
         Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient,
@@ -212,11 +212,11 @@ class Recipe(ABC):
         Returns:
             A context manager; what it yields has gradients left over only where the chunks were scored with gradient.
         """
-        return nullcontext(_NothingShared())
+        return nullcontext(_NoPrefix())
 
-    def shared_by(self, chunks: Sequence[Rollouts], policy: nn.Module) -> AbstractContextManager[SharedWork]:
-        """`shared_work` where there is more than one chunk to share it."""
-        return self.shared_work(policy) if len(chunks) > 1 else nullcontext(_NothingShared())
+    def prefix_scope_of(self, chunks: Sequence[Rollouts], policy: nn.Module) -> AbstractContextManager[PrefixScope]:
+        """`prefix_scope` where there is more than one chunk to share it."""
+        return self.prefix_scope(policy) if len(chunks) > 1 else nullcontext(_NoPrefix())
 
     def describe(self) -> str:
         """Formula of the loss with its constants, for the report."""
@@ -226,7 +226,7 @@ class Recipe(ABC):
         """Metrics of this recipe beside those of the loop."""
         return {}
 
-    def advance(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
         """Move schedules and adaptive coefficients; called after each step.
 
         Args:

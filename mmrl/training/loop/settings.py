@@ -52,7 +52,7 @@ class TrainerConfig:
     """Passes over the rollouts of a step."""
     micro_batch: int = 0
     """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once."""
-    skip_dead_groups: bool = True
+    skip_zero_advantage_groups: bool = True
     """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""

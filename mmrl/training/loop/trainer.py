@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.filters import Refill, zero_variance_groups
+from mmrl.core.filters import DynamicSamplingBuffer, zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
-from mmrl.training.record.checkpoint import Checkpoints, link_or_copy
 from mmrl.training.loop.distributed import all_ranks, merge_lists
-from mmrl.training.record.jsonlines import finite_or_none, write_atomically
-from mmrl.training.record.metrics import batch_metrics, peak_memory_mb, restart_peak_memory
 from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.reference import make_reference
-from mmrl.training.record.samples import write_samples
 from mmrl.training.loop.seeds import capture_global_rng, make_generator, restore_global_rng
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.tasks import TaskStream
+from mmrl.training.loop.update import Updater
+from mmrl.training.record.checkpoint import Checkpoints, link_or_copy
+from mmrl.training.record.jsonlines import finite_or_none, write_atomically
+from mmrl.training.record.metrics import batch_metrics, peak_memory_mb, restart_peak_memory
+from mmrl.training.record.samples import write_samples
 from mmrl.training.record.statistics import HEADLINES
 from mmrl.training.record.stopwatch import STAGES_BETWEEN, Stopwatch, stopwatch
-from mmrl.training.loop.tasks import TaskStream
 from mmrl.training.record.tracking import Tracker
-from mmrl.training.loop.update import Updater
 
 __all__ = ["Trainer"]
 
@@ -102,13 +102,13 @@ class Trainer:
         with self.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
             with self.accelerator.autocast():
-                rollouts = self.recipe.annotate(self.policy, self.reference, rollouts)
+                rollouts = self.recipe.compute_logprobs(self.policy, self.reference, rollouts)
             with stopwatch("advantages"):
                 rollouts = self.recipe.advantages(rollouts, self.accelerator)
             with stopwatch("update"), self.accelerator.autocast():
                 metrics |= self.updater.update(rollouts, self.step)
         self.step += 1
-        self.recipe.advance(self.step, metrics)
+        self.recipe.on_step_end(self.step, metrics)
         self._record(rollouts, metrics)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
@@ -119,7 +119,7 @@ class Trainer:
         """
         kind = self._filter_kind()
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
-        refill = Refill(wanted, max_tries=self.config.filter.max_tries if kind == "resample" else 1)
+        refill = DynamicSamplingBuffer(wanted, max_tries=self.config.filter.max_tries if kind == "resample" else 1)
         sampled: list[Rollouts] = []
         done = False
         while not done:

@@ -154,7 +154,7 @@ class Updater:
         self._set_rate()
         live = self._live(minibatch)
         loss, metrics = self._accumulate(live, denominators)
-        metrics["update/dead_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
+        metrics["update/zero_advantage_groups"] = Metric(minibatch.num_groups - live.num_groups, minibatch.num_groups)
         with stopwatch("optimizer"):
             self._complete_gradients()
             norm = self._clip()
@@ -171,9 +171,9 @@ class Updater:
 
     def _live(self, minibatch: Rollouts) -> Rollouts:
         """Groups that the forward pass is needed of; one at least, so that a step without gradient is taken too."""
-        if not self.config.skip_dead_groups:
+        if not self.config.skip_zero_advantage_groups:
             return minibatch
-        live = self.recipe.teaches(minibatch)
+        live = self.recipe.groups_with_gradient(minibatch)
         if bool(live.all()):
             return minibatch
         if not bool(live.any()):
@@ -189,7 +189,7 @@ class Updater:
         # averaging; the configuration decides, because every process has to take the same way
         by_hand = self.config.micro_batch > 0
         alone = self.accelerator.no_sync(self.policy) if by_hand else contextlib.nullcontext()
-        with alone, self.recipe.shared_by(chunks, self.recipe.policy) as shared:
+        with alone, self.recipe.prefix_scope_of(chunks, self.recipe.policy) as shared:
             for chunk in chunks:
                 with stopwatch("forward"):
                     output = self.recipe.loss(self.policy, chunk, denominators)

@@ -111,13 +111,13 @@ class ConsoleSink:
             self._console.print(_step_line(step, self._total_steps, metrics), markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Show each accuracy and score with its interval, then judges and diversity without."""
+        """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
         names = [name for name in metrics if not name.endswith(("/low", "/high"))]
         shown = [f"{_part(name)} {_estimate(name, metrics)}" for name in names if name.startswith(HEADLINES)]
-        judges = [f"{_part(name)} {metrics[name]:.3f}" for name in names if name.startswith("judge/")]
+        heldout = [f"{_part(name)} {metrics[name]:.3f}" for name in names if name.startswith("heldout/")]
         parts = [", ".join(shown) or "nothing measured"]
-        parts += [f"judges: {', '.join(judges)}"] if judges else []
+        parts += [f"held out: {', '.join(heldout)}"] if heldout else []
         parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
         line = f"evaluation at step {step} ({tag}, {split}{count}): " + "; ".join(parts)
         self._console.print(line, style="green", markup=False)

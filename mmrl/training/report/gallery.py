@@ -1,6 +1,6 @@
 """Rollouts as a report shows them: grouped by task, images inlined, the same questions before and after.
 
-Answers are text or, for models that draw, images; `mmrl/training/report/image_grid.py` lays out the latter over evaluations.
+Answers are text or, for models that draw, images, which `image_grid.py` lays out over evaluations.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.report.gallery import evaluation_columns, picture, question, readable, show_number
 from mmrl.training.record.samples import SampleRecord
+from mmrl.training.report.gallery import evaluation_columns, picture, question, readable, show_number
 
 __all__ = ["image_grid"]
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.report.charts import interval_chart, line_chart, panel_chart, stacked_chart
-from mmrl.training.report.derived import derived_numbers
-from mmrl.training.report.videos import films_of
-from mmrl.training.report.gallery import before_after, sample_gallery
-from mmrl.training.report.image_grid import image_grid
 from mmrl.training.record.jsonlines import write_atomically
 from mmrl.training.record.statistics import SHARES, difference_interval
 from mmrl.training.record.stopwatch import STAGES, STAGES_BETWEEN
 from mmrl.training.record.tracking import describe_metric, read_evaluations, read_metrics
+from mmrl.training.report.charts import interval_chart, line_chart, panel_chart, stacked_chart
+from mmrl.training.report.derived import derived_numbers
+from mmrl.training.report.gallery import before_after, sample_gallery
+from mmrl.training.report.image_grid import image_grid
+from mmrl.training.report.videos import films_of
 
 __all__ = ["read_metrics", "write_report"]
 
@@ -125,12 +125,12 @@ def _hacking_notice(run: _Run, split: str) -> str | None:
     first, last = records[0], records[-1]
     names = _measured([first], JUDGED)
     risen = [name for name in names if name.startswith("score/") and last.get(name, math.nan) > first[name]]
-    fallen = [name for name in names if name.startswith("judge/") and _is_below(last, first, name)]
+    fallen = [name for name in names if name.startswith("heldout/") and _is_below(last, first, name)]
     spread, before = last.get(DIVERSITY, math.nan), first.get(DIVERSITY, math.nan)
     narrow = spread < (1 - DIVERSITY_LOSS) * before
     if not risen or not (fallen or narrow):
         return None
-    losses = [f"the judge {_move(first, last, name)}" for name in fallen]
+    losses = [f"the held-out reward {_move(first, last, name)}" for name in fallen]
     losses += [f"diversity fell by {100 * (1 - spread / before):.0f} %"] if narrow else []
     gains = " and ".join(_move(first, last, name) for name in risen)
     return (
@@ -330,10 +330,16 @@ def _score_charts(run: _Run) -> list[dict[str, Any]]:
         scores, others = (_measured(records, prefixes) for prefixes in (JUDGED, UNJUDGED))
         costs = {axis: positions for axis in COSTS if len(set(positions := _cost(records, axis))) > 1} if scores else {}
         for axis, positions in costs.items():
-            charts.append(_panels(f"Scores and judges on {split} by {axis}", scores, records, positions, axis))
+            charts.append(
+                _panels(f"Scores and held-out rewards on {split} by {axis}", scores, records, positions, axis)
+            )
         if len(records) > 1:
             steps = [record["step"] for record in records]
-            charts += [_panels(f"Scores and judges on {split}", scores, records, steps)] if scores and not costs else []
+            charts += (
+                [_panels(f"Scores and held-out rewards on {split}", scores, records, steps)]
+                if scores and not costs
+                else []
+            )
             charts += [_panels(f"Diversity and distance on {split}", others, records, steps)] if others else []
     return charts
 
@@ -423,14 +429,14 @@ UNCHARTED = (
     "cost/forward_rows",
     "cost/train_rows",
 )
-JUDGED = ("score/", "judge/")
+JUDGED = ("score/", "heldout/")
 UNJUDGED = ("diversity/", "distance/")
 SCORE_GROUPS = (
     ("optimised", ("score/",)),
-    ("not optimised, held out", ("judge/",)),
+    ("not optimised, held out", ("heldout/",)),
     ("what else moved", UNJUDGED),
 )
-FAMILIES = {"score": "optimised", "judge": "not optimised"}
+FAMILIES = {"score": "optimised", "heldout": "not optimised"}
 DIVERSITY = "diversity/latent"
 DIVERSITY_LOSS = 0.3
 """Share of the diversity that may go before the report points at it."""
@@ -458,7 +464,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
         "Shares",
         (
             "reward/zero_variance_groups",
-            "update/dead_groups",
+            "update/zero_advantage_groups",
             "response/finished_fraction",
             "policy/clip_fraction_low",
             "policy/clip_fraction_high",

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from mmrl.bench import measure
 from mmrl.bench.measure import Recorder, repeat
-from mmrl.vlm.bench.workload import Shape, shape_of, suppressed_tokens
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
@@ -29,8 +28,9 @@ from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.settings import TrainerConfig
-from mmrl.training.record.stopwatch import Stopwatch
 from mmrl.training.loop.trainer import Trainer
+from mmrl.training.record.stopwatch import Stopwatch
+from mmrl.vlm.bench.workload import Shape, shape_of, suppressed_tokens
 from mmrl.vlm.data import DataConfig
 from mmrl.vlm.models import ModelConfig
 from mmrl.vlm.papo import PapoConfig, PapoRecipe, blacken_patches
@@ -183,7 +183,7 @@ def papo_arm(options: dict[str, Any]) -> dict[str, Any]:
                 if flat:
                     with watch.stage("old_logp"):
                         recipe.scores_in_chunks(policy, rollouts, LOGP)
-                ready = recipe.annotate(policy, reference, rollouts)
+                ready = recipe.compute_logprobs(policy, reference, rollouts)
             _forward_backward(recipe, ready, 0, watch)
             policy.zero_grad(set_to_none=True)
 
@@ -195,8 +195,8 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
     """Build the recipe of an arm through the public configuration.
 
     Args:
-        options: model, data, shape, device; dtype, layout, shared_prefix, lean, keep_prefill, skip_dead_groups,
-            tasks_per_step and reward where they differ from the suite's defaults.
+        options: model, data, shape, device; dtype, layout, shared_prefix, lean, keep_prefill,
+            skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's defaults.
         papo: PAPO in place of GRPO without KL.
         old_logp: value of trainer.old_logp.
 
@@ -219,7 +219,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
             steps=options["repetitions"] + 1,
             tasks_per_step=options.get("tasks_per_step", 1),
             samples_per_task=shape.group,
-            skip_dead_groups=options.get("skip_dead_groups", True),
+            skip_zero_advantage_groups=options.get("skip_zero_advantage_groups", True),
             learning_rate=1e-4 if dtype == "bfloat16" else 1e-6,
             old_logp=old_logp,
         ),
@@ -320,7 +320,7 @@ def _open_recipe(common: dict[str, Any], papo: bool, apart: bool) -> VlmRecipe:
 def _forward_backward(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int, watch: measure.Stopwatch) -> None:
     denominators = recipe.objective.denominators(rollouts)
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
-    with recipe.shared_by(chunks, recipe.policy) as shared:
+    with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
         for chunk in chunks:
             with watch.stage("forward"):
                 output = recipe.loss(recipe.policy, chunk, denominators)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
-from mmrl.vlm.bench.trl_arm import check_installed
 from mmrl.vlm.bench.setup import MEBIBYTE, Bench
+from mmrl.vlm.bench.trl_arm import check_installed
 from mmrl.vlm.bench.workload import ATTENTION_GAIN, Shape
 
 __all__ = ["NAMES", "compare"]
@@ -227,7 +227,7 @@ def _tricks(bench: Bench) -> dict[str, Any]:
         "no shared prefix, tower for each row": {"layout": "rows"},
     }
     groups = {"tasks_per_step": 4, "reward": "mmrl.vlm.bench.workload:half_dead_reward"}
-    dead = {"4 groups, 2 dead": groups, "4 groups, 2 dead, not skipped": groups | {"skip_dead_groups": False}}
+    dead = {"4 groups, 2 dead": groups, "4 groups, 2 dead, not skipped": groups | {"skip_zero_advantage_groups": False}}
     arms = [bench.arm(arm, "arms:step_arm", shape, **switched) for arm, switched in (off | dead).items()]
     runs = run_arms("tricks", arms, bench.options)
     ratios = {f"{name} {arm}": ratio(runs, arm, "everything on") for arm in list(off)[1:]}

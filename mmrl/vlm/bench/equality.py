@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mmrl.bench.harness import check
+from mmrl.core.logprobs import linear_logprobs
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart
 from mmrl.vlm.bench.workload import shape_of
-from mmrl.core.logprobs import linear_logprobs
-from mmrl.core.objective import TokenScores
-from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.vision import encode_vision
@@ -86,7 +86,7 @@ def _differentiate(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int = 0) 
     """Gradient of the loss as the update computes it; returns the log-probs."""
     denominators = recipe.objective.denominators(rollouts)
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
-    with recipe.shared_by(chunks, recipe.policy) as shared:
+    with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
         for chunk in chunks:
             recipe.loss(recipe.policy, chunk, denominators).loss.backward()
         shared.backward()
@@ -97,7 +97,9 @@ def _differentiate_leaking(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
     """The same loss on log-probs of completions that see those before them in their group."""
     parts = [_leaking_logp(recipe, rollouts.select_groups(torch.tensor([group]))) for group in range(TASKS)]
     logp = torch.cat(parts)
-    loss = recipe.objective.loss(TokenScores(logp, None, None), rollouts, recipe.objective.denominators(rollouts)).loss
+    loss = recipe.objective.loss(
+        PolicyOutputs(logp, None, None), rollouts, recipe.objective.denominators(rollouts)
+    ).loss
     loss.backward()
     return logp.detach()
 
@@ -106,12 +108,12 @@ def _leaking_logp(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
     policy = recipe.policy
     payload: Any = rollouts.payload
     (prompt,) = payload.prompts
-    fed = rollouts.lengths - 1
-    first = torch.full_like(fed, prompt.next_position)
-    row = _end_to_end(pack_prompts([prompt], policy.device), pack_responses(payload.response_ids, fed, first))
+    input_lengths = rollouts.lengths - 1
+    first = torch.full_like(input_lengths, prompt.next_position)
+    row = _end_to_end(pack_prompts([prompt], policy.device), pack_responses(payload.response_ids, input_lengths, first))
     hidden = policy.run(row, encode_vision(policy.network.model, [prompt]))[0]
     places = torch.nonzero(rollouts.mask, as_tuple=True)
-    starts = len(prompt) + fed.cumsum(0) - fed
+    starts = len(prompt) + input_lengths.cumsum(0) - input_lengths
     before = torch.where(places[1] == 0, len(prompt) - 1, starts[places[0]] + places[1] - 1)
     targets = payload.response_ids[places]
     found = linear_logprobs(hidden[before], policy.network.lm_head.weight, targets, banned=policy.banned_ids)

@@ -15,8 +15,8 @@ from mmrl.bench.floor import (
     forward_flops,
 )
 from mmrl.bench.harness import Arm, BenchOptions, run_arms
-from mmrl.vlm.bench.workload import Shape, build_model, questions_file
 from mmrl.errors import UserError
+from mmrl.vlm.bench.workload import Shape, build_model, questions_file
 
 __all__ = ["MEBIBYTE", "QUICK_SHAPE", "Bench"]
 

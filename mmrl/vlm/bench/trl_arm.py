@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.measure import Recorder
-from mmrl.vlm.bench.workload import Shape, checksum_reward, shape_of, suppressed_tokens
 from mmrl.errors import UserError
+from mmrl.vlm.bench.workload import Shape, checksum_reward, shape_of, suppressed_tokens
 
 __all__ = ["check_installed", "step_arm"]
 

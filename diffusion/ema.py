@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 
-__all__ = ["ShadowWeights", "eval_ema_decay", "kl_ema_decay", "nft_old_decay"]
+__all__ = ["EMAWeights", "eval_ema_decay", "kl_ema_decay", "nft_old_decay"]
 
 
-class ShadowWeights:
+class EMAWeights:
     """A second set of values for the parameters that are trained; all other weights are shared with the policy.
 
     The values start as a copy and are float32 whatever the parameters are, so that small steps of the average are not

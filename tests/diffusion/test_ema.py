@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusion.shadow import ShadowWeights, eval_ema_decay, kl_ema_decay, nft_old_decay
+from diffusion.ema import EMAWeights, eval_ema_decay, kl_ema_decay, nft_old_decay
 from mmrl.errors import UserError
 
 
@@ -22,7 +22,7 @@ def put(policy, value):
 def test_average_of_a_constant_has_a_closed_form():
     policy = Policy()
     put(policy, 2.0)
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     put(policy, 10.0)
     for _ in range(7):
         shadow.update(0.9)
@@ -34,7 +34,7 @@ def test_average_of_a_constant_has_a_closed_form():
 def test_average_of_a_sequence_is_the_weighted_sum():
     policy, values, decays = Policy(), [1.0, -3.0, 4.0, 0.5], [0.2, 0.7, 0.4, 0.95]
     put(policy, 6.0)
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     for value, decay in zip(values, decays, strict=True):
         put(policy, value)
         shadow.update(decay)
@@ -45,16 +45,16 @@ def test_average_of_a_sequence_is_the_weighted_sum():
 
 
 def test_only_trained_weights_are_held():
-    shadow = ShadowWeights(Policy())
+    shadow = EMAWeights(Policy())
     assert set(shadow.state_dict()) == {"trained"}
     assert len(shadow) == 1
     with pytest.raises(UserError, match="nothing to average"):
-        ShadowWeights(Policy().requires_grad_(False))
+        EMAWeights(Policy().requires_grad_(False))
 
 
 def test_copy_is_exact_and_a_copy():
     policy = Policy()
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     put(policy, 0.1)
     shadow.copy_()
     held = shadow.state_dict()["trained"].clone()
@@ -68,7 +68,7 @@ def test_copy_is_exact_and_a_copy():
 def test_a_copy_forgets_values_that_are_no_numbers():
     policy = Policy()
     put(policy, float("nan"))
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     put(policy, 1.0)
     shadow.copy_()
     assert torch.equal(shadow.state_dict()["trained"], torch.ones(3))
@@ -76,7 +76,7 @@ def test_a_copy_forgets_values_that_are_no_numbers():
 
 def test_applied_swaps_and_restores_every_bit():
     policy = Policy()
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     before = torch.tensor([0.1, 1 / 3, -7e-30])
     with torch.no_grad():
         policy.trained.copy_(before)
@@ -92,7 +92,7 @@ def test_applied_swaps_and_restores_every_bit():
 
 def test_applied_restores_after_an_error_and_after_writing():
     policy = Policy()
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     put(policy, 3.0)
 
     def fail():
@@ -108,7 +108,7 @@ def test_applied_restores_after_an_error_and_after_writing():
 
 
 def test_nothing_else_is_done_while_the_shadow_is_applied():
-    shadow = ShadowWeights(Policy())
+    shadow = EMAWeights(Policy())
     with shadow.applied():
         for action in (shadow.copy_, shadow.applied().__enter__, lambda: shadow.load_state_dict(shadow.state_dict())):
             with pytest.raises(RuntimeError, match="in the policy's place"):
@@ -119,7 +119,7 @@ def test_nothing_else_is_done_while_the_shadow_is_applied():
 def test_small_steps_add_up_beside_bfloat16_weights():
     policy = Policy(torch.bfloat16)
     put(policy, 1.0)
-    shadow = ShadowWeights(policy)
+    shadow = EMAWeights(policy)
     put(policy, 1.5)
     for _ in range(100):
         shadow.update(0.999)
@@ -130,7 +130,7 @@ def test_small_steps_add_up_beside_bfloat16_weights():
 
 def test_state_goes_to_another_shadow_and_back():
     policy = Policy()
-    shadow, other = ShadowWeights(policy), ShadowWeights(Policy())
+    shadow, other = EMAWeights(policy), EMAWeights(Policy())
     put(policy, 4.0)
     shadow.update(0.3)
     state = shadow.state_dict()
@@ -143,13 +143,13 @@ def test_state_goes_to_another_shadow_and_back():
 @pytest.mark.parametrize("state", [{}, {"trained": torch.zeros(2)}, {"trained": torch.zeros(3), "more": torch.ones(1)}])
 def test_state_of_another_policy_is_refused(state):
     with pytest.raises(UserError, match=r"another policy; (trained|more)"):
-        ShadowWeights(Policy()).load_state_dict(state)
+        EMAWeights(Policy()).load_state_dict(state)
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
 def test_decay_is_a_share(decay):
     with pytest.raises(UserError, match="decay="):
-        ShadowWeights(Policy()).update(decay)
+        EMAWeights(Policy()).update(decay)
 
 
 def test_schedules_have_their_published_values():

@@ -25,11 +25,11 @@ from diffusion.sampler import SamplerConfig, guided, row_noise, sample_latents
 from diffusion.schedule import sigma_grid
 from mmrl.core.aggregation import Denominators, aggregate
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import TokenScores
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["DrawSettings", "MatchedConfig", "MatchedRecipe", "Matching", "mean_over_decisions"]
+__all__ = ["FlowMatchingConfig", "FlowMatchingRecipe", "Matching", "TimestepConfig", "mean_over_decisions"]
 
 SHARING = ("batch", "group", "image")
 
@@ -48,7 +48,7 @@ def matched_trainer() -> TrainerConfig:
 
 
 @dataclass
-class DrawSettings:
+class TimestepConfig:
     """The noisy versions of an image that are trained on."""
 
     count: int = 6
@@ -68,22 +68,22 @@ class DrawSettings:
     def validate(self) -> None:
         """Check ranges; raises ValueError."""
         if self.count < 1:
-            raise ValueError(f"draws.count is {self.count}; must be at least 1")
+            raise ValueError(f"timesteps.count is {self.count}; must be at least 1")
         if self.times not in TIME_SAMPLERS:
-            raise ValueError(f"draws.times is '{self.times}'; allowed: {', '.join(TIME_SAMPLERS)}")
+            raise ValueError(f"timesteps.times is '{self.times}'; allowed: {', '.join(TIME_SAMPLERS)}")
         if self.share_times not in SHARING:
-            raise ValueError(f"draws.share_times is '{self.share_times}'; allowed: {', '.join(SHARING)}")
+            raise ValueError(f"timesteps.share_times is '{self.share_times}'; allowed: {', '.join(SHARING)}")
         if self.shift <= 0:
-            raise ValueError(f"draws.shift is {self.shift}; must be above 0")
+            raise ValueError(f"timesteps.shift is {self.shift}; must be above 0")
         if not 0 < self.fraction <= 1:
-            raise ValueError(f"draws.fraction is {self.fraction}; must be in (0, 1]")
+            raise ValueError(f"timesteps.fraction is {self.fraction}; must be in (0, 1]")
 
 
 @dataclass
-class MatchedConfig(DiffusionConfig):
+class FlowMatchingConfig(DiffusionConfig):
     """A run that learns from noisy versions of its own images."""
 
-    draws: DrawSettings = field(default_factory=DrawSettings)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     """The noisy versions."""
     sampler: SamplerConfig = field(default_factory=matched_sampler)
     """How images are drawn."""
@@ -93,7 +93,7 @@ class MatchedConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check ranges and that the parts fit together; raises ValueError."""
         super().validate()
-        self.draws.validate()
+        self.timesteps.validate()
         if self.trainer.old_logp != "recompute":
             raise ValueError("trainer.old_logp must be 'recompute'; the sampler knows no likelihood of noisy versions")
 
@@ -127,10 +127,10 @@ class Matching:
         return self.noisy.matching_error(self.velocity)
 
 
-class MatchedRecipe(DiffusionRecipe):
+class FlowMatchingRecipe(DiffusionRecipe):
     """Draws images by any solver and evaluates the model on noisy versions of them; a method supplies the loss."""
 
-    config: MatchedConfig
+    config: FlowMatchingConfig
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """Weights that images are drawn with; the policy's own unless a method has another sampling policy."""
@@ -138,19 +138,19 @@ class MatchedRecipe(DiffusionRecipe):
 
     def draw(self, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
         """Draw G images of each task, and the times and noises that they will be trained on."""
-        size, draws = self.config.trainer.samples_per_task, self.config.draws
+        size, timesteps = self.config.trainer.samples_per_task, self.config.timesteps
         group = torch.arange(len(tasks)).repeat_interleave(size)
         seeds = self.seeds_for(len(tasks), generator)
         with self.sampling_weights():
             latents = sample_latents(self.policy, self.text_of(tasks, group), seeds, self.config.sampler)
         device, rows = latents.device, len(group)
         noise_seed = torch.randint(2**62, (rows,), generator=generator)
-        if draws.share_noise:
+        if timesteps.share_noise:
             noise_seed = noise_seed[::size].repeat_interleave(size)
         return Rollouts(
             group=group.to(device),
-            mask=torch.ones(rows, draws.count, device=device),
-            logp_old=torch.zeros(rows, draws.count, device=device),
+            mask=torch.ones(rows, timesteps.count, device=device),
+            logp_old=torch.zeros(rows, timesteps.count, device=device),
             reward=torch.full((rows,), float("nan"), device=device),
             payload=DiffusionPayload(
                 tasks=list(tasks),
@@ -163,16 +163,21 @@ class MatchedRecipe(DiffusionRecipe):
 
     def times(self, groups: int, generator: torch.Generator) -> Tensor:
         """Times (B, T) of the noisy versions of each image."""
-        draws, size = self.config.draws, self.config.trainer.samples_per_task
+        timesteps, size = self.config.timesteps, self.config.trainer.samples_per_task
         grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
 
         def drawn() -> Tensor:
             times = sample_times(
-                draws.times, draws.count, generator, grid=grid, fraction=draws.fraction, shift=draws.shift
+                timesteps.times,
+                timesteps.count,
+                generator,
+                grid=grid,
+                fraction=timesteps.fraction,
+                shift=timesteps.shift,
             )
-            return times.reshape(draws.count)
+            return times.reshape(timesteps.count)
 
-        distinct = {"batch": 1, "group": groups, "image": groups * size}[draws.share_times]
+        distinct = {"batch": 1, "group": groups, "image": groups * size}[timesteps.share_times]
         table = torch.stack([drawn() for _ in range(distinct)])
         return table.repeat_interleave(groups * size // distinct, 0)
 
@@ -182,7 +187,7 @@ class MatchedRecipe(DiffusionRecipe):
         assert payload.noise_seed is not None
         width = rollouts.num_decisions
         chosen = torch.nonzero(rollouts.mask.flatten() > 0).flatten()
-        noise = row_noise(payload.noise_seed, self.config.draws.count, tuple(payload.latents.shape[1:]))
+        noise = row_noise(payload.noise_seed, self.config.timesteps.count, tuple(payload.latents.shape[1:]))
         noise = noise[:, :width].flatten(0, 1).to(chosen.device)[chosen]
         sigma = payload.sigma[:, :width].flatten()[chosen]
         return mix(payload.latents[chosen // width], noise, sigma, (chosen // width).cpu()), chosen
@@ -223,10 +228,10 @@ class MatchedRecipe(DiffusionRecipe):
 
     def scores(
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> TokenScores:
+    ) -> PolicyOutputs:
         """Minus the matching error as log-likelihood of each noisy version."""
         matching = self.matched(policy, rollouts)
-        return TokenScores(logp=matching.placed(-matching.error))
+        return PolicyOutputs(logp=matching.placed(-matching.error))
 
 
 def mean_over_decisions(values: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
