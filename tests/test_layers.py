@@ -12,6 +12,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 # `doctor` know rooms by name only, so they lie low; each room brings its own arms and checks.
 ROOMS = (
     "mmrl.errors",
+    "mmrl.fields",
     "mmrl.lazy",
     "mmrl.core",
     "mmrl.workers",
