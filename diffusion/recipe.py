@@ -33,7 +33,7 @@ from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.rewards.combine import RewardConfig, RewardResult, RewardSum
+from mmrl.rewards import RewardConfig, RewardResult, RewardSum
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.recipe import Evaluation, Recipe

@@ -108,7 +108,7 @@ def test_python_of_the_import_section_runs(capsys):
 
 
 def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch):
-    from mmrl.rewards.combine import RewardConfig, RewardSum
+    from mmrl.rewards import RewardConfig, RewardSum
 
     (snippet,) = [text for text in blocks("python") if "completions" in text]
     (settings,) = blocks("yaml")

@@ -368,7 +368,7 @@ def _step_config(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
     from diffusion.data import PromptConfig
     from diffusion.policy import ModelConfig
-    from mmrl.rewards.combine import RewardConfig
+    from mmrl.rewards import RewardConfig
     from mmrl.training.record.tracking import TrackingConfig
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
+from mmrl.rewards.config import RewardConfig
 from mmrl.rewards.loading import load_function
 from mmrl.rewards.sandbox import WorkerPool
-
-if TYPE_CHECKING:
-    from mmrl.rewards.combine import RewardConfig
 
 __all__ = ["Term", "make_term"]
 

@@ -24,7 +24,7 @@ from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.rewards.combine import RewardConfig, RewardSum
+from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards

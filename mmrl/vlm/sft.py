@@ -20,7 +20,7 @@ from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput, Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.rewards.combine import RewardConfig, RewardSum
+from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_tasks

@@ -18,7 +18,7 @@ from diffusion.policy import LoraSettings, ModelConfig
 from diffusion.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.seeds import make_generator

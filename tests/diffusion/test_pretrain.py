@@ -16,7 +16,7 @@ from diffusion.pretrain import PretrainConfig
 from diffusion.sampler import SamplerConfig, row_noise
 from mmrl.core.metrics import metric_values
 from mmrl.errors import UserError
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.seeds import make_generator

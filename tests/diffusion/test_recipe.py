@@ -13,7 +13,7 @@ from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import GroupFilterConfig

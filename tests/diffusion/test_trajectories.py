@@ -13,7 +13,7 @@ from diffusion.sampler import guided, make_kernel, sample_trajectories, trained_
 from diffusion.schedule import sigma_grid
 from diffusion.steps import FlowSdeStep
 from mmrl.core.objective import PolicyOutputs
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from tests.diffusion.runs import (

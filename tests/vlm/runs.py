@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.vlm.data import DataConfig

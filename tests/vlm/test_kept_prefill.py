@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.trainer import Trainer

@@ -9,7 +9,7 @@ import torch
 from mmrl.errors import RunError, UserError
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.recipes import RECIPES
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig

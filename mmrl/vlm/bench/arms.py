@@ -23,7 +23,7 @@ from mmrl.bench.measure import Recorder, repeat
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.rewards.combine import RewardConfig
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import make_reference

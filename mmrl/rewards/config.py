@@ -1,0 +1,56 @@
+"""What a term of a reward sum is configured with, and what the sum returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["RewardConfig", "RewardResult"]
+
+
+@dataclass
+class RewardConfig:
+    """One term of the sum."""
+
+    name: str = ""
+    """Name of the term in metrics and reports: a built-in reward (see `mmrl list rewards`), `module:function`,
+    `file.py:function`, or any name when `function` is given."""
+
+    function: str | None = None
+    """What `name` stands for, when it is not the function itself."""
+
+    weight: float = 1.0
+    """Factor of this term in the sum; 0 only logs it."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, the same for all rows."""
+
+    timeout_s: float = 10.0
+    """Seconds that one call in a worker process may take; what takes longer is stopped and counted."""
+
+    isolate: bool | None = None
+    """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
+
+    rows: str = "auto"
+    """auto: users' functions get all rows in one call and, if that fails, each row alone; independent: each row
+    alone, spread over the workers; together: always all rows, for functions that compare them."""
+
+    chat: bool = False
+    """Give prompts and completions as lists of chat turns, as TRL does for conversational data."""
+
+
+@dataclass
+class RewardResult:
+    """Rewards of B rows."""
+
+    total: list[float]
+    """Weighted sums; NaN where a term failed or no term applied."""
+
+    terms: dict[str, list[float]]
+    """Unweighted values by term; NaN where it failed or did not apply."""
+
+    errors: dict[str, int] = field(default_factory=dict)
+    """Failed rows by "term/kind", kinds as in `mmrl.rewards.calling.FAILURE_KINDS`."""
+
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first message of each entry of `errors`."""
