@@ -56,15 +56,15 @@ def test_cause_in_a_recipes_own_tensor_is_named(make_trainer, monkeypatch):
         output = loss(policy, minibatch, denominators)
         return dataclasses.replace(output, loss=output.loss * minibatch.extras["own"].sum())
 
-    annotate = trainer.recipe.compute_logprobs
+    compute_logprobs = trainer.recipe.compute_logprobs
 
-    def annotated(policy, reference, rollouts):
+    def with_own_tensor(policy, reference, rollouts):
         own = torch.ones(rollouts.num_rows)
         own[2] = float("inf")
-        return annotate(policy, reference, rollouts).replace(extras={"own": own})
+        return compute_logprobs(policy, reference, rollouts).replace(extras={"own": own})
 
     monkeypatch.setattr(trainer.recipe, "loss", weighted)
-    monkeypatch.setattr(trainer.recipe, "annotate", annotated)
+    monkeypatch.setattr(trainer.recipe, "compute_logprobs", with_own_tensor)
     with pytest.raises(RunError, match=r"rollouts\.extras\['own'\] has 1 of 12 .* first at \[2\]"):
         trainer.train_step()
 

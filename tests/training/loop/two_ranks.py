@@ -10,7 +10,7 @@ import torch
 from mmrl.training.loop.distributed import leave, make_accelerator, shard
 from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.loop.trainer import Trainer
-from tests.training.sharing import SharingRecipe
+from tests.training.loop.sharing import SharingRecipe
 from tests.training.toy import ToyConfig
 
 

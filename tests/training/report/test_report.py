@@ -420,9 +420,12 @@ def test_scores_judges_and_diversity_stand_before_and_after_with_changes(tmp_pat
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        ((0.446, 0.116, 0.9), "graded rose from 0.376 to 0.446, while the judge strict fell from 0.167 to 0.116."),
+        (
+            (0.446, 0.116, 0.9),
+            "graded rose from 0.376 to 0.446, while the held-out reward strict fell from 0.167 to 0.116.",
+        ),
         ((0.446, 0.167, 0.51), "graded rose from 0.376 to 0.446, while diversity fell by 50 %."),
-        ((0.38, 0.1, 0.51), "while the judge strict fell from 0.167 to 0.100 and diversity fell by 50 %."),
+        ((0.38, 0.1, 0.51), "while the held-out reward strict fell from 0.167 to 0.100 and diversity fell by 50 %."),
         ((0.446, 0.16, 0.75), None),  # within the judge's interval, and 26 % less diversity
         ((0.37, 0.1, 0.4), None),  # everything fell: not what the reward rewards
     ],
@@ -464,7 +467,7 @@ def test_scores_are_drawn_over_images_seconds_and_model_evaluations(tmp_path, mo
     assert "rows without gradient + 3 × rows with gradient" in page.text
     assert not [title for title in page.sources() if not title.startswith("data:image/")]
     headings = [attributes["alt"] for tag, attributes in page.attributes if tag == "img" and "alt" in attributes]
-    assert "Scores and judges on held_out by seconds" in headings
+    assert "Scores and held-out rewards on held_out by seconds" in headings
     assert "cost over steps" not in headings
 
 
@@ -472,7 +475,10 @@ def test_scores_are_drawn_over_images_seconds_and_model_evaluations(tmp_path, mo
 def test_scores_without_costs_are_drawn_over_steps(tmp_path):
     page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9), cost=False)
     headings = [attributes["alt"] for tag, attributes in page.attributes if tag == "img" and "alt" in attributes]
-    assert headings[:2] == ["Scores and judges on held_out over steps", "Diversity and distance on held_out over steps"]
+    assert headings[:2] == [
+        "Scores and held-out rewards on held_out over steps",
+        "Diversity and distance on held_out over steps",
+    ]
 
 
 @pytest.mark.usefixtures("no_charts")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
@@ -17,7 +17,7 @@ def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
         sys.executable,
         *(launcher if processes > 1 else []),
         "-m",
-        "tests.training.two_ranks",
+        "tests.training.loop.two_ranks",
         preset,
         str(micro_batch),
         str(output),

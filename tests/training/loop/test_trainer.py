@@ -18,7 +18,7 @@ from mmrl.training.loop.tasks import TaskStream
 from mmrl.training.loop.update import learning_rate_factor
 from tests.training.conftest import weights
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(output: Path, minibatches: int, micro_batch: int, processes: int) -> dict:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    script = ["-m", "tests.training.two_ranks_loop", str(minibatches), str(micro_batch), str(output)]
+    script = ["-m", "tests.training.loop.two_ranks_loop", str(minibatches), str(micro_batch), str(output)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *(launcher if processes > 1 else []), *script]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120, capture_output=True)

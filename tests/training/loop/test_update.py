@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.training.loop.distributed import _buckets
 from mmrl.training.loop.recipe import Recipe
 from tests.training.conftest import weights
-from tests.training.sharing import SharingRecipe
+from tests.training.loop.sharing import SharingRecipe
 from tests.training.toy import ToyPolicy, ToyRecipe
 
 

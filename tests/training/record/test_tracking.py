@@ -163,7 +163,7 @@ def test_console_line_of_an_image_evaluation_keeps_intervals_for_what_is_optimis
     ConsoleSink(9, stream=stream).evaluation(3, "during", "held_out", metrics)
     assert stream.getvalue() == (
         "evaluation at step 3 (during, held_out of 54 tasks): graded 0.376 [0.350, 0.400]; "
-        "judges: strict 0.167, vendor.aesthetic 5.250; diversity 1.02\n"
+        "held out: strict 0.167, vendor.aesthetic 5.250; diversity 1.02\n"
     )
 
 
