@@ -29,6 +29,7 @@ from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import OrwConfig, OrwRecipe, OrwSettings
 from mmrl.core.advantages import check_group_size
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.distributed import global_advantages, merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.seeds import make_generator, stream_seed
@@ -43,22 +44,20 @@ SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
 class ShapingConfig:
     """How rewards become the critic's targets."""
 
-    kind: str = "running_z"
+    kind: str = choice("running_z", SHAPINGS)
     """none, minmax (clip((r - low) / (high - low), 0, 1)), running_z (running mean and deviation, clipped at +-3),
     running_z_tanh (its tanh) or group_z (the objective's group advantage)."""
     low: float = 0.0
     """Smallest reward of minmax."""
     high: float = 1.0
     """Largest reward of minmax."""
-    momentum: float = 0.05
+    momentum: float = bounded(0.05, above=0, at_most=1)
     """Weight of a new step in the running mean and deviation."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.kind not in SHAPINGS:
-            raise ValueError(f"shaping.kind is '{self.kind}'; allowed: {', '.join(SHAPINGS)}")
-        if self.high <= self.low or not 0 < self.momentum <= 1:
-            raise ValueError("shaping: high must be above low, momentum in (0, 1]")
+        """Check that the fields fit together; raises ValueError."""
+        if self.high <= self.low:
+            raise ValueError(f"shaping.high is {self.high}; must be above shaping.low={self.low}")
 
 
 def _orw() -> OrwSettings:
@@ -77,7 +76,7 @@ class AcFlowConfig(OrwConfig):
     """Rewards to returns."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value function."""
-    advantage_bound: float = 1.0
+    advantage_bound: float = bounded(1.0, at_least=0)
     """Largest size k of R - V; 0 = no bound."""
     orw: OrwSettings = field(default_factory=_orw)
     """Weights of the images."""
@@ -85,16 +84,12 @@ class AcFlowConfig(OrwConfig):
     """Weight alpha of the distance to the start model, as kl_coef."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.shaping.validate()
         if self.shaping.kind == "group_z":
             check_group_size(self.trainer.samples_per_task, make_objective(self.objective).advantage)
-        self.critic.validate()
         if self.orw.center:
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
-        if self.advantage_bound < 0:
-            raise ValueError(f"advantage_bound is {self.advantage_bound}; must be positive, or 0 for none")
 
 
 class AcFlowRecipe(OrwRecipe):

@@ -33,6 +33,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
@@ -42,30 +43,22 @@ __all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
 class AwmSettings:
     """Options of the matching loss."""
 
-    weighting: str = "ghuber"
+    weighting: str = choice("ghuber", lambda: WEIGHTINGS)
     """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
-    power: float = 0.25
+    power: float = bounded(0.25, above=0)
     """Exponent p of ghuber."""
-    average: str = "exp_first"
+    average: str = choice("exp_first", lambda: AVERAGING)
     """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
-    kl_kind: str = "uniform"
+    kl_kind: str = choice("uniform", lambda: VELOCITY_KLS)
     """Weight of the velocity distances to reference and EMA: uniform or elbo."""
-    ema_coef: float = 1.0
+    ema_coef: float = bounded(1.0, at_least=0)
     """Weight of the distance to `kl_ema`, the moving average of past policies; 0 = no such term."""
-    ema_limit: float = 0.3
+    ema_limit: float = bounded(0.3, at_least=0, below=1)
     """Largest weight that the moving average gives to its old value."""
-    ema_slope: float = 0.001
+    ema_slope: float = bounded(0.001, at_least=0)
     """Growth of that weight an epoch until the limit; large = at once."""
     off_policy: bool = False
     """Draw images with the moving average instead of the policy."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        for key, allowed in (("weighting", WEIGHTINGS), ("average", AVERAGING), ("kl_kind", VELOCITY_KLS)):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"awm.{key} is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
-        if self.power <= 0 or self.ema_coef < 0 or self.ema_slope < 0 or not 0 <= self.ema_limit < 1:
-            raise ValueError("awm: power must be above 0, ema_coef and ema_slope at least 0, ema_limit in [0, 1)")
 
 
 def _awm_objective() -> ObjectiveConfig:
@@ -80,11 +73,6 @@ class AwmConfig(FlowMatchingConfig):
     """The matching loss."""
     objective: ObjectiveConfig = field(default_factory=_awm_objective)
     """Advantage, clipping and the weight of the distance to the reference."""
-
-    def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
-        super().validate()
-        self.awm.validate()
 
 
 class AwmRecipe(FlowMatchingRecipe):

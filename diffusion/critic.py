@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.fields import bounded
 from mmrl.training.loop.distributed import average_gradients, merge_lists
 
 __all__ = ["Critic", "CriticConfig", "CriticTrainer"]
@@ -26,26 +27,18 @@ class CriticConfig:
 
     enabled: bool = True
     """Without it V is 0 everywhere."""
-    width: int = 64
+    width: int = bounded(64, at_least=1)
     """Channels of the convolutions and hidden units."""
-    learning_rate: float = 1e-3
+    learning_rate: float = bounded(1e-3, above=0)
     """Of its own AdamW; 1e-4 for a large latent."""
-    updates_per_step: int = 4
+    updates_per_step: int = bounded(4, at_least=1)
     """Passes over the noisy images of a step."""
-    warmup_updates: int = 20
+    warmup_updates: int = bounded(20, at_least=0)
     """Updates of the critic before the policy is trained."""
-    batch_rows: int = 256
+    batch_rows: int = bounded(256, at_least=1)
     """Noisy images in one update."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, above=0)
     """Gradient norm above which its gradients are scaled down."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        for name in ("width", "updates_per_step", "batch_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"critic.{name} is {getattr(self, name)}; must be at least 1")
-        if self.learning_rate <= 0 or self.warmup_updates < 0 or self.max_grad_norm <= 0:
-            raise ValueError("critic: learning_rate and max_grad_norm must be positive, warmup_updates at least 0")
 
 
 class Critic(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
 
 __all__ = ["DiffusionTask", "LoadedPrompts", "PromptConfig", "columns_of", "load_prompts"]
 
@@ -43,21 +44,14 @@ class PromptConfig:
     """Configuration name of a hub data set that has several."""
     prompt_key: str = "prompt"
     """Column of the text."""
-    max_tasks: int | None = None
+    max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first so many good prompts."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-    on_bad_row: str = "skip"
+    on_bad_row: str = choice("skip", BAD_ROWS)
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
-
-    def validate(self) -> None:
-        """Check the options; raises ValueError."""
-        if self.on_bad_row not in BAD_ROWS:
-            raise ValueError(f"data.on_bad_row is '{self.on_bad_row}'; allowed: {', '.join(BAD_ROWS)}")
-        if self.max_tasks is not None and self.max_tasks < 1:
-            raise ValueError(f"data.max_tasks is {self.max_tasks}; must be at least 1, or empty for all")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from diffusion.history import PromptHistory
 from diffusion.sampler import SamplerConfig
 from diffusion.trajectories import StepSettings, TrajectoryConfig, TrajectoryRecipe
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 
@@ -33,12 +34,12 @@ class HistoryConfig:
 
     size: int = 16
     """Latest rewards kept for each prompt."""
-    min_count: int = 16
+    min_count: int = bounded(16, at_least=1)
     """Fewest rewards of a prompt before its own mean and deviation are used."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if not 1 <= self.min_count <= self.size:
+        """Check that the fields fit together; raises ValueError."""
+        if self.min_count > self.size:
             raise ValueError(f"history.min_count is {self.min_count}; must be between 1 and history.size={self.size}")
 
 
@@ -69,9 +70,8 @@ class DdpoConfig(TrajectoryConfig):
     """Statistics of each prompt."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.history.validate()
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; DDPO keeps one history of summed rewards, use sum")
 

@@ -42,7 +42,7 @@ class DiffusionEvaluationConfig(EvaluationConfig):
     """Images of each prompt, from seeds that are the same at every evaluation."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
+        """Check that the fields fit together; raises ValueError."""
         super().validate()
         if self.greedy or self.temperature != 1.0:
             raise ValueError("evaluation.greedy and evaluation.temperature mean nothing for images; leave them out")

@@ -27,6 +27,7 @@ from mmrl.core.aggregation import Denominators, aggregate
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["FlowMatchingConfig", "FlowMatchingRecipe", "Matching", "TimestepConfig", "mean_over_decisions"]
@@ -51,32 +52,19 @@ def matched_trainer() -> TrainerConfig:
 class TimestepConfig:
     """The noisy versions of an image that are trained on."""
 
-    count: int = 6
+    count: int = bounded(6, at_least=1)
     """Times T of each image in an epoch."""
-    times: str = "discrete_wo_init"
+    times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
     """How they are drawn: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid), logit_normal or
     uniform."""
-    fraction: float = 0.9
+    fraction: float = bounded(0.9, above=0, at_most=1)
     """Share of the grid that the discrete kinds use, from the noisy end."""
-    shift: float = 3.0
+    shift: float = bounded(3.0, above=0)
     """Shift of the continuous kinds towards noise; 1 = none."""
-    share_times: str = "group"
+    share_times: str = choice("group", SHARING)
     """Who has the same times: batch (all images), group (those of a prompt) or image (nobody)."""
     share_noise: bool = False
     """Whether the images of a group get the same noises."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.count < 1:
-            raise ValueError(f"timesteps.count is {self.count}; must be at least 1")
-        if self.times not in TIME_SAMPLERS:
-            raise ValueError(f"timesteps.times is '{self.times}'; allowed: {', '.join(TIME_SAMPLERS)}")
-        if self.share_times not in SHARING:
-            raise ValueError(f"timesteps.share_times is '{self.share_times}'; allowed: {', '.join(SHARING)}")
-        if self.shift <= 0:
-            raise ValueError(f"timesteps.shift is {self.shift}; must be above 0")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"timesteps.fraction is {self.fraction}; must be in (0, 1]")
 
 
 @dataclass
@@ -91,9 +79,8 @@ class FlowMatchingConfig(DiffusionConfig):
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.timesteps.validate()
         if self.trainer.old_logp != "recompute":
             raise ValueError("trainer.old_logp must be 'recompute'; the sampler knows no likelihood of noisy versions")
 

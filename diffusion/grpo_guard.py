@@ -30,7 +30,7 @@ class GrpoGuardConfig(FlowGrpoConfig):
     """A GRPO-Guard run."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.sampler.kernel == "cps":
             raise ValueError("sampler.kernel is 'cps', whose log-probability has no scale to correct; use flow_sde")

@@ -15,14 +15,14 @@ image, `old` schedule 1, evaluation average 0.9.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from diffusion.ema import EMAWeights, nft_old_decay
 from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, TimestepConfig, mean_over_decisions
@@ -33,6 +33,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["ADVANTAGE_MODES", "DiffusionNftConfig", "DiffusionNftRecipe", "NftSettings"]
@@ -42,21 +43,12 @@ __all__ = ["ADVANTAGE_MODES", "DiffusionNftConfig", "DiffusionNftRecipe", "NftSe
 class NftSettings:
     """Options of the two-sided loss."""
 
-    beta: float = 1.0
+    beta: float = bounded(1.0, above=0)
     """How far the mixtures reach from the old velocity; 0.1 for OCR and several rewards."""
-    old_schedule: int = 1
+    old_schedule: int = choice(1, (0, 1, 2))
     """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999)."""
-    advantage_mode: str = "all"
+    advantage_mode: str = choice("all", lambda: ADVANTAGE_MODES)
     """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign)."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.beta <= 0:
-            raise ValueError(f"nft.beta is {self.beta}; must be above 0")
-        if self.old_schedule not in (0, 1, 2):
-            raise ValueError(f"nft.old_schedule is {self.old_schedule}; allowed: 0, 1, 2")
-        if self.advantage_mode not in ADVANTAGE_MODES:
-            raise ValueError(f"nft.advantage_mode is '{self.advantage_mode}'; allowed: {', '.join(ADVANTAGE_MODES)}")
 
 
 def _sampler() -> SamplerConfig:
@@ -89,11 +81,6 @@ class DiffusionNftConfig(FlowMatchingConfig):
     """Advantage and the weight of the distance to the start model."""
     eval_ema: EvalEmaConfig = field(default_factory=_eval_ema)
     """Moving average that evaluations use."""
-
-    def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
-        super().validate()
-        self.nft.validate()
 
 
 class DiffusionNftRecipe(FlowMatchingRecipe):
@@ -155,7 +142,7 @@ class DiffusionNftRecipe(FlowMatchingRecipe):
         self.old.load_state_dict(state["old"])
 
 
-ADVANTAGE_MODES = {
+ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda advantage: advantage,
     "positive_only": lambda advantage: advantage.clamp(min=0),
     "negative_only": lambda advantage: advantage.clamp(max=0),

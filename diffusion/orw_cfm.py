@@ -17,7 +17,7 @@ they are independent, as for its Stable Diffusion 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 
@@ -43,7 +44,7 @@ __all__ = ["WEIGHTS", "OrwConfig", "OrwRecipe", "OrwSettings"]
 class OrwSettings:
     """Weights of the images and of the distance to the start model."""
 
-    weighting: str = "exp"
+    weighting: str = choice("exp", lambda: WEIGHTS)
     """exp: exp(tau A); linear: 1 + A, at least 0; indicator: 1 where A > 0; advantage: A itself, of either sign."""
     tau: float = 0.5
     """Inverse temperature of `exp`."""
@@ -51,15 +52,8 @@ class OrwSettings:
     """Divide the weights by their mean over the step (of their absolute values)."""
     center: bool = False
     """Subtract from each reward the mean of its prompt."""
-    refresh_every: int = 1
+    refresh_every: int = bounded(1, at_least=1)
     """Steps after which images are drawn with the policy as it is then."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.weighting not in WEIGHTS:
-            raise ValueError(f"orw.weighting is '{self.weighting}'; allowed: {', '.join(WEIGHTS)}")
-        if self.refresh_every < 1:
-            raise ValueError(f"orw.refresh_every is {self.refresh_every}; must be at least 1")
 
 
 def _objective() -> ObjectiveConfig:
@@ -77,9 +71,8 @@ class OrwConfig(FlowMatchingConfig):
     """Weight alpha of the distance to the start model, as kl_coef."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.orw.validate()
         if self.orw.center and self.trainer.samples_per_task < 2:
             raise ValueError("orw.center compares the images of a prompt; trainer.samples_per_task must be at least 2")
         if self.combine != "sum":
@@ -158,7 +151,7 @@ class OrwRecipe(FlowMatchingRecipe):
             self.last_policy.load_state_dict(state["last_policy"])
 
 
-WEIGHTS = {
+WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "exp": lambda worth, tau: (tau * worth).exp(),
     "linear": lambda worth, tau: (1 + worth).clamp(min=0),
     "indicator": lambda worth, tau: (worth > 0).to(worth.dtype),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from diffusion.saved import (
     save_adapter,
 )
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.training.loop.machine import avoid_refused_instructions
@@ -50,25 +50,20 @@ class LoraSettings:
     enabled: bool = True
     """Train adapters and keep every weight of the transformer as it is."""
 
-    rank: int = 32
+    rank: int = bounded(32, at_least=1)
     """Width of the adapters."""
 
-    alpha: int = 64
+    alpha: int = bounded(64, at_least=1)
     """The adapters' output is scaled by alpha / rank."""
 
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, at_least=0, below=1)
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
 
     targets: list[str] | None = None
     """Linear layers that get an adapter, by the end of their name; empty: all attention projections of both streams."""
 
     def validate(self) -> None:
-        """Check the settings; raises UserError."""
-        for name, value in (("rank", self.rank), ("alpha", self.alpha)):
-            if value < 1:
-                raise UserError(f"model.lora.{name}={value} must be at least 1")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.lora.dropout={self.dropout} must be at least 0 and below 1")
+        """Refuse an empty list of layers; raises UserError."""
         if self.targets is not None and not self.targets:
             raise UserError("model.lora.targets names no layer; leave it out for all attention projections")
 
@@ -86,7 +81,7 @@ class ModelConfig:
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
 
-    dtype: str = "float32"
+    dtype: str = choice("float32", lambda: DTYPES)
     """Precision of all weights but the adapters, which are float32: float32 or bfloat16."""
 
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -95,33 +90,20 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    height: int | None = None
+    height: int | None = bounded(None, at_least=1)
     """Image height in pixels; empty: the size that the pipeline was trained for."""
 
-    width: int | None = None
+    width: int | None = bounded(None, at_least=1)
     """Image width in pixels; empty: the size that the pipeline was trained for."""
 
-    guidance_embedding: float = 3.5
+    guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
     """Guidance scale that a guidance-distilled FLUX is told; other transformers have no such input."""
 
-    max_sequence_length: int | None = None
+    max_sequence_length: int | None = bounded(None, at_least=1)
     """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""
 
     free_text_encoders: bool = False
     """Embed all prompts of the run at its start and let the text encoders go; no other prompt can be drawn then."""
-
-    def validate(self) -> None:
-        """Check the settings that need no model; raises UserError."""
-        if self.dtype not in DTYPES:
-            raise UserError(f"model.dtype={self.dtype!r}; there are: {', '.join(DTYPES)}")
-        for name, value in (("height", self.height), ("width", self.width)):
-            if value is not None and value < 1:
-                raise UserError(f"model.{name}={value} must be at least 1 pixel")
-        if not math.isfinite(self.guidance_embedding) or self.guidance_embedding < 0:
-            raise UserError(f"model.guidance_embedding={self.guidance_embedding} must be a number from 0 up")
-        if self.max_sequence_length is not None and self.max_sequence_length < 1:
-            raise UserError(f"model.max_sequence_length={self.max_sequence_length} must be at least 1")
-        self.lora.validate()
 
 
 class DiffusionPolicy(nn.Module):
@@ -145,7 +127,7 @@ class DiffusionPolicy(nn.Module):
 
     def __init__(self, pipeline: Any, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
-        config.validate()
+        check_config(config, "model")
         self.pipeline = pipeline
         self.config = config
         self.base_path = str(config.path)
@@ -306,7 +288,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
     Raises:
         UserError: a setting is out of range, or the pipeline is missing, damaged or of another kind.
     """
-    config.validate()
+    check_config(config, "model")
     if config.dtype == "bfloat16":
         avoid_refused_instructions()
     if config.build is not None:
@@ -429,7 +411,7 @@ TRANSFORMERS: dict[str, Callable[[Any, ModelConfig], VelocityModel]] = {
 }
 """Transformers by class name, and how each is called."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 ATTENTION_PROJECTIONS = (
     "to_q",

@@ -31,6 +31,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.reference import Reference
@@ -72,7 +73,7 @@ class PretrainConfig(FlowMatchingConfig):
     """The captioned images."""
     data: PromptConfig = field(default_factory=_no_prompts)
     """Not used; the captions are those of the images."""
-    drop_caption: float = 0.1
+    drop_caption: float = bounded(0.1, at_least=0, at_most=1)
     """Probability that an image is shown without its caption."""
     timesteps: TimestepConfig = field(default_factory=_timesteps)
     """Times of each image in a step."""
@@ -84,7 +85,7 @@ class PretrainConfig(FlowMatchingConfig):
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.data.path:
             raise ValueError(f"data.path is '{self.data.path}', but pre-training reads images.path; leave data out")
@@ -93,8 +94,6 @@ class PretrainConfig(FlowMatchingConfig):
                 f"sampler.guidance is {self.sampler.guidance}, but pre-training learns the velocity without guidance; "
                 "sampler.eval_guidance is for the images of evaluations"
             )
-        if not 0 <= self.drop_caption <= 1:
-            raise ValueError(f"drop_caption is {self.drop_caption}; must be in [0, 1]")
         if self.trainer.samples_per_task != 1:
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given images have no group")
 

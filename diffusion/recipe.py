@@ -33,6 +33,7 @@ from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
@@ -69,13 +70,8 @@ def image_trainer() -> TrainerConfig:
 class EvalEmaConfig:
     """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
 
-    decay: float = 0.0
+    decay: float = bounded(0.0, at_least=0, below=1)
     """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
-
-    def validate(self) -> None:
-        """Check the range; raises ValueError."""
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"eval_ema.decay is {self.decay}; must be in [0, 1), 0 = no average")
 
 
 @dataclass
@@ -97,7 +93,7 @@ class DiffusionConfig(RunConfig):
     """Reward terms that are optimised, and their weights."""
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are never optimised and always reported beside the others; at least one."""
-    combine: str = "sum"
+    combine: str = choice("sum", COMBINATIONS)
     """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, then the sum."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
@@ -109,14 +105,9 @@ class DiffusionConfig(RunConfig):
     """Evaluation at fixed prompts and seeds."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        parts: tuple[Any, ...] = (self.model, self.data, self.sampler, self.eval_ema, *self.eval_data.values())
-        for part in parts:
-            part.validate()
         _check_rewards(self)
-        if self.combine not in COMBINATIONS:
-            raise ValueError(f"combine is '{self.combine}'; allowed: {', '.join(COMBINATIONS)}")
         objective = make_objective(self.objective)
         _check_objective(objective)
         if self.compares_samples:

@@ -17,6 +17,7 @@ from diffusion.conditioning import TextRows
 from diffusion.guidance import GuidedVelocity
 from diffusion.schedule import SOLVERS, make_solver, sde_window, sigma_grid, trained_steps
 from diffusion.steps import CpsStep, DanceSdeStep, FlowSdeStep, OdeStep, StepKernel, sample_step
+from mmrl.fields import bounded, choice
 
 __all__ = [
     "KERNELS",
@@ -35,55 +36,45 @@ __all__ = [
 class SamplerConfig:
     """How images are drawn while training, and for evaluation."""
 
-    steps: int = 10
+    steps: int = bounded(10, at_least=1)
     """Denoising steps of a training rollout."""
-    guidance: float = 4.5
+    guidance: float = bounded(4.5, at_least=0)
     """Classifier-free guidance scale in rollouts and in training; 1 = none, one model row a step instead of two."""
     negative_prompt: str = ""
     """The other side of guidance."""
-    kernel: str = "flow_sde"
+    kernel: str = choice("flow_sde", lambda: KERNELS)
     """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
-    noise_level: float = 0.7
+    noise_level: float = bounded(0.7, at_least=0)
     """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau)."""
-    window: int = 0
+    window: int = bounded(0, at_least=0)
     """Consecutive stochastic steps that are trained, the others are ODE steps; 0 = all that `fraction` leaves."""
-    window_low: int = 0
+    window_low: int = bounded(0, at_least=0)
     """First step at which the window may start."""
-    window_high: int = 0
+    window_high: int = bounded(0, at_least=0)
     """Step before which the window ends; 0 = half of the steps."""
-    fraction: float = 0.99
+    fraction: float = bounded(0.99, above=0, at_most=1)
     """Share of the steps that is trained; 0.99 leaves out the last one, whose Gaussian is too peaked."""
-    random_share: float = 1.0
+    random_share: float = bounded(1.0, above=0, at_most=1)
     """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
-    solver: str = "euler"
+    solver: str = choice("euler", lambda: SOLVERS)
     """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic) or dpm (2nd order)."""
     same_noise: bool = False
     """Whether the images of a group start from the same noise (DanceGRPO)."""
-    batch_rows: int = 64
+    batch_rows: int = bounded(64, at_least=1)
     """Most images drawn or decoded at a time; for memory only, the images do not depend on it."""
-    eval_steps: int = 40
+    eval_steps: int = bounded(40, at_least=1)
     """ODE steps of evaluation images."""
-    eval_guidance: float | None = None
+    eval_guidance: float | None = bounded(None, at_least=0)
     """Guidance scale of evaluation images; empty = that of training."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
+        """Check that the window of steps lies among the steps; raises ValueError."""
         lowest = self.window_low + max(self.window, 1)
         highest = f"0, or between window_low + window={lowest} and steps={self.steps}"
         for name, valid, expected in (
-            ("steps", self.steps >= 1, "at least 1"),
-            ("eval_steps", self.eval_steps >= 1, "at least 1"),
-            ("batch_rows", self.batch_rows >= 1, "at least 1"),
-            ("kernel", self.kernel in KERNELS, f"one of {', '.join(KERNELS)}"),
-            ("solver", self.solver in SOLVERS, f"one of {', '.join(SOLVERS)}"),
-            ("noise_level", self.noise_level >= 0, "0 or more"),
-            ("fraction", 0 < self.fraction <= 1, "in (0, 1]"),
-            ("random_share", 0 < self.random_share <= 1, "in (0, 1]"),
-            ("window", 0 <= self.window <= self.steps, f"between 0 and steps={self.steps}"),
-            ("window_low", 0 <= self.window_low <= self.steps - self.window, "between 0 and steps - window"),
+            ("window", self.window <= self.steps, f"between 0 and steps={self.steps}"),
+            ("window_low", self.window_low <= self.steps - self.window, "between 0 and steps - window"),
             ("window_high", self.window_high == 0 or lowest <= self.window_high <= self.steps, highest),
-            ("guidance", self.guidance >= 0, "0 or more"),
-            ("eval_guidance", self.eval_guidance is None or self.eval_guidance >= 0, "0 or more, or empty"),
         ):
             if not valid:
                 raise ValueError(f"sampler.{name} is {getattr(self, name)}; must be {expected}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = [
@@ -39,33 +40,33 @@ PIXELS_PER_LATENT_DOUBLING = 2
 class TinySd3Sizes:
     """Sizes of a tiny Stable Diffusion 3 pipeline; the defaults give 0.6 million parameters in the transformer."""
 
-    layers: int = 4
+    layers: int = bounded(4, at_least=1)
     """Blocks of the transformer."""
-    dual_layers: int = 0
+    dual_layers: int = bounded(0, at_least=0)
     """First blocks with a second attention among image tokens; 13 of 24 in Stable Diffusion 3.5 medium."""
-    heads: int = 4
+    heads: int = bounded(4, at_least=1)
     """Attention heads of the transformer and of the text encoders."""
-    head_width: int = 16
+    head_width: int = bounded(16, at_least=1)
     """Width of one head of the transformer."""
-    patch: int = 2
+    patch: int = bounded(2, at_least=1)
     """Latent pixels on a side of one image token."""
-    latent_size: int = 8
+    latent_size: int = bounded(8, at_least=1)
     """Latent pixels on a side; images have 2 ** (len(vae_widths) - 1) times as many."""
-    latent_channels: int = 4
+    latent_channels: int = bounded(4, at_least=1)
     """Channels of a latent."""
-    vae_widths: tuple[int, ...] = (8, 16, 16)
+    vae_widths: tuple[int, ...] = bounded((8, 16, 16), at_least=4, multiple_of=4)
     """Channels of the autoencoder's levels, multiples of 4."""
-    text_width: int = 128
+    text_width: int = bounded(128, at_least=1)
     """Width of a text token as the transformer gets it; each CLIP encoder is half as wide."""
-    clip_layers: int = 2
+    clip_layers: int = bounded(2, at_least=1)
     """Layers of the two CLIP text encoders; the embedding is the state before the last one."""
-    clip_tokens: int = 16
+    clip_tokens: int = bounded(16, at_least=1)
     """Longest prompt of the CLIP encoders in tokens, start and end counted."""
-    pooled_width: int = 64
+    pooled_width: int = bounded(64, at_least=1)
     """Width of the pooled text embedding, half of it from each CLIP encoder."""
     t5_layers: int = 1
     """Layers of the T5 encoder; with 0 the pipeline has none and puts zeros in the place of its tokens."""
-    vocab_size: int = 1000
+    vocab_size: int = bounded(1000, at_least=1)
     """Most tokens of each tokenizer, counting the 512 byte symbols of CLIP."""
 
     @property
@@ -75,7 +76,7 @@ class TinySd3Sizes:
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
-        _check_sizes(vars(self), ("t5_layers", "dual_layers"))
+        _check_widths(self.vae_widths)
         if self.text_width % (2 * self.heads) or self.pooled_width % 2:
             raise UserError(
                 f"text_width={self.text_width} must be a multiple of 2*heads={2 * self.heads}, "
@@ -83,7 +84,7 @@ class TinySd3Sizes:
             )
         if self.latent_size % self.patch:
             raise UserError(f"latent_size={self.latent_size} must be a multiple of patch={self.patch}")
-        if not 0 <= self.dual_layers <= self.layers:
+        if self.dual_layers > self.layers:
             raise UserError(f"dual_layers={self.dual_layers} must be between 0 and layers={self.layers}")
 
 
@@ -91,31 +92,31 @@ class TinySd3Sizes:
 class TinyFluxSizes:
     """Sizes of a tiny FLUX pipeline; the defaults give 0.5 million parameters in the transformer."""
 
-    layers: int = 2
+    layers: int = bounded(2, at_least=1)
     """Blocks with a stream of their own for text and one for the image."""
-    single_layers: int = 2
+    single_layers: int = bounded(2, at_least=1)
     """Blocks with both in one stream."""
-    heads: int = 4
+    heads: int = bounded(4, at_least=1)
     """Attention heads of the transformer and of the text encoders."""
-    head_width: int = 16
+    head_width: int = bounded(16, at_least=1)
     """Width of one head of the transformer, a multiple of 8."""
-    latent_size: int = 8
+    latent_size: int = bounded(8, at_least=1)
     """Latent pixels on a side, even; images have 2 ** (len(vae_widths) - 1) times as many."""
-    latent_channels: int = 4
+    latent_channels: int = bounded(4, at_least=1)
     """Channels of a latent."""
-    vae_widths: tuple[int, ...] = (8, 16, 16)
+    vae_widths: tuple[int, ...] = bounded((8, 16, 16), at_least=4, multiple_of=4)
     """Channels of the autoencoder's levels, multiples of 4."""
-    text_width: int = 64
+    text_width: int = bounded(64, at_least=1)
     """Width of a text token, which the T5 encoder gives."""
-    t5_layers: int = 1
+    t5_layers: int = bounded(1, at_least=1)
     """Layers of the T5 encoder."""
-    pooled_width: int = 32
+    pooled_width: int = bounded(32, at_least=1)
     """Width of the pooled text embedding, which the CLIP encoder gives."""
-    clip_layers: int = 2
+    clip_layers: int = bounded(2, at_least=1)
     """Layers of the CLIP encoder."""
-    clip_tokens: int = 16
+    clip_tokens: int = bounded(16, at_least=1)
     """Longest prompt of the CLIP encoder in tokens, start and end counted."""
-    vocab_size: int = 1000
+    vocab_size: int = bounded(1000, at_least=1)
     """Most tokens of each tokenizer, counting the 512 byte symbols of CLIP."""
     guidance: bool = True
     """Whether the transformer takes a guidance scale as an input, as the guidance-distilled FLUX.1-dev does."""
@@ -128,7 +129,7 @@ class TinyFluxSizes:
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
-        _check_sizes(vars(self), ("guidance",))
+        _check_widths(self.vae_widths)
         if self.text_width % self.heads or self.pooled_width % self.heads:
             raise UserError(
                 f"text_width={self.text_width} and pooled_width={self.pooled_width} must be multiples of "
@@ -140,14 +141,9 @@ class TinyFluxSizes:
             )
 
 
-def _check_sizes(sizes: Mapping[str, Any], optional: tuple[str, ...]) -> None:
-    """Refuse counts below 1, except optional ones, and widths that the group norms cannot split."""
-    for name, value in sizes.items():
-        if name not in ("vae_widths", *optional) and value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
-    widths = sizes["vae_widths"]
-    if not widths or any(width < 4 or width % 4 for width in widths):
-        raise UserError(f"vae_widths={widths} must be multiples of 4")
+def _check_widths(widths: tuple[int, ...]) -> None:
+    if not widths:
+        raise UserError("vae_widths is (); must have a multiple of 4 for each level")
 
 
 def build_tiny_sd3(
@@ -177,7 +173,7 @@ def build_tiny_sd3(
         UserError: sizes that do not fit together.
     """
     sizes = sizes or TinySd3Sizes()
-    sizes.validate()
+    check_config(sizes)
     return _write(Path(path), lambda: _assemble(sizes, corpus, shift, autoencoder), seed)
 
 
@@ -199,7 +195,7 @@ def build_tiny_flux(
         UserError: sizes that do not fit together.
     """
     sizes = sizes or TinyFluxSizes()
-    sizes.validate()
+    check_config(sizes)
     return _write(Path(path), lambda: _assemble_flux(sizes, corpus), seed)
 
 

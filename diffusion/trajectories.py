@@ -25,6 +25,7 @@ from diffusion.schedule import sigma_grid
 from diffusion.steps import StepKernel, flow_grpo_head_kl, gaussian_kl
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import choice
 
 KL_FORMS = ("exact", "flow_grpo_head", "velocity")
 
@@ -35,15 +36,10 @@ __all__ = ["StepScores", "StepSettings", "TrajectoryConfig", "TrajectoryRecipe",
 class StepSettings:
     """How the steps of a run are scored again."""
 
-    kl_form: str = "exact"
+    kl_form: str = choice("exact", KL_FORMS)
     """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""
     detach_negative: bool = True
     """Leave the negative half of guidance out of the gradient, as newer Flow-GRPO code does."""
-
-    def validate(self) -> None:
-        """Check the choice; raises ValueError."""
-        if self.kl_form not in KL_FORMS:
-            raise ValueError(f"step.kl_form is '{self.kl_form}'; allowed: {', '.join(KL_FORMS)}")
 
 
 @dataclass
@@ -54,9 +50,8 @@ class TrajectoryConfig(DiffusionConfig):
     """Scoring of the steps."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.step.validate()
         if self.sampler.noise_level == 0:
             raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
         if self.sampler.kernel == "cps" and self.sampler.noise_level > 1:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError
+from mmrl.fields import check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,12 +144,12 @@ def _without_nulls(schema: type[Any], values: Any) -> Any:
 
 
 def _validated(config: Any, where: str) -> Any:
-    validate = getattr(config, "validate", None)
-    if validate is not None:
-        try:
-            validate()
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from error
+    try:
+        check_fields(config)
+        if hasattr(config, "validate"):
+            config.validate()
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
     return config
 
 

@@ -6,40 +6,77 @@
         top_p: float = bounded(1.0, above=0, at_most=1)
         solver: str = choice("euler", SOLVERS)
 
-    check_fields(config, "sampler")  # ValueError: sampler.temperature is -1.0; must be positive
+    check_fields(config, "sampler")  # ConfigError: sampler.temperature is -1.0; must be positive
+
+Rules between fields are the dataclass's `validate` method; `check_config` runs both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-__all__ = ["Bounds", "bounded", "bounds_of", "check_fields", "choice", "field_problems"]
+from mmrl.errors import ConfigError
+
+__all__ = ["Bounds", "bounded", "bounds_of", "check_config", "check_fields", "choice", "field_problems", "parts_of"]
+
+FUNCTION = "module:function"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a field may be; None, where the field's type allows it, is always fine."""
+    """What a field may be. None, where the field's type allows it, is always fine; a list is checked entry by entry."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    allowed: tuple[Any, ...] = ()
-    """The values of a choice; empty for numbers."""
+    finite: bool = False
+    """Whether infinity is refused; NaN always is."""
+    multiple_of: int | None = None
     length: int | None = None
     """Entries of a list."""
+    choices: Callable[[], Collection[Any]] | None = None
+    """The values of a choice; None for numbers."""
+    or_function: bool = False
+    """Whether a choice also takes the user's own `module:function`."""
+
+    @property
+    def allowed(self) -> tuple[Any, ...]:
+        """The values of a choice; empty for numbers."""
+        return () if self.choices is None else tuple(self.choices())
 
     def __str__(self) -> str:
         """The bounds as the end of "must be ..."."""
-        if self.allowed:
-            return f"one of {', '.join(map(str, self.allowed))}"
-        if self.length is not None:
-            return f"a list of {self.length}"
+        if self.choices is not None:
+            return f"one of {self._listed()}"
+        multiple = "" if self.multiple_of is None else f"a multiple of {self.multiple_of}"
+        text = " and ".join(filter(None, (self._range(), multiple, "finite" if self.finite else "")))
+        if self.length is None:
+            return text
+        return f"a list of {self.length}{f', each {text}' if text else ''}"
+
+    def problem(self, key: str, value: Any) -> str | None:
+        """One line that names the key, the value and what is allowed; None where the value is fine."""
+        if value is None or self._holds(value):
+            return None
+        if self.choices is None:
+            return f"{key} is {value}; must be {self}"
+        close = difflib.get_close_matches(str(value), [str(name) for name in self.allowed], n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        return f"{key} is {value!r}; {hint}allowed: {self._listed()}"
+
+    def _listed(self) -> str:
+        return f"{', '.join(map(str, self.allowed))}{f', or {FUNCTION}' if self.or_function else ''}"
+
+    def _range(self) -> str:
         low, high = (self.at_least, self.above), (self.at_most, self.below)
+        if low == high == (None, None):
+            return ""
         if high == (None, None):
             if self.above is not None:
                 return "positive" if self.above == 0 else f"above {self.above:g}"
@@ -50,37 +87,52 @@ class Bounds:
         right = f"{self.at_most:g}]" if self.at_most is not None else f"{self.below:g})"
         return f"in {left}, {right}"
 
-    def problem(self, key: str, value: Any) -> str | None:
-        """One line that names the key, the value and what is allowed; None where the value is fine."""
-        if value is None or self._holds(value):
-            return None
-        if not self.allowed:
-            return f"{key} is {value}; must be {self}"
-        close = difflib.get_close_matches(str(value), [str(name) for name in self.allowed], n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        return f"{key} is '{value}'; {hint}allowed: {', '.join(map(str, self.allowed))}"
-
     def _holds(self, value: Any) -> bool:
-        if self.allowed:
-            return value in self.allowed
-        if self.length is not None:
-            return len(value) == self.length
+        if isinstance(value, (list, tuple)):
+            return (self.length is None or len(value) == self.length) and all(map(self._holds_one, value))
+        return self._holds_one(value)
+
+    def _holds_one(self, value: Any) -> bool:
+        if self.choices is not None:
+            return value in self.allowed or (self.or_function and ":" in str(value))
         return (
-            (self.at_least is None or value >= self.at_least)
+            not math.isnan(value)
+            and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
+            and (self.multiple_of is None or value % self.multiple_of == 0)
+            and not (self.finite and math.isinf(value))
         )
 
 
-def bounded(default: Any, **bounds: float) -> Any:
-    """A dataclass field whose number has bounds: any of `at_least`, `above`, `at_most` and `below`."""
-    return dataclasses.field(default=default, metadata={"bounds": Bounds(**bounds)})
+class NumberBounds(TypedDict, total=False):
+    """Keyword arguments of `bounded`."""
+
+    at_least: float
+    above: float
+    at_most: float
+    below: float
+    finite: bool
+    multiple_of: int
+    length: int
 
 
-def choice(default: Any, allowed: Collection[Any]) -> Any:
-    """A dataclass field whose value is one of a few."""
-    return dataclasses.field(default=default, metadata={"bounds": Bounds(allowed=tuple(allowed))})
+def bounded(default: Any = dataclasses.MISSING, **bounds: Unpack[NumberBounds]) -> Any:
+    """A dataclass field whose number, or whose list of numbers, has bounds; see `Bounds`."""
+    return _field(default, Bounds(**bounds))
+
+
+def choice(default: Any, allowed: Collection[Any] | Callable[[], Collection[Any]], *, or_function: bool = False) -> Any:
+    """A dataclass field whose value is one of a few.
+
+    Args:
+        default: The field's default.
+        allowed: The values, or a function that returns them where their table stands further down in the file.
+        or_function: Whether the user's own `module:function` is allowed too.
+    """
+    choices = allowed if callable(allowed) else lambda: allowed
+    return _field(default, Bounds(choices=choices, or_function=or_function))
 
 
 def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
@@ -100,22 +152,51 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
         value, bounds = getattr(config, item.name), bounds_of(item)
         if bounds is not None and (problem := bounds.problem(key, value)) is not None:
             yield problem
-        yield from _nested(value, key)
+        for part_key, part in _nested(value, key):
+            yield from field_problems(part, part_key)
 
 
 def check_fields(config: Any, where: str = "") -> None:
     """Refuse the first value outside its field's bounds; see `field_problems`.
 
     Raises:
-        ValueError: The message names the key, the value and what is allowed.
+        ConfigError: The message names the key, the value and what is allowed.
     """
     for problem in field_problems(config, where):
-        raise ValueError(problem)
+        raise ConfigError(problem)
 
 
-def _nested(value: Any, key: str) -> Iterator[str]:
+def parts_of(config: Any) -> Iterator[Any]:
+    """Yield the dataclasses inside a dataclass, in lists and dictionaries too, those inside a part before it."""
+    for item in dataclasses.fields(config):
+        for _, part in _nested(getattr(config, item.name), ""):
+            yield from parts_of(part)
+            yield part
+
+
+def check_config(config: Any, where: str = "") -> None:
+    """Check a dataclass by all that it declares: bounds of fields, then `validate` of its parts and its own.
+
+    Raises:
+        ConfigError: A value is outside its field's bounds.
+        ValueError, UserError: Fields do not fit together, as `validate` says.
+    """
+    check_fields(config, where)
+    for part in (*parts_of(config), config):
+        if hasattr(part, "validate"):
+            part.validate()
+
+
+def _field(default: Any, bounds: Bounds) -> Any:
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"bounds": bounds})
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def _nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and dataclasses in a field's value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from field_problems(value, key)
+        yield key, value
     elif isinstance(value, dict):
         for name, part in value.items():
             yield from _nested(part, f"{key}.{name}")

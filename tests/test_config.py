@@ -58,7 +58,7 @@ def test_saved_configuration_loads_again(write, tmp_path):
         ("- 1\n", [], "expected keys and values"),
         ("a: [\n", [], "not valid YAML"),
         (GOOD, ["objective.preset=grppo"], "grpo"),
-        (GOOD, ["correct=maths"], "correct is 'maths' but the rewards are: exact"),
+        (GOOD, ["accuracy_reward=maths"], "accuracy_reward is 'maths' but the rewards are: exact"),
         (GOOD, ["rewards=[]"], "rewards is empty"),
         (
             GOOD,

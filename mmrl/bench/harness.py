@@ -46,6 +46,7 @@ from typing import Any
 
 from mmrl.bench.worker import answer_to
 from mmrl.errors import UserError
+from mmrl.fields import bounded, field_problems
 
 __all__ = ["Arm", "BenchOptions", "check", "comparison", "progress", "ratio", "run_arms"]
 
@@ -78,12 +79,12 @@ class Arm:
 class BenchOptions:
     """What the command line says."""
 
-    blocks: int = 0
+    blocks: int = bounded(0, at_least=1)
     """Processes of each arm that measure time, in turns with those of the other arms, and one more measures memory;
     0 is 5, or 1 when `quick`."""
-    repetitions: int = 0
+    repetitions: int = bounded(0, at_least=1)
     """Repetitions that count in each process, after one that does not; 0 is 2, or 1 when `quick`."""
-    threads: int = 1
+    threads: int = bounded(1, at_least=1)
     """Threads of each process."""
     quick: bool = False
     """Tiny sizes, all in this process: finishes in seconds and shows nothing but that it runs."""
@@ -105,10 +106,9 @@ class BenchOptions:
         self.repetitions = self.repetitions or (1 if self.quick else 2)
 
     def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        for name in ("blocks", "repetitions", "threads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; must be at least 1")
+        """Check the bounds of the numbers; raises UserError."""
+        for problem in field_problems(self):
+            raise UserError(f"--{problem}")
 
     def chosen(self, names: Sequence[str]) -> list[str]:
         """Names to run, in the order of `names`; raises UserError for one that does not exist."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.fields import field_problems
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome
 from mmrl.rewards.config import RewardConfig, RewardResult
@@ -104,12 +104,8 @@ def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
         raise UserError(f"a reward has no name; built-in are {', '.join(REWARDS)}, or module:function")
     if names.count(config.name) > 1:
         raise UserError(f"two rewards are called {config.name!r}; give one another name and set its function")
-    if not math.isfinite(config.weight):
-        raise UserError(f"reward {config.name!r}: weight is {config.weight}, expected a finite number")
-    if not config.timeout_s > 0:
-        raise UserError(f"reward {config.name!r}: timeout_s is {config.timeout_s}, expected more than 0")
-    if config.rows not in ("auto", "independent", "together"):
-        raise UserError(f"reward {config.name!r}: rows is {config.rows!r}; use auto, independent or together")
+    for problem in field_problems(config):
+        raise UserError(f"reward {config.name!r}: {problem}")
 
 
 def _make_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Batch:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmrl.fields import bounded, choice
+
 __all__ = ["RewardConfig", "RewardResult"]
+
+ROWS = ("auto", "independent", "together")
 
 
 @dataclass
@@ -19,19 +23,19 @@ class RewardConfig:
     function: str | None = None
     """What `name` stands for, when it is not the function itself."""
 
-    weight: float = 1.0
+    weight: float = bounded(1.0, finite=True)
     """Factor of this term in the sum; 0 only logs it."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, the same for all rows."""
 
-    timeout_s: float = 10.0
+    timeout_s: float = bounded(10.0, above=0)
     """Seconds that one call in a worker process may take; what takes longer is stopped and counted."""
 
     isolate: bool | None = None
     """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
 
-    rows: str = "auto"
+    rows: str = choice("auto", ROWS)
     """auto: users' functions get all rows in one call and, if that fails, each row alone; independent: each row
     alone, spread over the workers; together: always all rows, for functions that compare them."""
 

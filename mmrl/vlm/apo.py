@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
@@ -43,17 +44,10 @@ __all__ = [
 class ApoSettings:
     """Options of the two asymmetric parts."""
 
-    dads: str = "one_minus_exp"
+    dads: str = choice("one_minus_exp", lambda: ("off", *DADS_SHAPES), or_function=True)
     """Shape of the KL weight of positives: one_minus_exp (active in the code), exp, off, or module:function of d."""
-    stcr_base: float = 1.00001
+    stcr_base: float = bounded(1.00001, at_least=1)
     """Base of the length penalty of wrong samples; 1 switches it off; small models need about 1.01 to 1.05."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.stcr_base < 1:
-            raise ValueError(f"apo.stcr_base is {self.stcr_base}; must be at least 1")
-        if self.dads not in (*DADS_SHAPES, "off") and ":" not in self.dads:
-            raise ValueError(f"apo.dads is '{self.dads}'; allowed: off, {', '.join(DADS_SHAPES)}, or module:function")
 
 
 def _apo_objective() -> ObjectiveConfig:
@@ -78,9 +72,8 @@ class ApoConfig(VlmConfig):
     """Base objective; APO needs group standardisation and a KL term in the loss."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.apo.validate()
         objective = make_objective(self.objective)
         if objective.advantage != "group_mean_std":
             raise ValueError(f"APO needs objective.advantage=group_mean_std, not {objective.advantage}")

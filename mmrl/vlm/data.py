@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields, choice
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.tables import Row, read_rows
 from mmrl.vlm.prompts import MediaCells, build_messages, has_marks, make_renderer
@@ -41,6 +42,7 @@ PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
+BAD_ROWS = ("error", "skip")
 
 
 @dataclass
@@ -82,7 +84,7 @@ class DataConfig:
     """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
     image list is empty, no where the data set gives images by column only."""
 
-    max_tasks: int | None = None
+    max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first so many good rows."""
 
     build: str | None = None
@@ -91,7 +93,7 @@ class DataConfig:
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
 
-    on_bad_row: str = "error"
+    on_bad_row: str = choice("error", BAD_ROWS)
     """error: stop at the first bad row and say what is wrong; skip: count and log bad rows, use the rest."""
 
 
@@ -133,7 +135,9 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
         UserError: The file is missing, empty or of unknown kind, a key names no column, no row is usable, or
             a row is bad and `on_bad_row` is "error".
     """
-    _check_config(config)
+    check_fields(config, "data")
+    if not config.path or config.path == MISSING:
+        raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
     build_if_missing(config)
     rows = list(read_rows(config.path, config.split, config.subset))
     if not rows:
@@ -147,15 +151,6 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
         raise UserError(_nothing_left(config.path, loaded))
     _log_skipped(config.path, loaded)
     return loaded
-
-
-def _check_config(config: DataConfig) -> None:
-    if not config.path or config.path == MISSING:
-        raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
-    if config.on_bad_row not in ("skip", "error"):
-        raise UserError(f"data.on_bad_row is {config.on_bad_row!r}; allowed are 'skip' and 'error'")
-    if config.max_tasks is not None and config.max_tasks < 1:
-        raise UserError(f"data.max_tasks is {config.max_tasks}; it must be at least 1, or empty for all")
 
 
 def _is_object(row: Row, config: DataConfig, loaded: LoadedTasks) -> bool:

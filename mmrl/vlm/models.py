@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.training.loop.machine import avoid_refused_instructions
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP
@@ -23,6 +24,8 @@ from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP
 __all__ = ["ARCHITECTURES", "LoraSettings", "ModelConfig", "check_update_precision", "load_policy"]
 
 LOGGER = logging.getLogger("mmrl")
+DTYPES = ("float32", "bfloat16")
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
 @dataclass
@@ -32,13 +35,13 @@ class LoraSettings:
     enabled: bool = False
     """Train adapters and keep every weight of the model, the vision tower included, as it is."""
 
-    rank: int = 16
+    rank: int = bounded(16, at_least=1)
     """Width of the adapters."""
 
     alpha: int = 32
     """The adapters' output is scaled by alpha / rank."""
 
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, at_least=0, below=1)
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
 
     targets: list[str] = field(
@@ -65,10 +68,10 @@ class ModelConfig:
     path: str = MISSING
     """Model folder, or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct."""
 
-    dtype: str = "float32"
+    dtype: str = choice("float32", DTYPES)
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
 
-    attention: str = "sdpa"
+    attention: str = choice("sdpa", ATTENTION)
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
 
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -86,13 +89,13 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
-    min_pixels: int | None = None
+    min_pixels: int | None = bounded(None, at_least=1)
     """Smallest image area in pixels, smaller images are enlarged; empty: what the processor says."""
 
-    max_pixels: int | None = None
+    max_pixels: int | None = bounded(None, at_least=1)
     """Largest image area in pixels, larger images are reduced; empty: what the processor says."""
 
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = bounded(None, at_least=1)
     """Prompts with more tokens are skipped and counted; empty: what the model's positions allow."""
 
     build: str | None = None
@@ -100,6 +103,13 @@ class ModelConfig:
 
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`, after the path."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises UserError."""
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise UserError(f"model.min_pixels={self.min_pixels} is above model.max_pixels={self.max_pixels}")
+        if self.lora.enabled and not self.lora.targets:
+            raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
 
 
 def check_update_precision(config: ModelConfig, learning_rate: float) -> None:
@@ -139,7 +149,7 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> Any:
     from mmrl.vlm.processing import load_processor
     from mmrl.vlm.storage import VALUE_HEAD_FILE, load_value_head
 
-    _check(config)
+    check_config(config, "model")
     if config.dtype == "bfloat16":
         avoid_refused_instructions()
     ensure_torchvision()
@@ -154,29 +164,6 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> Any:
     if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
         load_value_head(policy, Path(config.path))
     return policy.eval()
-
-
-def _check(config: ModelConfig) -> None:
-    for name, value, known in (
-        ("model.dtype", config.dtype, DTYPES),
-        ("model.attention", config.attention, ATTENTION),
-    ):
-        if value not in known:
-            raise UserError(f"{name} is {value!r}; there are: {', '.join(known)}")
-    for name, number in (
-        ("model.min_pixels", config.min_pixels),
-        ("model.max_pixels", config.max_pixels),
-        ("model.max_prompt_tokens", config.max_prompt_tokens),
-        ("model.lora.rank", config.lora.rank),
-    ):
-        if number is not None and number < 1:
-            raise UserError(f"{name} is {number}; it must be at least 1")
-    if config.min_pixels and config.max_pixels and config.min_pixels > config.max_pixels:
-        raise UserError(f"model.min_pixels={config.min_pixels} is above model.max_pixels={config.max_pixels}")
-    if not 0.0 <= config.lora.dropout < 1.0:
-        raise UserError(f"model.lora.dropout is {config.lora.dropout}; it must be in [0, 1)")
-    if config.lora.enabled and not config.lora.targets:
-        raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
 
 
 def _build_if_missing(config: ModelConfig) -> None:
@@ -393,9 +380,6 @@ def _make_value_head(network: Any) -> Any:
 
 BUILD_FILE = "build.json"
 """Beside a model that `model.build` made: the function and its options."""
-
-DTYPES = ("float32", "bfloat16")
-ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",

@@ -34,6 +34,7 @@ from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.regularizers import kl
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
@@ -52,54 +53,34 @@ class PapoSettings:
 
     gamma: float = 0.02
     """Weight of the perception KL."""
-    schedule: str = "fixed"
+    schedule: str = choice("fixed", ("fixed", "annealing"))
     """fixed, or annealing: linear from `gamma` to `gamma_end` over `annealing_ratio` of the steps."""
     gamma_end: float = 0.0
     """Weight at the end of annealing."""
-    annealing_ratio: float = 0.5
+    annealing_ratio: float = bounded(0.5, above=0, at_most=1)
     """Share of the run's steps that annealing takes."""
-    mask_ratio: float = 0.6
+    mask_ratio: float = bounded(0.6, at_least=0, at_most=1)
     """Probability that a patch is black."""
-    patch_size: int = 14
+    patch_size: int = bounded(14, at_least=1)
     """Side of a patch in pixels of the original image."""
-    orientation: str = "code"
+    orientation: str = choice("code", ("code", "paper"))
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
     """Weight eta of the entropy of the policy (double entropy); lowers it."""
     entropy_masked: float = 0.0
     """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
-    entropy: str = "sampled"
+    entropy: str = choice("sampled", ("sampled", "full"))
     """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""
     recompute_masked: bool = False
     """Run the masked pass with gradient at every update instead of once before it."""
-    apply: str = "all"
+    apply: str = choice("all", ("all", "correct_only"))
     """Samples that get the term: all, or correct_only."""
     term_clip: float | None = None
     """Upper bound of the per-token term; the public code's experiment uses 0.2."""
-    token_share: float = 1.0
+    token_share: float = bounded(1.0, above=0, at_most=1)
     """Keep, in each sample, this share of tokens with the largest term; the public code's experiment uses 0.2."""
     sft_coef: float = 0.0
     """Weight of the negative log-likelihood of correct samples; the public code's experiment uses 1e-3."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        choices = {
-            "schedule": ("fixed", "annealing"),
-            "orientation": ("code", "paper"),
-            "entropy": ("sampled", "full"),
-            "apply": ("all", "correct_only"),
-        }
-        for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"papo.{key} is '{getattr(self, key)}'; allowed: {', '.join(allowed)}")
-        if not 0 <= self.mask_ratio <= 1:
-            raise ValueError(f"papo.mask_ratio is {self.mask_ratio}; must be in [0, 1]")
-        if not 0 < self.token_share <= 1:
-            raise ValueError(f"papo.token_share is {self.token_share}; must be in (0, 1]")
-        if not 0 < self.annealing_ratio <= 1:
-            raise ValueError(f"papo.annealing_ratio is {self.annealing_ratio}; must be in (0, 1]")
-        if self.patch_size < 1:
-            raise ValueError(f"papo.patch_size is {self.patch_size}; must be at least 1")
 
 
 def _papo_objective() -> ObjectiveConfig:
@@ -122,11 +103,6 @@ class PapoConfig(VlmConfig):
     """The perception term."""
     objective: ObjectiveConfig = field(default_factory=_papo_objective)
     """Base objective; the default is that of the public scripts, clip 0.2/0.3, dual clip 3, k3 0.01, token mean."""
-
-    def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
-        super().validate()
-        self.papo.validate()
 
 
 def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator) -> Image.Image:

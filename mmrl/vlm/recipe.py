@@ -78,10 +78,9 @@ class VlmConfig(RunConfig):
     """Controller of objective.kl_coef."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
-        self.sampler.validate()
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
         names = [reward.name for reward in self.rewards]

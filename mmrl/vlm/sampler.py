@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.errors import UserError
+from mmrl.errors import ConfigError, UserError
+from mmrl.fields import bounded, check_config
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.decoder import PrefixDecoder
 from mmrl.vlm.lean_weights import LeanWeights, lean_weights, unsupported_reason
@@ -37,23 +38,23 @@ COMPACT_BELOW = 0.75
 class SamplerConfig:
     """How responses are drawn."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = bounded(64, at_least=1)
     """Longest response in tokens."""
 
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, above=0)
     """Logits are divided by it, in sampling and in scoring."""
 
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, above=0, at_most=1)
     """Draw only from the most likely tokens that together have this probability; below 1 the recorded
     log-probabilities stay those of the full distribution."""
 
-    top_k: int = 0
+    top_k: int = bounded(0, at_least=0)
     """Draw only from this many of the most likely tokens; 0 is all."""
 
     stop: list[str] = field(default_factory=list)
     """A response ends with the token that completes one of these strings in its decoded text."""
 
-    batch_rows: int = 256
+    batch_rows: int = bounded(256, at_least=1)
     """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
 
     lean: bool = True
@@ -63,21 +64,9 @@ class SamplerConfig:
     """Use what sampling computed of the prompts until the weights change; with one update on all rows, in it too."""
 
     def validate(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
-        for name, valid, expected in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature > 0.0, "above 0; greedy decoding is a setting of its own"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "0 (off) or positive"),
-            ("batch_rows", self.batch_rows >= 1, "at least 1"),
-            ("stop", all(self.stop), "made of non-empty strings"),
-        ):
-            if not valid:
-                raise ValueError(f"sampler.{name} is {getattr(self, name)}; it must be {expected}")
+        """Refuse empty stop strings; raises ConfigError."""
+        if not all(self.stop):
+            raise ConfigError(f"sampler.stop is {self.stop}; it must be made of non-empty strings")
 
 
 @dataclass
@@ -147,10 +136,7 @@ def sample(
 
 
 def _check_request(prompts: Sequence[Prompt], samples_per_prompt: int, config: SamplerConfig) -> None:
-    try:
-        config.validate()
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    check_config(config, "sampler")
     if not prompts or samples_per_prompt < 1:
         raise UserError(f"there is nothing to sample: {len(prompts)} prompts, {samples_per_prompt} samples each")
 

@@ -61,10 +61,9 @@ class SftConfig(RunConfig):
     """Reward term whose value 1 counts as a right answer; empty = the last term."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
-        self.sampler.validate()
         if self.trainer.samples_per_task != 1:
             raise ValueError(
                 f"trainer.samples_per_task is {self.trainer.samples_per_task}; supervised runs have one completion a "

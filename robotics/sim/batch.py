@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, check_fields, choice
 from robotics.sim.arms import find_arm
 from robotics.sim.backends import Backend, probe_backend, require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
@@ -42,22 +43,14 @@ class BatchSettings:
     """(H, W) pixels; None for states only."""
     camera: str = "front"
     """front or wrist."""
-    state: str = "full"
+    state: str = choice("full", STATES)
     """full, with the poses of the pieces, or proprio, what a robot knows of itself."""
     reward: str = "sparse"
     """sparse, 1 with the step that solves the task, or dense in 0..1."""
-    horizon: int | None = None
+    horizon: int | None = bounded(None, at_least=1)
     """Control steps after which an episode is truncated; that of each task when None."""
     control: ControlSettings = field(default_factory=ControlSettings)
     """Step sizes and workspace."""
-
-    def validate(self) -> None:
-        """Check ranges and names; raises UserError."""
-        self.control.validate()
-        if self.state not in STATES:
-            raise UserError(f"state is {self.state!r}; there are {' and '.join(STATES)}")
-        if self.horizon is not None and self.horizon < 1:
-            raise UserError(f"horizon is {self.horizon}; must be at least 1")
 
 
 @dataclass
@@ -98,7 +91,7 @@ class TabletopBatch:
         backend: str | None = None,
     ) -> None:
         self.settings = settings or BatchSettings()
-        self.settings.validate()
+        check_config(self.settings)
         if not tasks:
             raise UserError("tasks is empty; name at least one")
         self.arm = find_arm(arm)
@@ -238,7 +231,7 @@ class TabletopBatch:
         if self.image_size is None:
             return None
         pictures = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera)
-        pictures.validate()
+        check_fields(pictures, "picture")
         return pictures
 
     def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:

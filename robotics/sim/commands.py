@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 
 __all__ = ["experts", "setup"]
 
@@ -55,7 +56,7 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(base), OmegaConf.from_dotlist(list(options)))
         config: SimConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
-        config.validate()
+        check_config(config, "sim")
     except (OmegaConfBaseException, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from error
     if episodes < 1:

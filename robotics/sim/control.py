@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -33,30 +34,27 @@ CLOSED, OPEN = 1.0, -1.0
 class ControlSettings:
     """How far an action of full size goes and where it may lead."""
 
-    step_m: float = 0.04
+    step_m: float = bounded(0.04, above=0)
     """Way along an axis in one control step."""
-    turn_rad: float = 0.3
+    turn_rad: float = bounded(0.3, above=0)
     """Turn about the vertical in one control step."""
     low_m: tuple[float, float, float] = (0.3, -0.3, 0.012)
     """Lowest x, y, z of the commanded grip; the fingertips reach 1 cm below it."""
     high_m: tuple[float, float, float] = (0.68, 0.3, 0.28)
     """Highest x, y, z."""
-    yaw_rad: float = 1.0
+    yaw_rad: float = bounded(1.0, above=0)
     """Largest turn to either side."""
-    damping: float = 0.02
+    damping: float = bounded(0.02, above=0)
     """Damping of the least squares: how much joint motion is worth an error of the pose."""
     posture: float = 0.1
     """Share of the way back to the home posture in an iteration, within what leaves the grip where it is."""
     joint_step_rad: float = 0.25
     """Largest change of an angle in an iteration."""
-    iterations: int = 3
+    iterations: int = bounded(3, above=0)
     """Iterations of the inverse kinematics in a control step."""
 
     def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        for name in ("step_m", "turn_rad", "yaw_rad", "damping", "iterations"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} of the controller is {getattr(self, name)}; must be more than 0")
+        """Refuse an empty workspace; raises UserError."""
         if not np.all(np.less(self.low_m, self.high_m)):
             raise UserError(f"the workspace from {self.low_m} to {self.high_m} is empty")
 
@@ -81,7 +79,7 @@ class CartesianController:
 
     def __init__(self, arm: ArmModel, settings: ControlSettings | None = None) -> None:
         self.arm, self.settings = arm, settings or ControlSettings()
-        self.settings.validate()
+        check_config(self.settings, "control")
         self._kinematics = arm.kinematics
         self._home = np.array(arm.home_rad)
         pose, _ = self._kinematics(self._home[None])

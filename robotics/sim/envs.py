@@ -18,6 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from mmrl.errors import RunError, UserError
+from mmrl.fields import check_fields
 from robotics.sim.arms import find_arm
 from robotics.sim.backends import require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
@@ -101,7 +102,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         }
         self._renderers: dict[str, FrameRenderer] = {}
         for settings in self._settings.values():
-            settings.validate()
+            check_fields(settings, "picture")
         self._layout, self._elapsed, self._over = -1, 0, True
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = spaces.Dict({kind: KINDS[kind].space(image_size) for kind in self.kinds})

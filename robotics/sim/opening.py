@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
 from robotics.sim.episodes import RobotSim
 
 __all__ = ["SIMULATORS", "SimConfig", "open_sim"]
@@ -16,19 +17,19 @@ __all__ = ["SIMULATORS", "SimConfig", "open_sim"]
 class SimConfig:
     """Where episodes run."""
 
-    kind: str = "tabletop"
+    kind: str = choice("tabletop", lambda: SIMULATORS, or_function=True)
     """tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics, or module:function that returns a
     `RobotSim`."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
     FetchReach-v4 (gymnasium_robotics); the last two run one task."""
-    image_size: int = 64
+    image_size: int = bounded(64, at_least=0)
     """Side of the pictures in pixels; 0 = none. Those of gymnasium are brought to it by the means of areas."""
     camera: str = ""
     """Camera of the pictures; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
-    horizon: int = 0
+    horizon: int = bounded(0, at_least=0)
     """Control steps after which an episode is cut off; 0 = that of the task."""
-    workers: int = 0
+    workers: int = bounded(0, at_least=0)
     """Threads (tabletop) or processes; 0 = the usable cores."""
     arm: str = "panda"
     """tabletop: panda or ur5e."""
@@ -42,12 +43,7 @@ class SimConfig:
     environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.kind not in SIMULATORS and ":" not in self.kind:
-            raise ValueError(f"sim.kind is '{self.kind}'; allowed: {', '.join(SIMULATORS)} or module:function")
-        for name in ("image_size", "horizon", "workers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"sim.{name} is {getattr(self, name)}; must be at least 0")
+        """Check that the fields fit together; raises ValueError."""
         if (self.kind == "gymnasium") != bool(self.env):
             raise ValueError(f"sim.env is '{self.env}' with sim.kind {self.kind}; gymnasium needs it, others have none")
         if self.camera and self.kind in WITHOUT_CAMERAS:

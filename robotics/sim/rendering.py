@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields
 from robotics.sim.backends import open_context, require_backend
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ OPEN_RENDERERS: weakref.WeakSet[FrameRenderer] = weakref.WeakSet()
 class RenderSettings:
     """What a picture shows and what is left out of it to save time."""
 
-    width: int = 128
+    width: int = bounded(128, at_least=1)
     """Pixels."""
-    height: int = 128
+    height: int = bounded(128, at_least=1)
     """Pixels."""
     camera: str | int = FREE_CAMERA
     """Name or number of a camera of the model; -1 is the free camera at its default place."""
@@ -52,12 +53,6 @@ class RenderSettings:
     """Smooth edges with as many samples as the model says."""
     reuse_static: bool = True
     """Draw what never moves once; changes no pixel."""
-
-    def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        for name in ("width", "height"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} of a picture is {getattr(self, name)}; must be at least 1 pixel")
 
 
 def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = None) -> SpecOrModel:
@@ -126,7 +121,7 @@ class FrameRenderer:
         max_geoms: int = 10000,
     ) -> None:
         self.settings = settings or RenderSettings()
-        self.settings.validate()
+        check_fields(self.settings, "picture")
         self.backend = backend or require_backend().name
 
         import mujoco

@@ -95,9 +95,8 @@ class CloneConfig(RobotConfig):
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        self.demonstrations.validate()
         if self.demonstrations.unscaled and self.acting.scale == "none":
             raise ValueError(
                 "demonstrations.unscaled means nothing with acting.scale none; set acting.scale=bounds_q99"

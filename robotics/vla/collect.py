@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded, choice
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import PolicyInputs
@@ -30,28 +31,17 @@ SCALES = ("none", "bounds_q99")
 class ActingSettings:
     """How a policy turns what it predicts into what the robot does."""
 
-    n_action_steps: int = 0
+    n_action_steps: int = bounded(0, at_least=0)
     """Control steps of a chunk that are carried out before the policy looks again; 0 = all of them."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, above=0)
     """Divides the logits while sampling and in every log-probability of the update."""
-    ensemble: float = 0.0
+    ensemble: float = bounded(0.0, at_least=0)
     """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks; 0 = none. Looks every
     step."""
-    scale: str = "none"
+    scale: str = choice("none", SCALES)
     """none: the policy's actions are the simulator's own -1..1; bounds_q99: they are normalised, and the policy's
     statistics bring them to the units of the data that it was cloned from, which then are the simulator's. A policy
     keeps what it was cloned with."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.n_action_steps < 0:
-            raise ValueError(f"acting.n_action_steps is {self.n_action_steps}; must be at least 0, 0 = the whole chunk")
-        if self.temperature <= 0:
-            raise ValueError(f"acting.temperature is {self.temperature}; must be above 0")
-        if self.ensemble < 0:
-            raise ValueError(f"acting.ensemble is {self.ensemble}; must be at least 0, 0 = none")
-        if self.scale not in SCALES:
-            raise ValueError(f"acting.scale is '{self.scale}'; allowed: {', '.join(SCALES)}")
 
 
 @dataclass

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded
 from robotics.vla.policy import PolicyInputs
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class DemonstrationConfig:
     cache: str = ""
     """Folder for decoded pictures, which are then mapped from disk and shared by all processes of a machine, not held
     in each one's memory; a picture of 256 x 256 takes 197 kB. Empty = in memory."""
-    max_episodes: int = 0
+    max_episodes: int = bounded(0, at_least=0)
     """Episodes that are learnt from, the first ones; 0 = all."""
     only_success: bool = True
     """Leave out episodes that are marked as failures."""
@@ -53,11 +54,9 @@ class DemonstrationConfig:
     """Entries of an action that `acting.scale: bounds_q99` leaves alone, such as a gripper; -1 is the last one."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
+        """Refuse an empty path; raises ValueError."""
         if not self.path:
             raise ValueError("demonstrations.path is empty; name the folder of a LeRobotDataset")
-        if self.max_episodes < 0:
-            raise ValueError(f"demonstrations.max_episodes is {self.max_episodes}; must be at least 0, 0 = all")
 
 
 class Moment(NamedTuple):

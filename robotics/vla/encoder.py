@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 from robotics.vla.vocabulary import PADDING, Vocabulary
@@ -37,19 +38,19 @@ GROUPS = 8
 class EncoderConfig:
     """Sizes of the observation encoder."""
 
-    image_size: tuple[int, int] | None = (64, 64)
+    image_size: tuple[int, int] | None = bounded((64, 64), at_least=32, multiple_of=32)
     """Height and width in pixels, multiples of 32; None for a policy that sees no pictures."""
     state_size: int | None = None
     """Entries of the state; None for a policy that is not told it."""
-    width: int = 128
+    width: int = bounded(128, at_least=1)
     """Width of the transformer, a multiple of 8 * heads."""
-    layers: int = 3
+    layers: int = bounded(3, at_least=1)
     """Blocks of the transformer."""
-    heads: int = 4
+    heads: int = bounded(4, at_least=1)
     """Attention heads."""
-    channels: int = 48
+    channels: int = bounded(48, at_least=1, multiple_of=GROUPS)
     """Feature maps of the image stem, a multiple of 8."""
-    keypoints: int = 32
+    keypoints: int = bounded(32, at_least=0)
     """Places that the stem reports; 0 for none."""
     words: int = 32
     """Most words of an instruction."""
@@ -62,15 +63,8 @@ class EncoderConfig:
         """Check that the sizes fit together; raises UserError."""
         if self.image_size is None and self.state_size is None:
             raise UserError("the policy sees neither pictures nor a state; set image_size or state_size")
-        if self.image_size is not None and any(side < 32 or side % 32 for side in self.image_size):
-            raise UserError(f"image_size is {tuple(self.image_size)}; both must be multiples of 32")
-        if self.heads < 1 or self.width < 1 or self.width % (8 * self.heads):
+        if self.width % (8 * self.heads):
             raise UserError(f"width={self.width} must be a multiple of 8 * heads={8 * self.heads}")
-        if self.channels < 1 or self.channels % GROUPS or self.layers < 1 or self.keypoints < 0:
-            raise UserError(
-                f"channels={self.channels} must be a multiple of {GROUPS}, layers={self.layers} at least 1 and "
-                f"keypoints={self.keypoints} at least 0"
-            )
 
 
 class StateScale(nn.Module):
@@ -115,7 +109,7 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, config: EncoderConfig, vocabulary: Vocabulary, queries: int) -> None:
         super().__init__()
-        config.validate()
+        check_config(config, "encoder")
         self.config, self.vocabulary = config, vocabulary
         width = config.width
         self.instruction = _InstructionEncoder(len(vocabulary), config.words, width, config.heads)

@@ -25,6 +25,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from mmrl.errors import RunError
+from mmrl.fields import bounded
 from mmrl.training.loop.distributed import merge_lists, shard
 from mmrl.training.loop.recipe import Evaluation
 from mmrl.training.loop.seeds import make_generator
@@ -52,23 +53,13 @@ class RobotEvaluationConfig(EvaluationConfig):
 
     samples: int = 0
     """Further episodes of each initial state with sampled actions; 0 = none."""
-    videos: int = 2
+    videos: int = bounded(2, at_least=0)
     """First failures and first successes of the headline split that are kept as mp4, that many of each; 0 = none. None
     either where the simulator draws nothing and there is no `video_size`."""
-    fps: int = 10
+    fps: int = bounded(10, at_least=1)
     """Control steps that a second of video shows."""
-    video_size: int = 0
+    video_size: int = bounded(0, at_least=0)
     """Side of the videos in pixels, drawn by a simulator opened for them; 0 = what the policy sees."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        super().validate()
-        if self.videos < 0:
-            raise ValueError(f"evaluation.videos is {self.videos}; must be at least 0, 0 = none")
-        if self.fps < 1:
-            raise ValueError(f"evaluation.fps is {self.fps}; must be at least 1")
-        if self.video_size < 0:
-            raise ValueError(f"evaluation.video_size is {self.video_size}; must be at least 0")
 
 
 def evaluate_split(

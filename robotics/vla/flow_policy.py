@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from diffusion.forward_process import mix
 from diffusion.steps import FlowSdeStep, OdeStep
-from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
 from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
@@ -43,34 +43,22 @@ FREQUENCIES = 16
 class FlowPolicyConfig:
     """What the policy sees and does."""
 
-    action_size: int
+    action_size: int = bounded(at_least=1)
     """D, numbers of an action."""
-    chunk: int = 8
+    chunk: int = bounded(8, at_least=1)
     """K, control steps that are predicted at once."""
-    steps: int = 5
+    steps: int = bounded(5, at_least=2)
     """S, denoising steps."""
-    noise_level: float = 0.5
+    noise_level: float = bounded(0.5, above=0)
     """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
-    logp_reduction: str = "sum"
+    logp_reduction: str = choice("sum", REDUCTIONS)
     """sum: log-density of a step, as clip ranges of other policies assume; mean: a K D-th of it, as for images."""
-    hidden: int = 256
+    hidden: int = bounded(256, at_least=1)
     """Width of the velocity network."""
-    blocks: int = 3
+    blocks: int = bounded(3, at_least=1)
     """Residual blocks of the velocity network."""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     """Sizes of the observation encoder."""
-
-    def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        for name in ("action_size", "chunk", "hidden", "blocks"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; must be at least 1")
-        if self.steps < 2:
-            raise UserError(f"steps is {self.steps}; must be at least 2, the noise of a single one would be infinite")
-        if self.noise_level <= 0:
-            raise UserError(f"noise_level is {self.noise_level}; must be above 0, else nothing has a log-probability")
-        if self.logp_reduction not in REDUCTIONS:
-            raise UserError(f"logp_reduction is {self.logp_reduction!r}; available: {', '.join(REDUCTIONS)}")
 
 
 class FlowActionPolicy(EncodedPolicy):
@@ -92,7 +80,7 @@ class FlowActionPolicy(EncodedPolicy):
 
     def __init__(self, config: FlowPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
         super().__init__()
-        config.validate()
+        check_config(config)
         self.config, self.vocabulary = config, vocabulary
         self.chunk, self.action_size, self.decisions = config.chunk, config.action_size, config.steps
         with torch.random.fork_rng(devices=[]):

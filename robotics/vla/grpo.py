@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.recipe import RobotConfig, RobotRecipe
@@ -31,16 +32,10 @@ REWARDS = ("sparse", "dense")
 class RobotGrpoConfig(RobotConfig):
     """A GRPO run of a robot policy."""
 
-    reward: str = "sparse"
+    reward: str = choice("sparse", REWARDS)
     """sparse: 1 for success, else 0; dense: the simulator's reward at the end of the episode."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
-
-    def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
-        super().validate()
-        if self.reward not in REWARDS:
-            raise ValueError(f"reward is '{self.reward}'; allowed: {', '.join(REWARDS)}")
 
 
 class RobotGrpoRecipe(RobotRecipe):

@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EmbeddedTrajectories", "RowLatent", "TrajectoryLatent", "check_film", "check_network"]
+__all__ = ["EmbeddedTrajectories", "RowLatent", "TrajectoryLatent", "check_film", "check_path"]
 
 REASON_CHARACTERS = 200
 
@@ -149,15 +149,10 @@ class RowLatent(ABC):
         """(b, E) latents of what `_prepare` returned."""
 
 
-def check_network(settings: Any, kind: str) -> None:
-    """Check the settings `path`, `batch_size` and `cache` of a latent that runs a network; raises UserError."""
-    if not settings.path:
+def check_path(path: str, kind: str) -> None:
+    """Refuse a latent that runs a network without the folder of its model; raises UserError."""
+    if not path:
         raise UserError(f"the latent {kind} needs `path`, the folder of its model")
-    if settings.batch_size < 1 or settings.cache < 0:
-        raise UserError(
-            f"the latent {kind} has batch_size={settings.batch_size}, at least 1, and cache={settings.cache}, at "
-            "least 0"
-        )
 
 
 def check_film(frames: NDArray[np.uint8] | None) -> NDArray[np.uint8]:

@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_film, check_network
+from mmrl.fields import bounded, check_config, choice
+from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_film, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
 from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, crop_clip, sample_indices
 
@@ -55,7 +56,7 @@ SMALLEST_STD = 1e-6
 class LatentConfig:
     """What episodes are compared by."""
 
-    kind: str = "video"
+    kind: str = choice("video", lambda: LATENTS)
     """A name of `LATENTS`: vjepa2, video, pixels or state."""
     path: str = ""
     """vjepa2: model folder or hub id; video: folder of the encoder; state: a LeRobotDataset that gives the scale."""
@@ -63,18 +64,16 @@ class LatentConfig:
     """module:function that writes the folder where it is missing; is given the path and `build_options`."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Options of `build`."""
-    frames: str = "step"
+    frames: str = choice("step", FRAME_RATES)
     """Pictures that are drawn for it: of every control step, or only where the policy looks (chunk)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of that kind, see its settings class; state needs `mean` and `std` where there is no path."""
 
     def validate(self) -> None:
-        """Check names and options; raises UserError."""
-        if self.frames not in FRAME_RATES:
-            raise UserError(f"latent.frames is {self.frames!r}; there are: {', '.join(FRAME_RATES)}")
+        """Check the options of the kind; raises UserError."""
         settings = _settings_of(self)
         if not (isinstance(settings, StateSettings) and self.path):  # the dataset may still be to be built
-            settings.validate()
+            check_config(settings, "latent")
 
 
 @dataclass
@@ -85,29 +84,24 @@ class VideoSettings:
     """Folder that `VideoEncoder.save_pretrained` wrote."""
     pooling: str = "mean_and_end"
     """mean over time, end, or both side by side; a mean alone tells where the robot spent its time."""
-    batch_size: int = 16
+    batch_size: int = bounded(16, at_least=1)
     """Trajectories at once."""
     device: str = "cpu"
     """Where the model runs."""
-    cache: int = 4096
+    cache: int = bounded(4096, at_least=0)
     """Latents kept by content."""
 
     def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        check_network(self, "video")
+        """Refuse an empty path; raises UserError."""
+        check_path(self.path, "video")
 
 
 @dataclass
 class PixelSettings:
     """Settings of the pixel latent."""
 
-    side: int = 8
+    side: int = bounded(8, at_least=1)
     """Pixels on a side of the small pictures."""
-
-    def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        if self.side < 1:
-            raise UserError(f"side of the latent pixels is {self.side}; at least 1")
 
 
 @dataclass
@@ -116,20 +110,18 @@ class StateSettings:
 
     mean: list[float] = field(default_factory=list)
     """(S,) of the states of a data set; see `state_statistics`."""
-    std: list[float] = field(default_factory=list)
+    std: list[float] = bounded([], at_least=0)
     """(S,) standard deviations; where one is 0 the entry is only centred."""
-    points: int = 8
+    points: int = bounded(8, at_least=1)
     """Moments at equal shares of the episode, both ends included, between which states are interpolated."""
 
     def validate(self) -> None:
-        """Check ranges; raises UserError."""
+        """Check that each entry of the state has a mean and a deviation; raises UserError."""
         if not self.mean or len(self.mean) != len(self.std):
             raise UserError(
                 f"the latent state needs the mean and std of the states, one number an entry; mean has "
                 f"{len(self.mean)} and std {len(self.std)}. `state_statistics(states)` computes both from trajectories"
             )
-        if min(self.std) < 0 or self.points < 1:
-            raise UserError(f"the latent state has points={self.points}, at least 1, and std={self.std}, none negative")
 
 
 class VideoLatent(RowLatent):
@@ -145,7 +137,7 @@ class VideoLatent(RowLatent):
 
     def __init__(self, settings: VideoSettings, encoder: VideoEncoder | None = None) -> None:
         if encoder is None:
-            settings.validate()
+            check_config(settings, "latent")
         loaded = encoder if encoder is not None else VideoEncoder.from_pretrained(settings.path)
         self.settings = settings
         self._device = torch.device(settings.device)
@@ -174,7 +166,7 @@ class PixelLatent(RowLatent):
     """
 
     def __init__(self, settings: PixelSettings) -> None:
-        settings.validate()
+        check_config(settings, "latent")
         self.settings = settings
         super().__init__(2 * settings.side**2 * 3)
 
@@ -198,7 +190,7 @@ class StateLatent(RowLatent):
     """
 
     def __init__(self, settings: StateSettings) -> None:
-        settings.validate()
+        check_config(settings, "latent")
         std = np.asarray(settings.std, np.float64)
         self.settings = settings
         self._mean, self._std = np.asarray(settings.mean, np.float64), np.where(std > SMALLEST_STD, std, 1.0)
@@ -235,7 +227,7 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     """
     from mmrl.hub.building import build_if_missing
 
-    config.validate()
+    check_config(config, "latent")
     build_if_missing(config, "latent")
     settings = _settings_of(config)
     if isinstance(settings, StateSettings) and not settings.mean:
@@ -264,8 +256,6 @@ def state_statistics(states: Sequence[NDArray[np.float32]]) -> tuple[list[float]
 
 
 def _settings_of(config: LatentConfig) -> Any:
-    if config.kind not in LATENTS:
-        raise UserError(f"latent.kind is {config.kind!r}; there are: {', '.join(LATENTS)}")
     settings = LATENTS[config.kind][0]
     known = [entry.name for entry in fields(settings)]
     unknown = sorted(set(config.options) - set(known))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
 from robotics.sim.episodes import RobotSim
 from robotics.vla.policy import ActionPolicy, ModuleAdapter, open_policy
 
@@ -23,23 +24,19 @@ class ActionPolicyConfig:
 
     path: str = ""
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
-    kind: str = "small"
+    kind: str = choice("small", lambda: POLICIES, or_function=True)
     """New ones: small, flow, vlm, or module:function that returns an ActionPolicy or a module with act and log_probs.
     With a path, only a user's function is looked at: it builds what the weights are read into."""
-    chunk: int = 8
+    chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once; a saved one keeps its own."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the policy's configuration, or arguments of the user's function. With a path only `vlm`: what
     of the saved model's settings is to be otherwise, such as dtype, attention or gradient_checkpointing."""
 
     def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.kind not in POLICIES and ":" not in self.kind:
-            raise ValueError(f"model.kind is '{self.kind}'; allowed: {', '.join(POLICIES)} or module:function")
+        """Check that the fields fit together; raises ValueError."""
         if self.path and set(self.options) - {"vlm"} and ":" not in self.kind:
             raise ValueError("model.options mean nothing with model.path, but for vlm; a saved policy brings its own")
-        if self.chunk < 1:
-            raise ValueError(f"model.chunk is {self.chunk}; must be at least 1")
 
 
 def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields, choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,42 +57,26 @@ INVALID = ("nan", "zero")
 class ProgressSettings:
     """Numbers of the progress reward; the defaults are the released code's but for `eps_mode` and `invalid`."""
 
-    alpha: float = 0.6
+    alpha: float = bounded(0.6, above=0, below=1)
     """What a failure can earn at most; below 1, so that nothing that only looks like a success is worth as much."""
-    steepness: float = 10.0
+    steepness: float = bounded(10.0, above=0, finite=True)
     """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
-    offset: float = 0.5
+    offset: float = bounded(0.5, finite=True)
     """Normalised distance that earns half of alpha; norms minmax and absolute."""
-    eps: float = 0.5
+    eps: float = bounded(0.5, above=0, finite=True)
     """Radius of DBSCAN over the standardised successes; see `eps_mode`."""
-    eps_mode: str = "per_sqrt_dim"
+    eps_mode: str = choice("per_sqrt_dim", EPS_MODES)
     """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute takes it as it is."""
-    min_samples: int = 2
+    min_samples: int = bounded(2, at_least=1)
     """Successes within the radius, itself included, that make one of them the core of a cluster."""
-    norm: str = "minmax"
+    norm: str = choice("minmax", lambda: NORMS)
     """minmax over the task's failures (code), zscore over them (paper), absolute against the successes' own spread."""
     squared: bool = False
     """Whether distances are squared before they are normalised."""
-    memory: int = 0
+    memory: int = bounded(0, at_least=0)
     """Latest successes of a task to keep as references for later batches; 0 refers to the batch only."""
-    invalid: str = "nan"
+    invalid: str = choice("nan", INVALID)
     """Reward of a trajectory that could not be embedded: nan (to be dropped and counted) or zero (code)."""
-
-    def validate(self) -> None:
-        """Check ranges and names; raises UserError."""
-        for name, known in (("eps_mode", EPS_MODES), ("norm", tuple(NORMS)), ("invalid", INVALID)):
-            if getattr(self, name) not in known:
-                raise UserError(f"progress.{name} is {getattr(self, name)!r}; there are: {', '.join(known)}")
-        if not 0 < self.alpha < 1:
-            raise UserError(f"progress.alpha is {self.alpha}; above 0 and below 1, what a success earns")
-        for name in ("steepness", "eps"):
-            if not (getattr(self, name) > 0 and np.isfinite(getattr(self, name))):
-                raise UserError(f"progress.{name} is {getattr(self, name)}; must be positive")
-        if not np.isfinite(self.offset):
-            raise UserError(f"progress.offset is {self.offset}; must be finite")
-        for name, least in (("min_samples", 1), ("memory", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"progress.{name} is {getattr(self, name)}; at least {least}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +144,7 @@ def progress_rewards(
 
     Source: sii-research/siiRL siirl/utils/reward_score/embodied.py; the paper's form: SRPO, arXiv 2511.15605.
     """
-    settings.validate()
+    check_fields(settings, "progress")
     points, won, sound = _check_rows(latents, success, valid, tasks)
     places = _places_by_task(tasks)
     reward = np.where(sound, won.astype(np.float64), np.nan if settings.invalid == "nan" else 0.0)

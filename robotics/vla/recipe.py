@@ -23,6 +23,7 @@ from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.fields import choice
 from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
@@ -61,7 +62,7 @@ class RobotConfig(RunConfig):
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
     """How actions are drawn and carried out."""
-    logp_level: str = "token"
+    logp_level: str = choice("token", LEVELS)
     """token: every action token (or denoising step) is a decision; chunk: the sum over a chunk is one."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """What is optimised."""
@@ -71,13 +72,8 @@ class RobotConfig(RunConfig):
     """Evaluation over fixed initial states."""
 
     def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
+        """Check that the parts fit together; raises ValueError."""
         super().validate()
-        parts: tuple[Any, ...] = (self.model, self.sim, self.data, self.acting, *self.eval_data.values())
-        for part in parts:
-            part.validate()
-        if self.logp_level not in LEVELS:
-            raise ValueError(f"logp_level is '{self.logp_level}'; allowed: {', '.join(LEVELS)}")
         objective = make_objective(self.objective)
         if objective.needs_values:
             raise ValueError(

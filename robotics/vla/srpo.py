@@ -61,12 +61,6 @@ class SrpoConfig(RobotConfig):
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation."""
 
-    def validate(self) -> None:
-        """Check ranges and that the parts fit together; raises ValueError."""
-        super().validate()
-        self.progress.validate()
-        self.latent.validate()
-
 
 class SrpoRecipe(RobotRecipe):
     """The progress reward; see the module."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
 from robotics.sim.episodes import EpisodeSpec
 
 __all__ = ["EpisodeSetConfig", "episode_id", "list_episodes"]
@@ -19,21 +20,12 @@ class EpisodeSetConfig:
 
     tasks: list[str] = field(default_factory=list)
     """Names of the simulator's tasks; empty = all."""
-    layouts: int = 50
+    layouts: int = bounded(50, at_least=1)
     """Initial states of each task."""
-    first: int = 0
+    first: int = bounded(0, at_least=0)
     """Number of the first of them."""
-    split: str = "train"
+    split: str = choice("train", SPLITS)
     """train or held_out, whose layouts are never the same, or all, the stored states of LIBERO in their order."""
-
-    def validate(self) -> None:
-        """Check ranges; raises ValueError."""
-        if self.layouts < 1:
-            raise ValueError(f"layouts is {self.layouts}; must be at least 1")
-        if self.first < 0:
-            raise ValueError(f"first is {self.first}; must be at least 0")
-        if self.split not in SPLITS:
-            raise ValueError(f"split is '{self.split}'; allowed: {', '.join(SPLITS)}")
 
 
 def list_episodes(

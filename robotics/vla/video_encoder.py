@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,60 +67,40 @@ VARIANCE_FLOOR = 1e-12
 class VideoEncoderConfig:
     """Sizes of a video encoder; the defaults have 0.2 million parameters."""
 
-    height: int = 64
+    height: int = bounded(64, at_least=1, multiple_of=DOWNSCALE)
     """Pixels of the frames that it sees, a multiple of 8; others are resized to it."""
-    width: int = 64
+    width: int = bounded(64, at_least=1, multiple_of=DOWNSCALE)
     """Pixels, a multiple of 8."""
-    channels: int = 16
+    channels: int = bounded(16, at_least=1, multiple_of=NORM_GROUPS)
     """Channels after the first convolution, a multiple of 4; the next two have 2 and 4 times as many."""
-    frame_channels: int = 16
+    frame_channels: int = bounded(16, at_least=1)
     """Channels of the last map of a frame, each a value at every 8th pixel."""
-    size: int = 64
+    size: int = bounded(64, at_least=1)
     """Entries of a moment's latent."""
-    clip_frames: int = 16
+    clip_frames: int = bounded(16, at_least=2)
     """Frames taken of a trajectory, evenly over its length, to embed it."""
-
-    def validate(self) -> None:
-        """Check that the sizes fit together; raises UserError."""
-        for field in fields(self):
-            least = 2 if field.name == "clip_frames" else 1
-            if getattr(self, field.name) < least:
-                raise UserError(f"{field.name} of a video encoder is {getattr(self, field.name)}; at least {least}")
-        for name, factor in (("height", DOWNSCALE), ("width", DOWNSCALE), ("channels", NORM_GROUPS)):
-            if getattr(self, name) % factor:
-                raise UserError(f"{name} of a video encoder is {getattr(self, name)}; a multiple of {factor}")
 
 
 @dataclass(frozen=True)
 class VideoTraining:
     """How a video encoder is trained; the defaults take one to two minutes on two cores with 64x64 frames."""
 
-    steps: int = 300
+    steps: int = bounded(300, at_least=1)
     """Optimiser steps."""
-    batch: int = 16
+    batch: int = bounded(16, at_least=1)
     """Trajectories a step."""
-    moments: int = 12
+    moments: int = bounded(12, at_least=2)
     """Frames of each, at random times; every pair of them is one example."""
-    scale: float = 4.0
+    scale: float = bounded(4.0, above=0, finite=True)
     """Distance of the latents of the two ends of a trajectory."""
-    learning_rate: float = 1e-3
+    learning_rate: float = bounded(1e-3, at_least=0, finite=True)
     """Peak, after a tenth of the steps of warm-up; falls to 0 along a cosine."""
-    weight_decay: float = 0.01
+    weight_decay: float = bounded(0.01, at_least=0, finite=True)
     """Of AdamW."""
-    pixel_noise: float = 0.05
+    pixel_noise: float = bounded(0.05, at_least=0, finite=True)
     """Standard deviation of the noise added to the frames, pixels being in 0..1."""
     seed: int = 0
     """Of the first weights, the frames and the noise."""
-
-    def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        for name, least in (("steps", 1), ("batch", 1), ("moments", 2)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} of the video training is {getattr(self, name)}; at least {least}")
-        for name in ("scale", "learning_rate", "weight_decay", "pixel_noise"):
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)) or (name == "scale" and value == 0):
-                raise UserError(f"{name} of the video training is {value}; must be finite and positive")
 
 
 class VideoEncoder(nn.Module):
@@ -134,7 +115,7 @@ class VideoEncoder(nn.Module):
 
     def __init__(self, config: VideoEncoderConfig) -> None:
         super().__init__()
-        config.validate()
+        check_fields(config, "encoder")
         self.config = config
         widths = [3, config.channels, 2 * config.channels, 4 * config.channels]
         cells = (config.height // DOWNSCALE) * (config.width // DOWNSCALE)
@@ -249,8 +230,8 @@ def train_video_encoder(
         UserError: no trajectory, one of another shape, or a setting out of range.
     """
     sizes, how = config or VideoEncoderConfig(), training or VideoTraining()
-    sizes.validate()
-    how.validate()
+    check_fields(sizes, "encoder")
+    check_fields(how, "training")
     videos = _prepare_videos(frames, sizes)
     generator = torch.Generator().manual_seed(how.seed)
     with torch.random.fork_rng(devices=[]):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from robotics.vla.latent_rows import RowLatent, check_film, check_network
+from mmrl.fields import bounded, check_config, choice
+from robotics.vla.latent_rows import RowLatent, check_film, check_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,20 +34,18 @@ class Vjepa2Settings:
 
     path: str = ""
     """Folder or hub name of a V-JEPA 2 model for transformers, e.g. facebook/vjepa2-vitg-fpc64-384."""
-    pad: str = "cycle"
+    pad: str = choice("cycle", PADS)
     """What fills up a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
-    batch_size: int = 1
+    batch_size: int = bounded(1, at_least=1)
     """Trajectories at once."""
     device: str = "cpu"
     """Where the model runs; in float16 on a GPU, in float32 on the CPU."""
-    cache: int = 4096
+    cache: int = bounded(4096, at_least=0)
     """Latents kept by content."""
 
     def validate(self) -> None:
-        """Check ranges; raises UserError."""
-        check_network(self, "vjepa2")
-        if self.pad not in PADS:
-            raise UserError(f"pad of the latent vjepa2 is {self.pad!r}; there are: {', '.join(PADS)}")
+        """Refuse an empty path; raises UserError."""
+        check_path(self.path, "vjepa2")
 
 
 class Vjepa2Latent(RowLatent):
@@ -66,7 +65,7 @@ class Vjepa2Latent(RowLatent):
     """
 
     def __init__(self, settings: Vjepa2Settings) -> None:
-        settings.validate()
+        check_config(settings, "latent")
         model = _load_vjepa2(settings.path)
         self.settings = settings
         self._device = torch.device(settings.device)

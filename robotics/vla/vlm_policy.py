@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
 from robotics.vla.action_tokens import ActionTokenizer
 from robotics.vla.encoder import StateScale
 from robotics.vla.policy import PolicyInputs, TokenPolicy
@@ -60,9 +61,9 @@ class VlmActionConfig:
     """openvla or uniform, see `ActionTokenizer`."""
     first_id: int | None = None
     """First of these ids; empty: the last ones of the vocabulary that stand for text."""
-    placeholders: str = "zero"
+    placeholders: str = choice("zero", PLACEHOLDERS)
     """Embeddings of the placeholders: zero, as OpenVLA-OFT has them, or learned, one each."""
-    state_size: int | None = None
+    state_size: int | None = bounded(None, at_least=1)
     """Entries of the state, which becomes one token; None for a policy that is not told it."""
     prompt: str = "What action should the robot take to {instruction}?"
     """What the robot is asked; the instruction is lower-cased."""
@@ -72,6 +73,11 @@ class VlmActionConfig:
     """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
     seed: int = 0
     """Seed of what is added to the model."""
+
+    def validate(self) -> None:
+        """Check the prompt; raises UserError."""
+        if "{instruction}" not in self.prompt:
+            raise UserError(f"the prompt {self.prompt!r} has no {{instruction}}")
 
 
 class VlmActionPolicy(TokenPolicy):
@@ -90,7 +96,7 @@ class VlmActionPolicy(TokenPolicy):
     def __init__(self, vlm: VlmPolicy, config: VlmActionConfig) -> None:
         tokenizer = ActionTokenizer(config.bins, config.token_mode)
         super().__init__(tokenizer, config.chunk, config.action_size, config.label_smoothing, config.label_spread)
-        _check(config)
+        check_config(config)
         self.config, self.vlm = config, vlm
         first = _first_id(vlm, config)
         self.register_buffer("action_ids", torch.arange(first, first + config.bins), persistent=False)
@@ -267,15 +273,6 @@ class _Extra(nn.Module):
             raise UserError(f"the policy was built for a state of {size} entries, it is given {found or 'none'}")
         state: Tensor = self.project(self.scale(batch.state.to(device)))
         return torch.cat([state[:, None].to(tokens.dtype), tokens], 1)
-
-
-def _check(config: VlmActionConfig) -> None:
-    if config.placeholders not in PLACEHOLDERS:
-        raise UserError(f"placeholders is {config.placeholders!r}; available: {', '.join(PLACEHOLDERS)}")
-    if "{instruction}" not in config.prompt:
-        raise UserError(f"the prompt {config.prompt!r} has no {{instruction}}")
-    if config.state_size is not None and config.state_size < 1:
-        raise UserError(f"state_size is {config.state_size}; must be at least 1, or empty")
 
 
 def _first_id(vlm: VlmPolicy, config: VlmActionConfig) -> int:

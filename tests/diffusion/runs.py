@@ -67,7 +67,7 @@ def run_config(name: str, folder: Path, **trainer: Any) -> Any:
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )
     config.sampler = dataclasses.replace(config.sampler, steps=4, eval_steps=3)
-    if hasattr(config, "draws"):
+    if hasattr(config, "timesteps"):
         config.timesteps = dataclasses.replace(config.timesteps, count=3, fraction=0.99)
     options = {"steps": 2, "tasks_per_step": 2, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
     config.trainer = dataclasses.replace(config.trainer, **options)

@@ -222,8 +222,8 @@ def test_an_averaging_leaves_the_users_own_choice_alone(tmp_path):
         ("weighting", "cubic", "allowed: uniform, t, t2, huber, ghuber"),
         ("average", "mean", "allowed: exp_first, sum_first, bgpo"),
         ("kl_kind", "k3", "allowed: uniform, elbo"),
-        ("power", 0.0, "power must be above 0"),
-        ("ema_limit", 1.0, "ema_limit in"),
+        ("power", 0.0, "awm.power is 0.0; must be positive"),
+        ("ema_limit", 1.0, r"awm.ema_limit is 1.0; must be in \[0, 1\)"),
     ],
 )
 def test_unknown_choices_name_what_is_allowed(key, value, message, tmp_path):

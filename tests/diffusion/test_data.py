@@ -8,6 +8,7 @@ import pytest
 
 from diffusion.data import PromptConfig, columns_of, load_prompts
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 
 
 def long_word(prompt):
@@ -79,7 +80,7 @@ def test_build_functions_write_what_is_missing(tmp_path):
 @pytest.mark.parametrize(("key", "value"), [("on_bad_row", "ignore"), ("max_tasks", 0)])
 def test_options_out_of_range_are_refused(key, value):
     with pytest.raises(ValueError, match=rf"data\.{key} is"):
-        PromptConfig(path="x.txt", **{key: value}).validate()
+        check_config(PromptConfig(path="x.txt", **{key: value}), "data")
 
 
 def test_columns_of_no_rows_are_none():

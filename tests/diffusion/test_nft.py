@@ -69,7 +69,7 @@ def test_advantage_modes():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("beta", 0.0, "must be above 0"),
+        ("beta", 0.0, "must be positive"),
         ("old_schedule", 3, "allowed: 0, 1, 2"),
         ("advantage_mode", "x", "allowed: all"),
     ],

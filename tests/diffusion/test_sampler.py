@@ -8,6 +8,7 @@ import torch
 from diffusion.guidance import euler_ode
 from diffusion.sampler import SamplerConfig, guided, row_noise, sample_latents, sample_trajectories, trained_window
 from diffusion.schedule import sigma_grid
+from mmrl.fields import check_config
 from tests.diffusion.runs import build, run_config
 
 
@@ -115,4 +116,4 @@ def test_window_and_fraction():
 )
 def test_numbers_out_of_range_are_refused(change):
     with pytest.raises(ValueError, match=rf"sampler\.{list(change)[-1]} is"):
-        SamplerConfig(**change).validate()
+        check_config(SamplerConfig(**change), "sampler")

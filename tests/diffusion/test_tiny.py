@@ -99,9 +99,9 @@ def test_sizes_reach_the_parts(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "culprit"),
     [
-        ({"layers": 0}, "layers=0"),
+        ({"layers": 0}, "layers is 0; must be at least 1"),
         ({"text_width": 100}, "text_width=100"),
-        ({"vae_widths": (6,)}, r"vae_widths=\(6,\)"),
+        ({"vae_widths": (6,)}, r"vae_widths is \(6,\); must be .* a multiple of 4"),
         ({"latent_size": 5}, "latent_size=5"),
         ({"vocab_size": 100}, "vocab_size=100"),
     ],
@@ -138,11 +138,11 @@ def test_rotary_widths_of_flux_are_those_of_the_released_model():
 @pytest.mark.parametrize(
     ("sizes", "culprit"),
     [
-        ({"single_layers": 0}, "single_layers=0"),
+        ({"single_layers": 0}, "single_layers is 0; must be at least 1"),
         ({"pooled_width": 30}, "pooled_width=30"),
         ({"head_width": 12}, "head_width=12"),
         ({"latent_size": 5}, "latent_size=5"),
-        ({"vae_widths": ()}, r"vae_widths=\(\)"),
+        ({"vae_widths": ()}, r"vae_widths is \(\)"),
     ],
 )
 def test_flux_sizes_that_do_not_fit_are_named(tmp_path, sizes, culprit):

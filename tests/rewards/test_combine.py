@@ -120,7 +120,7 @@ def test_no_rows_and_lists_of_different_length():
         (RewardConfig(""), "no name"),
         (RewardConfig("number", weight=float("nan")), "weight is nan"),
         (RewardConfig("number", timeout_s=0.0), "timeout_s"),
-        (RewardConfig("number", rows="all"), "auto, independent or together"),
+        (RewardConfig("number", rows="all"), "rows is 'all'; allowed: auto, independent, together"),
         (RewardConfig("number", options={"absolut": 1}), "did you mean 'absolute'"),
         (RewardConfig("number", options={"prompts": 1}), "no option 'prompts'"),
         (RewardConfig("format", options={"style": "xml"}), "style is 'xml'"),

@@ -173,7 +173,7 @@ def test_it_fulfils_the_protocol():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (BatchSettings(state="all"), "state is 'all'; there are full and proprio"),
+        (BatchSettings(state="all"), "state is 'all'; allowed: full, proprio"),
         (BatchSettings(horizon=0), "horizon is 0"),
         (BatchSettings(image_size=None, reward="big"), "reward is 'big'"),
     ],

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from mmrl.errors import RunError
+from mmrl.fields import check_config
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
 from robotics.vla.payload import EpisodePayload
@@ -176,4 +177,4 @@ def test_mismatched_payload_is_refused():
 )
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
-        settings.validate()
+        check_config(settings, "acting")

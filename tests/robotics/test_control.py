@@ -123,7 +123,7 @@ def test_bad_actions_are_named_and_move_nothing(actions, message):
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(UserError, match="step_m of the controller is 0"):
+    with pytest.raises(UserError, match=r"control\.step_m is 0"):
         CartesianController(ARMS["panda"], ControlSettings(step_m=0))
     with pytest.raises(UserError, match="is empty"):
         CartesianController(ARMS["panda"], ControlSettings(low_m=(0.9, 0.0, 0.0)))

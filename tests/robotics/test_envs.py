@@ -221,7 +221,7 @@ def test_bad_actions_are_named(action, message):
         ({"render_mode": "human"}, "there are rgb_array and None"),
         ({"split": "test"}, "there are train and held_out"),
         ({"reward": "dens"}, "there are sparse and dense"),
-        ({"image_size": (0, 4)}, "must be at least 1 pixel"),
+        ({"image_size": (0, 4)}, "picture.height is 0; must be at least 1|picture.width is 0; must be at least 1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -259,16 +259,16 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LatentConfig("jepa"), "there are: vjepa2, video, pixels, state"),
+        (LatentConfig("jepa"), "allowed: vjepa2, video, pixels, state"),
         (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; the latent pixels has: side"),
         (LatentConfig("pixels", options={"side": 0}), "at least 1"),
-        (LatentConfig("pixels", frames="all"), "there are: step, chunk"),
+        (LatentConfig("pixels", frames="all"), "allowed: step, chunk"),
         (LatentConfig("video"), "video needs `path`"),
         (LatentConfig("vjepa2"), "vjepa2 needs `path`"),
         (LatentConfig("vjepa2", options={"path": "x", "pad": "zero"}), "cycle, edge"),
-        (LatentConfig("video", options={"path": "x", "batch_size": 0}), "batch_size=0"),
+        (LatentConfig("video", options={"path": "x", "batch_size": 0}), "batch_size is 0; must be at least 1"),
         (LatentConfig("state"), "needs the mean and std"),
-        (LatentConfig("state", options={"mean": [0.0], "std": [-1.0]}), "none negative"),
+        (LatentConfig("state", options={"mean": [0.0], "std": [-1.0]}), r"std is \[-1.0\]; must be at least 0"),
     ],
 )
 def test_wrong_settings_are_refused(config, message):

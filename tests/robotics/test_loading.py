@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.flow_policy import FlowActionPolicy
@@ -37,7 +38,7 @@ class TwoArms(LineSim):
 
 def load(kind="small", sim=None, seed=0, path="", chunk=3, **options):
     config = ActionPolicyConfig(path=str(path), kind=kind, chunk=chunk, options=options)
-    config.validate()
+    check_config(config, "model")
     return load_action_policy(config, sim or LineSim(), seed)
 
 
@@ -244,7 +245,7 @@ def test_what_is_not_read_does_not_have_to_fit():
 )
 def test_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):
-        ActionPolicyConfig(**changes).validate()
+        check_config(ActionPolicyConfig(**changes), "model")
 
 
 def test_a_folder_that_is_no_policy_is_named(tmp_path):

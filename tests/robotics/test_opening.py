@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
+from mmrl.fields import check_config
 from robotics.sim import workers
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
@@ -20,7 +21,7 @@ def _no_renderer(monkeypatch):
 
 def opened(**changes):
     config = SimConfig(**changes)
-    config.validate()
+    check_config(config, "sim")
     return open_sim(config)
 
 
@@ -73,7 +74,7 @@ def test_tabletop_draws_the_camera_and_size_asked_for(backend):
         ({"options": {"friction": 1}}, "sim.options has friction; allowed: nothing"),
         ({"tasks": ["fly"]}, "fly"),
         ({"arm": "octopus"}, "octopus"),
-        ({"state": "all"}, "state is 'all'; there are full and proprio"),
+        ({"state": "all"}, "state is 'all'; allowed: full, proprio"),
     ],
 )
 def test_what_the_tabletop_does_not_have_is_named(changes, message):
@@ -221,7 +222,7 @@ def test_a_users_own_simulator():
     [
         (
             {"kind": "isaac"},
-            "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics or "
+            "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics, or "
             "module:function",
         ),
         ({"image_size": -1}, "sim.image_size is -1"),
@@ -233,7 +234,7 @@ def test_a_users_own_simulator():
 )
 def test_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):
-        SimConfig(**changes).validate()
+        check_config(SimConfig(**changes), "sim")
 
 
 def test_suites_are_given_camera_size_and_the_settings_of_their_processes(monkeypatch):
@@ -277,4 +278,4 @@ def test_suites_are_given_camera_size_and_the_settings_of_their_processes(monkey
 )
 def test_fields_that_would_do_nothing_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        SimConfig(**changes).validate()
+        check_config(SimConfig(**changes), "sim")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from mmrl.training.loop.machine import avoid_refused_instructions
 from robotics.vla.encoder import EncoderConfig
 from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
@@ -445,7 +446,7 @@ def test_settings_out_of_range_are_refused(changes):
 @pytest.mark.parametrize("changes", [{"image_size": (30, 32)}, {"width": 30}, {"image_size": None, "state_size": None}])
 def test_encoder_sizes_out_of_range_are_refused(changes):
     with pytest.raises(UserError):
-        EncoderConfig(**ENCODER | changes).validate()
+        check_config(EncoderConfig(**ENCODER | changes))
 
 
 def test_folders_that_are_no_policy_are_named(tmp_path):

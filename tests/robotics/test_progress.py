@@ -259,12 +259,12 @@ def test_memory_survives_a_checkpoint():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"alpha": 1.0}, "alpha is 1.0; above 0 and below 1"),
+        ({"alpha": 1.0}, r"alpha is 1.0; must be in \(0, 1\)"),
         ({"alpha": math.nan}, "alpha"),
         ({"eps": 0.0}, "eps is 0.0"),
         ({"steepness": -1.0}, "steepness"),
         ({"offset": math.inf}, "offset"),
-        ({"min_samples": 0}, "min_samples is 0; at least 1"),
+        ({"min_samples": 0}, "min_samples is 0; must be at least 1"),
         ({"memory": -1}, "memory"),
         ({"norm": "rank"}, "minmax, zscore, absolute"),
         ({"eps_mode": "auto"}, "per_sqrt_dim, absolute"),

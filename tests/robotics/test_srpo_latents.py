@@ -155,10 +155,10 @@ def test_remembered_successes_survive_an_interruption(tmp_path):
 @pytest.mark.parametrize(
     ("latent", "message"),
     [
-        (LatentConfig(kind="smell"), "latent.kind is 'smell'; there are: vjepa2, video, pixels, state"),
+        (LatentConfig(kind="smell"), "latent.kind is 'smell'; allowed: vjepa2, video, pixels, state"),
         (LatentConfig(kind="pixels", options={"sides": 3}), "latent.options has sides; the latent pixels has: side"),
         (LatentConfig(kind="video"), "the latent video needs `path`"),
-        (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; there are: step, chunk"),
+        (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; allowed: step, chunk"),
     ],
 )
 def test_bad_latents(tmp_path, latent, message):

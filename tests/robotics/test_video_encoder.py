@@ -174,7 +174,7 @@ def test_frames_of_another_size_are_resized():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"height": 20}, "height .* 20; a multiple of 8"),
+        ({"height": 20}, "height .* 20; must be at least 1 and a multiple of 8"),
         ({"channels": 6}, "a multiple of 4"),
         ({"clip_frames": 1}, "at least 2"),
         ({"size": 0}, "at least 1"),

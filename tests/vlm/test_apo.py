@@ -80,4 +80,4 @@ def test_configurations_without_kl_or_group_std_are_refused(tmp_path, tiny_folde
         config.validate()
     config.apo.stcr_base = 0.5
     with pytest.raises(ValueError, match="stcr_base"):
-        config.apo.validate()
+        config.validate()

@@ -249,7 +249,7 @@ def test_text_only_can_be_allowed_or_forbidden(folder):
         ({"path": "data.jsonl", "prompt_key": "text"}, "columns are prompt, image, answer"),
         ({"path": "data.jsonl", "answer_key": "gold"}, "columns are prompt, image, answer"),
         ({"path": "data.jsonl", "image_key": "picture"}, "columns are prompt, image, answer"),
-        ({"path": "data.jsonl", "on_bad_row": "ignore"}, "'skip' and 'error'"),
+        ({"path": "data.jsonl", "on_bad_row": "ignore"}, "allowed: error, skip"),
         ({"path": "data.jsonl", "max_tasks": 0}, "max_tasks"),
         ({"path": "data.jsonl", "image_dir": "nowhere"}, "not a folder"),
         ({"path": "data.jsonl", "format_prompt": "Think."}, "never uses"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.fields import check_fields
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import make_reference
 from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings, blacken_patches, gamma_at, perception_terms
@@ -177,4 +178,4 @@ def test_entropy_anneals_with_gamma(papo):
 )
 def test_bad_settings_are_named(key, value):
     with pytest.raises(ValueError, match=f"papo.{key}"):
-        dataclasses.replace(PapoSettings(), **{key: value}).validate()
+        check_fields(dataclasses.replace(PapoSettings(), **{key: value}), "papo")

@@ -393,7 +393,7 @@ def test_rows_are_prompt_major(policy):
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"top_p": 0.0}, r"top_p is 0.0; it must be in \(0, 1\]"),
+        ({"top_p": 0.0}, r"top_p is 0.0; must be in \(0, 1\]"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": -1}, "top_k is -1"),
         ({"batch_rows": 0}, "batch_rows is 0"),

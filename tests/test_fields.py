@@ -1,0 +1,102 @@
+"""Bounds that dataclass fields declare."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+
+from mmrl.errors import ConfigError, UserError
+from mmrl.fields import Bounds, bounded, check_config, check_fields, choice, field_problems
+
+TABLE: dict[str, int] = {}
+
+
+@dataclass
+class Part:
+    rate: float = bounded(1.0, above=0, at_most=1)
+    kind: str = choice("euler", ("euler", "heun"))
+
+    def validate(self) -> None:
+        if self.kind == "heun" and self.rate < 0.5:
+            raise ValueError("heun needs a rate of 0.5")
+
+
+@dataclass
+class Whole:
+    steps: int | None = bounded(None, at_least=1)
+    betas: list[float] = bounded([0.9, 0.99], length=2, at_least=0, below=1)
+    size: tuple[int, ...] = bounded((32, 64), multiple_of=32)
+    offset: float = bounded(0.5, finite=True)
+    function: str = choice("a", lambda: TABLE, or_function=True)
+    part: Part = field(default_factory=Part)
+    named: dict[str, Part] = field(default_factory=dict)
+    listed: list[Part] = field(default_factory=list)
+
+
+TABLE |= {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"steps": 0}, "x.steps is 0; must be at least 1"),
+        ({"betas": [0.9]}, "x.betas is [0.9]; must be a list of 2, each in [0, 1)"),
+        ({"betas": [0.9, 1.0]}, "x.betas is [0.9, 1.0]; must be a list of 2, each in [0, 1)"),
+        ({"size": (32, 33)}, "x.size is (32, 33); must be a multiple of 32"),
+        ({"offset": math.inf}, "x.offset is inf; must be finite"),
+        ({"function": "z"}, "x.function is 'z'; allowed: a, b, or module:function"),
+        ({"part": Part(rate=0.0)}, "x.part.rate is 0.0; must be in (0, 1]"),
+        ({"part": Part(rate=math.nan)}, "x.part.rate is nan; must be in (0, 1]"),
+        (
+            {"named": {"one": Part(kind="hein")}},
+            "x.named.one.kind is 'hein'; did you mean 'heun'? allowed: euler, heun",
+        ),
+        ({"listed": [Part(), Part(rate=2.0)]}, "x.listed[1].rate is 2.0; must be in (0, 1]"),
+    ],
+)
+def test_a_value_outside_its_bounds_is_named_with_what_is_allowed(changes, problem):
+    assert list(field_problems(Whole(**changes), "x")) == [problem]
+    with pytest.raises(ConfigError) as caught:
+        check_fields(Whole(**changes), "x")
+    assert str(caught.value) == problem
+    assert isinstance(caught.value, UserError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_values_inside_their_bounds_pass():
+    check_config(Whole(steps=1, betas=[0.0, 0.5], function="mine:own", named={"a": Part(0.5)}))
+    check_config(Whole(steps=None))
+
+
+def test_bounds_come_before_rules_between_fields():
+    broken = Whole(named={"one": Part(rate=0.1, kind="heun")}, listed=[Part(rate=3.0)])
+    with pytest.raises(ConfigError, match=r"listed\[0\]\.rate is 3\.0"):
+        check_config(broken)
+    broken.listed = []
+    with pytest.raises(ValueError, match="heun needs a rate"):
+        check_config(broken)
+
+
+def test_a_mutable_default_is_not_shared():
+    one, other = Whole(), Whole()
+    one.betas.append(0.5)
+    assert other.betas == [0.9, 0.99]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        (Bounds(above=0), "positive"),
+        (Bounds(above=2.5), "above 2.5"),
+        (Bounds(at_most=3), "at most 3"),
+        (Bounds(below=1), "below 1"),
+        (Bounds(above=0, finite=True), "positive and finite"),
+        (Bounds(at_least=32, multiple_of=32), "at least 32 and a multiple of 32"),
+        (Bounds(length=2), "a list of 2"),
+        (Bounds(choices=lambda: (0, 1)), "one of 0, 1"),
+    ],
+)
+def test_bounds_in_words(bounds, words):
+    assert str(bounds) == words
