@@ -12,7 +12,7 @@ from mmrl.fields import field_problems
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome
 from mmrl.rewards.config import RewardConfig, RewardResult
-from mmrl.rewards.sandbox import WorkerPool
+from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.terms import Term, make_term
 
 __all__ = ["RewardSum"]
@@ -40,12 +40,12 @@ class RewardSum:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         workers: int | None = None,
     ) -> None:
-        self._pool = WorkerPool(workers)
+        self._workers = RewardWorkers(workers)
         names = [config.name for config in configs]
         for config in configs:
             _check_config(config, names)
         try:
-            self._terms: list[Term] = [make_term(config, self._pool, functions or {}) for config in configs]
+            self._terms: list[Term] = [make_term(config, self._workers, functions or {}) for config in configs]
         except BaseException:
             self.close()
             raise
@@ -96,7 +96,7 @@ class RewardSum:
 
     def close(self) -> None:
         """Stop the worker processes."""
-        self._pool.close()
+        self._workers.close()
 
 
 def _check_config(config: RewardConfig, names: Sequence[str]) -> None:

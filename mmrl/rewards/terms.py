@@ -11,8 +11,8 @@ from mmrl.errors import UserError
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
 from mmrl.rewards.config import RewardConfig
+from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.loading import load_function
-from mmrl.rewards.sandbox import WorkerPool
 
 __all__ = ["Term", "make_term"]
 
@@ -99,25 +99,24 @@ class _LocalTerm(Term):
 class _IsolatedTerm(Term):
     """A function that runs in worker processes."""
 
-    def __init__(self, config: RewardConfig, spec: str, pool: WorkerPool) -> None:
-        super().__init__(config, pool.load(spec, f"reward {config.name!r}"))
-        self.spec = spec
-        self.pool = pool
+    def __init__(self, config: RewardConfig, function: str, workers: RewardWorkers) -> None:
+        super().__init__(config, workers.load(function, f"reward {config.name!r}"))
+        self.function = function
+        self.workers = workers
 
     def call_together(self, batch: Batch) -> list[Outcome] | Failure:
-        outcomes: list[Outcome] | Failure = self.pool.call_batch(self.spec, self.options, batch, self.config.timeout_s)
-        return outcomes
+        return self.workers.call_together(self.function, self.options, batch, self.config.timeout_s)
 
     def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
-        return self.pool.call_rows(self.spec, self.options, batch, self.config.timeout_s, total_s)
+        return self.workers.call_rows(self.function, self.options, batch, self.config.timeout_s, total_s)
 
 
-def make_term(config: RewardConfig, pool: WorkerPool, functions: Mapping[str, Callable[..., Any]]) -> Term:
+def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[str, Callable[..., Any]]) -> Term:
     """Find the function of a term and decide where it runs.
 
     Args:
         config: The term.
-        pool: Workers for isolated functions.
+        workers: Processes for isolated functions.
         functions: Functions of the calling program by name.
 
     Raises:
@@ -129,20 +128,20 @@ def make_term(config: RewardConfig, pool: WorkerPool, functions: Mapping[str, Ca
             raise UserError(f"reward {config.name!r}: only module:function can run in a worker process")
         return _LocalTerm(config, functions[wanted])
     if wanted in REWARDS:
-        return _builtin_term(config, wanted, pool)
+        return _builtin_term(config, wanted, workers)
     if ":" not in wanted:
         raise UserError(_unknown(config, wanted, functions))
     if config.isolate is False:
         return _LocalTerm(config, load_function(wanted, what=f"reward {config.name!r}"))
-    return _IsolatedTerm(config, wanted, pool)
+    return _IsolatedTerm(config, wanted, workers)
 
 
-def _builtin_term(config: RewardConfig, name: str, pool: WorkerPool) -> Term:
+def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Term:
     entry = REWARDS[name]
     if entry.isolate and config.isolate is False:
         raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
     if entry.isolate or config.isolate:
-        term: Term = _IsolatedTerm(config, entry.function, pool)
+        term: Term = _IsolatedTerm(config, entry.function, workers)
         if config.rows == "auto":
             term.rows = "independent"
     else:

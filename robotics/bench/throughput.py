@@ -1,6 +1,6 @@
 """Control steps per second of the ways to run many tabletop episodes, with and without pictures.
 
-The same task, layouts, actions and number of environments for our processes (`WorkerPool`), our threads
+The same task, layouts, actions and number of environments for our processes (`SubprocessSim`), our threads
 (`TabletopBatch`), Gymnasium's `AsyncVectorEnv` over the same environment class, and `mujoco.rollout` with the physics
 alone, which is the floor. A policy with action chunks needs to look only at the end of a chunk; `AsyncVectorEnv` knows
 no chunks and looks after every control step, so ours is also measured with a call and a look for each step.
@@ -22,7 +22,7 @@ SHORT_REPETITIONS = 5
 FULL: dict[str, Any] = {"environments": 4, "workers": 4, "steps": 48, "chunk": 8}
 QUICK: dict[str, Any] = {"environments": 2, "workers": 2, "steps": 4, "chunk": 2}
 THEIRS, FLOOR = "AsyncVectorEnv", "mujoco.rollout"
-POOL_STEPS, POOL_CHUNKS = "WorkerPool, every step", "WorkerPool, end of chunk"
+POOL_STEPS, POOL_CHUNKS = "SubprocessSim, every step", "SubprocessSim, end of chunk"
 BATCH_STEPS, BATCH_CHUNKS = "TabletopBatch, every step", "TabletopBatch, end of chunk"
 OURS = (POOL_STEPS, POOL_CHUNKS, BATCH_STEPS, BATCH_CHUNKS)
 
@@ -42,8 +42,8 @@ def compare_throughput(options: BenchOptions, backend: str, size_px: int) -> dic
     common |= {"repetitions": options.repetitions if options.quick else max(SHORT_REPETITIONS, options.repetitions)}
     ways: dict[str, dict[str, Any]] = {
         THEIRS: {"simulator": "AsyncVectorEnv", "chunk": 1},
-        POOL_STEPS: {"simulator": "WorkerPool", "chunk": 1},
-        POOL_CHUNKS: {"simulator": "WorkerPool"},
+        POOL_STEPS: {"simulator": "SubprocessSim", "chunk": 1},
+        POOL_CHUNKS: {"simulator": "SubprocessSim"},
         BATCH_STEPS: {"simulator": "TabletopBatch", "chunk": 1},
         BATCH_CHUNKS: {"simulator": "TabletopBatch"},
         FLOOR: {"simulator": "mujoco.rollout"},

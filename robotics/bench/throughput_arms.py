@@ -25,9 +25,10 @@ from robotics.sim.batch import BatchSettings, TabletopBatch
 from robotics.sim.control import ACTION_SIZE, CartesianController
 from robotics.sim.envs import TabletopEnv
 from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.subprocess_settings import SubprocessSettings
+from robotics.sim.subprocess_sim import SubprocessSim
 from robotics.sim.tabletop import PHYSICS_STEPS
 from robotics.sim.tasks import LAYOUTS
-from robotics.sim.workers import WorkerPool, WorkerSettings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,7 +70,7 @@ def _worker_pool(arm: dict[str, Any]) -> Iterator[Player]:
     """A process an environment; a seed is what each draws its layout from, as with Gymnasium's."""
     size = (arm["size_px"], arm["size_px"])
     drawing = {"render_mode": "rgb_array", "render_size": size} if arm["size_px"] else {}
-    settings = WorkerSettings(
+    settings = SubprocessSettings(
         "robotics.sim.envs:TabletopEnv",
         {"task": TASK, "arm": ARM, "observation": "state", "horizon": arm["steps"], **drawing},
         {"task": TASK, "horizon": arm["steps"]},
@@ -78,7 +79,7 @@ def _worker_pool(arm: dict[str, Any]) -> Iterator[Player]:
         renderer=arm["backend"],
     )
     episodes = [EpisodeSpec(TASK, "", seed) for seed in range(arm["environments"])]
-    with WorkerPool(settings) as sim:
+    with SubprocessSim(settings) as sim:
         yield partial(_play_chunks, sim, episodes, _chunks(arm)), sim.processes()
 
 
@@ -233,7 +234,7 @@ def _counts(arm: dict[str, Any]) -> dict[str, int]:
 
 
 SIMULATORS: dict[str, Callable[[dict[str, Any]], AbstractContextManager[Player]]] = {
-    "WorkerPool": _worker_pool,
+    "SubprocessSim": _worker_pool,
     "TabletopBatch": _tabletop_batch,
     "AsyncVectorEnv": _async_vector_env,
     "mujoco.rollout": _mujoco_rollout,

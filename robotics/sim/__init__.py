@@ -23,7 +23,8 @@ _NAMES = {
     "robotics.sim.suite_setup": ("open_suite", "setup_suite"),
     "robotics.sim.tasks": ("TASKS",),
     "robotics.sim.video": ("VideoRecorder", "write_mp4"),
-    "robotics.sim.workers": ("WorkerPool", "WorkerSettings"),
+    "robotics.sim.subprocess_settings": ("SubprocessSettings",),
+    "robotics.sim.subprocess_sim": ("SubprocessSim",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

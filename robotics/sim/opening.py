@@ -91,7 +91,8 @@ def _open_tabletop(config: SimConfig) -> RobotSim:
 
 
 def _open_gymnasium(config: SimConfig) -> RobotSim:
-    from robotics.sim.workers import WorkerPool, WorkerSettings
+    from robotics.sim.subprocess_settings import SubprocessSettings
+    from robotics.sim.subprocess_sim import SubprocessSim
 
     options = dict(config.options)
     adapter = dict(options.pop("adapter", {}))
@@ -106,8 +107,8 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
             options.setdefault("max_episode_steps", config.horizon)
     if config.image_size:
         adapter.setdefault("size", config.image_size)
-    return WorkerPool(
-        WorkerSettings(
+    return SubprocessSim(
+        SubprocessSettings(
             factory="gymnasium:make" if by_id else config.env,
             kwargs=options,
             adapter=adapter,
@@ -119,15 +120,15 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
 
 
 def _open_suite(config: SimConfig) -> RobotSim:
+    from robotics.sim.subprocess_sim import SubprocessSim
     from robotics.sim.suite_setup import suite_settings
-    from robotics.sim.workers import WorkerPool
 
     options = dict(config.options)
     settings = _known("sim.options.settings", dict(options.pop("settings", {})), POOL_SETTINGS)
     chosen = {"horizon": config.horizon, "size": config.image_size, "tasks": config.tasks, "camera": config.camera}
     options |= {name: value for name, value in chosen.items() if value}
     found = suite_settings(config.kind, options, workers=config.workers or _cores(), images=bool(config.image_size))
-    return WorkerPool(replace(found, **settings))
+    return SubprocessSim(replace(found, **settings))
 
 
 def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from typing import Any
 
 from mmrl.errors import RunError, UserError
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.workers import WorkerPool, WorkerSettings
+from robotics.sim.subprocess_settings import SubprocessSettings
+from robotics.sim.subprocess_sim import SubprocessSim
 
 __all__ = ["SuiteRecipe", "open_suite", "setup_suite", "suite_folder", "suite_python", "suite_settings"]
 
@@ -93,7 +94,7 @@ def suite_settings(
     workers: int = 2,
     images: bool = True,
     folder: str | Path | None = None,
-) -> WorkerSettings:
+) -> SubprocessSettings:
     """Settings of a pool of a suite's episodes, to be changed with `dataclasses.replace` where they do not suit.
 
     Args:
@@ -104,7 +105,7 @@ def suite_settings(
         folder: as for `suite_folder`.
 
     Returns:
-        Settings for `WorkerPool`.
+        Settings for `SubprocessSim`.
 
     Raises:
         UserError: there is no such suite, or it is not installed.
@@ -113,7 +114,7 @@ def suite_settings(
     if name == "libero":
         given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))
     factory = f"{FACTORIES / _recipe(name).factory}:make"
-    return WorkerSettings(
+    return SubprocessSettings(
         factory, given, workers=workers, images=images, python=str(python), reset_timeout_s=RESET_SECONDS
     )
 
@@ -125,7 +126,7 @@ def open_suite(
     workers: int = 2,
     images: bool = True,
     folder: str | Path | None = None,
-) -> WorkerPool:
+) -> SubprocessSim:
     """Start the workers of an installed suite.
 
     Args:
@@ -142,7 +143,7 @@ def open_suite(
         UserError: the suite is unknown or not installed, an option is out of range, or assets are missing.
         RunError: it does not start.
     """
-    return WorkerPool(suite_settings(name, options, workers=workers, images=images, folder=folder))
+    return SubprocessSim(suite_settings(name, options, workers=workers, images=images, folder=folder))
 
 
 def setup_suite(
@@ -186,7 +187,7 @@ def _check(name: str, place: Path) -> str:
     start = time.monotonic()
     settings = suite_settings(name, workers=1, images=False, folder=place)
     try:
-        with WorkerPool(settings) as pool:
+        with SubprocessSim(settings) as pool:
             task, instruction = next(iter(pool.tasks().items()))
             result = pool.reset([EpisodeSpec(task, instruction, 0)])
     except UserError as error:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
-from robotics.sim import suite_setup, workers
+from robotics.sim import subprocess_settings, suite_setup
 from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.subprocess_settings import SubprocessSettings
+from robotics.sim.subprocess_sim import SubprocessSim
 from robotics.sim.suites import libero, metaworld
-from robotics.sim.workers import WorkerPool, WorkerSettings
 
 SUITES = Path(libero.__file__).parent
 FAKE_FETCH = """
@@ -159,10 +160,10 @@ def package(tmp_path):
 
 @pytest.fixture
 def fake_settings(package, tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
     monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
     variables = {"PYTHONPATH": str(tmp_path / "site"), "LIBERO_ASSETS": str(tmp_path / "assets")}
-    return WorkerSettings(
+    return SubprocessSettings(
         f"{libero.__file__}:make",
         {"config_folder": str(tmp_path / "config"), "size": 4},
         python=sys.executable,
@@ -172,7 +173,7 @@ def fake_settings(package, tmp_path, monkeypatch):
 
 
 def test_libero_runs_stored_states_after_the_settling_steps(fake_settings, tmp_path):
-    with WorkerPool(fake_settings) as pool:
+    with SubprocessSim(fake_settings) as pool:
         assert pool.layouts() == {"train": 40, "held_out": 10, "all": 50}
         assert pool.tasks()["lift_it"] == "lift it"
         assert (pool.horizon, pool.action_size, pool.state_size) == (220, 7, 8)
@@ -211,7 +212,7 @@ def test_what_libero_cannot_do_is_said_before_an_episode(fake_settings, options,
         variables["LIBERO_ASSETS"] = assets
     kwargs = {**fake_settings.kwargs, **options}
     with pytest.raises(UserError, match=message):
-        WorkerPool(dataclasses.replace(fake_settings, environment=variables, kwargs=kwargs))
+        SubprocessSim(dataclasses.replace(fake_settings, environment=variables, kwargs=kwargs))
 
 
 def test_a_config_of_the_users_own_is_left_alone(package, tmp_path, monkeypatch):
@@ -272,7 +273,7 @@ def test_axis_angle_turns_vectors_as_the_quaternion_does():
 @pytest.fixture
 def adapted(tmp_path, monkeypatch):
     """Settings of a pool of a fake robosuite or gymnasium-robotics."""
-    monkeypatch.setattr(workers, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
     (tmp_path / "robosuite").mkdir()
     (tmp_path / "robosuite" / "__init__.py").write_text(FAKE_ROBOSUITE)
     (tmp_path / "robosuite" / "wrappers.py").write_text(FAKE_WRAPPER)
@@ -281,13 +282,15 @@ def adapted(tmp_path, monkeypatch):
     def settings(name, images=False, **options):
         factory = f"{SUITES / suite_setup.RECIPES[name].factory}:make"
         variables = {"PYTHONPATH": str(tmp_path)}
-        return WorkerSettings(factory, options, python=sys.executable, environment=variables, workers=1, images=images)
+        return SubprocessSettings(
+            factory, options, python=sys.executable, environment=variables, workers=1, images=images
+        )
 
     return settings
 
 
 def test_an_environment_of_gymnasium_robotics_goes_through_the_adapter(adapted):
-    with WorkerPool(adapted("gymnasium_robotics", images=True, size=6, horizon=9)) as pool:
+    with SubprocessSim(adapted("gymnasium_robotics", images=True, size=6, horizon=9)) as pool:
         assert dict(pool.tasks()) == {"FetchReach-v4": "move the gripper to the red target"}
         assert (pool.horizon, pool.state_size, pool.action_size, pool.image_size) == (9, 16, 4, (6, 6))
         pool.reset([EpisodeSpec("FetchReach-v4", "", 5)])
@@ -301,13 +304,13 @@ def test_an_environment_of_gymnasium_robotics_goes_through_the_adapter(adapted):
         assert chunk.truncated[0]
         assert not chunk.success[0]
         assert chunk.steps[0] == 9
-    with WorkerPool(adapted("gymnasium_robotics", options={"reward_type": "dense"})) as pool:
+    with SubprocessSim(adapted("gymnasium_robotics", options={"reward_type": "dense"})) as pool:
         pool.reset([EpisodeSpec("FetchReach-v4", "", 5)])
         assert pool.step_chunk(np.zeros((1, 1, 4))).rewards[0, 0] == 0.5
 
 
 def test_robosuites_episodes_repeat_and_say_how_they_ended(adapted):
-    with WorkerPool(adapted("robosuite", horizon=6)) as pool:
+    with SubprocessSim(adapted("robosuite", horizon=6)) as pool:
         assert dict(pool.tasks()) == {"Lift": "lift the red cube"}
         assert (pool.horizon, pool.state_size, pool.action_size) == (6, 60, 7)
         starts = [pool.reset([EpisodeSpec("Lift", "", layout)]).observation.state for layout in (3, 4, 3)]
@@ -323,7 +326,7 @@ def test_robosuites_episodes_repeat_and_say_how_they_ended(adapted):
         assert chunk.success[0]
         assert chunk.terminated[0]
         assert chunk.steps[0] < 4
-    with WorkerPool(adapted("robosuite", state="proprio")) as pool:
+    with SubprocessSim(adapted("robosuite", state="proprio")) as pool:
         assert pool.state_size == 50
 
 
@@ -342,7 +345,7 @@ def test_robosuites_episodes_repeat_and_say_how_they_ended(adapted):
 )
 def test_what_an_adapted_suite_cannot_do_is_said_before_an_episode(adapted, name, options, message):
     with pytest.raises(UserError, match=message):
-        WorkerPool(adapted(name, **options))
+        SubprocessSim(adapted(name, **options))
 
 
 @pytest.mark.parametrize("name", ["robosuite", "gymnasium_robotics"])

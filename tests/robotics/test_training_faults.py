@@ -10,7 +10,7 @@ import pytest
 from mmrl.recipes import find_recipe
 from mmrl.training.loop.settings import TrackingConfig, TrainerConfig
 from mmrl.training.runs import train
-from robotics.sim import workers
+from robotics.sim import subprocess_settings
 from robotics.sim.opening import SimConfig
 from robotics.vla.grpo import RobotGrpoConfig
 from robotics.vla.loading import ActionPolicyConfig
@@ -21,7 +21,7 @@ POLICIES = "tests.robotics.fake_policies:make_blind"
 
 
 def test_killed_hanging_and_raising_environments_cost_their_groups_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "find_backend", lambda preferred: None)
+    monkeypatch.setattr(subprocess_settings, "find_backend", lambda preferred: None)
     limits = {"call_timeout_s": 3.0, "heartbeat_timeout_s": 20.0, "start_timeout_s": 30.0}
     config = RobotGrpoConfig(
         recipe="robot_grpo",

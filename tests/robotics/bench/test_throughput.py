@@ -65,7 +65,7 @@ def test_every_arm_ends_where_the_environment_alone_does_and_draws_the_same(back
     assert all(entry["median"] > 0 for entry in found["ratios"].values())
 
 
-@pytest.mark.parametrize("simulator", ["AsyncVectorEnv", "WorkerPool", "TabletopBatch", "mujoco.rollout"])
+@pytest.mark.parametrize("simulator", ["AsyncVectorEnv", "SubprocessSim", "TabletopBatch", "mujoco.rollout"])
 def test_each_environment_has_its_own_layout_and_actions(simulator):
     found = throughput_arms.throughput_arm(small(simulator, environments=2, workers=2))
     assert all(entry["passed"] for entry in found["checks"].values())
@@ -100,7 +100,7 @@ def test_an_arm_that_does_less_work_is_refused(monkeypatch):
 
 
 def test_actions_survive_rounding_and_scaling():
-    actions = throughput_arms._actions(small("WorkerPool", environments=3, steps=50))
+    actions = throughput_arms._actions(small("SubprocessSim", environments=3, steps=50))
     scaled = -1.0 + (actions + 1.0) / 2.0 * 2.0
     assert np.array_equal(scaled.astype(np.float32).astype(np.float64), actions)
     assert np.abs(actions).max() <= 1.0
@@ -143,7 +143,7 @@ def test_ratios_are_those_of_steps_per_second(monkeypatch):
     monkeypatch.setattr(throughput, "run_arms", run_arms)
     found = throughput.compare_throughput(BenchOptions(), "egl", 128)
     ratios = {name: entry["median"] for name, entry in found["ratios"].items()}
-    assert ratios["WorkerPool, end of chunk, steps per second over AsyncVectorEnv"] == 2.0
+    assert ratios["SubprocessSim, end of chunk, steps per second over AsyncVectorEnv"] == 2.0
     assert ratios["TabletopBatch, every step, steps per CPU second over AsyncVectorEnv"] == 4.0
     assert ratios["AsyncVectorEnv, steps per second over mujoco.rollout"] == 0.125
     assert found["floor"]["control_steps_per_second"]["mujoco.rollout"] == 16.0

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from robotics.sim import wire
+from mmrl.workers import wire
 
 
 def sample() -> tuple[dict, dict]:
@@ -108,8 +108,8 @@ def announce(*arrays) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (prefixed(b"{}", version=9), "version 9 .* speaks 1"),
-        (prefixed(b"{}", claim=wire.MAX_BODY_BYTES + 1), "at most 1073741824"),
+        (prefixed(b"{}", version=9), f"version 9 .* uses {wire.VERSION}"),
+        (prefixed(b"{}", claim=wire.MAX_BODY_BYTES + 1), f"at most {wire.MAX_BODY_BYTES}"),
         (prefixed(b"{}"), "cannot be read"),
         (prefixed(b"\xff"), "cannot be read"),
         (prefixed(announce(["x", "|O8", [1]]), bytes(8)), "dtype |O8"),

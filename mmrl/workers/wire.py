@@ -1,8 +1,8 @@
-"""Messages between a training process and an environment that lives in another Python.
+"""Messages between a pool and its workers: JSON and arrays, nothing that could run code.
 
-A message is a prefix of fixed size (mark, version, lengths), a JSON object and the raw bytes of some arrays. Nothing in
-it can name code to run, so a broken or hostile environment can at worst send wrong numbers. Both ends import this file,
-the other one by its path in whatever interpreter an environment needs: it asks for Python 3.8, numpy 1 or 2, no more.
+A message is a prefix of fixed size (mark, version, lengths), a JSON object and the raw bytes of some arrays. A broken
+or hostile worker can at worst send wrong numbers. Both ends load this file, the worker by its path in whatever
+interpreter its service needs: it runs on Python 3.8 and imports numpy, 1 or 2, only when a message has arrays.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ import json
 import struct
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy as np
 
 __all__ = ["MARK", "MAX_BODY_BYTES", "MAX_HEADER_BYTES", "VERSION", "Decoder", "Message", "WireError", "pack", "read"]
 
 MARK = b"MRLW"
-VERSION = 1
-MAX_HEADER_BYTES = 8 << 20
-MAX_BODY_BYTES = 1 << 30
+VERSION = 2
+MAX_HEADER_BYTES = 256 << 20
+MAX_BODY_BYTES = 4 << 30
 PREFIX = struct.Struct("<4sHIQ")
 DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
 
 
 class WireError(ValueError):
-    """What came through the pipe is no message of this version, or a message cannot be sent."""
+    """The bytes in a pipe are no message of this version, or a message cannot be sent."""
 
 
 class Message(NamedTuple):
-    """What one side tells the other."""
+    """One message."""
 
     fields: dict[str, Any]
-    """A JSON object; `kind` says what it is."""
+    """A JSON object."""
     arrays: dict[str, np.ndarray]
-    """Numbers by name; the arrays are the receiver's to keep."""
+    """Arrays by name; they own their memory."""
 
 
 def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
     """Make the bytes of a message.
 
     Args:
-        fields: what JSON can say; floats must be finite, others go into an array.
+        fields: JSON; floats must be finite, others go into an array.
         arrays: bool, uint8, int32, int64, float32 or float64, of any shape and byte order.
 
     Returns:
         Prefix, header and the arrays' bytes in row-major order, little-endian.
 
     Raises:
-        WireError: something is of a kind that does not travel, or too large.
+        WireError: the fields are not JSON, an array has another dtype, or the message is too large.
     """
-    plain = {name: _plain(name, array) for name, array in (arrays or {}).items()}
+    plain = {name: _little_endian(name, array) for name, array in (arrays or {}).items()}
     layout = [[name, array.dtype.str, list(array.shape)] for name, array in plain.items()]
     try:
         header = json.dumps({"fields": dict(fields), "arrays": layout}, allow_nan=False).encode()
@@ -86,22 +86,22 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 class Decoder:
-    """Collects bytes as they come and gives out the messages that are complete."""
+    """Collects bytes as they arrive and returns the messages that are complete."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take what a read gave.
+        """Add the bytes of one read.
 
         Args:
-            data: any number of bytes, wherever they were cut.
+            data: any number of bytes, cut anywhere.
 
         Returns:
             Messages that these bytes complete, oldest first.
 
         Raises:
-            WireError: the bytes are no message; nothing after them can be understood either.
+            WireError: the bytes are no message; nothing after them can be decoded either.
         """
         self._held += data
         messages = []
@@ -112,17 +112,19 @@ class Decoder:
                 break
             messages.append(_unpack(bytes(self._held[PREFIX.size : start]), bytes(self._held[start:end])))
             del self._held[:end]
-        # The start alone tells garbage from a message that is still on its way.
+        # The first bytes alone tell garbage from a message that is still incomplete.
         if not MARK.startswith(bytes(self._held[: len(MARK)])):
             raise WireError(_garbage(bytes(self._held)))
         return messages
 
 
-def _plain(name: str, array: np.ndarray) -> np.ndarray:
+def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
+    import numpy as np
+
     values = np.asarray(array)
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     if little.dtype.str not in DTYPES:
-        raise WireError(f"array {name!r} has the dtype {values.dtype}; these travel: {', '.join(DTYPES)}")
+        raise WireError(f"array {name!r} has the dtype {values.dtype}; allowed: {', '.join(DTYPES)}")
     return little
 
 
@@ -131,7 +133,7 @@ def _lengths(prefix: bytes) -> tuple[int, int]:
         raise WireError(_garbage(prefix))
     _, version, header_bytes, body_bytes = PREFIX.unpack(prefix)
     if version != VERSION:
-        raise WireError(f"the other side speaks version {version} of the messages, this one speaks {VERSION}")
+        raise WireError(f"the other side uses version {version} of the messages, this one uses {VERSION}")
     _check_lengths(header_bytes, body_bytes)
     return header_bytes, body_bytes
 
@@ -150,19 +152,29 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
         raise WireError(f"the header of a message cannot be read: {error!r}") from None
     arrays, start = {}, 0
     for name, dtype, shape in layout:
-        if dtype not in DTYPES or any(size < 0 for size in shape):
-            raise WireError(f"array {name!r} is announced with the dtype {dtype} and the shape {shape}")
-        count = 1
-        for size in shape:
-            count *= size
-        end = start + count * np.dtype(dtype).itemsize
+        end = start + _array_bytes(name, dtype, shape)
         if end > len(body):
             raise WireError(f"array {name!r} {shape} needs {end - start} bytes; {len(body) - start} came")
-        arrays[name] = np.frombuffer(body[start:end], dtype).reshape(shape).copy()
+        arrays[name] = _array(body[start:end], dtype, shape)
         start = end
     if start != len(body):
         raise WireError(f"{len(body) - start} bytes of a message belong to no array")
     return Message(fields, arrays)
+
+
+def _array_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in DTYPES or any(size < 0 for size in shape):
+        raise WireError(f"array {name!r} is announced with the dtype {dtype} and the shape {shape}")
+    count = int(dtype[2:])
+    for size in shape:
+        count *= size
+    return count
+
+
+def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    import numpy as np
+
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def _garbage(data: bytes) -> str:

@@ -1,0 +1,168 @@
+"""Reward functions in worker processes: what a function does there costs its own rows and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.rewards.calling import Batch, Failure, Outcome, Signature
+from mmrl.workers.engine import WorkerSpec
+from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.pool import WorkerPool
+from mmrl.workers.values import encode
+from mmrl.workers.wire import Message
+from mmrl.workers.worker import Answer, Preparation, Request
+
+__all__ = ["RewardWorkers", "default_workers"]
+
+SERVICE = Path(__file__).resolve().with_name("service.py")
+LOAD_SECONDS = 120.0
+
+
+def default_workers() -> int:
+    """Return how many workers are started at most: half of the usable cores, 1 to 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(1, cores // 2))
+
+
+class RewardWorkers:
+    """Calls reward functions in worker processes, which are started when first needed and reused between calls.
+
+    Args:
+        size: Most workers at a time; None for `default_workers`.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        spec = WorkerSpec(
+            f"{SERVICE}:make",
+            purpose="rewards",
+            environment={"OMP_NUM_THREADS": "1"},
+            start_timeout_s=LOAD_SECONDS,
+            heartbeat_timeout_s=None,  # timeout_s bounds each call, and C code may keep Python's lock as long
+            capture_output=False,
+            closing_s=0.0,
+        )
+        self._pool = WorkerPool(spec, size or default_workers())
+
+    def load(self, function: str, what: str) -> Signature:
+        """Import a function in a worker.
+
+        Args:
+            function: `module:function` or `file.py:function`.
+            what: Config key that names it, for the errors.
+
+        Returns:
+            The named arguments it takes.
+
+        Raises:
+            UserError: It cannot be loaded.
+        """
+        answer = self._pool.prepare(_loading(function, what))
+        if isinstance(answer, WorkerFailure):
+            raise UserError(f"{what}: {function} cannot be loaded: {_failure(answer).message}")
+        fields = answer.fields
+        names = {name: tuple(fields[name]) for name in ("required", "optional", "refused")}
+        return Signature(takes_all=bool(fields["takes_all"]), **names)
+
+    def call_together(
+        self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float
+    ) -> list[Outcome] | Failure:
+        """Call a function once with all rows.
+
+        Args:
+            function: One that was loaded before.
+            options: Keyword arguments.
+            batch: Rows.
+            limit_s: Seconds after which the worker is killed.
+
+        Returns:
+            One outcome a row, or one failure for the whole call.
+        """
+
+        def make_request(_: int) -> Request:
+            return _request(function, options, batch)
+
+        (answer,) = self._pool.map(make_request, 1, limit_s, preparation=_loading(function))
+        if isinstance(answer, WorkerFailure) and answer.stage == "send":
+            return Failure("raised", f"the rows cannot be sent to a worker: {answer.reason}")
+        return _outcomes(answer, function, len(batch))
+
+    def call_rows(
+        self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float | None = None
+    ) -> list[Outcome]:
+        """Call a function row by row on all workers; a row that hangs or crashes costs itself only.
+
+        Args:
+            function: One that was loaded before.
+            options: Keyword arguments.
+            batch: Rows.
+            limit_s: Seconds for one row.
+            total_s: Seconds after which the remaining rows are given up.
+
+        Returns:
+            One outcome a row.
+        """
+
+        def make_request(row: int) -> Request:
+            return _request(function, options, batch.select([row]))
+
+        answers = self._pool.map(make_request, len(batch), limit_s, total_s=total_s, preparation=_loading(function))
+        outcomes: list[Outcome] = []
+        for answer in answers:
+            found = _outcomes(answer, function, 1)
+            outcomes += [found] if isinstance(found, Failure) else found
+        return outcomes
+
+    def close(self) -> None:
+        """Stop all workers; a later call starts new ones."""
+        self._pool.close()
+
+
+def _loading(function: str, what: str = "reward") -> Preparation:
+    return Preparation(function, Request({"kind": "load", "function": function, "what": what}), LOAD_SECONDS)
+
+
+def _request(function: str, options: Mapping[str, Any], batch: Batch) -> Request:
+    tree, arrays = encode([batch.prompts, batch.completions, batch.columns, dict(options)])
+    return Request({"kind": "call", "function": function, "arguments": tree}, arrays)
+
+
+def _outcomes(answer: Answer, function: str, rows: int) -> list[Outcome] | Failure:
+    """Read an answer without trust: anything but numbers, None and failures is a failure itself."""
+    if not isinstance(answer, Message):
+        return _failure(answer, function)
+    try:
+        if "failure" in answer.fields:
+            return Failure(**answer.fields["failure"])
+        found = [Failure(**each) if isinstance(each, dict) else each for each in answer.fields["outcomes"]]
+    except (KeyError, TypeError) as error:
+        return Failure("crashed", f"the worker's reply is broken: {error!r}")
+    if len(found) != rows or not all(each is None or isinstance(each, float | Failure) for each in found):
+        return Failure("crashed", f"the worker's reply is broken: {answer.fields!r:.200}")
+    return found
+
+
+def _failure(failure: WorkerFailure, function: str = "") -> Failure:
+    """Say in terms of rewards why a worker gave no answer."""
+    if failure.stage == "total":
+        return Failure("timeout", "given up: the rows together took too long; raise timeout_s if they are only slow")
+    if failure.stage == "send":
+        return Failure("raised", f"the row cannot be sent to a worker: {failure.reason}")
+    if failure.for_user:  # it could be loaded before, so the machine is to blame
+        return Failure("crashed", failure.reason)
+    kind, message = "crashed", f"the worker's reply is broken: {failure.reason}"
+    if failure.kind == "hung":
+        kind, message = "timeout", f"no result after {failure.limit_s:g} s; the worker was stopped"
+    elif failure.kind == "raised":
+        kind, message = "raised", failure.reason
+    elif failure.exit_code is not None and failure.exit_code < 0:
+        message = f"the worker was ended by signal {signal.Signals(-failure.exit_code).name}"
+    elif failure.exit_code is not None:
+        message = f"the worker ended with exit code {failure.exit_code}"
+    if function and failure.stage in ("start", "prepare"):
+        return Failure("crashed", f"reward: {function} cannot be loaded: {message}")
+    return Failure(kind, message)

@@ -1,0 +1,58 @@
+"""The worker's side of isolated rewards: loads reward functions and calls them; see `mmrl.workers.serve`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.rewards.calling import Batch, Failure, Outcome, call, signature_of
+from mmrl.rewards.loading import load_function
+from mmrl.workers.values import decode
+
+__all__ = ["RewardService", "make"]
+
+
+class RewardService:
+    """Calls reward functions; requests are of the kinds load, together and row."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def hello(self) -> dict[str, Any]:
+        """Nothing to say."""
+        return {}
+
+    def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a function, or call one: once with all rows, or with the only row that is given."""
+        if fields["kind"] == "load":
+            return self._load(fields["function"], fields["what"]), {}
+        prompts, completions, columns, options = decode(fields["arguments"], arrays)
+        found = call(self._functions[fields["function"]], Batch(prompts, completions, columns), options)
+        if isinstance(found, Failure):
+            return {"failure": asdict(found)}, {}
+        return {"outcomes": [_plain(outcome) for outcome in found]}, {}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _load(self, function: str, what: str) -> dict[str, Any]:
+        try:
+            self._functions[function] = load_function(function, what=what)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{what}: {function} cannot be loaded: {type(error).__name__}: {error}") from error
+        return asdict(signature_of(self._functions[function]))
+
+
+def make() -> RewardService:
+    """Make the service of a worker."""
+    return RewardService()
+
+
+def _plain(outcome: Outcome) -> Any:
+    return asdict(outcome) if isinstance(outcome, Failure) else outcome

@@ -1,0 +1,191 @@
+"""A worker process: one service behind two pipes, run by its path in whatever Python the service needs.
+
+    python serve.py path/to/service.py:make '{"service": {"limit": 3}}'
+
+The pool sends requests on standard input and gets one answer for each on standard output, in the same order. While a
+request is worked on, a thread sends heartbeats, so that a process that computes differs from one that is stuck. What
+the service prints goes to standard error. The process ends when its standard input closes or its parent is gone.
+
+This file and `wire.py`, which it loads by path, run on Python 3.8 with the standard library alone; numpy is imported
+where a message has arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The script's own folder leads sys.path; its files must not hide the service's modules of the same name.
+if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    del sys.path[0]
+
+import faulthandler
+import importlib.util
+import json
+import select
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    import numpy as np
+
+    from mmrl.workers import wire
+
+BEAT_SECONDS = 0.5
+CLOSING_SECONDS = 5.0
+"""For closing the service after the pool has gone."""
+
+
+class Service(Protocol):
+    """The work of a worker; a service's file has a function that makes one from keyword arguments.
+
+    An exception becomes a `WorkerFailure` on the other side; one with a true attribute `for_user` says that the user
+    asked for something impossible, and its message is shown to the user.
+    """
+
+    def hello(self) -> Mapping[str, Any]:
+        """JSON that the pool gets once, before the first answer."""
+        ...
+
+    def answer(
+        self, fields: dict[str, Any], arrays: dict[str, np.ndarray]
+    ) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
+        """Work on one request, in the main thread.
+
+        Args:
+            fields: JSON of the request.
+            arrays: its arrays, which are the service's to keep.
+
+        Returns:
+            JSON and arrays of the answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free resources."""
+        ...
+
+
+def load_file(path: str | Path, name: str) -> ModuleType:
+    """Import a Python file as a module of the given name."""
+    spec = importlib.util.spec_from_file_location(name, str(path))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up while they are made.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if not TYPE_CHECKING:
+    wire = load_file(Path(__file__).resolve().with_name("wire.py"), "mmrl_wire")
+
+
+class Pipes:
+    """Both directions; the main thread reads, the main thread and the heartbeat write.
+
+    Args:
+        watchdog_s: seconds that code which keeps Python's lock may run before the process ends itself; 0 for ever.
+    """
+
+    def __init__(self, watchdog_s: float) -> None:
+        # The service keeps descriptors 0 and 1, which from here on lead to nothing and to standard error.
+        self._input, self._output = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        self._lock, self._busy = threading.Lock(), True
+        self._watchdog_s, self._parent = watchdog_s, os.getppid()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def receive(self) -> wire.Message | None:
+        """Wait for a request; None where there will be no more."""
+        message = wire.read(self._input)
+        self._busy = message is not None
+        return message
+
+    def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Send an answer, after which heartbeats stop until the next request."""
+        data = wire.pack(fields, arrays)
+        self._busy = False
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self._output, view) :]
+        except OSError:
+            os._exit(0)
+
+    def _beat(self) -> None:
+        beat, hangup = wire.pack({"kind": "beat"}), select.poll()
+        hangup.register(self._input, 0)
+        while True:
+            # Code that keeps Python's lock stops this loop; a timer outside Python then ends an orphan as well.
+            if self._watchdog_s:
+                faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
+            # A fork of the parent may hold the other end of the pipe open after the parent's death.
+            if hangup.poll(int(1000 * BEAT_SECONDS)) or os.getppid() != self._parent:
+                # The main thread may be deep in work that nobody waits for.
+                time.sleep(0.0 if self._busy else CLOSING_SECONDS)
+                os._exit(0)
+            if self._busy:
+                self._write(beat)
+
+
+def main(service: str, options: Mapping[str, Any]) -> None:
+    """Serve requests until the input closes.
+
+    Args:
+        service: `path/to/file.py:function`; the function returns a `Service`.
+        options: `service`, keyword arguments of the function; `paths`, put in front of sys.path; `watchdog_s`.
+    """
+    pipes = Pipes(float(options.get("watchdog_s", 0.0)))
+    sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
+    try:
+        file, _, name = service.rpartition(":")
+        worker: Service = getattr(load_file(file, "mmrl_service"), name)(**options.get("service", {}))
+        hello = dict(worker.hello())
+    except Exception as error:
+        pipes.send({"kind": "error", "id": 0, "body": describe_error(error)})
+        return
+    pipes.send({"kind": "hello", "id": 0, "body": hello})
+    while True:
+        request = pipes.receive()
+        if request is None:
+            break
+        _answer(pipes, worker, request)
+    worker.close()
+
+
+def _answer(pipes: Pipes, worker: Service, request: wire.Message) -> None:
+    number = request.fields["id"]
+    try:
+        fields, arrays = worker.answer(request.fields["body"], request.arrays)
+        pipes.send({"kind": "result", "id": number, "body": dict(fields)}, arrays)
+    except Exception as error:
+        pipes.send({"kind": "error", "id": number, "body": describe_error(error)})
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """JSON that a `WorkerFailure` is made of."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": traceback.format_exc(),
+        "for_user": bool(getattr(error, "for_user", False)),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,117 @@
+"""Many requests that any worker can answer, spread over the workers of a pool."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mmrl.workers.failures import WorkerFailure, one_line
+from mmrl.workers.slots import Slots
+from mmrl.workers.worker import Answer, Pending, Preparation, Request
+
+__all__ = ["Spread"]
+
+AT_ONCE = 16
+"""Most requests that wait in the pipe of one worker, so that it need not wait for the pool between two of them."""
+
+
+class Spread:
+    """The requests of one call on their way through the workers.
+
+    A failure is charged to the request that its worker was working on; those that waited behind it go to others.
+
+    Args:
+        slots: the workers.
+        make_request: makes a request from its number, when it is sent.
+        count: requests.
+        timeout_s: seconds for one.
+        total_s: seconds after which the remaining ones are given up; None for any time.
+        preparation: what a worker has to answer first; None for nothing.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        make_request: Callable[[int], Request],
+        count: int,
+        timeout_s: float,
+        total_s: float | None,
+        preparation: Preparation | None,
+    ) -> None:
+        self._slots, self._make_request, self._timeout_s = slots, make_request, timeout_s
+        self._total_s, self._preparation = total_s, preparation
+        self._end = math.inf if total_s is None else time.monotonic() + total_s
+        self._answers: dict[int, Answer] = {}
+        self._count = count
+        self._waiting = deque(range(count))
+        self._running: set[int] = set()
+
+    def run(self) -> list[Answer]:
+        """Work until every request has an answer or the time is up."""
+        try:
+            while self._waiting or self._running:
+                if time.monotonic() > self._end:
+                    reason = f"not all requests were answered in {self._total_s:g} s"
+                    self._give_up(WorkerFailure("hung", reason, stage="total", limit_s=self._total_s))
+                    break
+                self._hand_out()
+                self._take_answers()
+        finally:
+            self._discard_running()  # only after an error of our own: no answer may stay in a pipe
+        return [self._answers[number] for number in range(self._count)]
+
+    def _hand_out(self) -> None:
+        share = -(-len(self._waiting) // (2 * self._slots.size))
+        while self._waiting and len(self._running) < self._slots.size:
+            count = min(AT_ONCE, max(1, share), len(self._waiting))
+            self._send(self._slots.free(self._running), [self._waiting.popleft() for _ in range(count)])
+
+    def _send(self, slot: int, numbers: list[int]) -> None:
+        worker, first = self._slots.worker(slot), self._preparation
+        self._running.add(slot)
+        if first is not None and first.key not in worker.prepared:
+            worker.send(first.request, first.timeout_s, "prepare", first.key)
+        for number in numbers:
+            try:
+                worker.send(self._make_request(number), self._timeout_s, tag=number)
+            except Exception as error:
+                reason = one_line(f"{type(error).__name__}: {error}")
+                self._answers[number] = WorkerFailure("raised", reason, stage="send")
+        if not worker.pending:
+            self._running.discard(slot)
+
+    def _take_answers(self) -> None:
+        if not self._running:
+            return
+        found = self._slots.collect(self._running, self._end - time.monotonic())
+        for _, pending, answer in found:
+            if pending.stage == "answer" and not isinstance(answer, WorkerFailure):
+                self._answers[pending.tag] = answer
+        for slot, pending, answer in found:
+            if isinstance(answer, WorkerFailure) and slot in self._running:
+                self._fail(slot, pending, answer)
+        self._running = {slot for slot in self._running if self._slots.worker(slot).pending}
+
+    def _fail(self, slot: int, pending: Pending, failure: WorkerFailure) -> None:
+        """Charge the failure to the request in work and give the worker's other requests back."""
+        behind = [other.tag for other in self._slots.worker(slot).pending if other.stage == "answer"]
+        self._waiting.extendleft(reversed(behind))
+        self._running.discard(slot)
+        self._slots.lose(slot, failure)
+        if pending.stage == "answer":
+            self._answers[pending.tag] = failure
+        else:  # no other worker will get further
+            self._give_up(failure)
+
+    def _give_up(self, failure: WorkerFailure) -> None:
+        for number in range(self._count):
+            self._answers.setdefault(number, failure)
+        self._waiting.clear()
+        self._discard_running()
+
+    def _discard_running(self) -> None:
+        for slot in self._running:
+            self._slots.discard(slot)
+        self._running.clear()

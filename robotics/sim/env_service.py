@@ -1,0 +1,253 @@
+"""The worker's side of `SubprocessSim`: one environment that resets, acts, draws and asks its expert on request.
+
+A factory returns a `RowEnv` or a gymnasium.Env, which `gym_adapter.py` then wraps. A worker loads this file and
+`gym_adapter.py` by their paths in the environment's own Python: they run on Python 3.8 and numpy, and import gymnasium
+only through an environment of it; see `mmrl.workers.serve`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+__all__ = ["EnvService", "RowEnv", "make"]
+
+
+def _load_file(path: str | Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, str(path))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up while they are made.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from robotics.sim import gym_adapter
+else:
+    gym_adapter = _load_file(Path(__file__).resolve().with_name("gym_adapter.py"), "mmrl_gym_adapter")
+
+
+class RowEnv(Protocol):
+    """One environment as the worker drives it; what a factory of one's own may return. `expert` is optional."""
+
+    action_size: int
+    """Entries of an action."""
+    state_size: int
+    """Entries of the state."""
+    image_size: tuple[int, int] | None
+    """(H, W) of `render`; None where it cannot draw."""
+    horizon: int
+    """Control steps after which an episode is truncated."""
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names of the tasks with their instructions."""
+        ...
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts; None for any number."""
+        ...
+
+    def reset(self, task: str, layout: int, split: str, seed: int) -> None:
+        """Begin an episode; equal arguments start from the same bits."""
+        ...
+
+    def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
+        """Act for one control step with (A,) float64 in -1..1; returns reward, success, terminated and truncated."""
+        ...
+
+    def state(self) -> np.ndarray:
+        """(S,) of this moment."""
+        ...
+
+    def render(self) -> np.ndarray:
+        """(H, W, 3) uint8 RGB of this moment."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """What a result depends on, as JSON."""
+        ...
+
+    def close(self) -> None:
+        """Free what is held."""
+        ...
+
+
+class EnvService:
+    """Answers requests to one environment; counts control steps and truncates at the horizon.
+
+    Args:
+        env: the environment.
+        images: whether observations have a picture.
+        end_at_success: whether the control step that succeeds ends the episode.
+    """
+
+    def __init__(self, env: RowEnv, images: bool, end_at_success: bool) -> None:
+        self._env, self._images, self._end_at_success = env, images, end_at_success
+        self._elapsed = 0
+        if images and env.image_size is None:
+            raise gym_adapter.EnvError(
+                "pictures were asked for, but the environment draws none; make it with render_mode='rgb_array', or ask "
+                "for none (sim.image_size=0)"
+            )
+
+    def hello(self) -> dict[str, Any]:
+        """Sizes, tasks and versions."""
+        env = self._env
+        return {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "action_size": int(env.action_size),
+            "state_size": int(env.state_size),
+            "image_size": list(env.image_size) if env.image_size is not None else None,
+            "horizon": int(env.horizon),
+            "tasks": dict(env.tasks()),
+            "layouts": dict(env.layouts()),
+            "expert": hasattr(env, "expert"),
+            "describe": dict(env.describe()),
+        }
+
+    def answer(
+        self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Do what a request of the kind reset, step_chunk, expert or render asks for."""
+        if fields["kind"] == "reset":
+            return {}, self.reset(fields)
+        if fields["kind"] == "step_chunk":
+            return {}, self.step_chunk(arrays["actions"], bool(fields["record"]))
+        return {}, self.expert() if fields["kind"] == "expert" else self.render()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Begin an episode and observe it."""
+        self._elapsed = 0
+        self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]))
+        return self._observe()
+
+    def step_chunk(self, actions: np.ndarray, record: bool) -> dict[str, np.ndarray]:
+        """Act until the chunk or the episode ends.
+
+        Args:
+            actions: (K, A).
+            record: whether to draw every control step.
+
+        Returns:
+            rewards (steps,), flags (3,) success, terminated and truncated, what the end looks like, and frames
+            (steps, H, W, 3) where recorded.
+        """
+        rewards, frames = [], []
+        success = terminated = truncated = False
+        for action in np.clip(actions, -1.0, 1.0):
+            reward, succeeded, ended, cut = self._env.step(action)
+            self._elapsed += 1
+            rewards.append(float(reward))
+            success = success or bool(succeeded)
+            terminated = bool(ended) or (self._end_at_success and success)
+            truncated = not terminated and (bool(cut) or self._elapsed >= self._env.horizon)
+            if record:
+                frames.append(np.asarray(self._env.render(), np.uint8))
+            if terminated or truncated:
+                break
+        result = {"rewards": np.array(rewards, np.float64), "flags": np.array([success, terminated, truncated])}
+        if record:
+            result["frames"] = np.stack(frames)
+        result.update(self._observe(frames[-1] if frames else None))
+        return result
+
+    def expert(self) -> dict[str, np.ndarray]:
+        """(A,) what the environment's own expert would do now."""
+        return {"action": np.asarray(self._env.expert(), np.float64)}  # type: ignore[attr-defined]
+
+    def render(self) -> dict[str, np.ndarray]:
+        """(H, W, 3) picture of this moment."""
+        return {"image": np.asarray(self._env.render(), np.uint8)}
+
+    def _observe(self, drawn: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        state = np.asarray(self._env.state(), np.float32).reshape(-1)
+        if not self._images:
+            return {"state": state}
+        return {"state": state, "image": np.asarray(self._env.render() if drawn is None else drawn, np.uint8)}
+
+
+def load_factory(name: str) -> Any:
+    """Find the function that makes the environment.
+
+    Args:
+        name: `module:function`, or `path/to/file.py:function`; `gymnasium:make` takes any registered id.
+
+    Returns:
+        The function.
+
+    Raises:
+        EnvError: there is no such module, file or function.
+    """
+    place, _, function = name.rpartition(":")
+    if not place:
+        raise gym_adapter.EnvError(f"the factory {name!r} must be module:function or file.py:function")
+    by_path = place.endswith(".py")
+    if by_path and not Path(place).is_file():
+        raise gym_adapter.EnvError(f"there is no file {place}")
+    try:
+        module = _load_file(place, "mmrl_factory_" + Path(place).stem) if by_path else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise gym_adapter.EnvError(f"the factory {name!r}: {error}") from error
+    if not hasattr(module, function):
+        raise gym_adapter.EnvError(f"the factory {name!r}: there is no {function!r} in {place}")
+    return getattr(module, function)
+
+
+def make_env(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> RowEnv:
+    """Make the environment and wrap it where it is one of Gymnasium's.
+
+    Args:
+        factory: as for `load_factory`.
+        kwargs: keyword arguments of the factory.
+        adapter: keyword arguments of `gym_adapter.GymRow`, where the factory returns a gymnasium.Env.
+
+    Returns:
+        The environment as the service drives it.
+    """
+    function = load_factory(factory)
+    _check_names(factory, function, kwargs)
+    env = function(**kwargs)
+    if hasattr(env, "action_space") and hasattr(env, "observation_space"):
+        _check_names("adapter", gym_adapter.GymRow, {"env": env, **adapter})
+        return gym_adapter.GymRow(env, **adapter)
+    return env
+
+
+def _check_names(place: str, function: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not take, or lacks, before it runs."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise gym_adapter.EnvError(f"options of {place}: {error}; it takes {', '.join(signature.parameters)}") from None
+
+
+def make(
+    factory: str,
+    kwargs: Mapping[str, Any],
+    adapter: Mapping[str, Any],
+    images: bool = True,
+    end_at_success: bool = True,
+) -> EnvService:
+    """Make the service of a worker; arguments as for `make_env` and `EnvService`."""
+    return EnvService(make_env(factory, kwargs, adapter), images, end_at_success)

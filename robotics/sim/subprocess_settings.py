@@ -1,0 +1,134 @@
+"""Which environment runs in subprocesses, how it is started, and how long to wait for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.workers.engine import WorkerSpec
+from robotics.sim.backends import PROBED, Backend, find_backend
+
+__all__ = ["SubprocessSettings", "choose_renderer", "worker_spec"]
+
+SERVICE = Path(__file__).resolve().with_name("env_service.py")
+
+
+@dataclass(frozen=True)
+class SubprocessSettings:
+    """Which environment, in which Python, and how long to wait for it."""
+
+    factory: str
+    """`gymnasium:make`, `module:function` or `file.py:function`; returns a gymnasium.Env or an env_service.RowEnv."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory; JSON."""
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of gym_adapter.GymRow, where the factory returns a gymnasium.Env."""
+    workers: int = 2
+    """Processes, one episode each at a time."""
+    python: str | None = None
+    """Interpreter of the environment; this one, with its module paths, when None."""
+    images: bool = True
+    """Whether observations carry a picture."""
+    renderer: str | None = None
+    """egl, osmesa, glfw or cgl; the first that works when None."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables on top of this process's."""
+    end_at_success: bool = True
+    """Whether the control step that succeeds ends the episode where the environment itself goes on."""
+    start_timeout_s: float = 180.0
+    """Seconds for imports and construction."""
+    reset_timeout_s: float = 120.0
+    """Seconds for beginning an episode, which may load another scene."""
+    call_timeout_s: float = 120.0
+    """Seconds for a chunk of actions."""
+    heartbeat_timeout_s: float = 30.0
+    """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
+    reset_retries: int = 2
+    """How often an episode that did not begin is tried again."""
+    max_restarts: int = 20
+    """Restarts a worker without one episode that came to its end, after which the run stops."""
+
+    def validate(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            UserError: a number is out of range, or options are not JSON.
+        """
+        for name in ("workers", "max_restarts"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; must be at least 1")
+        if self.reset_retries < 0:
+            raise UserError(f"reset_retries is {self.reset_retries}; must be at least 0")
+        for name in ("start_timeout_s", "reset_timeout_s", "call_timeout_s", "heartbeat_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}; must be above 0")
+        for name in ("kwargs", "adapter"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{name} of an environment must be what JSON can say: {error}") from None
+
+
+def choose_renderer(settings: SubprocessSettings) -> Backend | None:
+    """Find the renderer that draws here; a foreign Python's own mujoco uses the same OpenGL libraries.
+
+    Args:
+        settings: `renderer` names one.
+
+    Returns:
+        The renderer; None where none was named and none works.
+
+    Raises:
+        UserError: the one that was named does not draw.
+    """
+    if settings.renderer is None and importlib.util.find_spec("mujoco") is None:
+        return None
+    found = find_backend(settings.renderer)
+    if found is None and settings.renderer is not None:
+        raise UserError(f"the renderer {settings.renderer!r} does not draw on this machine; leave it out to try others")
+    return found
+
+
+def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> WorkerSpec:
+    """Say how a worker is started.
+
+    Args:
+        settings: environment and time limits.
+        renderer: what draws.
+
+    Returns:
+        What `mmrl.workers.WorkerPool` takes.
+    """
+    options = {
+        "factory": settings.factory,
+        "kwargs": dict(settings.kwargs),
+        "adapter": dict(settings.adapter),
+        "images": settings.images,
+        "end_at_success": settings.end_at_success,
+    }
+    return WorkerSpec(
+        f"{SERVICE}:make",
+        options,
+        purpose=f"the environment {settings.factory}",
+        python=settings.python,
+        environment={**_variables(renderer), **settings.environment},
+        start_timeout_s=settings.start_timeout_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+    )
+
+
+def _variables(renderer: Backend | None) -> dict[str, str]:
+    # Threads that wait for each other's cores cost more than they bring with a process a row.
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    variables = {name: os.environ.get(name, "1") for name in threads}
+    if renderer is not None:
+        variables |= {"MUJOCO_GL": renderer.name, PROBED: f"{renderer.name}|{renderer.device}"}
+        if renderer.name in ("egl", "osmesa"):
+            variables["PYOPENGL_PLATFORM"] = renderer.name
+    return variables

@@ -1,0 +1,364 @@
+"""Episodes in processes of their own: other engines, other Pythons, and environments that may break.
+
+    settings = SubprocessSettings("gymnasium:make", {"id": "FetchReach-v4", "render_mode": "rgb_array"}, workers=4)
+    with SubprocessSim(settings) as sim:
+        first = sim.reset([EpisodeSpec("FetchReach-v4", "reach", layout) for layout in range(4)])
+        while len(sim.live):
+            chunk = sim.step_chunk(policy(first.observation.of(sim.live)))
+
+A worker that dies, hangs or raises takes one episode with it: the row has failed, and the start of another process
+overlaps with the episodes that go on. An episode that cannot begin is tried again in a fresh process a few times and
+then dropped. Nothing of this is ever a reward of 0.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.pool import WorkerPool
+from mmrl.workers.wire import Message
+from mmrl.workers.worker import Answer, Request
+from robotics.sim.backends import Backend
+from robotics.sim.episodes import ChunkResult, EpisodeSpec
+from robotics.sim.subprocess_settings import SubprocessSettings, choose_renderer, worker_spec
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["SubprocessSim", "layout_seed"]
+
+HELD_OUT_SEED = 1 << 30
+
+
+def layout_seed(episode: EpisodeSpec) -> int:
+    """Seed of an episode: the layout's number, in a range of its own for every split.
+
+    Args:
+        episode: what is to begin.
+
+    Returns:
+        Seed below 2**32; that of `train` is the layout itself.
+    """
+    known = {"train": 0, "held_out": HELD_OUT_SEED}
+    start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
+    return (start + episode.layout) % (1 << 32)
+
+
+class SubprocessSim:
+    """A `RobotSim` whose rows are processes; the environment's adapter defines the state.
+
+    Args:
+        settings: environment and time limits.
+
+    Raises:
+        UserError: a setting is out of range, or the environment says that it was asked for something impossible.
+        RunError: the environment cannot be started; the message holds its traceback.
+    """
+
+    def __init__(self, settings: SubprocessSettings) -> None:
+        settings.validate()
+        self._settings = settings
+        self.renderer = choose_renderer(settings)
+        goal = f"episode of {settings.factory} that came to its end"
+        spec = worker_spec(settings, self.renderer)
+        self._pool = WorkerPool(spec, settings.workers, max_restarts=settings.max_restarts, goal=goal)
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._dropped = self._diverged = 0
+        self._slots: list[int] = []
+        self._broken: dict[int, WorkerFailure] = {}
+        self._tasks_at: list[str | None] = [None] * settings.workers
+        self._hello = self._start()
+        self.action_size, self.state_size = int(self._hello["action_size"]), int(self._hello["state_size"])
+        self.horizon, self.capacity = int(self._hello["horizon"]), settings.workers
+        size = self._hello["image_size"]
+        self._frame_size: tuple[int, int] | None = (int(size[0]), int(size[1])) if size else None
+        self.image_size = self._frame_size if settings.images else None
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Failures of workers by kind, restarts, episodes dropped and episodes whose numbers diverged."""
+        return {**self._pool.counts, "dropped": self._dropped, "diverged": self._diverged}
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names of the tasks with their instructions."""
+        return dict(self._hello["tasks"])
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts; None for any number."""
+        return dict(self._hello["layouts"])
+
+    def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
+        """Begin episodes; one that does not begin is tried again in a fresh process, then it has failed.
+
+        Args:
+            episodes: R of them, at most one a worker.
+
+        Returns:
+            Result of a chunk of no steps.
+
+        Raises:
+            UserError: there are too many, or there is no such task, split or layout.
+            RunError: no episode comes to an end any more, only restarts happen.
+        """
+        self._check_episodes(episodes)
+        self._slots, self._broken = self._assign(episodes), {}
+        requests = {slot: _reset_request(episode) for slot, episode in zip(self._slots, episodes, strict=True)}
+        found = self._pool.ask_with_retries(
+            requests, self._settings.reset_timeout_s, self._settings.reset_retries, check=self._misshapen
+        )
+        answers = {row: found[slot] for row, slot in enumerate(self._slots)}
+        result = self._assemble(np.arange(len(episodes)), 0, self._note_failures(answers), ())
+        self.live = result.rows[~result.failed]
+        return result
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
+        """Step the live rows.
+
+        Args:
+            actions: (L, K, A) in -1..1, in the order of `live`; what lies outside is clipped.
+            record: rows of which every control step is drawn.
+
+        Returns:
+            What happened; rows that ended or failed have left `live`.
+
+        Raises:
+            UserError: the shape does not fit, an action is not finite, or the environment cannot draw.
+        """
+        controls = np.asarray(actions, np.float64)
+        self._check_actions(controls, record)
+        rows = self.live
+        requests = {
+            int(row): Request({"kind": "step_chunk", "record": int(row) in record}, {"actions": chunk})
+            for row, chunk in zip(rows, controls, strict=True)
+        }
+        result = self._assemble(rows, controls.shape[1], self._ask(requests), record)
+        over = result.terminated | result.truncated
+        if over.any():
+            self._pool.note_success()
+        self.live = rows[~(over | result.failed)]
+        self._pool.start_missing()
+        return result
+
+    def expert_actions(self) -> NDArray[np.float64]:
+        """Ask the environments' own experts for their next actions.
+
+        Returns:
+            (L, A) in the order of `live`; zeros for a row that broke down, which the next `step_chunk` reports.
+
+        Raises:
+            UserError: the environment has no expert.
+        """
+        if not self._hello["expert"]:
+            raise UserError(f"the environment {self._settings.factory} has no expert of its own")
+        answers = self._ask({int(row): Request({"kind": "expert"}) for row in self.live})
+        actions = np.zeros((len(self.live), self.action_size))
+        for place, row in enumerate(self.live):
+            answer = answers[int(row)]
+            if isinstance(answer, Message):
+                actions[place] = answer.arrays["action"]
+        return actions
+
+    def render(self, row: int) -> NDArray[np.uint8]:
+        """Draw a row as it is now.
+
+        Args:
+            row: number of an episode of the last `reset`, ended or not.
+
+        Returns:
+            (H, W, 3) RGB.
+
+        Raises:
+            UserError: there is no such row, or the environment cannot draw.
+            RunError: the row broke down.
+        """
+        if not 0 <= row < len(self._slots) or self._frame_size is None:
+            raise UserError(f"there is no picture of row {row}: {len(self._slots)} rows, pictures {self._frame_size}")
+        answer = self._ask({row: Request({"kind": "render"})})[row]
+        if isinstance(answer, WorkerFailure):
+            raise RunError(f"row {row} {answer.kind}: {answer.reason}\n{answer.evidence}")
+        return answer.arrays["image"]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Everything that a number measured here depends on."""
+        settings = self._settings
+        return {
+            "simulator": settings.factory,
+            "kwargs": dict(settings.kwargs),
+            "adapter": dict(settings.adapter),
+            "renderer": f"{self.renderer.name}: {self.renderer.device}" if self.renderer else "none",
+            "horizon": self.horizon,
+            "image_size": list(self._frame_size) if self._frame_size else None,
+            "end_at_success": settings.end_at_success,
+            "python": self._hello["python"],
+            "numpy": self._hello["numpy"],
+            **self._hello["describe"],
+        }
+
+    def processes(self) -> list[int]:
+        """Numbers of the processes that run now."""
+        return self._pool.processes()
+
+    def close(self) -> None:
+        """End all processes; also done when the interpreter ends."""
+        self.live = np.zeros(0, np.int64)
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> dict[str, Any]:
+        hello = self._pool.start()
+        if isinstance(hello, WorkerFailure):
+            raise _start_error(self._settings.factory, hello, self.renderer)
+        return hello.fields
+
+    def _check_episodes(self, episodes: Sequence[EpisodeSpec]) -> None:
+        if self._pool.closed:
+            raise RuntimeError("this SubprocessSim has been closed")
+        if not 1 <= len(episodes) <= self.capacity:
+            raise UserError(f"{len(episodes)} episodes for {self.capacity} workers; 1 to that many are possible")
+        tasks, layouts = self._hello["tasks"], self._hello["layouts"]
+        for episode in episodes:
+            if episode.task not in tasks:
+                raise UserError(f"there is no task {episode.task!r}; there are: {', '.join(sorted(tasks))}")
+            if episode.split not in layouts:
+                raise UserError(f"there is no split {episode.split!r}; there are: {', '.join(sorted(layouts))}")
+            count = layouts[episode.split]
+            if episode.layout < 0 or (count is not None and episode.layout >= count):
+                last = "any number" if count is None else count - 1
+                raise UserError(f"there is no layout {episode.layout} of {episode.split}; there are 0 to {last}")
+
+    def _check_actions(self, controls: NDArray[np.float64], record: Collection[int]) -> None:
+        if not len(self.live):
+            raise UserError("no row is live; reset first")
+        expected = (len(self.live), self.action_size)
+        if controls.ndim != 3 or (controls.shape[0], controls.shape[2]) != expected or controls.shape[1] < 1:
+            raise UserError(
+                f"actions have the shape {controls.shape}; expected ({expected[0]} live rows, K >= 1, "
+                f"{expected[1]} entries)"
+            )
+        bad = self.live[~np.isfinite(controls).all(axis=(1, 2))]
+        if len(bad):
+            raise UserError(f"actions of the rows {bad.tolist()} are not finite")
+        if self._frame_size is None and any(int(row) in record for row in self.live):
+            raise UserError(f"rows cannot be recorded: {self._settings.factory} does not draw")
+
+    def _assign(self, episodes: Sequence[EpisodeSpec]) -> list[int]:
+        """A worker each, the one that has the task's scene where there is one: changing it may take seconds."""
+        free = list(range(self.capacity))
+        slots: dict[int, int] = {}
+        for row, episode in enumerate(episodes):
+            same = next((slot for slot in free if self._tasks_at[slot] == episode.task), None)
+            if same is not None:
+                slots[row] = same
+                free.remove(same)
+        for row in range(len(episodes)):
+            if row not in slots:
+                slots[row] = free.pop(0)
+        for row, episode in enumerate(episodes):
+            self._tasks_at[slots[row]] = episode.task
+        return [slots[row] for row in range(len(episodes))]
+
+    def _ask(self, requests: Mapping[int, Request]) -> dict[int, Answer]:
+        """Answers by row; a row that broke down before is not asked again."""
+        answers: dict[int, Answer] = {row: self._broken[row] for row in requests if row in self._broken}
+        asked = {self._slots[row]: request for row, request in requests.items() if row not in answers}
+        found = self._pool.ask(asked, self._settings.call_timeout_s, check=self._misshapen)
+        answers |= self._note_failures({row: found[self._slots[row]] for row in requests if row not in answers})
+        return answers
+
+    def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
+        """What is wrong with the shapes of an answer."""
+        kind = request.fields["kind"]
+        expected: dict[str, tuple[int, ...]] = {}
+        if kind in ("reset", "step_chunk"):
+            expected["state"] = (self.state_size,)
+        if kind == "expert":
+            expected["action"] = (self.action_size,)
+        if kind == "render" or (kind != "expert" and self.image_size is not None):
+            expected["image"] = (*(self._frame_size or ()), 3)
+        for name, shape in expected.items():
+            came = answer.arrays[name].shape if name in answer.arrays else None
+            if came != shape:
+                return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
+        return None
+
+    def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
+        """Remember the rows that broke down, those with numbers that are not finite among them."""
+        noted: dict[int, Answer] = {}
+        for row, answer in answers.items():
+            failure = _divergence(answer) if isinstance(answer, Message) else answer
+            noted[row] = failure or answer
+            if failure is not None:
+                self._diverged += failure.kind == "diverged"
+                self._broken[row] = failure
+        return noted
+
+    def _assemble(
+        self, rows: NDArray[np.int64], length: int, answers: Mapping[int, Answer], record: Collection[int]
+    ) -> ChunkResult:
+        result = ChunkResult.empty(rows, length, self.state_size, self.image_size)
+        reasons: dict[int, str] = {}
+        frames: dict[int, NDArray[np.uint8]] = {}
+        for place, row in enumerate(rows.tolist()):
+            answer = answers[row]
+            if isinstance(answer, WorkerFailure):
+                reasons[row] = f"{answer.kind}: {answer.reason}"
+                result.failed[place], result.rewards[place] = True, np.nan
+                self._dropped += 1
+                continue
+            _fill(result, place, answer)
+            if row in record:
+                frames[row] = answer.arrays["frames"]
+        return ChunkResult(**{**vars(result), "reasons": reasons, "frames": frames})
+
+
+def _reset_request(episode: EpisodeSpec) -> Request:
+    return Request(
+        {
+            "kind": "reset",
+            "task": episode.task,
+            "layout": episode.layout,
+            "split": episode.split,
+            "seed": layout_seed(episode),
+        }
+    )
+
+
+def _divergence(answer: Message) -> WorkerFailure | None:
+    """Numbers that are not finite come again from the same layout, so its process is kept and nothing is retried."""
+    for name in ("state", "rewards", "action"):
+        if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
+            return WorkerFailure("diverged", f"{name} is not finite")
+    return None
+
+
+def _fill(result: ChunkResult, place: int, answer: Message) -> None:
+    """Copy an answer into its row."""
+    arrays = answer.arrays
+    result.observation.state[place] = arrays["state"]
+    if result.observation.images is not None:
+        result.observation.images[place] = arrays["image"]
+    if "rewards" in arrays:
+        steps = len(arrays["rewards"])
+        result.rewards[place, :steps], result.steps[place] = arrays["rewards"], steps
+        result.success[place], result.terminated[place], result.truncated[place] = arrays["flags"]
+
+
+def _start_error(factory: str, failure: WorkerFailure, renderer: Backend | None) -> UserError | RunError:
+    if failure.for_user:
+        return UserError(failure.reason)
+    drawing = renderer is None and any(word in failure.evidence for word in ("GL", "OSMesa"))
+    hint = "; no OpenGL was found to draw with, which may be why" if drawing else ""
+    return RunError(
+        f"the environment {factory} did not start; it {failure.kind}: {failure.reason}{hint}\n{failure.evidence}"
+    )
