@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded
 from mmrl.workers.engine import WorkerSpec
 from robotics.sim.backends import PROBED, Backend, find_backend
 
@@ -29,7 +30,7 @@ class SubprocessSettings:
     """Keyword arguments of the factory; JSON."""
     adapter: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of gym_adapter.GymRow, where the factory returns a gymnasium.Env."""
-    workers: int = 2
+    workers: int = bounded(2, at_least=1)
     """Processes, one episode each at a time."""
     python: str | None = None
     """Interpreter of the environment; this one, with its module paths, when None."""
@@ -41,38 +42,26 @@ class SubprocessSettings:
     """Environment variables on top of this process's."""
     end_at_success: bool = True
     """Whether the control step that succeeds ends the episode where the environment itself goes on."""
-    start_timeout_s: float = 180.0
+    start_timeout_s: float = bounded(180.0, above=0)
     """Seconds for imports and construction."""
-    reset_timeout_s: float = 120.0
+    reset_timeout_s: float = bounded(120.0, above=0)
     """Seconds for beginning an episode, which may load another scene."""
-    call_timeout_s: float = 120.0
+    call_timeout_s: float = bounded(120.0, above=0)
     """Seconds for a chunk of actions."""
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = bounded(30.0, above=0)
     """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
-    reset_retries: int = 2
+    reset_retries: int = bounded(2, at_least=0)
     """How often an episode that did not begin is tried again."""
-    max_restarts: int = 20
+    max_restarts: int = bounded(20, at_least=1)
     """Restarts a worker without one episode that came to its end, after which the run stops."""
 
     def validate(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            UserError: a number is out of range, or options are not JSON.
-        """
-        for name in ("workers", "max_restarts"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; must be at least 1")
-        if self.reset_retries < 0:
-            raise UserError(f"reset_retries is {self.reset_retries}; must be at least 0")
-        for name in ("start_timeout_s", "reset_timeout_s", "call_timeout_s", "heartbeat_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}; must be above 0")
+        """Check that the environment's options are JSON; raises UserError."""
         for name in ("kwargs", "adapter"):
             try:
                 json.dumps(getattr(self, name), allow_nan=False)
             except (TypeError, ValueError) as error:
-                raise UserError(f"{name} of an environment must be what JSON can say: {error}") from None
+                raise UserError(f"{name} of an environment must be JSON: {error}") from None
 
 
 def choose_renderer(settings: SubprocessSettings) -> Backend | None:

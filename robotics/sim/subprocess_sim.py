@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import RunError, UserError
+from mmrl.fields import check_config
 from mmrl.workers.failures import WorkerFailure
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.wire import Message
@@ -62,7 +63,7 @@ class SubprocessSim:
     """
 
     def __init__(self, settings: SubprocessSettings) -> None:
-        settings.validate()
+        check_config(settings)
         self._settings = settings
         self.renderer = choose_renderer(settings)
         goal = f"episode of {settings.factory} that came to its end"

@@ -1,4 +1,4 @@
-"""Reward functions of a careless user, for the tests of the sandbox."""
+"""Reward functions of a careless user, for the tests of rewards in worker processes."""
 
 import os
 import sys

@@ -335,7 +335,7 @@ def test_actions_that_do_not_fit_are_refused_and_harm_nothing():
         ({"count": 0}, "workers is 0"),
         ({"reset_retries": -1}, "reset_retries is -1"),
         ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0"),
-        ({"kwargs": {"x": object()}}, "kwargs .* must be what JSON can say"),
+        ({"kwargs": {"x": object()}}, "kwargs .* must be JSON"),
     ],
 )
 def test_settings_out_of_range_are_refused(options, message):
