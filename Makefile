@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-robot test test-slow lint format clean
+.PHONY: help setup demo demo-robot test test-slow lint format docs clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything the targets below need"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-slow  the experiments that take minutes"
 	@echo "make lint       ruff, formatting, types"
 	@echo "make format     let ruff fix and format"
+	@echo "make docs       rewrite the tables of README.md and docs/ that are generated from the code"
 	@echo "make clean      remove $(VENV), caches and build output; runs/ and data/ stay"
 
 setup:
@@ -41,6 +42,9 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: setup
+	@$(BIN)/python -m mmrl.docs
 
 clean:
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache

@@ -19,6 +19,7 @@ ROOMS = (
     "mmrl.rewards",
     "mmrl.recipes",
     "mmrl.config",
+    "mmrl.options",
     "mmrl.training",
     "mmrl.hub",
     "mmrl.bench",
@@ -30,8 +31,8 @@ ROOMS = (
     "robotics",
 )
 MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
-# The command line imports everything and no room may import it.
-TOP = ("mmrl.cli",)
+# The command line and the tables of the documentation import everything; no room may import them.
+TOP = ("mmrl.cli", "mmrl.commands", "mmrl.docs", "mmrl.listings")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 

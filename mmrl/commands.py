@@ -1,0 +1,299 @@
+"""The commands of `mmrl`: their arguments and what each of them runs; COMMANDS at the foot names them.
+
+A command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mmrl.errors import UserError
+
+__all__ = ["COMMANDS", "Command", "is_first_process", "say"]
+
+BENCH_DIR = Path("runs/bench")
+DEMOS = {"vlm": ("mmrl.vlm.demo", "runs/demo"), "robot": ("robotics.demo", "runs/robot-demo")}
+LISTED = {
+    "recipes": {"recipes": ""},
+    "objectives": {"objectives": ""},
+    "rewards": {"rewards": "", "image_rewards": "images: "},
+}
+"""Kinds of `mmrl list`, the lists that each of them shows and what their sentences begin with."""
+
+
+class Command(NamedTuple):
+    """One command; its help is the docstring of `run`."""
+
+    run: Callable[[argparse.Namespace], int]
+    """Carries it out and returns the exit code."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    """Declares its arguments."""
+    takes_overrides: bool = False
+    """Whether `a.b=c` may stand anywhere among its arguments."""
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def is_first_process() -> bool:
+    """Whether this is the only process of a run or the first of several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train a recipe from a configuration file."""
+    return _run_training(args, supervised_only=False)
+
+
+def sft(args: argparse.Namespace) -> int:
+    """Supervised warm start from a configuration file."""
+    return _run_training(args, supervised_only=True)
+
+
+def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
+    from mmrl.config import load_run
+
+    entry, config = load_run(args.config, args.overrides)
+    if supervised_only and not entry.supervised:
+        raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
+    from mmrl.training.loop.distributed import leave
+    from mmrl.training.runs import train
+
+    if is_first_process():
+        say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
+    run_dir = train(entry, config, resume=args.resume)
+    if is_first_process():
+        say(f"run folder: {run_dir}")
+        say(f"report: {run_dir / 'report.html'}")
+    leave()
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate a configuration's model, or the best checkpoint of a run folder."""
+    from mmrl.config import load_run
+
+    run_dir = _existing_run(args.target) if args.target.is_dir() else None
+    entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
+    from mmrl.training.runs import evaluate
+
+    if run_dir and not any(text.startswith("output_dir=") for text in args.overrides):
+        config.output_dir = str(run_dir)  # the folder may have been moved since it was written
+    metrics = evaluate(entry, config, run_dir)
+    width = max(map(len, metrics), default=0)
+    for name, value in metrics.items():
+        say(f"{name:<{width}}  {value:.6g}")
+    return 0
+
+
+def _existing_run(folder: Path) -> Path:
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+    return folder
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write report.html of the last run folder; earlier ones are the stages before it."""
+    *chain, run_dir = [_existing_run(folder) for folder in args.run_dirs]
+    from mmrl.training.report.page import write_report
+
+    say(f"report: {write_report(run_dir, chain=chain)}")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run the arms and seeds of an experiment, skip finished ones, write comparison.json and a plot."""
+    if not args.experiment.is_file():
+        raise UserError(f"experiment file not found: {args.experiment}")
+    if args.jobs is not None and args.jobs < 1:
+        raise UserError(f"--jobs is {args.jobs}; must be at least 1")
+    from mmrl.training.compare.run import run_experiment
+
+    output = args.output or Path("runs") / args.experiment.stem
+    folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)
+    say(f"comparison: {folder / 'comparison.json'}")
+    return 0
+
+
+def list_entries(args: argparse.Namespace) -> int:
+    """List the recipes, objectives and rewards with their sources."""
+    for kind in [args.kind] if args.kind else list(LISTED):
+        if args.markdown:
+            _print_tables(kind)
+        else:
+            _print_rows(kind)
+    return 0
+
+
+def _print_tables(kind: str) -> None:
+    from mmrl.docs import markdown
+
+    for name in LISTED[kind]:
+        say(markdown(name))
+
+
+def _print_rows(kind: str) -> None:
+    from mmrl.listings import LISTINGS
+
+    rows = [(row, start) for name, start in LISTED[kind].items() for row in LISTINGS[name]()]
+    width = max(len(row.name) for row, _ in rows)
+    say(f"{kind}:")
+    for row, start in rows:
+        say(f"  {row.name:<{width}}  {start}{' '.join(row.summary.split())} [{row.source}]")
+
+
+def options(args: argparse.Namespace) -> int:
+    """Print every option of a recipe: its sentence, type, bounds and default."""
+    from mmrl.options import options_of, select_options
+    from mmrl.recipes import find_recipe
+
+    found = options_of(find_recipe(args.recipe, where="mmrl options").load_config_class())
+    if args.prefix:
+        found = select_options(found, args.prefix)
+    if args.json:
+        say(json.dumps([dataclasses.asdict(option) for option in found], indent=2))
+        return 0
+    for option in found:
+        say(f"\n{option.key}: {option.help}" if option.part else f"{option.key}  ({option.facts})\n    {option.help}")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Check versions, devices, libraries and name clashes, and say what to do."""
+    from mmrl.doctor import run
+
+    return run(runs_dir=args.output, as_json=args.json)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure time and memory against row-per-sample code, or another library, and print JSON."""
+    from mmrl.bench import run
+    from mmrl.bench.harness import BenchOptions
+
+    names = ("blocks", "repetitions", "threads", "quick", "device", "only", "against", "model", "family", "folder")
+    options = BenchOptions(**{name: getattr(args, name) for name in names})
+    with contextlib.redirect_stdout(sys.stderr):  # what the arms say; standard output is the result's
+        text, passed = run(args.room, options, args.out)
+    say(text)
+    return 0 if passed else 1
+
+
+def demo(args: argparse.Namespace) -> int:
+    """A warm start and reinforcement learning of a tiny model from end to end, then a report."""
+    module, folder = DEMOS[args.name]
+    for line in importlib.import_module(module).run(args.output or Path(folder)):
+        say(line)
+    return 0
+
+
+def sim(args: argparse.Namespace) -> int:
+    """Install a simulator suite in a Python of its own, or check a simulator with its scripted experts."""
+    rooms = importlib.import_module("robotics.sim.commands")
+    if args.action == "setup":
+        rooms.setup(args.name, args.folder, say)
+        return 0
+    return 0 if rooms.experts(args.name, args.episodes, args.options, say) else 1
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file")
+    _add_overrides(parser)
+    parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="values that replace the file's")
+
+
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file or folder of a run")
+    _add_overrides(parser)
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="folders of runs, in order")
+
+
+def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="default: runs/ and the experiment's name")
+    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
+    parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all three")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
+
+
+def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="name in `mmrl list recipes`, or module:Recipe:Config")
+    parser.add_argument(
+        "prefix", metavar="PREFIX", nargs="?", help="only this key and those below it, such as model.lora"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs will go")
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("room", choices=["vlm", "diffusion", "sim"], help="what is measured")
+    parser.add_argument("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
+    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
+    parser.add_argument("--blocks", metavar="N", type=int, default=0, help="processes of each arm, in turns; default 5")
+    parser.add_argument("--repetitions", metavar="N", type=int, default=0, help="that count in each; default 2")
+    parser.add_argument("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
+    parser.add_argument("--family", choices=["qwen2_5_vl", "qwen3_vl"], default="qwen2_5_vl", help="of the built model")
+    parser.add_argument("--model", metavar="DIR", type=Path, help="model folder in place of a built one")
+    parser.add_argument("--folder", metavar="DIR", type=Path, default=BENCH_DIR, help=f"built things; {BENCH_DIR}")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON to a file as well")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes that only show that everything runs")
+
+
+def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    first = next(iter(DEMOS))
+    parser.add_argument("name", nargs="?", choices=list(DEMOS), default=first, help=f"default: {first}")
+    folders = ", ".join(folder for _, folder in DEMOS.values())
+    parser.add_argument("--output", metavar="DIR", type=Path, help=f"default: {folders}")
+
+
+def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["setup", "experts"], help="install a suite, or run scripted experts")
+    suites = "libero, metaworld, robosuite or gymnasium_robotics; for experts tabletop or metaworld"
+    parser.add_argument("name", help=suites)
+    parser.add_argument(
+        "options", metavar="a=b", nargs="*", help="experts: fields of the simulator, such as tasks=[push]"
+    )
+    parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
+    parser.add_argument("--episodes", metavar="N", type=int, default=5, help="experts: of each task; default: 5")
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(train, _add_training_arguments, takes_overrides=True),
+    "sft": Command(sft, _add_training_arguments, takes_overrides=True),
+    "evaluate": Command(evaluate, _add_evaluate_arguments, takes_overrides=True),
+    "report": Command(report, _add_report_arguments),
+    "compare": Command(compare, _add_compare_arguments),
+    "list": Command(list_entries, _add_list_arguments),
+    "options": Command(options, _add_options_arguments),
+    "doctor": Command(doctor, _add_doctor_arguments),
+    "demo": Command(demo, _add_demo_arguments),
+    "bench": Command(bench, _add_bench_arguments),
+    "sim": Command(sim, _add_sim_arguments),
+}

@@ -1,0 +1,142 @@
+"""The generated tables of README.md and docs/: `python -m mmrl.docs` rewrites them, `--check` only says what is stale.
+
+A table stands between two marks, which name what is in it:
+
+    <!-- generated: options papo trainer -->
+    ...
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from mmrl.errors import UserError
+from mmrl.listings import LISTINGS
+from mmrl.options import Option, options_of, select_options
+from mmrl.recipes import find_recipe
+
+__all__ = ["main", "markdown", "refreshed"]
+
+PROJECT = Path(__file__).resolve().parent.parent
+MARKED = re.compile(r"(?P<head><!-- generated: (?P<name>[^>]*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the generated tables of the project, or list the files whose tables are stale."""
+    parser = argparse.ArgumentParser(prog="python -m mmrl.docs", description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a table is stale")
+    args = parser.parse_args(argv)
+    stale = list(stale_files(PROJECT))
+    for path, text in stale:
+        sys.stdout.write(f"{path.relative_to(PROJECT)}: {'stale; run `make docs`' if args.check else 'rewritten'}\n")
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if stale and args.check else 0
+
+
+def stale_files(project: Path) -> Iterable[tuple[Path, str]]:
+    """Yield the documents whose tables are not what the code says, each with its new text."""
+    for path in (project / "README.md", *sorted((project / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        new = refreshed(text, where=str(path.relative_to(project)))
+        if new != text:
+            yield path, new
+
+
+def refreshed(text: str, where: str = "document") -> str:
+    """Replace what stands between the marks of a document.
+
+    Raises:
+        UserError: A mark names no table, or has no end.
+    """
+    opened, closed = text.count("<!-- generated:"), len(MARKED.findall(text))
+    if opened != closed:
+        raise UserError(f"{where}: {opened} marks `<!-- generated: NAME -->`, but {closed} have an `<!-- end -->`")
+    return MARKED.sub(lambda found: f"{found['head']}{markdown(found['name'])}{found['end']}", text)
+
+
+def markdown(name: str) -> str:
+    """Write a table: recipes, objectives, rewards, image_rewards, or options RECIPE [PREFIX].
+
+    Raises:
+        UserError: There is no such table, recipe or option.
+    """
+    kind, *arguments = name.split()
+    if kind not in TABLES:
+        close = difflib.get_close_matches(kind, TABLES, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise UserError(f"there is no table '{kind}'; {hint}tables: {', '.join(TABLES)}")
+    return TABLES[kind](*arguments)
+
+
+def _recipes() -> str:
+    files = _configurations(PROJECT / "configs")
+    rows = [
+        (f"`{row.name}`", row.summary, row.source, ", ".join(f"`{name}`" for name in files[row.name]))
+        for row in LISTINGS["recipes"]()
+    ]
+    return _table(("recipe", "what it does", "source", "configurations"), rows)
+
+
+def _configurations(folder: Path) -> dict[str, list[str]]:
+    """Recipe to the names of the files that run it, directly or through `extends:`."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.rglob("*.yaml")):
+        recipe = _recipe_of(path)
+        if recipe:
+            found[recipe].append(path.name)
+    return found
+
+
+def _recipe_of(path: Path) -> str | None:
+    keys = dict(re.findall(r"^(recipe|extends): *(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    if "recipe" in keys:
+        return keys["recipe"]
+    return _recipe_of(path.parent / keys["extends"]) if "extends" in keys else None
+
+
+def _listing(kind: str, columns: tuple[str, str, str]) -> Callable[[], str]:
+    return lambda: _table(columns, [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[kind]()])
+
+
+def _options(recipe: str, prefix: str = "") -> str:
+    options = options_of(find_recipe(recipe, where="options").load_config_class())
+    chosen = select_options(options, prefix) if prefix else options
+    rows = [_option_row(option) for option in chosen if not option.part]
+    return _table(("option", "default", "allowed", "what it does"), rows)
+
+
+def _option_row(option: Option) -> tuple[str, str, str, str]:
+    default = "must be given" if option.required else f"`{option.default_text}`"
+    return f"`{option.key}`", default, option.bounds or f"`{option.type}`", option.help
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head, *body = [f"| {line} |\n" for line in (" | ".join(columns), *(" | ".join(map(_cell, row)) for row in rows))]
+    return "".join((head, f"|{'---|' * len(columns)}\n", *body))
+
+
+def _cell(text: str) -> str:
+    linked = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
+    return linked.replace("|", "\\|")
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "recipes": _recipes,
+    "objectives": _listing("objectives", ("objective", "parts", "source")),
+    "rewards": _listing("rewards", ("reward", "what earns it", "source")),
+    "image_rewards": _listing("image_rewards", ("reward", "what earns it", "source")),
+    "options": _options,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What a configuration's dataclass says about its own options: key, sentence, type, default and bounds.
+
+Sentences are the strings under the fields; they are read from the source, since Python does not keep them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.fields import bounds_of
+
+__all__ = ["Option", "options_of", "select_options"]
+
+REQUIRED = "???"
+"""Default of a value that must be given, as in OmegaConf."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a configuration."""
+
+    key: str
+    """Dotted key; `<name>` stands for a name of the user's choice and `[]` for a place in a list."""
+    help: str
+    """Its sentence; empty where the source has none."""
+    type: str
+    """Its type as Python writes it; of a part, the name of its dataclass."""
+    default: Any
+    """Its default; None where it is empty or must be given."""
+    bounds: str
+    """What it may be; empty where the type says it all."""
+    required: bool = False
+    """Whether it must be given."""
+    part: bool = False
+    """Whether it only holds the options that follow."""
+
+    @property
+    def facts(self) -> str:
+        """Type, bounds and default in one line."""
+        default = "must be given" if self.required else f"default {self.default_text}"
+        return "; ".join(filter(None, (self.type, self.bounds, default)))
+
+    @property
+    def default_text(self) -> str:
+        """The default as a configuration file says it."""
+        return _as_yaml(self.default)
+
+
+def options_of(schema: type[Any]) -> list[Option]:
+    """List every option of a configuration, parts before what they hold.
+
+    Args:
+        schema: The configuration's dataclass.
+
+    Returns:
+        The options in the order of the source; those of a base class come first.
+    """
+    return list(_walk(schema, None, ""))
+
+
+def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
+    """Pick the options at or below a dotted key.
+
+    Raises:
+        UserError: There is none; the message has a suggestion.
+    """
+    inside = (f"{prefix}.", f"{prefix}[")
+    chosen = [option for option in options if option.key == prefix or option.key.startswith(inside)]
+    if chosen:
+        return chosen
+    keys = [option.key for option in options]
+    same_name = [key for key in keys if key.rpartition(".")[2] == prefix.rpartition(".")[2]]
+    close = same_name or difflib.get_close_matches(prefix, keys, n=3, cutoff=0.5)
+    parts = [key for key in keys if "." not in key]
+    hint = f"did you mean {', '.join(close[:3])}? " if close else ""
+    raise UserError(f"there is no option '{prefix}'; {hint}options begin with: {', '.join(parts)}")
+
+
+def _walk(schema: type[Any], instance: Any, prefix: str) -> Iterator[Option]:
+    """Options of a dataclass; defaults are those of the instance where there is one."""
+    hints = typing.get_type_hints(schema)
+    sentences = _sentences(schema)
+    for item in dataclasses.fields(schema):
+        key, hint = f"{prefix}{item.name}", hints[item.name]
+        default = _default_of(item) if instance is None else getattr(instance, item.name)
+        required = default is dataclasses.MISSING or default == REQUIRED
+        part, suffix = _part_of(hint)
+        bounds = bounds_of(item)
+        yield Option(
+            key=key,
+            help=sentences.get(item.name, ""),
+            type=_type_words(hint),
+            default=None if required or (part is not None and not suffix) else _plain(default),
+            bounds="" if bounds is None else str(bounds),
+            required=required,
+            part=part is not None and not suffix,
+        )
+        if part is not None:
+            inside = default if dataclasses.is_dataclass(default) else None
+            yield from _walk(part if inside is None else type(inside), inside, f"{key}{suffix}.")
+
+
+def _part_of(hint: Any) -> tuple[type[Any] | None, str]:
+    """The dataclass that a field holds, and what its key continues with; None where it holds none."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        parts = [found for found in map(_part_of, arguments) if found[0] is not None]
+        return parts[0] if parts else (None, "")
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return hint, ""
+    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
+    if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
+        return arguments[-1], suffix  # type: ignore[return-value]
+    return None, ""
+
+
+def _default_of(item: dataclasses.Field[Any]) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
+@functools.cache
+def _sentences(schema: type[Any]) -> dict[str, str]:
+    """Field to the string under it, of the class and what it inherits."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _sentences_in(base)
+    return found
+
+
+def _sentences_in(schema: type[Any]) -> dict[str, str]:
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # a class without source, such as one made in a notebook
+        return {}
+    found = {}
+    body = getattr(definition, "body", [])
+    for statement, below in itertools.pairwise(body):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[statement.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def _type_words(hint: Any) -> str:
+    """An annotation as it is written, without modules."""
+    if hint is type(None):
+        return "None"
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_type_words, arguments))
+    if origin is not None and arguments:
+        return f"{origin.__name__}[{', '.join('...' if x is Ellipsis else _type_words(x) for x in arguments)}]"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON can say it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_as_yaml(part)}' for key, part in value.items())}}}"
+    return str(value) or "''"

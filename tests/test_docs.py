@@ -1,0 +1,61 @@
+"""The tables of README.md and docs/ that are generated from the code."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.core.catalogue import CATALOGUE
+from mmrl.docs import PROJECT, markdown, refreshed, stale_files
+from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+
+
+def test_the_tables_of_the_documents_are_current():
+    stale = [str(path.relative_to(PROJECT)) for path, _ in stale_files(PROJECT)]
+    assert stale == [], "run `make docs`"
+
+
+def test_what_stands_between_the_marks_is_replaced_and_nothing_else():
+    inner = "<!-- generated: options papo papo.gamma -->\n<!-- end -->"
+    marks = ("<!-- generated: rewards -->\nold\n<!-- end -->", inner)
+    text = "# A\n" + "\nb\n".join(marks)
+    new = refreshed(text)
+    assert new.startswith(
+        "# A\n<!-- generated: rewards -->\n| reward | what earns it | source |\n|---|---|---|\n| `format`"
+    )
+    assert "old" not in new
+    assert "\n<!-- end -->\nb\n<!-- generated: options papo papo.gamma -->\n" in new
+    assert new.endswith("| `papo.gamma` | `0.02` | `float` | Weight of the perception KL. |\n<!-- end -->")
+    assert refreshed(new) == new
+
+
+def test_marks_that_cannot_be_filled_are_refused():
+    with pytest.raises(UserError, match="there is no table 'recipies'; did you mean 'recipes'"):
+        refreshed("<!-- generated: recipies -->\n<!-- end -->")
+    with pytest.raises(UserError, match=r"README.md: 1 marks .* 0 have an"):
+        refreshed("<!-- generated: recipes -->\n", where="README.md")
+    with pytest.raises(UserError, match="there is no option 'trainr'"):
+        refreshed("<!-- generated: options papo trainr -->\n<!-- end -->")
+
+
+def test_tables_have_a_row_for_each_entry():
+    recipes = markdown("recipes").splitlines()
+    assert [line.split("`")[1] for line in recipes[2:]] == list(RECIPES)
+    (papo,) = [line for line in recipes if line.startswith("| `papo` |")]
+    assert "[arXiv 2507.06448](https://arxiv.org/abs/2507.06448)" in papo
+    assert "`digits_papo.yaml`" in papo
+    assert "`digits_papo_d.yaml`" in papo  # through `extends:`
+    assert [line.split("`")[1] for line in markdown("objectives").splitlines()[2:]] == list(CATALOGUE)
+
+
+def test_options_with_a_bar_stay_in_their_cell():
+    (row,) = [line for line in markdown("options papo model.min_pixels").splitlines() if line.startswith("| `model")]
+    assert row.replace("\\|", "").count("|") == 5
+    assert "at least 1" in row
+
+
+def test_the_list_command_prints_the_tables(capsys):
+    assert main(["list", "rewards", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert out == markdown("rewards") + "\n" + markdown("image_rewards") + "\n"

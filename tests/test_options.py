@@ -1,0 +1,139 @@
+"""`mmrl options` and what a dataclass says about its own options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from omegaconf import MISSING
+
+from mmrl.cli import main
+from mmrl.config import load_run
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from mmrl.options import options_of, select_options
+from mmrl.recipes import RECIPES
+
+
+@dataclass
+class Sampler:
+    """How samples are drawn."""
+
+    temperature: float = bounded(1.0, above=0)
+    """Logits are
+    divided by it."""
+    solver: str = choice("euler", ("euler", "heun"))
+    unseen: int = 3
+
+
+@dataclass
+class Base:
+    sampler: Sampler = field(default_factory=Sampler)
+    """Sampling."""
+    path: str = MISSING
+    """Where it lies."""
+
+
+@dataclass
+class Run(Base):
+    sampler: Sampler = field(default_factory=lambda: Sampler(temperature=0.5))
+    splits: dict[str, Sampler] = field(default_factory=dict)
+    """By name."""
+    terms: list[Sampler] = field(default_factory=list)
+    limit: int | None = bounded(None, at_least=1)
+    """Most of them."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def test_every_option_has_its_sentence_type_default_and_bounds():
+    found = {option.key: option for option in options_of(Run)}
+    inside = ("temperature", "solver", "unseen")
+    assert list(found) == [
+        *("sampler", *(f"sampler.{name}" for name in inside), "path"),
+        *("splits", *(f"splits.<name>.{name}" for name in inside)),
+        *("terms", *(f"terms[].{name}" for name in inside), "limit", "extra"),
+    ]
+    assert found["sampler"].part
+    assert found["sampler"].help == "Sampling."  # the field is repeated without a sentence, the base has one
+    temperature = found["sampler.temperature"]
+    assert temperature.help == "Logits are divided by it."
+    assert (temperature.type, temperature.bounds, temperature.default) == ("float", "positive", 0.5)
+    assert found["splits.<name>.temperature"].default == 1.0
+    assert found["sampler.unseen"].help == ""
+    assert found["sampler.solver"].facts == "str; one of euler, heun; default euler"
+    assert found["path"].facts == "str; must be given"
+    assert found["limit"].facts == "int | None; at least 1; default null"
+    assert found["extra"].facts == "dict[str, Any]; default {}"
+    assert found["terms"].type == "list[Sampler]"
+
+
+def test_options_below_a_key():
+    options = options_of(Run)
+    assert [option.key for option in select_options(options, "limit")] == ["limit"]
+    assert len(select_options(options, "sampler")) == 4
+    assert len(select_options(options, "terms")) == 4
+    with pytest.raises(UserError, match=r"no option 'samplr'; did you mean sampler\b"):
+        select_options(options, "samplr")
+    with pytest.raises(UserError, match=r"did you mean sampler\.solver, splits\.<name>\.solver"):
+        select_options(options, "solver")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_option_of_every_recipe_has_a_sentence(name):
+    options = options_of(RECIPES[name].load_config_class())
+    assert len(options) > 90
+    assert [option.key for option in options if not option.help] == []
+
+
+def test_defaults_are_those_that_a_run_gets(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: papo\nmodel: {path: m}\ndata: {path: d.jsonl}\nrewards: [{name: exact}]\n")
+    _, config = load_run(path)
+    for option in options_of(type(config)):
+        if option.part or option.required or "<" in option.key or "[" in option.key:
+            continue
+        value = config
+        for name in option.key.split("."):
+            value = getattr(value, name)
+        if option.key not in ("recipe", "rewards"):
+            assert option.default == value, option.key
+
+
+def test_the_command_prints_options_as_text_and_as_json(capsys):
+    assert main(["options", "papo", "papo.gamma"]) == 0
+    assert capsys.readouterr().out == "papo.gamma  (float; default 0.02)\n    Weight of the perception KL.\n"
+    assert main(["options", "papo", "sampler", "--json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["sampler.top_p"]["bounds"] == "in (0, 1]"
+    assert rows["sampler"]["part"] is True
+    assert main(["options", f"{__name__}:Recipe:Run", "limit"]) == 0
+    assert "Most of them." in capsys.readouterr().out
+
+
+class Recipe:
+    uses_rewards = True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["papp"], "unknown recipe 'papp'; did you mean 'papo'?"),
+        (["papo", "trainr"], "there is no option 'trainr'; did you mean trainer"),
+        (["papo", "top_p"], "did you mean sampler.top_p?"),
+        (["no.module:A:B"], "cannot be loaded"),
+    ],
+)
+def test_what_does_not_exist_is_an_error_with_a_suggestion(arguments, message, capsys):
+    assert main(["options", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_class_without_source_has_options_without_sentences():
+    made = dataclasses.make_dataclass("Made", [("steps", int, bounded(3, at_least=1))])
+    (option,) = options_of(made)
+    assert (option.key, option.help, option.facts) == ("steps", "", "int; at least 1; default 3")
