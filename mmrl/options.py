@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import itertools
 import textwrap
@@ -132,7 +131,6 @@ def _default_of(item: dataclasses.Field[Any]) -> Any:
     return item.default
 
 
-@functools.cache
 def _sentences(schema: type[Any]) -> dict[str, str]:
     """Field to the string under it, of the class and what it inherits."""
     found: dict[str, str] = {}
