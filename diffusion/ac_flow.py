@@ -27,6 +27,7 @@ from torch import Tensor
 
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import OrwConfig, OrwRecipe, OrwSettings
+from diffusion.payload import DiffusionPayload
 from mmrl.core.advantages import check_group_size
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
@@ -185,7 +186,7 @@ class AcFlowRecipe(OrwRecipe):
     def _inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """What the critic sees of the noisy versions, and their places in the flattened (B, T)."""
         noisy, chosen = self.noisy(rollouts)
-        text = self.text_of(rollouts.payload.tasks, rollouts.group).select(noisy.image)
+        text = self.text_of(DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
         return (noisy.latents.float(), noisy.sigma, text.expanded()[1].float()), chosen
 
     def _train_critic(self, critic: CriticTrainer, rollouts: Rollouts, accelerator: Accelerator) -> None:

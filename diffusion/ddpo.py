@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from diffusion.history import PromptHistory
+from diffusion.payload import DiffusionPayload
 from diffusion.sampler import SamplerConfig
 from diffusion.trajectories import StepSettings, TrajectoryConfig, TrajectoryRecipe
 from mmrl.core.rollouts import Rollouts
@@ -87,7 +88,8 @@ class DdpoRecipe(TrajectoryRecipe):
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Rewards against the history of their prompts; every process keeps the whole history."""
-        prompts = [rollouts.payload.tasks[group].prompt for group in rollouts.group.tolist()]
+        tasks = DiffusionPayload.of(rollouts).tasks
+        prompts = [tasks[group].prompt for group in rollouts.group.tolist()]
         rewards = rollouts.reward.tolist()
         everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
         scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]

@@ -170,7 +170,7 @@ class FlowMatchingRecipe(DiffusionRecipe):
 
     def noisy(self, rollouts: Rollouts) -> tuple[NoisyRows, Tensor]:
         """Noisy versions of the rows whose mask is 1, row by row, and their places (M,) in the flattened (B, T)."""
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         assert payload.noise_seed is not None
         width = rollouts.num_decisions
         chosen = torch.nonzero(rollouts.mask.flatten() > 0).flatten()
@@ -181,7 +181,7 @@ class FlowMatchingRecipe(DiffusionRecipe):
 
     def velocity_of(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
         """Guided velocity (M, C, H, W) of a model on noisy rows."""
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         text = self.text_of(payload.tasks, rollouts.group).select(noisy.image)
         config = self.config.sampler
         velocity = guided(self.policy, model, text, config.guidance, config.negative_prompt, detach_negative=True)
@@ -191,7 +191,7 @@ class FlowMatchingRecipe(DiffusionRecipe):
         """Evaluate a model on the noisy versions of some rows; `drawn` is what `noisy` gave, if it was asked before."""
         noisy, chosen = drawn or self.noisy(rollouts)
         velocity = self.velocity_of(policy, rollouts, noisy)
-        clean = rollouts.payload.latents.float()[noisy.image.to(chosen.device)]
+        clean = DiffusionPayload.of(rollouts).latents.float()[noisy.image.to(chosen.device)]
         return Matching(noisy, clean, velocity, chosen, rollouts.mask.shape)
 
     def reference_velocity(self, minibatch: Rollouts, noisy: NoisyRows) -> Tensor | None:

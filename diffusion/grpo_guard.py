@@ -48,7 +48,7 @@ class GrpoGuardRecipe(FlowGrpoRecipe):
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
     ) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
         steps = self.step_scores(policy, rollouts)
         mean_old = payload.mean_old[:, : rollouts.num_decisions].flatten(0, 1)[steps.chosen]

@@ -196,7 +196,7 @@ class DiffusionRecipe(Recipe):
     def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
         rollouts = self.draw(tasks, generator)
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         with stopwatch("decode"):
             payload.images, payload.finite = self.decode(payload.latents)
         return rollouts.replace(payload=payload.without_nonfinite())
@@ -208,7 +208,7 @@ class DiffusionRecipe(Recipe):
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Weighted sum of the rewards; a row with a failed term or without an image keeps NaN and teaches nothing."""
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
         result = self.score_images(tasks, payload.images, payload.finite)
         return with_rewards(rollouts, result)
@@ -275,7 +275,7 @@ class DiffusionRecipe(Recipe):
         """Whole groups as images with rewards and advantages."""
         from PIL import Image
 
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         advantage = rollouts.advantage
         found = []
         for row in range(min(limit, rollouts.num_rows)):

@@ -181,7 +181,7 @@ class _Steps:
     """The trained steps of some rows as one batch of M."""
 
     def __init__(self, recipe: TrajectoryRecipe, rollouts: Rollouts) -> None:
-        payload: DiffusionPayload = rollouts.payload
+        payload = DiffusionPayload.of(rollouts)
         assert payload.states is not None
         assert payload.sigma_next is not None
         width = rollouts.num_decisions

@@ -13,10 +13,11 @@ from mmrl.core.groups import group_center, group_std, masked_whiten
 from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
 from mmrl.core.metrics import Metric, max_metric, mean_metric, merge_metrics, metric_values
 from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
+from mmrl.core.payload import Payload, nested, per_decision, per_group, per_row, shared
 from mmrl.core.ratios import RATIOS, SURROGATES, SurrogateInputs, log_ratio, surrogate
 from mmrl.core.regularizers import KL_KINDS, AdaptiveKL, entropy_from_logits, entropy_sampled, kl, kl_full
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_starts
-from mmrl.core.rollouts import Payload, Rollouts
+from mmrl.core.rollouts import Rollouts
 from mmrl.core.values import value_loss
 
 __all__ = [
@@ -64,7 +65,12 @@ __all__ = [
     "mean_metric",
     "merge_metrics",
     "metric_values",
+    "nested",
+    "per_decision",
+    "per_group",
+    "per_row",
     "returns_to_go",
+    "shared",
     "surrogate",
     "turn_starts",
     "value_loss",

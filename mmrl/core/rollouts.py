@@ -13,68 +13,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.core.checks import check_choice_of_fields, check_decisions, check_groups, check_mask, check_rows
+from mmrl.core.checks import check_decisions, check_groups, check_mask, check_rows
+from mmrl.core.payload import (
+    Payload,
+    join_fields,
+    move_fields,
+    nested,
+    per_decision,
+    per_row,
+    select_fields,
+    trim_fields,
+)
 
-__all__ = ["Payload", "Rollouts"]
+__all__ = ["Rollouts"]
 
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn")
-_ROW_FIELDS = ("group", "reward")
-_PADDING = {"turn": -1}
-
-
-class Payload(Protocol):
-    """Domain data that travels with the rows and that only the domain's own policy opens."""
-
-    def select(self, rows: Tensor, groups: Tensor) -> Self:
-        """Keep rows (b,) and groups (n,), both int64 indices, in the order given."""
-        ...
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """Join payloads: the rows and the groups of each part follow those of the part before."""
-        ...
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the tensors to a device."""
-        ...
 
 
 @dataclass
 class Rollouts:
     """Rows of decisions in groups that share a prompt; what flows from the sampler to the loss."""
 
-    group: Tensor
+    group: Tensor = per_row()
     """(B,) int64, the group of each row, 0..N-1; every number occurs."""
-    mask: Tensor
+    mask: Tensor = per_decision()
     """(B, T) float, 1 where the policy took the decision and it is trained, 0 on tools, hints and padding."""
-    logp_old: Tensor
+    logp_old: Tensor = per_decision()
     """(B, T) float, log-probability in nats under the policy the update starts from; constant."""
-    reward: Tensor
+    reward: Tensor = per_row()
     """(B,) float, total reward of the row; NaN marks a row that could not be scored."""
-    payload: Any = None
-    """A `Payload`: prompts, images and responses of the domain, or None."""
-    reward_terms: dict[str, Tensor] = field(default_factory=dict)
+    payload: Payload | None = nested(default=None)
+    """Prompts, images and responses of the domain, opened with `<its class>.of(rollouts)`."""
+    reward_terms: dict[str, Tensor] = per_row(default_factory=dict)
     """(B,) each, the named terms the reward was made of, before their weights."""
-    advantage: Tensor | None = None
+    advantage: Tensor | None = per_decision(default=None)
     """(B, T) float, set by `Objective.compute_advantages`; 0 where nothing is trained."""
-    logp_ref: Tensor | None = None
+    logp_ref: Tensor | None = per_decision(default=None)
     """(B, T) float, log-probability under the frozen reference policy."""
-    values: Tensor | None = None
+    values: Tensor | None = per_decision(default=None)
     """(B, T) float, value of the state before each decision, as predicted when the rows were sampled."""
-    returns: Tensor | None = None
+    returns: Tensor | None = per_decision(default=None)
     """(B, T) float, regression target of the value head."""
-    entropy: Tensor | None = None
+    entropy: Tensor | None = per_decision(default=None)
     """(B, T) float, entropy in nats of the action distribution at sampling time."""
-    turn: Tensor | None = None
+    turn: Tensor | None = per_decision(default=None, padding=-1)
     """(B, T) int64, environment step of each decision, not falling along a row, -1 on padding."""
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    extras: dict[str, Tensor] = per_decision(default_factory=dict)
     """Further data per row (B,) or per decision (B, T), such as "kl_weight" or "decision_reward"."""
 
     def __post_init__(self) -> None:
@@ -85,6 +76,8 @@ class Rollouts:
             value = getattr(self, name)
             if value is not None:
                 check_decisions(name, value, shape, integer=name == "turn")
+        if isinstance(self.payload, Payload):
+            self.payload.check_counts(rows, self.num_groups)
         for name, value in (*self.reward_terms.items(), *self.extras.items()):
             if tuple(value.shape) not in ((rows,), shape):
                 raise ValueError(
@@ -128,8 +121,7 @@ class Rollouts:
 
     def to(self, device: torch.device | str) -> Rollouts:
         """Return a copy whose tensors and payload lie on a device."""
-        payload = None if self.payload is None else self.payload.to(device)
-        return self._map(lambda _, tensor: tensor.to(device), payload)
+        return self.replace(**move_fields(self, device))
 
     def select(self, rows: Tensor) -> Rollouts:
         """Keep some rows, number their groups anew and drop the prompts nobody uses any more.
@@ -212,52 +204,16 @@ class Rollouts:
         """
         if not parts:
             raise ValueError("concat needs at least one Rollouts; got an empty sequence.")
-        check_choice_of_fields([_present(part) for part in parts])
-        width = max(part.num_decisions for part in parts)
-        padded = [part._pad(width) for part in parts]
         offsets = [0, *accumulate(part.num_groups for part in parts)]
         groups = [part.group + offset for part, offset in zip(parts, offsets, strict=False)]
-        first = padded[0]
-        changes: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in padded])
-            for name in (*_ROW_FIELDS, *_DECISION_FIELDS)
-            if getattr(first, name) is not None
-        }
-        changes["group"] = torch.cat(groups)
-        for name in ("reward_terms", "extras"):
-            keys = getattr(first, name)
-            changes[name] = {key: torch.cat([getattr(part, name)[key] for part in padded]) for key in keys}
-        if first.payload is not None:
-            changes["payload"] = type(first.payload).concat([part.payload for part in parts])
-        return first.replace(**changes)
+        return parts[0].replace(**join_fields(parts) | {"group": torch.cat(groups)})
 
     def _take(self, rows: Tensor, groups: Tensor, renumbered: Tensor) -> Rollouts:
-        payload = None if self.payload is None else self.payload.select(rows, groups)
-        return self._map(lambda name, tensor: renumbered if name == "group" else tensor[rows], payload)
+        return self.replace(**select_fields(self, rows, groups) | {"group": renumbered})
 
     def _trim(self) -> Rollouts:
         used = torch.nonzero(self.mask.sum(0))
-        width = int(used.max()) + 1 if len(used) else 1
-        return self._map(lambda _, tensor: tensor if tensor.dim() == 1 else tensor[:, :width], self.payload)
-
-    def _pad(self, width: int) -> Rollouts:
-        missing = width - self.num_decisions
-
-        def pad(name: str, tensor: Tensor) -> Tensor:
-            if tensor.dim() == 1 or not missing:
-                return tensor
-            return torch.nn.functional.pad(tensor, (0, missing), value=_PADDING.get(name, 0))
-
-        return self._map(pad, self.payload)
-
-    def _map(self, function: Any, payload: Any) -> Rollouts:
-        changes: dict[str, Any] = {"payload": payload}
-        for name in (*_ROW_FIELDS, *_DECISION_FIELDS):
-            value = getattr(self, name)
-            changes[name] = None if value is None else function(name, value)
-        for name in ("reward_terms", "extras"):
-            changes[name] = {key: function(key, value) for key, value in getattr(self, name).items()}
-        return self.replace(**changes)
+        return self.replace(**trim_fields(self, int(used.max()) + 1 if len(used) else 1))
 
 
 def _chunk_sizes(group: Tensor, rows: int) -> list[int]:
@@ -287,9 +243,3 @@ def _as_indices(selection: Tensor, size: int, what: str, device: torch.device) -
     if len(selection) and not (int(selection.min()) >= 0 and int(selection.max()) < size):
         raise ValueError(f"{what} must lie in 0..{size - 1}; got {selection.tolist()}.")
     return selection
-
-
-def _present(rollouts: Rollouts) -> set[str]:
-    names = {name for name in (*_DECISION_FIELDS, "payload") if getattr(rollouts, name) is not None}
-    names |= {f"reward_terms[{key}]" for key in rollouts.reward_terms}
-    return names | {f"extras[{key}]" for key in rollouts.extras}

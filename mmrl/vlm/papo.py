@@ -38,7 +38,7 @@ from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.payload import Prompt
+from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.task import VlmTask
 
@@ -194,10 +194,10 @@ class PapoRecipe(VlmRecipe):
     def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Sample with the original images, then make one masked copy of each question's images."""
         rollouts = super().rollout(policy, tasks, generator)
-        payload: Any = rollouts.payload
+        payload = VlmPayload.of(rollouts)
         seed = int(torch.randint(2**62, (), generator=generator))
         with stopwatch("encode"):
-            views = [
+            views: list[Prompt | None] = [
                 self._masked_prompt(task, prompt, np.random.default_rng([seed, index]))
                 for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
             ]

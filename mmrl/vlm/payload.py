@@ -1,15 +1,14 @@
-"""What travels with VLM rollouts: prompts, stored once per group, and the tokens that were sampled."""
+"""The payload of VLM rollouts: prompts, stored once per group, and the tokens that were sampled."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.vlm.task import VlmTask
 
 __all__ = ["Prompt", "VlmPayload"]
@@ -59,32 +58,21 @@ class Prompt:
 
 
 @dataclass
-class VlmPayload:
+class VlmPayload(Payload):
     """Prompts of N groups and responses of B rows."""
 
-    prompts: list[Prompt]
-    """One prompt for each group."""
-    tasks: list[VlmTask]
+    prompts: list[Prompt] = per_group()
+    """The prompt of each group."""
+    tasks: list[VlmTask] = per_group()
     """The task of each group."""
-    response_ids: Tensor
+    response_ids: Tensor = per_decision()
     """(B, T) int64, sampled tokens, right-padded; which of them count is the rollouts' mask."""
-    texts: list[str]
+    texts: list[str] = per_row()
     """The decoded response of each row, without control tokens."""
-    finish: list[str]
+    finish: list[str] = per_row()
     """Why each row ended: "eos", "stop" or "length"."""
-    views: dict[str, list[Prompt | None]] = field(default_factory=dict)
+    views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
     """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
-
-    def __post_init__(self) -> None:
-        rows, groups = self.response_ids.shape[0], len(self.prompts)
-        for name, found, expected in (
-            ("tasks", len(self.tasks), groups),
-            ("texts", len(self.texts), rows),
-            ("finish", len(self.finish), rows),
-            *((f"views[{name!r}]", len(view), groups) for name, view in self.views.items()),
-        ):
-            if found != expected:
-                raise ValueError(f"{name} has {found} entries; there are {rows} rows in {groups} groups.")
 
     def prompts_of(self, view: str) -> list[Prompt]:
         """Prompts of a view, one for each group.
@@ -105,49 +93,3 @@ class VlmPayload:
             raise ValueError(f"there is no view {view!r} of these prompts; there are: {known}.")
         pairs = zip(self.views[view], self.prompts, strict=True)
         return [prompt if other is None else other for other, prompt in pairs]
-
-    def select(self, rows: Tensor, groups: Tensor) -> Self:
-        """Keep rows (b,) and groups (n,), both int64 indices, in the order given."""
-        row_list, group_list = rows.tolist(), groups.tolist()
-        return dataclasses.replace(
-            self,
-            prompts=[self.prompts[group] for group in group_list],
-            tasks=[self.tasks[group] for group in group_list],
-            response_ids=self.response_ids[rows],
-            texts=[self.texts[row] for row in row_list],
-            finish=[self.finish[row] for row in row_list],
-            views={name: [view[group] for group in group_list] for name, view in self.views.items()},
-        )
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """Join payloads: the rows and the groups of each part follow those of the part before."""
-        width = max(part.response_ids.shape[1] for part in parts)
-        names = dict.fromkeys(name for part in parts for name in part.views)
-        return cls(
-            prompts=[prompt for part in parts for prompt in part.prompts],
-            tasks=[task for part in parts for task in part.tasks],
-            response_ids=torch.cat([_widen(part.response_ids, width) for part in parts]),
-            texts=[text for part in parts for text in part.texts],
-            finish=[reason for part in parts for reason in part.finish],
-            views={
-                name: [prompt for part in parts for prompt in part.views.get(name, [None] * len(part.prompts))]
-                for name in names
-            },
-        )
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move prompts and responses to a device."""
-        return dataclasses.replace(
-            self,
-            prompts=[prompt.to(device) for prompt in self.prompts],
-            response_ids=self.response_ids.to(device),
-            views={
-                name: [None if prompt is None else prompt.to(device) for prompt in view]
-                for name, view in self.views.items()
-            },
-        )
-
-
-def _widen(ids: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]))

@@ -17,7 +17,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.chat import PromptLayout, encode_prompt
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses, pack_rows, tabulate
-from mmrl.vlm.payload import Prompt
+from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.prefix import Prefix, PrefixStore
 from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.storage import load_policy_weights, save_policy
@@ -170,7 +170,7 @@ class VlmPolicy(nn.Module):
         `shares_prefix` the language model too.
         """
         self._check_wanted(want)
-        payload = rollouts.payload
+        payload = VlmPayload.of(rollouts)
         prompts = payload.prompts_of(view)
         device = self.device
         mask = rollouts.mask.to(device)

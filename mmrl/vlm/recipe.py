@@ -139,7 +139,7 @@ class VlmRecipe(Recipe):
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Weighted sum of the reward functions; a row with a failed term keeps NaN and teaches nothing."""
-        payload: Any = rollouts.payload
+        payload = VlmPayload.of(rollouts)
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
         prompts = [payload.prompts[group].text for group in rollouts.group.tolist()]
         lengths = rollouts.mask.sum(1).int().tolist()
@@ -164,7 +164,7 @@ class VlmRecipe(Recipe):
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as text, images, rewards and advantages."""
-        payload: Any = rollouts.payload
+        payload = VlmPayload.of(rollouts)
         advantage = rollouts.advantage
         found = []
         for row in range(min(limit, rollouts.num_rows)):
@@ -187,7 +187,7 @@ class VlmRecipe(Recipe):
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Share of finished responses, skipped questions and reward errors so far."""
-        payload: Any = rollouts.payload
+        payload = VlmPayload.of(rollouts)
         finished = sum(finish != "length" for finish in payload.finish) / max(len(payload.finish), 1)
         return {
             "response/finished_fraction": finished,

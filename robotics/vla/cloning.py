@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
+from mmrl.core.payload import Payload, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -35,8 +36,6 @@ from robotics.vla.tasks import EpisodeSetConfig
 
 __all__ = ["CloneConfig", "CloneRecipe", "MomentPayload"]
 
-MOMENT_TENSORS = ("actions", "mask", "noise_seed")
-
 
 def _trainer() -> TrainerConfig:
     return TrainerConfig(
@@ -45,39 +44,17 @@ def _trainer() -> TrainerConfig:
 
 
 @dataclass
-class MomentPayload:
+class MomentPayload(Payload):
     """B moments of demonstrations."""
 
-    inputs: PolicyInputs
-    """What the robot saw."""
-    actions: Tensor
-    """(B, K, A) float32, in -1..1 as the policy speaks of them."""
-    mask: Tensor
+    inputs: PolicyInputs = per_row()
+    """What the robot observed."""
+    actions: Tensor = per_row()
+    """(B, K, A) float32, in the policy's -1..1."""
+    mask: Tensor = per_row()
     """(B, K) float32, 1 where the episode still ran."""
-    noise_seed: Tensor
+    noise_seed: Tensor = per_row()
     """(B,) int64; the first one seeds the noise of a policy that learns from noisy actions."""
-
-    def select(self, rows: Tensor, groups: Tensor) -> Self:
-        """Keep rows (b,); every row is a group of its own."""
-        return dataclasses.replace(
-            self,
-            inputs=self.inputs.select(rows),
-            actions=self.actions[rows],
-            mask=self.mask[rows],
-            noise_seed=self.noise_seed[rows],
-        )
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """Join payloads in order."""
-        inputs = PolicyInputs.concat([part.inputs for part in parts])
-        return cls(inputs, **{name: torch.cat([getattr(part, name) for part in parts]) for name in MOMENT_TENSORS})
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the tensors to a device."""
-        inputs = self.inputs.to(device)
-        moved = {name: getattr(self, name).to(device) for name in MOMENT_TENSORS}
-        return dataclasses.replace(self, inputs=inputs, **moved)
 
 
 @dataclass
@@ -169,7 +146,7 @@ class CloneRecipe(RobotRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """The policy's cloning loss, its mean over the control steps of the optimiser step."""
-        payload: MomentPayload = minibatch.payload
+        payload = MomentPayload.of(minibatch)
         generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
         loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
         count = float(minibatch.loss_mask.sum())

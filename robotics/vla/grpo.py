@@ -45,6 +45,6 @@ class RobotGrpoRecipe(RobotRecipe):
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """The chosen reward; the other one is reported beside it."""
-        payload: EpisodePayload = rollouts.payload
+        payload = EpisodePayload.of(rollouts)
         sparse = self.config.reward == "sparse"
         return payload.success.float() if sparse else payload.progress, {"dense": payload.progress}

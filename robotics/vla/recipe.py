@@ -159,7 +159,7 @@ class RobotRecipe(Recipe):
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Rewards of the episodes; a group with a broken environment keeps NaN and teaches nothing."""
-        payload: EpisodePayload = rollouts.payload
+        payload = EpisodePayload.of(rollouts)
         whole = ~_in_broken_group(rollouts.group, payload.failed)
         reward, terms = self.rewards(rollouts)
         unknown = torch.full_like(reward, float("nan"))
@@ -173,7 +173,7 @@ class RobotRecipe(Recipe):
         self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
     ) -> PolicyOutputs:
         """Log-probability and entropy of each decision, at the sampling temperature."""
-        payload: EpisodePayload = rollouts.payload
+        payload = EpisodePayload.of(rollouts)
         rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
         if not len(rows):  # all broke down: something is scored that nobody looks at, because all processes have to
             rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
@@ -305,7 +305,7 @@ def _refuse_if_all_broken(group: Tensor, payload: EpisodePayload) -> None:
 def _record(rollouts: Rollouts, row: int) -> SampleRecord:
     from PIL import Image
 
-    payload: EpisodePayload = rollouts.payload
+    payload = EpisodePayload.of(rollouts)
     episode = payload.episodes[int(rollouts.group[row])]
     last = [] if payload.last_image is None else [Image.fromarray(payload.last_image[row].cpu().numpy())]
     length = max(float(rollouts.mask[row].sum()), 1.0)

@@ -94,7 +94,7 @@ class SrpoRecipe(RobotRecipe):
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Success, and progress towards it where there was none."""
-        payload: EpisodePayload = rollouts.payload
+        payload = EpisodePayload.of(rollouts)
         with stopwatch("latents"):
             latents, valid = self._embed(payload)
         groups = rollouts.group.cpu().numpy()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmrl.core import Rollouts
+from mmrl.core import Payload, Rollouts, per_group, per_row
 from tests.core.reference import GOLDEN
 
 
@@ -50,19 +50,21 @@ def random_rollouts(seed=0, groups=4, samples=3, width=6, dtype=torch.float64, *
     return Rollouts(**(fields | changes))
 
 
+def widened(rollouts, width):
+    """The rollouts with `width` decisions a row; those that are added are padding."""
+    missing = width - rollouts.num_decisions
+
+    def pad(value, fill=0):
+        return value if value.dim() == 1 else torch.nn.functional.pad(value, (0, missing), value=fill)
+
+    fields = {name: value for name, value in vars(rollouts).items() if isinstance(value, torch.Tensor)}
+    wide = {name: pad(value, -1 if name == "turn" else 0) for name, value in fields.items()}
+    return rollouts.replace(**wide, extras={name: pad(value) for name, value in rollouts.extras.items()})
+
+
 @dataclass
-class Rows:
+class Rows(Payload):
     """A payload that stores prompts once per group and one id per row."""
 
-    prompts: list
-    ids: torch.Tensor
-
-    def select(self, rows, groups):
-        return Rows([self.prompts[i] for i in groups.tolist()], self.ids[rows])
-
-    @classmethod
-    def concat(cls, parts):
-        return cls([p for part in parts for p in part.prompts], torch.cat([part.ids for part in parts]))
-
-    def to(self, device):
-        return Rows(self.prompts, self.ids.to(device))
+    prompts: list = per_group()
+    ids: torch.Tensor = per_row()

@@ -5,7 +5,7 @@ import torch
 
 from mmrl.core import CATALOGUE, AdvantageOptions, Denominators, Objective, PolicyOutputs, get, merge_metrics
 from mmrl.core.metrics import metric_values
-from tests.core.builders import random_rollouts
+from tests.core.builders import random_rollouts, widened
 
 EXTRA = {
     "everything": Objective(
@@ -113,7 +113,7 @@ def test_padding_changes_nothing(name):
     rollouts, tensors = scored(objective, batch())
     expected = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts)).loss
     pad = {key: torch.nn.functional.pad(value, (0, 3), value=float("nan")) for key, value in tensors.items()}
-    wide = objective.compute_advantages(batch()._pad(9))
+    wide = objective.compute_advantages(widened(batch(), 9))
     loss = objective.loss(scores_of(pad), wide, objective.denominators(wide)).loss
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
     for wide_gradient, gradient in zip(gradients(loss, tensors), gradients(expected, tensors), strict=True):

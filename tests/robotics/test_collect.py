@@ -163,7 +163,7 @@ def test_payload_selects_and_joins():
 
 def test_mismatched_payload_is_refused():
     _, found = run(LineSim(), specs(2))
-    with pytest.raises(ValueError, match="rows of steps"):
+    with pytest.raises(ValueError, match="success has 3 entries; there are 2 rows in 2 groups"):
         EpisodePayload(**{**vars(found.payload), "success": torch.zeros(3, dtype=torch.bool)})
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from mmrl.core.catalogue import get
 from mmrl.core.objective import PolicyOutputs
+from mmrl.core.payload import Payload, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.recipe import Evaluation, Recipe
 from mmrl.training.loop.settings import RunConfig
@@ -29,19 +30,9 @@ class ToyConfig(RunConfig):
 
 
 @dataclass
-class Actions:
-    tasks: list[int]
-    ids: torch.Tensor
-
-    def select(self, rows, groups):
-        return Actions([self.tasks[g] for g in groups.tolist()], self.ids[rows])
-
-    @classmethod
-    def concat(cls, parts):
-        return cls([task for part in parts for task in part.tasks], torch.cat([part.ids for part in parts]))
-
-    def to(self, device):
-        return Actions(self.tasks, self.ids.to(device))
+class Actions(Payload):
+    tasks: list[int] = per_group()
+    ids: torch.Tensor = per_row()
 
 
 class ToyPolicy(nn.Module):

@@ -270,7 +270,7 @@ def make_rollouts(recipe: VlmRecipe, shape: Shape, lengths: Sequence[int] = (), 
 
 def rows_apart(rollouts: Rollouts) -> Rollouts:
     """Give every row a group and a prompt of its own, so that nothing can be shared."""
-    payload: Any = rollouts.payload
+    payload = VlmPayload.of(rollouts)
     groups = rollouts.group.tolist()
 
     def own(items: Sequence[Any]) -> list[Any]:
@@ -332,7 +332,7 @@ def _forward_backward(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int, w
 
 def _with_new_prompts(rollouts: Rollouts) -> Rollouts:
     """The same rows with prompts that no cache has seen."""
-    payload: Any = rollouts.payload
+    payload = VlmPayload.of(rollouts)
 
     def renewed(prompts: Sequence[Prompt | None]) -> list[Any]:
         return [None if prompt is None else dataclasses.replace(prompt) for prompt in prompts]
@@ -342,9 +342,9 @@ def _with_new_prompts(rollouts: Rollouts) -> Rollouts:
 
 
 def _with_masked_view(recipe: VlmRecipe, rollouts: Rollouts) -> Rollouts:
-    payload: Any = rollouts.payload
+    payload = VlmPayload.of(rollouts)
     rng = np.random.default_rng(0)
-    views = [
+    views: list[Prompt | None] = [
         recipe.policy.encode(task, [blacken_patches(image, 14, 0.6, rng) for image in task.load_images()])
         for task in payload.tasks
     ]

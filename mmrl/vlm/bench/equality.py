@@ -20,6 +20,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.bench.arms import make_recipe, make_rollouts, rows_apart
 from mmrl.vlm.bench.workload import shape_of
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses
+from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.vision import encode_vision
 
@@ -106,7 +107,7 @@ def _differentiate_leaking(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
 
 def _leaking_logp(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
     policy = recipe.policy
-    payload: Any = rollouts.payload
+    payload = VlmPayload.of(rollouts)
     (prompt,) = payload.prompts
     input_lengths = rollouts.lengths - 1
     first = torch.full_like(input_lengths, prompt.next_position)

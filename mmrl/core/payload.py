@@ -1,0 +1,328 @@
+"""Batches that are cut and joined by the declarations of their fields.
+
+A dataclass says of each field what its entries belong to; selecting, joining, padding, moving and checking follow:
+
+    @dataclass
+    class ImagePayload(Payload):
+        prompts: list[str] = per_group()
+        latents: Tensor = per_row()
+        sigma: Tensor = per_decision()
+        scores: Tensor | None = per_row(default=None)
+
+A field holds a tensor, a numpy array, a list, a dictionary of those, or an object with `select(rows)`, `concat(parts)`
+and `to(device)` of its own. With None, or with an empty list where the field has a default, a batch lacks the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from mmrl.core.checks import check_choice_of_fields
+
+__all__ = [
+    "Payload",
+    "join_fields",
+    "move_fields",
+    "nested",
+    "per_decision",
+    "per_group",
+    "per_row",
+    "select_fields",
+    "shared",
+    "trim_fields",
+]
+
+_Kind = Literal["row", "decision", "group", "shared", "nested"]
+_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the entries of a field belong to."""
+
+    kind: _Kind
+    padding: float = 0.0
+    """Fills the decisions that a row lacks."""
+    blank: Any = _REQUIRED
+    """Entry for a part that lacks the field where another part has it; without it all parts need the field."""
+    optional: bool = False
+    """Whether an empty list means that the batch lacks the field."""
+
+
+def per_row(*, blank: Any = _REQUIRED, **options: Any) -> Any:
+    """A field with one entry a row: (B, ...) or a list of B.
+
+    Args:
+        blank: for lists, the entry of rows whose part lacks the field when parts are joined.
+        options: `default` or `default_factory`, as for `dataclasses.field`.
+    """
+    return _declare(Layout("row", blank=blank), options)
+
+
+def per_group(*, blank: Any = _REQUIRED, **options: Any) -> Any:
+    """A field with one entry a group: (N, ...) or a list of N; arguments as for `per_row`."""
+    return _declare(Layout("group", blank=blank), options)
+
+
+def per_decision(*, padding: float = 0.0, **options: Any) -> Any:
+    """A field with one entry a decision: (B, T, ...).
+
+    Args:
+        padding: fills the second axis up to the longest part when parts are joined; tensors of one axis stay.
+        options: as for `per_row`.
+    """
+    return _declare(Layout("decision", padding=padding), options)
+
+
+def shared(**options: Any) -> Any:
+    """A field that all rows have in common; joined parts keep that of the first."""
+    return _declare(Layout("shared"), options)
+
+
+def nested(**options: Any) -> Any:
+    """A field that is itself a batch of the same rows and groups."""
+    return _declare(Layout("nested"), options)
+
+
+class Carrier(Protocol):
+    """Whatever has a payload, such as `Rollouts`."""
+
+    @property
+    def payload(self) -> Payload | None:
+        """Data of the domain."""
+
+
+@dataclass
+class Payload:
+    """Data of a domain that belongs to B rows in N groups, and that only the domain's own code opens.
+
+    A subclass is a dataclass that declares each field with `per_row`, `per_group`, `per_decision` or `shared`.
+
+    Raises:
+        ValueError: the fields disagree on the number of rows or of groups.
+    """
+
+    def __post_init__(self) -> None:
+        counts = _counts(self)
+        for kind, count in counts.items():
+            for name, entries in _lengths(self, kind):
+                if entries != count:
+                    rows, groups = counts.get("row", "no"), counts.get("group", "no")
+                    raise ValueError(f"{name} has {entries} entries; there are {rows} rows in {groups} groups.")
+
+    @classmethod
+    def of(cls, rollouts: Carrier) -> Self:
+        """Return the payload of rollouts.
+
+        Raises:
+            TypeError: it is of another class, or there is none.
+        """
+        payload = rollouts.payload
+        if not isinstance(payload, cls):
+            found = "no payload" if payload is None else f"a {type(payload).__name__}"
+            raise TypeError(f"these rollouts have {found}; a {cls.__name__} is needed.")
+        return payload
+
+    def check_counts(self, rows: int, groups: int) -> None:
+        """Check that the payload is of `rows` rows in `groups` groups; raises ValueError."""
+        found = _counts(self)
+        if found.get("row", rows) != rows or found.get("group", groups) != groups:
+            has = " and ".join(f"{count} {kind}s" for kind, count in found.items())
+            raise ValueError(f"{type(self).__name__} has {has}; the rollouts have {rows} rows in {groups} groups.")
+
+    def select(self, rows: Tensor, groups: Tensor) -> Self:
+        """Keep rows (b,) and groups (n,), both int64 indices, in the order given."""
+        return dataclasses.replace(self, **select_fields(self, rows, groups))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Join payloads: the rows and the groups of each part follow those of the part before."""
+        return dataclasses.replace(parts[0], **join_fields(parts))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the tensors to a device."""
+        return dataclasses.replace(self, **move_fields(self, device))
+
+
+def select_fields(batch: Any, rows: Tensor, groups: Tensor) -> dict[str, Any]:
+    """Select rows and groups of every field of a batch.
+
+    Args:
+        batch: instance of a dataclass with declared fields.
+        rows: (b,) int64 row indices.
+        groups: (n,) int64 group indices.
+
+    Returns:
+        The new values by field, for `dataclasses.replace`.
+    """
+    by_row, by_group = _Index(rows), _Index(groups)
+    taken: dict[str, Callable[[Any], Any]] = {
+        "row": by_row.take,
+        "decision": by_row.take,
+        "group": by_group.take,
+        "nested": lambda part: part.select(rows, groups),
+        "shared": lambda value: value,
+    }
+    return {name: _mapped(taken[layout.kind], value) for name, layout, value in _fields(batch)}
+
+
+def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
+    """Join every field of some batches; decisions are padded to the longest part.
+
+    Args:
+        parts: at least one instance of a dataclass with declared fields.
+
+    Returns:
+        The new values by field, for `dataclasses.replace`.
+
+    Raises:
+        ValueError: some parts have a field that others lack, and its declaration names no blank entry.
+    """
+    check_choice_of_fields([_required(part) for part in parts])
+    counts = [_counts(part) for part in parts]
+    joined = {}
+    for name, layout, _ in _fields(parts[0]):
+        sizes = [count.get("row" if layout.kind == "decision" else layout.kind, 0) for count in counts]
+        joined[name] = _join([getattr(part, name) for part in parts], layout, sizes)
+    return joined
+
+
+def move_fields(batch: Any, device: torch.device | str) -> dict[str, Any]:
+    """Move the tensors of every field to a device, those of list entries included; returns the values by field."""
+    return {name: _mapped(lambda value: _move(value, device), value) for name, _, value in _fields(batch)}
+
+
+def trim_fields(batch: Any, width: int) -> dict[str, Any]:
+    """Cut every per-decision field to `width` decisions; returns the values by field."""
+
+    def cut(value: Any) -> Any:
+        return value if value.ndim == 1 else value[:, :width]
+
+    return {name: _mapped(cut, value) for name, layout, value in _fields(batch) if layout.kind == "decision"}
+
+
+class _Index:
+    """Row or group numbers in the form that each kind of field wants; each form is made once."""
+
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+
+    @cached_property
+    def places(self) -> list[int]:
+        return self.index.tolist()
+
+    def take(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[self.index.to(value.device)]
+        if isinstance(value, list):
+            return [value[place] for place in self.places] if value else value
+        return value[self.index.cpu().numpy()] if _is_array(value) else value.select(self.index)
+
+
+def _declare(layout: Layout, options: dict[str, Any]) -> Any:
+    layout = dataclasses.replace(layout, optional=options.get("default_factory") is list)
+    return dataclasses.field(metadata={"layout": layout}, **options)
+
+
+@cache
+def _layouts(kind: type[Any]) -> dict[str, Layout]:
+    found: dict[str, Layout] = {}
+    plain = []
+    for item in dataclasses.fields(kind):
+        if "layout" in item.metadata:
+            found[item.name] = item.metadata["layout"]
+        else:
+            plain.append(item.name)
+    if plain:
+        raise TypeError(
+            f"{kind.__name__} does not declare what the entries of {', '.join(plain)} belong to; "
+            "use per_row(), per_group(), per_decision(), shared() or nested()."
+        )
+    return found
+
+
+def _fields(batch: Any) -> Iterator[tuple[str, Layout, Any]]:
+    for name, layout in _layouts(type(batch)).items():  # type: ignore[arg-type]
+        yield name, layout, getattr(batch, name)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to each entry of a dictionary; None stays."""
+    if isinstance(value, Mapping):
+        return {key: _mapped(function, entry) for key, entry in value.items()}
+    return None if value is None else function(value)
+
+
+def _values(batch: Any) -> Iterator[tuple[str, Layout, Any]]:
+    """(name, layout, value) of what a batch has; entries of dictionaries one by one."""
+    for name, layout, value in _fields(batch):
+        if isinstance(value, Mapping):
+            yield from ((f"{name}[{key}]", layout, entry) for key, entry in value.items() if entry is not None)
+        elif value is not None and not (layout.optional and not value):
+            yield name, layout, value
+
+
+def _lengths(batch: Any, kind: str) -> Iterator[tuple[str, int]]:
+    kinds = ("row", "decision") if kind == "row" else (kind,)
+    return ((name, len(value)) for name, layout, value in _values(batch) if layout.kind in kinds)
+
+
+def _counts(batch: Any) -> dict[str, int]:
+    """Number of rows and of groups, each by the first field that has entries for them."""
+    first = {kind: next(_lengths(batch, kind), None) for kind in ("row", "group")}
+    return {kind: found[1] for kind, found in first.items() if found is not None}
+
+
+def _required(batch: Any) -> set[str]:
+    """Names of what a batch has and every batch that it is joined with must have too."""
+    return {name for name, layout, _ in _values(batch) if layout.blank is _REQUIRED and layout.kind != "shared"}
+
+
+def _join(values: Sequence[Any], layout: Layout, sizes: Sequence[int]) -> Any:
+    if layout.kind == "shared":
+        return values[0]
+    if any(isinstance(value, Mapping) for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _join([value.get(key) for value in values], layout, sizes) for key in keys}
+    if layout.blank is not _REQUIRED and any(values):
+        values = [value or [layout.blank] * size for value, size in zip(values, sizes, strict=True)]
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, list):
+        return [entry for value in values for entry in value]
+    if isinstance(first, Tensor):
+        return torch.cat(_padded(list(values), layout))
+    if _is_array(first):
+        return torch.cat(_padded([torch.from_numpy(value) for value in values], layout)).numpy()
+    return type(first).concat(values)
+
+
+def _padded(tensors: list[Tensor], layout: Layout) -> list[Tensor]:
+    if layout.kind != "decision" or tensors[0].dim() == 1:
+        return tensors
+    width = max(tensor.shape[1] for tensor in tensors)
+    return [_pad(tensor, width - tensor.shape[1], layout.padding) for tensor in tensors]
+
+
+def _pad(tensor: Tensor, missing: int, value: float) -> Tensor:
+    if not missing:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=value)
+
+
+def _move(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, list):
+        return [_move(entry, device) for entry in value]
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy"
