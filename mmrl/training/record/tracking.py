@@ -327,6 +327,7 @@ METRICS: dict[str, str] = {
     "srpo/clusters": "Mean number of clusters among the successes of a task.",
     "srpo/noise_fraction": "Share of the successes that lie in no cluster.",
     "srpo/tasks_without_reference": "Share of the step's tasks that had no success, so that failures earn nothing.",
+    "srpo/agreement": "Spearman's rank correlation of the reward with the simulator's own, over failures of one start.",
     "srpo/invalid_latents": "Episodes so far that could not be embedded; they teach nothing.",
     "time/latents": "Seconds of embedding episodes.",
     "bc/loss": "Loss of behaviour cloning.",

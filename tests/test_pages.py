@@ -1,0 +1,226 @@
+"""What README and docs say exists, parses and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmrl.cli import COMMANDS, _parse
+from mmrl.config import load_run
+from mmrl.recipes import RECIPES
+from mmrl.training.record.tracking import METRICS, describe_metric
+from tests import example_runs
+from tests.pages import PAGES, ROOT, read_page
+
+PLACEHOLDERS = {
+    "CONFIG": "configs/vlm/digits_papo.yaml",
+    "RUN": "runs/x",
+    "ROOM": "vlm",
+    "RECIPE": "papo",
+    "CONFIG_OR_RUN": "runs/x",
+    "EXPERIMENT": "configs/experiments/papo_vs_grpo.yaml",
+}
+SHELL_TOOLS = ("mmrl", "make", "export")
+PATH = re.compile(r"(?:configs|mmrl|diffusion|robotics|tests|scripts)/[\w./*-]+")
+MODULE = re.compile(r"(?:mmrl|diffusion|robotics)(?:\.\w+)+")
+PARTS = "trainer|data|model|sampler|evaluation|tracking|checkpoint|acting|demonstrations|latent|sim|orw|papo|filter"
+FILES = (".jsonl", ".yaml", ".json", ".py", ".safetensors")
+KEY = re.compile(rf"(?:{PARTS})\.\w+(?:\.\w+)*")
+PREPARED = {
+    "docs/data.md": example_runs.make_images,
+    "docs/run_folder.md": example_runs.make_metrics,
+    "docs/use_results.md": example_runs.make_results,
+}
+RUN = """
+import json, sys
+from mmrl.hub.compat import ensure_torchvision
+
+ensure_torchvision()
+names = {}
+for number, text in enumerate(json.load(open(sys.argv[1]))):
+    exec(compile(text, f"block {number}", "exec"), names)
+"""
+
+
+def every(find):
+    """(page, item) for all pages, with the page's name as part of the test's."""
+    return [pytest.param(page, item, id=f"{page.name}:{str(item)[:60]}") for page in PAGES for item in find(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page):
+    for target in page.links:
+        file, _, anchor = target.partition("#")
+        path = (page.path.parent / file).resolve() if file else page.path
+        assert path.is_file(), target
+        if anchor:
+            assert anchor in read_page(str(path.relative_to(ROOT))).anchors, target
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.name)
+def test_every_page_can_be_reached_from_the_index(page):
+    index = ROOT / "docs/index.md"
+    seen, waiting = set(), [index]
+    while waiting:
+        path = waiting.pop()
+        if path in seen or path.suffix != ".md":
+            continue
+        seen.add(path)
+        links = read_page(str(path.relative_to(ROOT))).links
+        waiting += [(path.parent / link.partition("#")[0]).resolve() for link in links if not link.startswith("#")]
+    assert page.path in seen
+
+
+@pytest.mark.parametrize(("page", "line"), every(lambda page: page.shell_lines))
+def test_shell_lines_name_what_exists(page, line):
+    words = shlex.split(line)
+    assert words[0] in SHELL_TOOLS
+    if words[0] == "mmrl":
+        _parse(words[1:])
+        for word in words:
+            assert not word.endswith(".yaml") or word.startswith("my_") or (ROOT / word).is_file(), word
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+def commands(page):
+    return [text for text in page.code if re.match(r"mmrl [a-z]|accelerate ", text)]
+
+
+@pytest.mark.parametrize(("page", "text"), every(commands))
+def test_commands_in_the_text_parse(page, text):
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text) if word not in ("...", "[PREFIX]")]
+    arguments = words[words.index("mmrl.cli") + 1 :] if words[0] == "accelerate" else words[1:]
+    if len(arguments) == 1:  # the command as such
+        assert arguments[0] in COMMANDS
+    else:
+        _parse(arguments)
+
+
+@pytest.mark.parametrize(("page", "line"), every(lambda page: [line for line in page.shell_lines if " train " in line]))
+def test_configurations_of_shell_lines_load(page, line):
+    args = _parse(shlex.split(line)[1:])
+    if str(args.config).startswith("configs/"):
+        load_run(ROOT / args.config, args.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_exist(page):
+    for text in page.code:
+        if PATH.fullmatch(text):
+            assert list(ROOT.glob(text.rstrip("/"))), text
+        elif re.fullmatch(r"[a-z0-9_]+\.yaml", text) and text not in ("config.yaml", "other.yaml"):
+            assert list((ROOT / "configs").glob(f"*/{text}")) or text in [block.file for block in page.blocks], text
+        elif MODULE.fullmatch(text) and text != "mmrl.cli":
+            module, _, attribute = text.rpartition(".")
+            loaded = __import__(module, fromlist=[attribute])
+            assert hasattr(loaded, attribute), text
+
+
+def schemas():
+    return {name: entry.load_config_class() for name, entry in RECIPES.items()}
+
+
+def field_of(schema, key):
+    """Type of a dotted key of a configuration, or None; whatever lies below a plain dictionary exists."""
+    hint = schema
+    for part in key.split("."):
+        hint = next((kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)), hint)
+        if not dataclasses.is_dataclass(hint):
+            return hint if typing.get_origin(hint) is dict else None
+        hint = typing.get_type_hints(hint).get(part)
+        if hint is None:
+            return None
+    return hint
+
+
+def dotted(values, prefix=""):
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_in_the_text_exist(page):
+    known = list(schemas().values())
+    for text in page.code:
+        key = re.split(r"[:= ]", text)[0]
+        if KEY.fullmatch(key) and Path(key).suffix not in FILES:
+            assert any(field_of(schema, key) is not None for schema in known), text
+
+
+@pytest.mark.parametrize(("page", "block"), every(lambda page: page.shown("yaml")))
+def test_configurations_shown_load(page, block, tmp_path, monkeypatch):
+    values = yaml.safe_load(block.text)
+    own = any(str(values.get("recipe", "")).startswith(name) for name in ("my_", "runs/"))
+    if values.get("recipe") in RECIPES:
+        schema = RECIPES[values["recipe"]].load_config_class()
+        for key in dotted({name: value for name, value in values.items() if name != "eval_data"}):
+            assert field_of(schema, key) is not None, key
+    elif not own:
+        for key in dotted(values):
+            assert any(field_of(schema, key) is not None for schema in schemas().values()), key
+    if block.file and not own:
+        (tmp_path / block.file).write_text(block.text)
+        load_run(tmp_path / block.file)
+
+
+def snippets(page):
+    return [block.text for block in page.shown("python") if block.file is None]
+
+
+def write_files(page, folder: Path) -> None:
+    for block in page.blocks:
+        if block.file:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+
+
+def run(folder: Path, *words: str) -> str:
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+    PREPARED.get(page.name, lambda folder: None)(tmp_path)
+    write_files(page, tmp_path)
+    (tmp_path / "blocks.json").write_text(json.dumps(snippets(page)))
+    run(tmp_path, "-c", RUN, "blocks.json")
+
+
+def test_the_recipe_of_adding_trains(tmp_path):
+    page = read_page("docs/adding.md")
+    write_files(page, tmp_path)
+    write_files(read_page("docs/data.md"), tmp_path)
+    example_runs.make_images(tmp_path)
+    example_runs.make_model(tmp_path)
+    run(tmp_path, "-m", "mmrl.cli", "train", "my_recipe.yaml")
+    assert (tmp_path / "runs/gentle/report.html").is_file()
+
+
+def test_every_python_block_is_run_or_says_that_it_is_not():
+    languages = {block.language for page in PAGES for block in page.blocks}
+    assert languages <= {"bash", "python", "python notest", "yaml", "json", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_metrics_that_are_named_are_defined(page):
+    prefixes = {name.partition("/")[0] for name in METRICS if "/" in name} - {"data", "sim"}
+    for text in page.code:
+        if re.fullmatch(rf"(?:{'|'.join(prefixes)})/[\w/]+", text):
+            assert describe_metric(text) is not None, text
