@@ -1,4 +1,4 @@
-"""What the README says exists, parses and runs."""
+"""Commands, tables and the chain of runs that the README and its pages show; `test_docs.py` reads all pages."""
 
 from __future__ import annotations
 
@@ -9,53 +9,34 @@ import re
 import shlex
 import tomllib
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from diffusion.rewards import IMAGE_REWARDS
 from mmrl.cli import COMMANDS, _parse, main
 from mmrl.config import load_run
 from mmrl.core import CATALOGUE
 from mmrl.recipes import RECIPES, find_recipe
 from mmrl.rewards import REWARDS
 from mmrl.training.record.tracking import describe_metric
+from tests.pages import README, ROOT, read_page
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROSE = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
-PARTS = ("trainer.", "data.", "model.", "sampler.", "evaluation.", "tracking.")
-
-
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-def section(title):
-    """Text below a heading, up to the next heading of any level."""
-    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", README, re.MULTILINE | re.DOTALL)
-    assert found is not None, title
-    return found[1]
-
-
-def table(title):
-    """Cells of the rows of a section's table."""
-    rows = [line.strip("| \n").split(" | ") for line in section(title).splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in row] for row in rows[1:]]
+INSTALL, VLM, REWARDS_PAGE = (read_page(f"docs/{name}.md") for name in ("install", "vlm", "rewards"))
+ADDING, ERRORS, RUN_FOLDER = (read_page(f"docs/{name}.md") for name in ("adding", "errors", "run_folder"))
 
 
 def code(text):
     return re.findall(r"`([^`]+)`", text)
 
 
-LINES = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-COMMAND_LINES = [line for line in LINES if line.startswith("mmrl ")]
-MAKE_LINES = [line for line in LINES if line.startswith("make ")]
+COMMAND_LINES = [line for line in README.shell_lines if line.startswith("mmrl ")]
+MAKE_LINES = [line for line in README.shell_lines if line.startswith("make ")]
 
 
 def test_every_line_of_the_shell_blocks_is_looked_at():
-    assert len(COMMAND_LINES) + len(MAKE_LINES) == len([line for line in LINES if line])
+    assert len(COMMAND_LINES) + len(MAKE_LINES) == len(README.shell_lines)
     assert {line.split()[1] for line in COMMAND_LINES} == set(COMMANDS) - {"demo"}
 
 
@@ -74,34 +55,16 @@ def test_command_parses_and_names_what_exists(line):
         assert entry.supervised == (arguments[0] == "sft")
 
 
-@pytest.mark.parametrize("text", [text for text in code(PROSE) if text.startswith(("mmrl ", "accelerate "))])
-def test_commands_in_the_text_parse(text):
-    words = shlex.split(text)
-    _parse(words[words.index("mmrl.cli") + 1 :] if words[0] == "accelerate" else words[1:])
-
-
 def test_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert MAKE_LINES
     assert {line.split()[1] for line in MAKE_LINES} <= set(targets)
 
 
-def test_files_and_modules_that_are_named_exist():
-    for name in code(PROSE):
-        if name.startswith(("configs/", "mmrl/", "tests/")):
-            assert (ROOT / name).exists(), name
-        elif re.fullmatch(r"[a-z0-9_]+\.yaml", name) and name != "config.yaml":
-            assert list((ROOT / "configs").glob(f"*/{name}")), name
-        elif re.fullmatch(r"mmrl(\.\w+)+", name) and name != "mmrl.cli":
-            module, _, attribute = name.rpartition(".")
-            loaded = __import__(module, fromlist=[attribute])
-            assert hasattr(loaded, attribute) or __import__(name), name
-
-
 def test_python_of_the_import_section_runs(capsys):
-    (snippet,) = [text for text in blocks("python") if "CATALOGUE" in text]
+    (snippet,) = README.shown("python")
     names = {}
-    exec(snippet, names)
+    exec(snippet.text, names)
     assert "arXiv 2503.14476" in capsys.readouterr().out
     assert torch.isfinite(names["logp"].grad).all()
     assert names["logp"].grad.abs().sum() > 0
@@ -110,9 +73,9 @@ def test_python_of_the_import_section_runs(capsys):
 def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch):
     from mmrl.rewards import RewardConfig, RewardSum
 
-    (snippet,) = [text for text in blocks("python") if "completions" in text]
-    (settings,) = blocks("yaml")
-    (tmp_path / "my_rewards.py").write_text(snippet)
+    (snippet,) = [block for block in REWARDS_PAGE.blocks if block.file == "my_rewards.py"]
+    (settings,) = [block.text for block in REWARDS_PAGE.shown("yaml") if "my_rewards" in block.text]
+    (tmp_path / snippet.file).write_text(snippet.text)
     monkeypatch.chdir(tmp_path)
     rewards = RewardSum([RewardConfig(**reward) for reward in yaml.safe_load(settings)["rewards"]], workers=1)
     try:
@@ -123,15 +86,16 @@ def test_reward_example_runs_with_its_configuration(tmp_path, monkeypatch):
     assert result.total == pytest.approx([1.0, 0.0])
 
 
-def test_own_recipes_are_named_as_the_readme_says():
+def test_own_recipes_are_named_as_the_docs_say():
     entry = find_recipe("mmrl.vlm.recipe:VlmRecipe:VlmConfig")
     recipe = entry.load_recipe_class()
-    (sentence,) = re.findall(r"overrides the stages that it changes \((.*?)\)", README, re.DOTALL)
+    (sentence,) = re.findall(r"overrides the stages that it changes:(.*?)\.", ADDING.text, re.DOTALL)
+    assert len(code(sentence)) == 6
     assert all(hasattr(recipe, stage) for stage in code(sentence))
 
 
 def test_recipes_of_the_table_are_those_that_exist():
-    rows = table("Recipes")
+    rows = README.table("Recipes")
     assert {code(row[0])[0] for row in rows} == set(RECIPES)
     for name, _, paper, configs in rows:
         entry = RECIPES[code(name)[0]]
@@ -145,7 +109,7 @@ def test_recipes_of_the_table_are_those_that_exist():
 
 
 def test_objectives_that_are_named_exist():
-    (names,) = re.findall(r"any objective of the catalogue \((.*?)\)", README, re.DOTALL)
+    (names,) = re.findall(r"any objective: (.*?) \|", VLM.text)
     keys = [name.strip().lower().replace("++", "_pp").replace("dr.", "dr_") for name in names.split(",")]
     assert set(keys) <= set(CATALOGUE)
     recipes = {name for name, entry in RECIPES.items() if entry.module.startswith(("diffusion.", "robotics."))}
@@ -153,26 +117,18 @@ def test_objectives_that_are_named_exist():
 
 
 def test_rewards_that_are_named_are_those_that_exist():
-    assert set(code(section("Rewards").partition("your own")[0])) == set(REWARDS)
+    assert {code(row[0])[0] for row in REWARDS_PAGE.table("Text")} == set(REWARDS)
+    assert {code(row[0])[0] for row in REWARDS_PAGE.table("Images")} == set(IMAGE_REWARDS)
 
 
 def test_settings_and_metrics_that_are_named_exist():
-    settings = [
-        name for name in code(PROSE) if re.match(r"(trainer|data|model|sampler|evaluation|tracking)\.\w+", name)
-    ]
     _, config = load_run(ROOT / "configs/vlm/digits_papo.yaml")
-    assert settings
-    for name in settings:
-        part, key = re.split(r"[:= ]", name)[0].split(".")
-        assert hasattr(getattr(config, part), key), name
-    metrics = [
-        name for name in code(section("When something is wrong")) if re.match(r"(reward|checkpoint|data)/", name)
-    ]
+    metrics = [name for name in ERRORS.code if re.match(r"(reward|checkpoint|data)/", name)]
     assert metrics
     for name in metrics:
         assert describe_metric(name) is not None, name
     for name in ("tasks_per_step", "samples_per_task", "minibatches_per_step", "micro_batch"):
-        assert name in section("Batch sizes")
+        assert name in VLM.section("Batch sizes")
         assert hasattr(config.trainer, name)
 
 
@@ -182,7 +138,7 @@ def test_version_table_agrees_with_the_package():
     wanted = [*project["dependencies"], *(text for extra in extras.values() for text in extra)]
     floors = {re.split(r"[>=\[]", text)[0]: text.partition(">=")[2] for text in wanted}
     floors["Python"] = project["requires-python"].removeprefix(">=")
-    rows = table("Tested versions")
+    rows = INSTALL.table("Tested versions")
     assert len(rows) >= 5
     for package, floor, tested in rows:
         assert package in floors
@@ -192,7 +148,7 @@ def test_version_table_agrees_with_the_package():
 
 def test_exit_codes_are_those_of_the_help(capsys):
     assert main(["--help"]) == 0
-    assert re.search(r"Exit codes: 0 done, 1 failed run, 2 bad usage or configuration\.", README)
+    assert re.search(r"Exit codes: 0 done, 1 failed run, 2 bad usage or configuration\.", README.text)
     assert "Exit codes: 0 done, 1 failed run, 2 bad usage or configuration." in capsys.readouterr().out
 
 
@@ -234,10 +190,10 @@ def test_the_chain_of_the_readme_runs(quick, tmp_path, capsys):
     assert out.err == ""
     assert f"report: {papo}/report.html" in out.out
     assert out.out.count("evaluation at step") == 4
-    listed = re.search(r"A run folder holds (.*?)\.\n", README, re.DOTALL)
-    for name in code(listed[1]):
-        if name not in ("model/", "from_pretrained", "failures/"):
-            assert (papo / name).exists(), name
+    listed = [code(row[0])[0] for row in RUN_FOLDER.table("Run folder")]
+    assert len(listed) == 9
+    for name in listed:
+        assert name == "failures/" or (papo / name).exists(), name
     assert json.loads((papo / "result.json").read_text())["status"] == "done"
 
     assert main([*rl, "trainer.steps=3", "--resume"]) == 0
