@@ -1,4 +1,4 @@
-"""Commands, tables and the chain of runs that the README and its pages show; `test_docs.py` reads all pages."""
+"""Commands, tables and the chain of runs that the README and its pages show; `test_pages.py` reads all pages."""
 
 from __future__ import annotations
 
