@@ -28,11 +28,10 @@ from torch import Tensor
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.orw_cfm import OrwConfig, OrwRecipe, OrwSettings
 from diffusion.payload import DiffusionPayload
-from mmrl.core.advantages import check_group_size
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.distributed import global_advantages, merge_lists
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, make_objective
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.record.stopwatch import stopwatch
 
@@ -66,7 +65,7 @@ def _orw() -> OrwSettings:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl_coef=1.0)
+    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0})
 
 
 @dataclass
@@ -88,7 +87,7 @@ class AcFlowConfig(OrwConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.shaping.kind == "group_z":
-            check_group_size(self.trainer.samples_per_task, make_objective(self.objective).advantage)
+            check_group_size(self.trainer.samples_per_task, make_objective(self.objective))
         if self.orw.center:
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
 

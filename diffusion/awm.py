@@ -155,9 +155,9 @@ class AwmRecipe(FlowMatchingRecipe):
 
 
 def _with_ratio(config: AwmConfig) -> AwmConfig:
-    """The objective's ratio and surrogate as `awm.average` says, unless the configuration sets them itself."""
+    """The objective's ratio and clip rule as `awm.average` says, unless the configuration sets them itself."""
     changes = AVERAGING[config.awm.average]
-    kept: dict[str, Any] = {key: value for key, value in changes.items() if getattr(config.objective, key) is None}
+    kept = {key: value for key, value in changes.items() if not getattr(config.objective, key)}
     return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **kept))
 
 
@@ -168,7 +168,7 @@ def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
 
 AVERAGING: dict[str, dict[str, Any]] = {
     "exp_first": {},
-    "sum_first": {"ratio": "sequence_full"},
-    "bgpo": {"surrogate": "bgpo"},
+    "sum_first": {"ratio": {"kind": "sequence_full"}},
+    "bgpo": {"clip": {"kind": "bgpo"}},
 }
 """What an averaging changes in the objective."""

@@ -96,7 +96,7 @@ class DdpoRecipe(TrajectoryRecipe):
         found = iter(self.history.normalise([prompt for prompt, _ in scored], [reward for _, reward in scored]))
         parts = [[next(found) if reward == reward else 0.0 for _, reward in part] for part in everyone]
         advantage = torch.tensor(parts[accelerator.process_index], device=rollouts.mask.device)
-        limit = self.objective.advantage_options.clip
+        limit = self.objective.scaling.clip
         if limit is not None:
             advantage = advantage.clamp(-limit, limit)
         return rollouts.replace(advantage=advantage.float()[:, None] * rollouts.loss_mask)

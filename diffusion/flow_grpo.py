@@ -18,17 +18,12 @@ from dataclasses import dataclass, field
 
 from diffusion.trajectories import TrajectoryConfig, TrajectoryRecipe
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.settings import GroupFilterConfig
 
 __all__ = ["FlowGrpoConfig", "FlowGrpoRecipe"]
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo")
-
-
-def _filter() -> GroupFilterConfig:
-    return GroupFilterConfig(kind="drop")
+    return ObjectiveConfig(preset="flow_grpo", filter={"kind": "drop"})
 
 
 @dataclass
@@ -36,9 +31,7 @@ class FlowGrpoConfig(TrajectoryConfig):
     """A Flow-GRPO run."""
 
     objective: ObjectiveConfig = field(default_factory=_objective)
-    """Clip 1e-4, exact KL 0.04, advantages clipped at 5."""
-    filter: GroupFilterConfig = field(default_factory=_filter)
-    """Groups of equal reward teach nothing and are dropped."""
+    """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
 
 
 class FlowGrpoRecipe(TrajectoryRecipe):

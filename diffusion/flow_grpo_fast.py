@@ -22,7 +22,7 @@ def _sampler() -> SamplerConfig:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo_fast")
+    return ObjectiveConfig(preset="flow_grpo_fast", filter={"kind": "drop"})
 
 
 @dataclass

@@ -23,7 +23,7 @@ from diffusion.payload import DiffusionPayload
 from diffusion.recipe import DiffusionConfig, DiffusionRecipe, image_trainer
 from diffusion.sampler import SamplerConfig, guided, row_noise, sample_latents
 from diffusion.schedule import sigma_grid
-from mmrl.core.aggregation import Denominators, aggregate
+from mmrl.core.aggregation import Denominators, token_mean
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -224,4 +224,4 @@ class FlowMatchingRecipe(DiffusionRecipe):
 def mean_over_decisions(values: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
     """Mean of (B, T) values over the trained decisions of the whole optimiser step."""
     mask = minibatch.loss_mask
-    return aggregate(torch.where(mask > 0, values, 0.0), mask, "token_mean", denominators)
+    return token_mean(torch.where(mask > 0, values, 0.0), mask, denominators)

@@ -7,7 +7,7 @@ image's advantage decides how much v+ and v- have to predict it,
     L = mean (5 / b) [r |x+ - x_0|^2 / w+ + (1 - r) |x- - x_0|^2 / w-] + kl_coef mean |v - v_ref|^2,
 
 with r = clip(A, +-5) / 10 + 1/2 and w the mean absolute error, a constant (`diffusion.matching.nft_loss`). The velocity
-distance to the start model is always part of the loss there; here `objective.kl_coef: 0` leaves it out.
+distance to the start model is always part of the loss there; here `objective: {kl: {coef: 0}}` leaves it out.
 
 Defaults are those of the GenEval run: b = 1, second-order solver with 10 steps, every grid time but the last of each
 image, `old` schedule 1, evaluation average 0.9.
@@ -60,7 +60,7 @@ def _timesteps() -> TimestepConfig:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl_coef=1e-4)
+    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 1e-4})
 
 
 def _eval_ema() -> EvalEmaConfig:

@@ -57,12 +57,12 @@ class OrwSettings:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl_coef=1.0)
+    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0})
 
 
 @dataclass
 class OrwConfig(FlowMatchingConfig):
-    """An ORW-CFM-W2 run; `objective.kl_coef` is alpha."""
+    """An ORW-CFM-W2 run; `objective.kl.coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
     orw: OrwSettings = field(default_factory=OrwSettings)

@@ -49,7 +49,7 @@ def _timesteps() -> TimestepConfig:
 
 
 def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl_coef=0.0)
+    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 0.0})
 
 
 def _trainer() -> TrainerConfig:

@@ -29,14 +29,13 @@ from diffusion.pipelines import decode_latents
 from diffusion.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
 from diffusion.rewards import load_image_rewards
 from diffusion.sampler import SamplerConfig
-from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum
 from mmrl.training.loop.distributed import global_advantages
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import Evaluation, Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
@@ -48,6 +47,8 @@ __all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "full_model", 
 
 LOGGER = logging.getLogger("mmrl")
 COMBINATIONS = ("sum", "gdpo")
+SCORES = ("kl_ref",)
+"""What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""
 
 
 def full_model() -> ModelConfig:
@@ -109,18 +110,8 @@ class DiffusionConfig(RunConfig):
         super().validate()
         _check_rewards(self)
         objective = make_objective(self.objective)
-        _check_objective(objective)
-        if self.compares_samples:
-            check_group_size(self.trainer.samples_per_task, objective.advantage)
-
-
-def _check_objective(objective: Objective) -> None:
-    if objective.needs_values:
-        raise ValueError(f"objective.advantage is '{objective.advantage}', which needs a critic; use a group estimator")
-    if objective.needs_reference and (objective.kl != "full" or objective.kl_in_reward):
-        raise ValueError(f"objective.kl is '{objective.kl}'; images have an exact divergence in the loss, use kl: full")
-    if objective.needs_entropy:
-        raise ValueError("objective.entropy is 'full'; a denoising step has a fixed entropy, leave it out")
+        samples = self.trainer.samples_per_task if self.compares_samples else None
+        check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
 
 
 def _source(reward: RewardConfig) -> str:
@@ -128,7 +119,6 @@ def _source(reward: RewardConfig) -> str:
 
 
 def _check_rewards(config: DiffusionConfig) -> None:
-    optimised = [reward.name for reward in config.rewards]
     heldout = [reward.name for reward in config.heldout_rewards]
     if not any(reward.weight for reward in config.rewards):
         raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
@@ -143,8 +133,6 @@ def _check_rewards(config: DiffusionConfig) -> None:
         raise ValueError(
             f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"
         )
-    if config.filter.key not in ("reward", *optimised):
-        raise ValueError(f"filter.key is '{config.filter.key}'; allowed: reward, {', '.join(optimised)}")
 
 
 class DiffusionRecipe(Recipe):

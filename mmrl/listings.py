@@ -28,16 +28,7 @@ def _recipes() -> list[Row]:
 def _objectives() -> list[Row]:
     from mmrl.core.catalogue import CATALOGUE
 
-    return [Row(name, _parts_of(objective), objective.citation) for name, objective in CATALOGUE.items()]
-
-
-def _parts_of(objective: Objective) -> str:
-    parts = [objective.advantage, f"{objective.ratio} ratio", objective.surrogate, objective.aggregation]
-    if objective.kl is not None:
-        parts.append(f"KL {objective.kl} {objective.kl_coef:g}{' in the reward' if objective.kl_in_reward else ''}")
-    if objective.filter != "none":
-        parts.append(f"{objective.filter} groups of equal reward")
-    return ", ".join(parts)
+    return [Row(name, objective.parts(), objective.citation) for name, objective in CATALOGUE.items()]
 
 
 def _rewards() -> list[Row]:

@@ -34,7 +34,7 @@ rewards:
   - {{name: format}}
   - {{name: exact}}
 sampler: {{max_new_tokens: 3}}
-objective: {{kl_coef: 0.0}}
+objective: {{kl: {{coef: 0.0}}}}
 trainer: {{steps: 2, tasks_per_step: 2, samples_per_task: 2, learning_rate: 1.0e-3}}
 evaluation: {{max_tasks: 2, at_start: false, at_end: false}}
 checkpoint: {{every: 1}}
@@ -172,7 +172,7 @@ def refused(mmrl):
         ("trainer.schedule=cos", ["trainer.schedule is 'cos'", "allowed: constant, linear, cosine"]),
         ("sampler.top_p=2", ["sampler.top_p is 2", "(0, 1]"]),
         ("objective.preset=grpoo", ["'grpoo'", "Did you mean 'grpo'", "dapo"]),
-        ("objective.advantage=mean", ["'mean'", "group_mean_std"]),
+        ("objective.advantage.kind=mean", ["'mean'", "group_mean_std"]),
         ("trainer.samples_per_task=1", ["samples_per_task is 1", "group_mean_std", "whitened_returns"]),
         ("rewards=[{name: exakt}]", ["'exakt'", "did you mean 'exact'", "format"]),
         ("rewards=[{name: exact, options: {answr: 1}}]", ["'exact'", "'answr'", "did you mean 'answer'"]),
@@ -466,7 +466,7 @@ def test_resume_with_other_settings(made, lab, mmrl, refused):
     assert "the checkpoint was made with 6 training tasks, now there are 3" in error
     other = ["recipe=sft", "trainer.samples_per_task=1", "--resume"]
     config = lab.folder / "sft.yaml"
-    config.write_text(lab.config.read_text().replace("objective: {kl_coef: 0.0}\n", ""))
+    config.write_text(lab.config.read_text().replace("objective: {kl: {coef: 0.0}}\n", ""))
     assert "is a run of recipe 'vlm', 'sft' cannot continue it" in refused("train", config, *other)
 
 

@@ -23,7 +23,7 @@ def test_numbers_overrides_and_defaults(write):
     entry, config = load_run(write(GOOD + "trainer: {learning_rate: 3e-4}\n"), ["trainer.steps=7", "papo.gamma=0.5"])
     assert entry.name == "papo"
     assert (config.trainer.learning_rate, config.trainer.steps, config.papo.gamma) == (3e-4, 7, 0.5)
-    assert config.objective.dual_clip == 3.0
+    assert config.objective.clip["dual"] == 3.0
 
 
 def test_extends_starts_from_another_file(write):
@@ -65,7 +65,7 @@ def test_saved_configuration_loads_again(write, tmp_path):
             ["model.dtype=bfloat16"],
             "round such steps away; use model.dtype=float32 with trainer.mixed_precision=bf16",
         ),
-        (GOOD, ["objective.kl=full"], "k1, k2 or k3"),
+        (GOOD, ["objective.kl.kind=full"], "use k1, k2, k3"),
         (GOOD, ["trainer.minibatches_per_step=99"], "cut by whole groups"),
     ],
 )

@@ -24,7 +24,6 @@ SMALL = [
     "trainer.learning_rate=1e-3",
     "sampler.max_new_tokens=5",
     "evaluation.max_tasks=2",
-    "filter.max_tries=2",
     "tracking.quiet=true",
     "tracking.tensorboard=false",
     "tracking.strict=true",

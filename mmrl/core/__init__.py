@@ -1,35 +1,25 @@
-"""The policy-optimisation core: pure functions on tensors, without a model and without I/O."""
+"""The policy-optimisation core: blocks, objectives and plain functions on tensors, without a model and without I/O."""
 
-from mmrl.core.advantages import (
-    ADVANTAGES,
-    AdvantageFn,
-    AdvantageOptions,
-    check_group_size,
-)
-from mmrl.core.aggregation import AGGREGATIONS, Denominators, aggregate, count, masked_sum
+from mmrl.core.aggregation import Denominators, count, masked_mean, masked_sum
+from mmrl.core.blocks.advantage import group_mean, group_mean_global_std, group_mean_std, leave_one_out
+from mmrl.core.blocks.clip import clipped_loss, policy_loss
+from mmrl.core.blocks.value import value_loss
 from mmrl.core.catalogue import CATALOGUE, get
 from mmrl.core.filters import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
 from mmrl.core.groups import group_center, group_std, masked_whiten
 from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
 from mmrl.core.metrics import Metric, max_metric, mean_metric, merge_metrics, metric_values
-from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
+from mmrl.core.objective import Objective
+from mmrl.core.outputs import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, nested, per_decision, per_group, per_row, shared
-from mmrl.core.ratios import RATIOS, SURROGATES, SurrogateInputs, log_ratio, surrogate
-from mmrl.core.regularizers import KL_KINDS, AdaptiveKL, entropy_from_logits, entropy_sampled, kl, kl_full
-from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_starts
+from mmrl.core.regularizers import entropy_from_logits, entropy_sampled, k1, k1p, k2, k3, k3p, kl_full
+from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_means, turn_starts
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.values import value_loss
+from mmrl.core.state import AdaptiveKL
 
 __all__ = [
-    "ADVANTAGES",
-    "AGGREGATIONS",
     "CATALOGUE",
-    "KL_KINDS",
-    "RATIOS",
-    "SURROGATES",
     "AdaptiveKL",
-    "AdvantageFn",
-    "AdvantageOptions",
     "Denominators",
     "DynamicSamplingBuffer",
     "FilterCounts",
@@ -40,9 +30,7 @@ __all__ = [
     "Payload",
     "PolicyOutputs",
     "Rollouts",
-    "SurrogateInputs",
-    "aggregate",
-    "check_group_size",
+    "clipped_loss",
     "count",
     "decision_rewards",
     "drop",
@@ -53,12 +41,20 @@ __all__ = [
     "gaussian_step_logprob",
     "get",
     "group_center",
+    "group_mean",
+    "group_mean_global_std",
+    "group_mean_std",
     "group_std",
-    "kl",
+    "k1",
+    "k1p",
+    "k2",
+    "k3",
+    "k3p",
     "kl_full",
+    "leave_one_out",
     "linear_logprobs",
-    "log_ratio",
     "logprobs_from_logits",
+    "masked_mean",
     "masked_sum",
     "masked_whiten",
     "max_metric",
@@ -69,9 +65,10 @@ __all__ = [
     "per_decision",
     "per_group",
     "per_row",
+    "policy_loss",
     "returns_to_go",
     "shared",
-    "surrogate",
+    "turn_means",
     "turn_starts",
     "value_loss",
     "zero_variance_groups",

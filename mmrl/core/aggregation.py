@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mmrl.core.checks import look_up
-
-__all__ = ["AGGREGATIONS", "Denominators", "aggregate", "count", "masked_sum"]
+__all__ = [
+    "Denominators",
+    "count",
+    "fixed_length",
+    "masked_mean",
+    "masked_sum",
+    "sequence_mean",
+    "sequence_sum",
+    "token_mean",
+]
 
 
 @dataclass(frozen=True)
@@ -66,52 +73,55 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask > 0, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum(1)
 
 
-def aggregate(x: Tensor, mask: Tensor, mode: str, denominators: Denominators) -> Tensor:
-    """Reduce per-decision terms to this batch's share of the mean over the optimiser step.
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row where the mask is 1; whatever stands elsewhere counts nothing.
 
-    The shares of micro-batches and of ranks add up to the mean over all of them, in value and in gradient.
+    Args:
+        x: (B, T).
+        mask: (B, T) {0, 1}.
+
+    Returns:
+        (B,); 0 for rows without a 1.
+    """
+    return masked_sum(x, mask) / mask.sum(1).clamp(min=1).to(x.dtype)
+
+
+def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over all trained decisions of the optimiser step.
+
+    The shares of micro-batches and of ranks add up to the mean over all of them, in value and in gradient; the same
+    holds for the other three functions.
 
     Args:
         x: (B, T) terms.
         mask: (B, T) {0, 1}, what counts.
-        mode: "token_mean", "sequence_mean" (mean of row means), "sequence_sum" (mean of row sums) or
-            "fixed_length" (sum over rows * length).
         denominators: Counts over the whole step.
 
     Returns:
         Scalar; 0 where the mask is empty.
-
-    Raises:
-        ValueError: Unknown mode, or "fixed_length" without a length.
     """
-    return look_up(AGGREGATIONS, mode, "aggregation")(x, mask, denominators)
-
-
-def _token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
 
 
-def _sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    row_means = masked_sum(x, mask) / mask.sum(1).clamp(min=1).to(x.dtype)
-    return row_means.sum() / max(denominators.rows, 1.0)
+def sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over rows of row means; see `token_mean`."""
+    return masked_mean(x, mask).sum() / max(denominators.rows, 1.0)
 
 
-def _sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over rows of row sums; see `token_mean`."""
     return masked_sum(x, mask).sum() / max(denominators.rows, 1.0)
 
 
-def _fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the sum over rows * `denominators.length`; see `token_mean`.
+
+    Raises:
+        ValueError: The denominators hold no length.
+    """
     if denominators.length <= 0:
         raise ValueError(
             "The aggregation 'fixed_length' divides every row by a constant; got length "
-            f"{denominators.length:g}. Set fixed_length to the longest response the sampler allows."
+            f"{denominators.length:g}. Set its length to the longest response the sampler allows."
         )
     return masked_sum(x, mask).sum() / (max(denominators.rows, 1.0) * denominators.length)
-
-
-AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
-    "token_mean": _token_mean,
-    "sequence_mean": _sequence_mean,
-    "sequence_sum": _sequence_sum,
-    "fixed_length": _fixed_length,
-}

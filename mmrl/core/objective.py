@@ -1,133 +1,172 @@
-"""A policy-optimisation method as data: estimator x ratio x surrogate x regularisers x aggregation."""
+"""A policy-optimisation method as data: typed blocks, composed into advantages and a loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.core.advantages import ADVANTAGES, CRITIC_ESTIMATORS, AdvantageOptions
-from mmrl.core.aggregation import Denominators, aggregate, count, masked_sum
-from mmrl.core.checks import check_decisions, look_up
-from mmrl.core.description import describe
-from mmrl.core.filters import zero_variance_groups
-from mmrl.core.groups import masked_whiten
-from mmrl.core.metrics import Metric, max_metric, mean_metric, merge_metrics
-from mmrl.core.ratios import SurrogateInputs, log_ratio, surrogate
-from mmrl.core.regularizers import entropy_sampled, kl
+from mmrl.core.aggregation import Denominators, count, masked_sum
+from mmrl.core.blocks import (
+    BLOCKS,
+    Advantage,
+    AdvantageScaling,
+    Aggregation,
+    Block,
+    Clip,
+    Divergence,
+    Entropy,
+    FixedLength,
+    GroupFilter,
+    GroupMeanStd,
+    KeepAll,
+    PpoClip,
+    Ratio,
+    TokenMean,
+    TokenRatio,
+    ValueLoss,
+)
+from mmrl.core.blocks.aggregation import AGGREGATIONS
+from mmrl.core.blocks.block import changed
+from mmrl.core.blocks.divergence import row_weights
+from mmrl.core.metrics import Metric, max_metric, mean_metric
+from mmrl.core.outputs import LossOutput, PolicyOutputs, required
+from mmrl.core.regularizers import entropy_sampled, k3
 from mmrl.core.returns import decision_rewards, turn_starts
 from mmrl.core.rollouts import Rollouts
-from mmrl.core.validation import validate
-from mmrl.core.values import value_loss
 
-__all__ = ["LossOutput", "Metric", "Objective", "PolicyOutputs", "merge_metrics"]
+__all__ = ["LossOutput", "Objective", "PolicyOutputs"]
 
-
-@dataclass(frozen=True)
-class PolicyOutputs:
-    """What the policy says now about the decisions of some rollouts; carries the gradient."""
-
-    logp: Tensor
-    """(B, T) nats, float32 or float64; anything may stand where the mask is 0."""
-    entropy: Tensor | None = None
-    """(B, T) nats, of the whole action distribution; needed by entropy="full"."""
-    values: Tensor | None = None
-    """(B, T), value of the state before each decision; needed by a critic."""
-    kl_ref: Tensor | None = None
-    """(B, T) nats, exact divergence from the reference; needed by kl="full"."""
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """A loss and the numbers about it."""
-
-    loss: Tensor
-    """Scalar, this batch's share of the loss of the optimiser step."""
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    """Name to metric; merge them over the micro-batches of a step with `merge_metrics`."""
+Term = tuple[Tensor | None, dict[str, Metric]]
+"""A term of the loss, None where it has none, and its metrics."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """One method: how advantages are estimated and which loss the policy minimises.
 
-    loss = agg[surrogate(ratio, A)] + kl_coef * agg_kl[w * KL] - entropy_coef * agg[H]
-    + value_coef * agg[value loss], where agg divides by counts over the whole optimiser step.
+    loss = agg[clip(ratio, A)] + kl.coef * agg_kl[w * KL] - entropy.coef * agg[H] + value.coef * agg[value loss], where
+    agg divides by counts over the whole optimiser step.
+
+        Objective("dapo", GroupMeanStd(), PpoClip(low=0.2, high=0.28), TokenMean(), filter=ResampleGroups())
     """
 
     name: str
     """Short name, as in the catalogue."""
+    advantage: Advantage = field(default_factory=GroupMeanStd)
+    """Rewards to advantages."""
+    clip: Clip = field(default_factory=PpoClip)
+    """Policy loss of a decision."""
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    """How decisions become the loss of an optimiser step."""
+    ratio: Ratio = field(default_factory=TokenRatio)
+    """Level of the importance ratio."""
+    scaling: AdvantageScaling = field(default_factory=AdvantageScaling)
+    """What happens to advantages after they have been estimated."""
+    kl: Divergence | None = None
+    """Divergence from the reference."""
+    entropy: Entropy | None = None
+    """Entropy bonus."""
+    value: ValueLoss | None = None
+    """Loss of the critic, for estimators that have one."""
+    filter: GroupFilter = field(default_factory=KeepAll)
+    """Which groups go into the update."""
     citation: str = ""
     """Where the method was published."""
-    advantage: str = "group_mean_std"
-    """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, group_mean_batch_std,
-    group_mean_global_std, gae, gae_turn."""
-    advantage_options: AdvantageOptions = field(default_factory=AdvantageOptions)
-    """Numbers of the estimator."""
-    ratio: str = "token"
-    """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
-    surrogate: str = "ppo_clip"
-    """Policy loss: ppo_clip, gspo, cispo, policy_gradient, unclipped, bgpo."""
-    clip_low: float = 0.2
-    """The ratio is bounded below by 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is bounded above by 1 + clip_high."""
-    dual_clip: float | None = None
-    """ppo_clip only: bound c > 1 on the loss -A c where the advantage is negative; None switches it off."""
-    kl: str | None = None
-    """Divergence from the reference: k1, k2, k3, k1p, k3p, full (exact), or None."""
-    kl_coef: float = 0.0
-    """Weight of the divergence; 0 needs no reference."""
-    kl_in_reward: bool = False
-    """Whether the divergence is taken off the reward instead of being added to the loss."""
-    kl_aggregation: str | None = None
-    """Aggregation of the divergence; None takes that of the policy term."""
-    kl_clamp: bool = True
-    """Whether k3 limits its exponent to +-20 and its value to +-10 (verl, EasyR1) or not (TRL)."""
-    entropy: str | None = None
-    """Entropy term: sampled (-logp of the decision), full (whole distribution), or None."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy; positive rewards entropy, negative punishes it."""
-    aggregation: str = "token_mean"
-    """token_mean, sequence_mean (mean of row means), sequence_sum, fixed_length (sum / (rows * length))."""
-    fixed_length: int | None = None
-    """Constant length of the aggregation fixed_length: the longest response the sampler allows."""
-    filter: str = "none"
-    """Groups without a signal: none (keep), drop, resample (sample further tasks until the step is full)."""
-    filter_key: str = "reward"
-    """What the filter looks at: reward or the name of a reward term."""
-    filter_low: float | None = None
-    """Keep groups whose mean lies strictly above; None with filter_high None asks for different rewards."""
-    filter_high: float | None = None
-    """Keep groups whose mean lies strictly below."""
-    value_coef: float = 0.0
-    """Weight of the value loss."""
-    value_clip: float | None = None
-    """Largest move of a value away from its old prediction that the value loss rewards; None does not clip."""
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by field, without those that are not there."""
+        found = {key: getattr(self, key) for key in BLOCKS}
+        return {key: block for key, block in found.items() if block is not None}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the blocks need, see `Block.needs`; blocks with weight 0 need nothing."""
+        idle = {"kl": not self.needs_reference, "entropy": self.entropy is None or self.entropy.coef == 0}
+        active = [block.needs for key, block in self.blocks.items() if not idle.get(key, False)]
+        return frozenset().union(*active) | self.scaling.needed_turns()
 
     @property
     def needs_values(self) -> bool:
         """Whether the policy must have a value head."""
-        return self.advantage in CRITIC_ESTIMATORS
+        return "values" in self.advantage.needs
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities under the reference are used."""
-        return self.kl is not None and self.kl_coef > 0
+        """Whether the reference is used."""
+        return self.kl is not None and self.kl.coef > 0
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the policy must score the entropy of the whole distribution."""
-        return self.entropy == "full" and self.entropy_coef != 0
+        return "entropy" in self.needs
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a divergence is taken off the reward."""
+        return self.kl is not None and self.kl.in_reward
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence; 0 without one."""
+        return 0.0 if self.kl is None else self.kl.coef
+
+    @property
+    def regularised(self) -> bool:
+        """Whether the loss has terms with a gradient on rows whose advantages are all 0."""
+        divergence = self.needs_reference and not self.kl_in_reward
+        entropy = self.entropy is not None and self.entropy.coef != 0
+        return divergence or entropy or (self.needs_values and self.value is not None)
+
+    def replace(self, **changes: Any) -> Objective:
+        """A copy with some blocks exchanged."""
+        return dataclasses.replace(self, **changes)
+
+    def with_kl_coef(self, coef: float) -> Objective:
+        """A copy with another weight of its divergence; without one, an unchanged copy."""
+        return self if self.kl is None else self.replace(kl=self.kl.replace(coef=coef))
+
+    def override(self, changes: Mapping[str, Mapping[str, Any]]) -> Objective:
+        """Change numbers of blocks, or exchange blocks by `kind`.
+
+        Args:
+            changes: Field to new numbers, such as {"clip": {"high": 0.3}, "kl": {"kind": "none"}}. A divergence or an
+                entropy whose coefficient becomes 0 is left out.
+
+        Returns:
+            The changed objective, not yet validated.
+
+        Raises:
+            ValueError: Unknown field, kind or option, or a value of the wrong type; the message lists what exists.
+        """
+        parts: dict[str, Any] = {}
+        for key, options in changes.items():
+            if key not in BLOCKS:
+                raise ValueError(f"An objective has no part '{key}'; its parts: {', '.join(BLOCKS)}.")
+            base = getattr(self, key)
+            switched_off = base is None and "kind" not in options and options.get("coef") == 0
+            parts[key] = None if switched_off else changed(base, _with_aggregation(options, key), BLOCKS[key], key)
+        for key in ("kl", "entropy"):
+            if key in parts and parts[key] is not None and parts[key].coef == 0:
+                parts[key] = None
+        return self.replace(**parts)
 
     def validate(self) -> None:
-        """Refuse unknown names and contradictions.
+        """Refuse numbers out of range and blocks that contradict each other.
 
         Raises:
             ValueError: The message names the options, what they may be and what to try.
         """
-        validate(self)
+        problems = [problem for key, block in self.blocks.items() for problem in block.problems(key)]
+        problems = problems or list(self._conflicts())
+        if problems:
+            listed = "\n".join(f"- {problem}" for problem in problems)
+            raise ValueError(f"The objective '{self.name}' cannot be used:\n{listed}")
 
     def describe(self) -> str:
         """Return the formula this objective computes, with its constants.
@@ -135,21 +174,25 @@ class Objective:
         Raises:
             ValueError: The objective is not valid, so there is no such formula.
         """
-        validate(self)
-        return describe(self)
+        self.validate()
+        lines = [f"{self.name}: {self.citation}" if self.citation else self.name]
+        advantage = self.advantage.formula() + self.scaling.formula()
+        ratio = self.ratio.formula() if self.clip.uses_ratio else ""
+        lines += ["  " + line for line in (self.filter.formula(), self._reward_formula(), advantage, ratio) if line]
+        lines += ["  minimise  " + "\n          + ".join([f"mean {self.clip.formula()}", *self._term_formulas()])]
+        lines += [f"  averages: {self.aggregation.formula()}"]
+        if self.needs_reference and self.kl is not None and self.kl.aggregation and not self.kl_in_reward:
+            lines += [f"  KL averages: {self.kl.aggregation.formula()}"]
+        return "\n".join(lines)
 
-    def keep_groups(self, rollouts: Rollouts) -> Tensor:
-        """Say which groups the filter keeps.
-
-        Args:
-            rollouts: Rows of whole groups, scored.
-
-        Returns:
-            (N,) bool; all true with filter "none".
-        """
-        if self.filter == "none":
-            return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.group.device)
-        return zero_variance_groups(rollouts, self.filter_key, self.filter_low, self.filter_high)
+    def parts(self) -> str:
+        """The blocks in one line, for tables; parts that do nothing are left out."""
+        shown = [
+            block.summary().replace("scaling ", "scaled ") if key == "scaling" else f"{SHOWN_AS[key]}{block.summary()}"
+            for key, block in self.blocks.items()
+            if block not in (AdvantageScaling(), KeepAll())
+        ]
+        return ", ".join(shown)
 
     def compute_advantages(self, rollouts: Rollouts) -> Rollouts:
         """Turn rewards into advantages (and returns, with a critic).
@@ -168,17 +211,11 @@ class Objective:
         """
         with torch.no_grad():
             shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
-            advantage = look_up(ADVANTAGES, self.advantage, "advantage estimator")(shaped, self.advantage_options)
-            mask = rollouts.loss_mask
+            advantage = self.advantage(shaped)
             returns = rollouts.returns
             if self.needs_values and rollouts.values is not None:
-                returns = torch.where(mask > 0, advantage + rollouts.values, 0.0)
-            if self.advantage_options.whiten:
-                advantage = masked_whiten(advantage, mask)
-            limit = self.advantage_options.clip
-            if limit is not None:
-                advantage = advantage.clamp(-limit, limit)
-            advantage = advantage * self.advantage_options.scale
+                returns = torch.where(rollouts.loss_mask > 0, advantage + rollouts.values, 0.0)
+            advantage = self.scaling(advantage, rollouts)
         return rollouts.replace(advantage=advantage.to(rollouts.logp_old.dtype), returns=returns)
 
     def denominators(self, rollouts: Rollouts) -> Denominators:
@@ -190,14 +227,29 @@ class Objective:
         Returns:
             The counts; add those of other ranks with `Denominators.total` before calling `loss`.
         """
-        turns = float(turn_starts(rollouts).sum()) if self.advantage == "gae_turn" else 0.0
+        turns = float(turn_starts(rollouts).sum()) if self.advantage.level == "turn" else 0.0
         return count(rollouts.loss_mask, length=self.fixed_length or 0.0, turns=turns)
 
-    def loss(self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
+    @property
+    def fixed_length(self) -> int | None:
+        """Constant length of a `FixedLength` aggregation, None without one."""
+        modes = (self.aggregation, self.kl.aggregation if self.kl is not None else None)
+        return next((mode.length for mode in modes if isinstance(mode, FixedLength)), None)
+
+    def with_fixed_length(self, length: int) -> Objective:
+        """A copy whose `FixedLength` aggregations, if any, have this length."""
+        changes: dict[str, Any] = {}
+        if isinstance(self.aggregation, FixedLength):
+            changes["aggregation"] = FixedLength(length)
+        if self.kl is not None and isinstance(self.kl.aggregation, FixedLength):
+            changes["kl"] = self.kl.replace(aggregation=FixedLength(length))
+        return self.replace(**changes)
+
+    def loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
         """Return the loss of a batch or micro-batch.
 
         Args:
-            scores: The policy's current scores of these rollouts.
+            outputs: What the policy says now about these rollouts.
             rollouts: Rows with advantages; `extras["kl_weight"]` (B,) multiplies the divergence of each row.
             denominators: Counts over the whole optimiser step, so that the losses of its micro-batches add up.
 
@@ -207,16 +259,16 @@ class Objective:
         Raises:
             ValueError: Something the objective needs is missing or has the wrong shape.
 
-        Gradient: through `scores` only.
+        Gradient: through `outputs` only.
         """
         mask = rollouts.loss_mask
-        scores = _only(scores, mask)
-        policy, metrics = self._policy_term(scores, rollouts, denominators)
+        outputs = outputs.masked(mask)
+        policy, metrics = self._policy_term(outputs, rollouts, denominators)
         terms = {"loss/policy": policy}
-        for name, term, more in (
-            ("loss/kl", *self._kl_term(scores, rollouts, denominators)),
-            ("loss/entropy", *self._entropy_term(scores, mask, denominators)),
-            ("loss/value", *self._value_term(scores, rollouts, denominators)),
+        for name, (term, more) in (
+            ("loss/kl", self._kl_term(outputs, rollouts, denominators)),
+            ("loss/entropy", self._entropy_term(outputs, mask, denominators)),
+            ("loss/value", self._value_term(outputs, rollouts, denominators)),
         ):
             metrics |= more
             if term is not None:
@@ -226,108 +278,106 @@ class Objective:
         return LossOutput(total, summed | metrics)
 
     def _policy_term(
-        self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
+        self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
-        advantage = _need(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
-        log_rho = log_ratio(scores.logp, logp_old, mask, self.ratio)
-        inputs = SurrogateInputs(
-            logp=scores.logp,
-            log_ratio=log_rho,
-            advantage=torch.where(mask > 0, advantage, 0.0),
-            mask=mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
-        loss, indicators = surrogate(inputs, self.surrogate)
-        rho = log_rho.detach().exp()
+        advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
+        log_ratio = self.ratio(outputs.logp, logp_old, mask)
+        loss, indicators = self.clip(log_ratio, outputs.logp, torch.where(mask > 0, advantage, 0.0))
+        rho = log_ratio.detach().exp()
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),
             "policy/ratio_max": max_metric(rho, mask),
-            "policy/kl_old": mean_metric(kl(logp_old, scores.logp.detach(), "k3"), mask),
+            "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
         }
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
-        return aggregate(loss, mask, self.aggregation, denominators), metrics
+        return self.aggregation(loss, mask, denominators), metrics
 
-    def _kl_term(
-        self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
-    ) -> tuple[Tensor | None, dict[str, Metric]]:
+    def _kl_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         if self.kl is None or not self.needs_reference:
             return None, {}
         mask = rollouts.loss_mask
-        if self.kl == "full":
-            divergence = _need(scores.kl_ref, "scores.kl_ref", "kl='full' needs the policy to score it")
-        else:
-            divergence = kl(scores.logp, self._reference(rollouts), self.kl, self.kl_clamp)
+        divergence = self.kl(outputs, rollouts)
         metrics = {"policy/kl_ref": mean_metric(divergence, mask)}
-        if self.kl_in_reward:
+        if self.kl.in_reward:
             return None, metrics
-        mode = self.kl_aggregation or self.aggregation
-        weighted = divergence * _row_weights(rollouts)
-        return self.kl_coef * aggregate(weighted, mask, mode, denominators), metrics
+        weighted = divergence * row_weights(rollouts)
+        return self.kl.coef * (self.kl.aggregation or self.aggregation)(weighted, mask, denominators), metrics
 
-    def _entropy_term(
-        self, scores: PolicyOutputs, mask: Tensor, denominators: Denominators
-    ) -> tuple[Tensor | None, dict[str, Metric]]:
-        sampled = entropy_sampled(scores.logp)
-        metrics = {"policy/entropy": mean_metric(sampled if scores.entropy is None else scores.entropy, mask)}
-        if self.entropy is None or self.entropy_coef == 0:
+    def _entropy_term(self, outputs: PolicyOutputs, mask: Tensor, denominators: Denominators) -> Term:
+        shown = entropy_sampled(outputs.logp) if outputs.entropy is None else outputs.entropy
+        metrics = {"policy/entropy": mean_metric(shown, mask)}
+        if self.entropy is None or self.entropy.coef == 0:
             return None, metrics
-        entropy = sampled
-        if self.entropy == "full":
-            entropy = _need(scores.entropy, "scores.entropy", "entropy='full' needs the policy to score it")
-        return -self.entropy_coef * aggregate(entropy, mask, self.aggregation, denominators), metrics
+        return -self.entropy.coef * self.aggregation(self.entropy(outputs), mask, denominators), metrics
 
-    def _value_term(
-        self, scores: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
-    ) -> tuple[Tensor | None, dict[str, Metric]]:
-        if not self.needs_values or self.value_coef == 0:
+    def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
+        if not self.needs_values or self.value is None:
             return None, {}
         mask, counts, mode = rollouts.loss_mask, denominators, self.aggregation
-        if self.advantage == "gae_turn":
+        if self.advantage.level == "turn":
             # A turn-level critic is only asked at the first decision of a turn, so it is only trained there.
-            mask, mode = turn_starts(rollouts).to(mask.dtype), "token_mean"
-            counts = replace(denominators, tokens=denominators.turns)
-        values = _need(scores.values, "scores.values", "the policy needs a value head")
-        values_old = _need(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
-        returns = _need(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
-        loss = value_loss(values, values_old, returns, self.value_clip)
-        return self.value_coef * aggregate(loss, mask, mode, counts), {}
+            mask, mode = turn_starts(rollouts).to(mask.dtype), TokenMean()
+            counts = dataclasses.replace(denominators, tokens=denominators.turns)
+        values = required(outputs.values, "scores.values", "the policy needs a value head")
+        values_old = required(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
+        returns = required(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
+        return self.value.coef * mode(self.value(values, values_old, returns), mask, counts), {}
 
     def _kl_shaped(self, rollouts: Rollouts) -> Rollouts:
         assert self.kl is not None
-        mask = rollouts.loss_mask
-        divergence = kl(rollouts.logp_old, self._reference(rollouts), self.kl, self.kl_clamp)
-        penalty = self.kl_coef * divergence * _row_weights(rollouts)
+        mask, penalty = rollouts.loss_mask, self.kl.penalty(rollouts)
         shaped = decision_rewards(rollouts) - torch.where(mask > 0, penalty, 0.0)
         return rollouts.replace(
             reward=rollouts.reward - masked_sum(penalty, mask),
             extras={**rollouts.extras, "decision_reward": shaped},
         )
 
-    def _reference(self, rollouts: Rollouts) -> Tensor:
-        hint = f"kl='{self.kl}' compares with the reference policy; score it or set kl_coef=0"
-        return _need(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
+    def _conflicts(self) -> Iterator[str]:
+        yield from self.ratio.conflicts(self.advantage)
+        yield from self.clip.conflicts(self.ratio)
+        if self.value is not None and not self.needs_values:
+            yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
+        if self.value is None and self.needs_values:
+            yield f"advantage '{self.advantage.kind}' needs a critic, but there is no value loss. Set value."
+
+    def _reward_formula(self) -> str:
+        if self.kl is None or not (self.kl.in_reward and self.needs_reference):
+            return ""
+        divergence = self.kl.formula().replace("logp_it", "logp_old_it")
+        if "samples" in self.advantage.needs:
+            return f"R_i <- R_i - {self.kl.coef:g} * sum_t {divergence}"
+        return f"R_it <- R_it - {self.kl.coef:g} * {divergence}"
+
+    def _term_formulas(self) -> Iterator[str]:
+        if self.kl is not None and self.needs_reference and not self.kl.in_reward:
+            yield f"{self.kl.coef:g} * mean {self.kl.formula()}"
+        if self.entropy is not None and self.entropy.coef:
+            yield f"({-self.entropy.coef:g}) * mean {self.entropy.formula()}"
+        if self.value is not None and self.needs_values:
+            where = " at the first decision of each turn" if self.advantage.level == "turn" else ""
+            yield f"{self.value.coef:g} * mean {self.value.formula()}{where}"
 
 
-def _only(scores: PolicyOutputs, mask: Tensor) -> PolicyOutputs:
-    """Check the scores and cut them off where nothing is trained, so that no NaN comes back from there."""
-    masked = {}
-    for name in ("logp", "entropy", "values", "kl_ref"):
-        value = getattr(scores, name)
-        if value is not None:
-            check_decisions(f"scores.{name}", value, (mask.shape[0], mask.shape[1]))
-            masked[name] = torch.where(mask > 0, value, 0.0)
-    return PolicyOutputs(**masked)
+def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Options of a block whose `aggregation`, given by name or as keys and values, is made a block."""
+    made = dict(options)
+    given = made.get("aggregation")
+    if key == "kl" and given is not None and not isinstance(given, Aggregation):
+        named = {"kind": given} if isinstance(given, str) else given
+        made["aggregation"] = changed(None, named, AGGREGATIONS, "kl.aggregation")
+    return made
 
 
-def _row_weights(rollouts: Rollouts) -> Tensor:
-    weight = rollouts.extras.get("kl_weight")
-    return torch.ones_like(rollouts.reward)[:, None] if weight is None else weight.detach()[:, None]
-
-
-def _need(value: Tensor | None, name: str, hint: str) -> Tensor:
-    if value is None:
-        raise ValueError(f"{name} is missing: {hint}.")
-    return value
+SHOWN_AS = {
+    "advantage": "",
+    "scaling": "",
+    "ratio": "ratio ",
+    "clip": "",
+    "kl": "KL ",
+    "entropy": "entropy ",
+    "aggregation": "",
+    "filter": "groups: ",
+    "value": "value ",
+}
+"""What stands before a block in `Objective.parts`."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["decision_rewards", "gae", "gae_over_turns", "returns_to_go", "turn_starts"]
+__all__ = ["decision_rewards", "gae", "gae_over_turns", "returns_to_go", "turn_means", "turn_starts"]
 
 
 def decision_rewards(rollouts: Rollouts) -> Tensor:
@@ -28,14 +28,14 @@ def decision_rewards(rollouts: Rollouts) -> Tensor:
     return torch.where(last, rollouts.reward[:, None], 0.0)
 
 
-def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, gaps: str = "skip") -> Tensor:
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, mask_carry: str = "skip") -> Tensor:
     """Return the discounted sum of the rewards from each decision on.
 
     Args:
         rewards: (B, T).
         mask: (B, T) {0, 1}.
         gamma: Discount per trained decision.
-        gaps: "skip" carries the sum across decisions with mask 0, "reset" restarts it there (verl).
+        mask_carry: "skip" carries the sum across decisions with mask 0, "reset" restarts it there (verl).
 
     Returns:
         (B, T), 0 where the mask is 0.
@@ -46,15 +46,18 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, gaps: str = "skip
         trained = mask[:, t] > 0
         here = rewards[:, t] + gamma * carry
         columns.append(torch.where(trained, here, 0.0))
-        carry = torch.where(trained, here, carry if gaps == "skip" else torch.zeros_like(carry))
+        carry = torch.where(trained, here, carry if mask_carry == "skip" else torch.zeros_like(carry))
     return torch.stack(columns[::-1], dim=1)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation that skips untrained decisions.
 
-    A_t = delta_t + gamma lam A_next with delta_t = r_t + gamma V_next - V_t, where "next" is the next
-    decision with mask 1. After the last one both are 0: rows are episodes that ended.
+    A_t = delta_t + gamma lam A_next with delta_t = r_t + gamma V_next - V_t, where "next" is the next decision with
+    mask 1. After the last one A is 0 and V is `bootstrap`: 0 where the episode terminated, the critic's value of
+    the last state where it was truncated.
 
     Args:
         rewards: (B, T), reward received at each decision; ignored where the mask is 0.
@@ -62,13 +65,15 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         mask: (B, T) {0, 1}.
         gamma: Discount.
         lam: Weight of longer returns.
+        bootstrap: (B,) value of the state after the last decision; 0 for episodes that terminated. None is 0 for all.
 
     Returns:
         advantages (B, T) and returns (B, T) = advantages + values; both 0 where the mask is 0.
 
     Source: arXiv 1506.02438, eq. 11-16; volcengine/verl compute_gae_advantage_return.
     """
-    carry = next_value = torch.zeros_like(values[:, 0])
+    carry = torch.zeros_like(values[:, 0])
+    next_value = carry if bootstrap is None else bootstrap.detach().to(values.dtype)
     columns = []
     for t in range(values.shape[1] - 1, -1, -1):
         trained = mask[:, t] > 0
@@ -80,7 +85,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, torch.where(mask > 0, advantages + values, 0.0)
 
 
-def gae_over_turns(rollouts: Rollouts, values: Tensor, gamma: float, lam: float) -> Tensor:
+def gae_over_turns(
+    rollouts: Rollouts, values: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+) -> Tensor:
     """Generalised advantage estimation with one step a turn, given to every decision of the turn.
 
     A turn's reward is the sum of its decisions' rewards and its value is that before its first decision.
@@ -90,6 +97,7 @@ def gae_over_turns(rollouts: Rollouts, values: Tensor, gamma: float, lam: float)
         values: (B, T), value of the state before each decision.
         gamma: Discount per turn.
         lam: Weight of longer returns.
+        bootstrap: (B,) value after the last turn, as in `gae`.
 
     Returns:
         (B, T), 0 where nothing is trained.
@@ -104,8 +112,27 @@ def gae_over_turns(rollouts: Rollouts, values: Tensor, gamma: float, lam: float)
     turn_rewards = empty.scatter_add(1, place, decision_rewards(rollouts).to(values.dtype))
     turn_values = empty.scatter_add(1, place, torch.where(starts, values, 0.0))
     turn_mask = empty.scatter_add(1, place, starts.to(values.dtype))
-    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam)
+    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam, bootstrap)
     return torch.where(mask > 0, advantages.gather(1, place), 0.0)
+
+
+def turn_means(rollouts: Rollouts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of each turn over its trained decisions.
+
+    Args:
+        rollouts: With `turn`.
+        x: (B, T).
+
+    Returns:
+        Means (B, K), with K the most turns of a row, and (B, K) bool, true where the row has the turn.
+    """
+    starts, mask = turn_starts(rollouts), rollouts.loss_mask
+    place = (starts.long().cumsum(1) - 1).clamp(min=0)
+    width = max(1, int(starts.sum(1).max())) if starts.numel() else 1
+    empty = x.new_zeros(x.shape[0], width)
+    total = empty.scatter_add(1, place, torch.where(mask > 0, x, 0.0))
+    number = empty.scatter_add(1, place, mask.to(x.dtype))
+    return total / number.clamp(min=1), number > 0
 
 
 def turn_starts(rollouts: Rollouts) -> Tensor:

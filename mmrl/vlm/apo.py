@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from mmrl.core.blocks import GroupMeanStd
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
@@ -51,15 +52,7 @@ class ApoSettings:
 
 
 def _apo_objective() -> ObjectiveConfig:
-    return ObjectiveConfig(
-        preset="grpo",
-        advantage_eps=1e-9,
-        aggregation="token_mean",
-        kl="k3",
-        kl_coef=1e-3,
-        kl_clamp=False,
-        kl_aggregation="sequence_mean",
-    )
+    return ObjectiveConfig(preset="apo")
 
 
 @dataclass
@@ -75,12 +68,12 @@ class ApoConfig(VlmConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_objective(self.objective)
-        if objective.advantage != "group_mean_std":
-            raise ValueError(f"APO needs objective.advantage=group_mean_std, not {objective.advantage}")
+        if not isinstance(objective.advantage, GroupMeanStd):
+            raise ValueError(f"APO needs objective.advantage.kind=group_mean_std, not {objective.advantage.kind}")
         if self.apo.dads != "off" and (objective.kl_in_reward or not objective.needs_reference):
             raise ValueError(
-                "apo.dads weights the KL term of the loss, but the objective has none; set objective.kl_coef > 0 and "
-                "kl_in_reward=false, or apo.dads=off"
+                "apo.dads weights the KL term of the loss, but the objective has none; set objective.kl.coef > 0 and "
+                "objective.kl.in_reward=false, or apo.dads=off"
             )
 
 

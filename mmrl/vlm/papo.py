@@ -29,10 +29,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmrl.core.aggregation import Denominators, aggregate
+from mmrl.core.aggregation import Denominators, token_mean
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput, PolicyOutputs
-from mmrl.core.regularizers import kl
+from mmrl.core.regularizers import k3
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -84,20 +84,12 @@ class PapoSettings:
 
 
 def _papo_objective() -> ObjectiveConfig:
-    return ObjectiveConfig(
-        preset="grpo",
-        clip_high=0.3,
-        dual_clip=3.0,
-        kl="k3",
-        kl_coef=0.01,
-        kl_clamp=True,
-        aggregation="token_mean",
-    )
+    return ObjectiveConfig(preset="papo")
 
 
 @dataclass
 class PapoConfig(VlmConfig):
-    """A PAPO run; PAPO_D is `objective: {preset: dapo, clip_high: 0.28, kl_coef: 0}`."""
+    """A PAPO run; PAPO_D is `objective: {preset: dapo}`."""
 
     papo: PapoSettings = field(default_factory=PapoSettings)
     """The perception term."""
@@ -163,7 +155,7 @@ def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Te
 
     Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
     """
-    terms = kl(logp, logp_masked) if settings.orientation == "code" else kl(logp_masked, logp)
+    terms = k3(logp, logp_masked) if settings.orientation == "code" else k3(logp_masked, logp)
     if settings.term_clip is not None:
         terms = terms.clamp(0.0, settings.term_clip)
     if settings.token_share < 1.0:
@@ -231,20 +223,20 @@ class PapoRecipe(VlmRecipe):
         masked = self._masked_scores(policy, minibatch)
         mask = minibatch.loss_mask
         terms = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
-        parts = {"loss/perception": -self.gamma * aggregate(terms, mask, self.objective.aggregation, denominators)}
+        parts = {"loss/perception": -self.gamma * self.objective.aggregation(terms, mask, denominators)}
         rho = self.gamma / settings.gamma if settings.gamma else 1.0
         for name, coef, source in (
             ("loss/entropy_policy", settings.entropy_policy, scores),
             ("loss/entropy_masked", settings.entropy_masked, masked),
         ):
             if coef:
-                parts[name] = rho * coef * aggregate(self._entropy(source), mask, "token_mean", denominators)
+                parts[name] = rho * coef * token_mean(self._entropy(source), mask, denominators)
         if settings.sft_coef:
             parts["loss/sft"] = settings.sft_coef * self._correct_nll(scores.logp, minibatch, denominators)
         total = base.loss + torch.stack(list(parts.values())).sum()
         metrics = base.metrics | {name: Metric.summed(value.detach()) for name, value in parts.items()}
         metrics["loss/total"] = Metric.summed(total.detach())
-        metrics["papo/kl_masked"] = mean_metric(kl(scores.logp.detach(), masked.logp.detach()), mask)
+        metrics["papo/kl_masked"] = mean_metric(k3(scores.logp.detach(), masked.logp.detach()), mask)
         return LossOutput(total, metrics)
 
     def describe(self) -> str:
@@ -311,4 +303,4 @@ class PapoRecipe(VlmRecipe):
     def _correct_nll(self, logp: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
         term = self.config.accuracy_reward or self.config.rewards[-1].name
         correct = (minibatch.reward_terms[term] == 1.0).to(logp.dtype)
-        return aggregate(-logp * correct[:, None], minibatch.loss_mask, "token_mean", denominators)
+        return token_mean(-logp * correct[:, None], minibatch.loss_mask, denominators)

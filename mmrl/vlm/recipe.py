@@ -6,7 +6,6 @@ advantages inside each group, update with the objective's surrogate. PAPO and AP
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections import Counter
@@ -19,13 +18,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import Objective, PolicyOutputs
-from mmrl.core.regularizers import AdaptiveKL
 from mmrl.core.rollouts import Rollouts
+from mmrl.core.state import AdaptiveKL
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.loop.settings import RunConfig
@@ -44,6 +42,8 @@ __all__ = ["VlmConfig", "VlmRecipe"]
 LOGGER = logging.getLogger("mmrl")
 
 ConfigT = TypeVar("ConfigT", bound="VlmConfig")
+SCORES = ("values", "entropy", "logp_ref")
+"""What a vision-language policy scores beside log-probabilities."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class VlmConfig(RunConfig):
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
     adaptive_kl: AdaptiveKlConfig = field(default_factory=AdaptiveKlConfig)
-    """Controller of objective.kl_coef."""
+    """Controller of objective.kl.coef."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -86,14 +86,10 @@ class VlmConfig(RunConfig):
         names = [reward.name for reward in self.rewards]
         if self.accuracy_reward and self.accuracy_reward not in names:
             raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
-        if self.filter.key not in ("reward", *names):
-            raise ValueError(f"filter.key is '{self.filter.key}'; allowed: reward, {', '.join(names)}")
         objective = make_objective(self.objective)
-        if objective.kl == "full":
-            raise ValueError("objective.kl is 'full', which needs every logit of both policies; use k1, k2 or k3")
-        if self.adaptive_kl.target is not None and not (objective.kl and objective.kl_coef > 0):
-            raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl and kl_coef")
-        check_group_size(self.trainer.samples_per_task, objective.advantage)
+        check_objective(objective, SCORES, self.trainer.samples_per_task, names)
+        if self.adaptive_kl.target is not None and not objective.needs_reference:
+            raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
 
 
 class VlmRecipe(Recipe):
@@ -254,8 +250,7 @@ class VlmRecipe(Recipe):
         trainer, model = self.config.trainer, self.config.model
         if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
             return "none"
-        filter_kind = self.config.filter.kind or self.objective.filter
-        once = trainer.single_update and trainer.micro_batch == 0 and filter_kind != "resample"
+        once = trainer.single_update and trainer.micro_batch == 0 and not self.objective.filter.resamples
         same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
         alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
         if once and same and alone:
@@ -274,7 +269,7 @@ class VlmRecipe(Recipe):
         return {"response/nucleus_mass": float(total)}
 
     def _set_kl_coef(self, value: float) -> None:
-        self.objective = dataclasses.replace(self.objective, kl_coef=value)
+        self.objective = self.objective.with_kl_coef(value)
 
     def close(self) -> None:
         """End the reward workers."""

@@ -16,8 +16,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from mmrl.core.aggregation import Denominators
+from mmrl.core.catalogue import get
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, Objective
+from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
@@ -33,12 +34,7 @@ from mmrl.vlm.task import VlmTask
 
 __all__ = ["SftConfig", "SftRecipe"]
 
-OBJECTIVE = Objective(
-    name="sft",
-    citation="maximum likelihood",
-    surrogate="policy_gradient",
-    aggregation="token_mean",
-)
+OBJECTIVE = get("sft")
 
 
 @dataclass

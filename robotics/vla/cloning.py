@@ -66,7 +66,7 @@ class CloneConfig(RobotConfig):
     """What is imitated."""
     data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
     """Not used; the initial states are those of the demonstrations."""
-    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo", kl_coef=0.0))
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo", kl={"coef": 0.0}))
     """Only names the run; the loss is the policy's own."""
     trainer: TrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""

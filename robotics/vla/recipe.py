@@ -19,14 +19,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mmrl.core.advantages import check_group_size
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice
 from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
-from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, Recipe
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
@@ -43,6 +42,8 @@ __all__ = ["RobotConfig", "RobotRecipe", "pack_episodes"]
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
+SCORES = ("entropy", "logp_ref")
+"""What a robot policy scores beside log-probabilities."""
 
 
 @dataclass
@@ -75,14 +76,7 @@ class RobotConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_objective(self.objective)
-        if objective.needs_values:
-            raise ValueError(
-                f"objective.advantage is '{objective.advantage}', which needs a critic; use a group estimator"
-            )
-        if objective.kl == "full":
-            raise ValueError("objective.kl is 'full', which robot policies do not score; use k1, k2 or k3")
-        if self.compares_samples:
-            check_group_size(self.trainer.samples_per_task, objective.advantage)
+        check_objective(objective, SCORES, self.trainer.samples_per_task if self.compares_samples else None)
         if self.acting.ensemble and not self.evaluation.greedy:
             raise ValueError(
                 f"acting.ensemble is {self.acting.ensemble}, which is of greedy evaluation, but evaluation.greedy is "

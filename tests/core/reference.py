@@ -220,6 +220,19 @@ def method_loss(name, b, lp):
     if name == "dapo":
         a = group_mean_std(group, mask, reward)
         return token_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.28), valid), valid)
+    if name == "papo":
+        a = group_mean_std(group, mask, reward)
+        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], True), valid)
+        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.3, 3.0), valid)
+        return token_mean(policy, valid) + 0.01 * token_mean(k3, valid)
+    if name == "apo":
+        a = group_mean_std(group, mask, reward, 1, 1e-9)
+        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], False), valid)
+        policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2), valid)
+        return token_mean(policy, valid) + 1e-3 * sequence_mean(k3, valid)
+    if name == "sft":
+        a = group_mean_std(group, mask, reward)
+        return token_mean(table(lambda i, t: -a[i][t] * lp[i][t], valid), valid)
     if name == "srpo":
         a = group_mean_std(group, mask, reward)
         return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.28, 3.0), valid), valid)
@@ -304,7 +317,7 @@ IMAGE_METHODS = {
     "awm": (1.0, 0.001, 0.2, None),
 }
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
-METHODS += (*IMAGE_METHODS, "srpo")
+METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft")
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],
@@ -377,7 +390,7 @@ def golden():
         "group_mean singleton=keep": group_mean(group, mask, reward, singleton="keep"),
         "leave_one_out": leave_one_out(group, mask, reward),
         "whitened_returns gamma=0.9": whitened_returns(mask, reward, 0.9),
-        "whitened_returns gamma=0.9 gaps=reset": whitened_returns(mask, reward, 0.9, "reset"),
+        "whitened_returns gamma=0.9 mask_carry=reset": whitened_returns(mask, reward, 0.9, "reset"),
         "group_mean_batch_std": group_mean_batch_std(group, mask, reward),
         "group_mean_global_std eps=0.0001": group_mean_global_std(group, mask, reward, 1e-4),
         "group_mean_global_std singleton=keep": group_mean_global_std(group, mask, reward, singleton="keep"),

@@ -1,18 +1,9 @@
 import pytest
 import torch
 
-from mmrl.core import (
-    ADVANTAGES,
-    AdvantageOptions,
-    Rollouts,
-    check_group_size,
-    decision_rewards,
-    gae,
-    masked_whiten,
-    returns_to_go,
-    turn_starts,
-)
-from mmrl.core.advantages import GROUP_ESTIMATORS
+from mmrl.core import Objective, Rollouts, decision_rewards, gae, masked_whiten, returns_to_go, turn_means, turn_starts
+from mmrl.core.blocks import ADVANTAGES, AdvantageScaling
+from mmrl.training.loop.objectives import check_group_size
 from tests.core.builders import random_rollouts
 
 GROUP_CONSTANT = ("group_mean_std", "group_mean", "leave_one_out")
@@ -26,7 +17,7 @@ def rows(reward, group=None, mask=None, dtype=torch.float64):
 
 
 def estimate(name, rollouts, **options):
-    return ADVANTAGES[name](rollouts, AdvantageOptions(**options))
+    return ADVANTAGES[name](**options)(rollouts)
 
 
 def test_group_mean_std_by_hand():
@@ -42,8 +33,8 @@ def test_group_mean_global_std_by_hand():
     advantage = estimate("group_mean_global_std", rows([1, 3, 0, 8], group=[0, 0, 1, 1]), eps=0.0)
     expected = [x / 9.5**0.5 for x in (-1, 1, -4, 4)]
     assert advantage[:, 1].tolist() == pytest.approx(expected)
-    # eps is added to the deviation, and ddof changes nothing.
-    shrunk = estimate("group_mean_global_std", rows([1, 3, 0, 8], group=[0, 0, 1, 1]), eps=9.5**0.5, ddof=1)
+    # eps is added to the deviation.
+    shrunk = estimate("group_mean_global_std", rows([1, 3, 0, 8], group=[0, 0, 1, 1]), eps=9.5**0.5)
     assert shrunk[:, 0].tolist() == pytest.approx([x / 2 for x in expected])
 
 
@@ -127,7 +118,8 @@ def test_terminal_reward_lands_on_the_last_trained_decision():
 @pytest.mark.parametrize("name", GROUP_CONSTANT)
 def test_equal_rewards_give_exactly_zero(name):
     # 0.1 + 0.1 + 0.1 is not 0.3 in binary, so a mean that is rounded would not cancel.
-    advantage = estimate(name, rows([0.1] * 3 + [0.7] * 7, group=[0] * 3 + [1] * 7), eps=0.0)
+    options = {"eps": 0.0} if "eps" in ADVANTAGES[name].options() else {}
+    advantage = estimate(name, rows([0.1] * 3 + [0.7] * 7, group=[0] * 3 + [1] * 7), **options)
     assert (advantage == 0).all()
 
 
@@ -201,16 +193,17 @@ def test_whitening():
     assert (masked_whiten(r.values, single) == 0).all()
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name, block in ADVANTAGES.items() if "samples" in block.needs])
 def test_group_estimators_refuse_one_sample(name):
-    with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*whitened_returns, gae, gae_turn"):
-        check_group_size(1, name)
-    check_group_size(2, name)
+    objective = Objective("mine", ADVANTAGES[name]())
+    with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*gae, gae_turn, whitened_returns"):
+        check_group_size(1, objective)
+    check_group_size(2, objective)
 
 
 @pytest.mark.parametrize("name", ["whitened_returns", "gae", "gae_turn"])
 def test_other_estimators_work_with_one_sample(name):
-    check_group_size(1, name)
+    check_group_size(1, Objective("mine", ADVANTAGES[name]()))
 
 
 def test_missing_values_and_turns_are_named():
@@ -221,3 +214,45 @@ def test_missing_values_and_turns_are_named():
         estimate("gae_turn", r.replace(turn=None))
     with pytest.raises(ValueError, match="falls along a row"):
         estimate("gae_turn", r.replace(mask=torch.ones_like(r.mask), turn=-torch.arange(6).expand(12, 6) + 9))
+
+
+def test_gae_bootstraps_rows_that_were_cut_off():
+    # One step with reward 1 and value 0.5, cut off in a state of value 4: delta = 1 + 0.9 * 4 - 0.5.
+    rewards, values, mask = torch.tensor([[1.0], [1.0]]), torch.tensor([[0.5], [0.5]]), torch.ones(2, 1)
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.95, torch.tensor([4.0, 0.0]))
+    assert advantages.flatten().tolist() == pytest.approx([4.1, 0.5])
+    assert returns.flatten().tolist() == pytest.approx([4.6, 1.0])
+    # An endless episode of reward 1 with the exact value 1 / (1 - gamma) has no advantage anywhere, however it is cut.
+    endless = torch.full((1, 7), 10.0, dtype=torch.float64)
+    cut = gae(torch.ones_like(endless), endless, torch.ones_like(endless), 0.9, 0.7, endless[:, 0])[0]
+    torch.testing.assert_close(cut, torch.zeros_like(cut), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gae", "gae_turn"])
+def test_critics_read_the_bootstrap_value_of_the_rollouts(name):
+    r = random_rollouts()
+    zero, one = (r.replace(extras={"bootstrap_value": torch.full_like(r.reward, v)}) for v in (0.0, 1.0))
+    assert torch.equal(estimate(name, zero), estimate(name, r.replace(extras={})))
+    lam_one = {"gamma": 1.0, "lam": 1.0}
+    # With gamma = lambda = 1 the value after the end is a constant that every decision receives.
+    torch.testing.assert_close(estimate(name, one, **lam_one), estimate(name, zero, **lam_one) + r.mask)
+
+
+def test_turn_means_by_hand():
+    r = random_rollouts(groups=1, samples=1, width=4).replace(
+        mask=torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=torch.float64), turn=torch.tensor([[0, 0, 1, 2]])
+    )
+    means, trained = turn_means(r, torch.tensor([[1.0, 3.0, 50.0, 7.0]], dtype=torch.float64))
+    assert means[trained].tolist() == [2.0, 7.0]
+
+
+def test_whitening_counts_decisions_rows_or_turns():
+    r = rows([0.0] * 3, mask=[[1, 1, 1], [1, 0, 0], [1, 1, 0]]).replace(turn=torch.tensor([[0, 0, 1]] * 3))
+    x = torch.tensor([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0], [7.0, 7.0, 0.0]], dtype=torch.float64)
+    # As samples: decisions 1 1 1 4 7 7; rows 1 4 7; turns (1 1) (1) (4) (7 7).
+    samples = {"decisions": [1, 1, 1, 4, 7, 7], "rows": [1, 4, 7], "turns": [1, 1, 4, 7]}
+    for kind, of in samples.items():
+        values = torch.tensor(of, dtype=torch.float64)
+        expected = (x - values.mean()) / values.std() * r.mask
+        torch.testing.assert_close(AdvantageScaling(whiten=kind)(x, r), expected)
+    assert torch.equal(AdvantageScaling()(x, r), x)

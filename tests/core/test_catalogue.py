@@ -1,8 +1,38 @@
-from dataclasses import replace
-
 import pytest
 
-from mmrl.core import CATALOGUE, AdvantageOptions, Objective, get
+from mmrl.core import CATALOGUE, Objective, get
+from mmrl.core.blocks import (
+    BLOCKS,
+    K1,
+    K2,
+    K3,
+    AdvantageScaling,
+    Bgpo,
+    Cispo,
+    DropGroups,
+    ExactKl,
+    FixedLength,
+    FullEntropy,
+    Gae,
+    GroupMeanGlobalStd,
+    GroupMeanStd,
+    GspoClip,
+    K3StraightThrough,
+    KeepAll,
+    PolicyGradient,
+    PpoClip,
+    ResampleGroups,
+    SampledEntropy,
+    SequenceFullRatio,
+    SequenceMean,
+    SequenceProductRatio,
+    SequenceRatio,
+    TokenMean,
+    TurnGae,
+    ValueLoss,
+    WhitenedReturns,
+)
+from mmrl.core.blocks.block import changed as changed_block
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -10,7 +40,7 @@ def test_rows_are_valid_and_cite_their_paper(name):
     objective = get(name)
     objective.validate()
     assert objective.name == name
-    assert "arXiv" in objective.citation
+    assert "arXiv" in objective.citation or objective.citation == "maximum likelihood"
 
 
 def test_the_rows_the_suite_promises():
@@ -19,10 +49,10 @@ def test_the_rows_the_suite_promises():
 
 
 def test_constants_of_the_papers():
-    assert (get("grpo").clip_low, get("grpo").kl_coef, get("grpo").aggregation) == (0.2, 0.04, "sequence_mean")
-    assert (get("dapo").clip_high, get("dapo").filter, get("dapo").needs_reference) == (0.28, "resample", False)
-    assert (get("gspo").clip_low, get("gspo").clip_high) == (3e-4, 4e-4)
-    assert get("ppo").advantage_options.lam == 0.95
+    assert (get("grpo").clip.low, get("grpo").kl_coef, get("grpo").aggregation) == (0.2, 0.04, SequenceMean())
+    assert (get("dapo").clip.high, get("dapo").filter, get("dapo").needs_reference) == (0.28, ResampleGroups(), False)
+    assert (get("gspo").clip.low, get("gspo").clip.high) == (3e-4, 4e-4)
+    assert get("ppo").advantage.lam == 0.95
 
 
 def test_unknown_method_suggests_the_nearest():
@@ -31,66 +61,113 @@ def test_unknown_method_suggests_the_nearest():
 
 
 def test_what_an_objective_needs():
-    assert get("ppo").needs_values
-    assert not get("grpo").needs_values
-    assert get("grpo").needs_reference
-    assert not replace(get("grpo"), kl_coef=0.0).needs_reference
-    assert not get("grpo").needs_entropy
-    assert replace(get("grpo"), entropy="full", entropy_coef=0.01).needs_entropy
-    assert not replace(get("grpo"), entropy="sampled", entropy_coef=0.01).needs_entropy
+    assert get("ppo").needs == {"values", "logp_ref"}
+    assert get("grpo").needs == {"samples", "logp_ref"}
+    assert get("flow_grpo").needs == {"samples", "kl_ref"}
+    assert get("grpo").with_kl_coef(0.0).needs == {"samples"}
+    assert get("grpo").replace(entropy=FullEntropy(0.01)).needs_entropy
+    assert not get("grpo").replace(entropy=FullEntropy(0.0)).needs_entropy
+    assert not get("grpo").replace(entropy=SampledEntropy(0.01)).needs_entropy
+    assert Objective("mine", advantage=TurnGae(), value=ValueLoss()).needs == {"values", "turns"}
+    assert "turns" in Objective("mine", scaling=AdvantageScaling(whiten="turns")).needs
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantage": "group_mean_stdd"}, "no advantage estimator.*Did you mean 'group_mean_std'"),
-        ({"surrogate": "ppo"}, "no surrogate 'ppo'.*ppo_clip"),
-        ({"ratio": "row"}, "no ratio 'row'"),
-        ({"kl": "k4"}, "no KL estimator 'k4'"),
-        ({"entropy": "exact"}, "no entropy term 'exact'.*full, sampled"),
-        ({"filter": "resampel"}, "Did you mean 'resample'"),
-        ({"aggregation": "mean"}, "no aggregation 'mean'"),
-        ({"kl_aggregation": "mean"}, "kl_aggregation"),
-        ({"clip_low": 1.5}, "clip_low is 1.5"),
-        ({"clip_high": -0.1}, "clip_high is -0.1"),
-        ({"dual_clip": 1.0}, "dual_clip is 1.0"),
-        ({"dual_clip": 3.0, "surrogate": "cispo"}, "no dual clip"),
-        ({"dual_clip": 3.0, "surrogate": "unclipped"}, "does not clip"),
-        ({"dual_clip": 3.0, "surrogate": "bgpo"}, "does not clip"),
-        ({"surrogate": "gspo"}, "clips whole rows"),
-        ({"surrogate": "cispo", "ratio": "sequence_full"}, "detaches the ratio"),
-        ({"surrogate": "policy_gradient", "ratio": "sequence"}, "uses no ratio"),
-        ({"ratio": "sequence_full", "advantage": "gae", "value_coef": 0.1}, "differs inside a row"),
-        ({"ratio": "sequence_product", "advantage": "whitened_returns"}, "differs inside a row"),
-        ({"kl_coef": 0.1}, "no divergence is chosen"),
-        ({"kl_in_reward": True}, "no divergence is chosen"),
-        ({"kl": "full", "kl_coef": 0.1, "kl_in_reward": True}, "cannot go into the reward"),
-        ({"kl": "k3p", "kl_coef": 0.1, "kl_in_reward": True}, "Use kl='k3'"),
-        ({"kl": "k1", "kl_coef": 0.1, "kl_in_reward": True, "kl_aggregation": "token_mean"}, "has no effect"),
-        ({"entropy_coef": 0.1}, "entropy is None"),
-        ({"aggregation": "fixed_length"}, "needs fixed_length >= 1"),
-        ({"fixed_length": 100}, "has no effect"),
-        ({"value_coef": 0.1}, "uses no critic"),
-        ({"advantage": "gae"}, "value_coef is 0"),
-        ({"filter_low": 0.1}, "no effect with filter='none'"),
-        ({"filter": "drop", "filter_low": 0.9, "filter_high": 0.1}, "must lie below"),
-        ({"advantage_options": AdvantageOptions(ddof=2)}, "ddof is 2"),
-        ({"advantage_options": AdvantageOptions(gamma=1.1)}, "gamma is 1.1"),
-        ({"advantage_options": AdvantageOptions(singleton="drop")}, "singleton is drop"),
-        ({"advantage_options": AdvantageOptions(gaps="hop")}, "gaps is hop"),
-        ({"advantage_options": AdvantageOptions(clip=0.0)}, r"clip is 0\.0; expected positive, or None"),
-        ({"advantage_options": AdvantageOptions(scale=-1.0)}, r"scale is -1\.0; expected positive and finite"),
-        ({"advantage_options": AdvantageOptions(scale=float("nan"))}, "scale is nan"),
+        ({"advantage": {"kind": "group_mean_stdd"}}, "no advantage.*Did you mean 'group_mean_std'"),
+        ({"clip": {"kind": "ppo"}}, "no clip 'ppo'.*ppo_clip"),
+        ({"ratio": {"kind": "row"}}, "no ratio 'row'"),
+        ({"kl": {"kind": "k4"}}, "no kl 'k4'.*k1, k1p, k2, k3, k3p"),
+        ({"entropy": {"kind": "exact"}}, "no entropy 'exact'.*full, sampled"),
+        ({"filter": {"kind": "resampel"}}, "Did you mean 'resample'"),
+        ({"aggregation": {"kind": "mean"}}, "no aggregation 'mean'"),
+        ({"kl": {"kind": "k3", "aggregation": "mean"}}, r"kl\.aggregation.*'mean'"),
+        ({"surrogate": {"kind": "cispo"}}, "no part 'surrogate'; its parts: advantage, scaling, ratio, clip"),
+        ({"advantage": {"kind": "group_mean_global_std", "ddof": 1}}, "no option 'ddof'; it has: singleton, eps"),
+        ({"ratio": {"low": 0.1}}, "'token' has no option 'low'; it has none"),
+        ({"clip": {"kind": "cispo", "dual": 3.0}}, "'cispo' has no option 'dual'; it has: low, high"),
+        ({"clip": {"kind": "bgpo", "low": 0.1}}, "'bgpo' has no option 'low'"),
+        ({"filter": {"low": 0.1}}, "'none' has no option 'low'"),
+        ({"aggregation": {"length": 100}}, "'token_mean' has no option 'length'"),
+        ({"kl": {"coef": 0.1}}, "kl is not part of this objective; name its kind: full, k1"),
+        ({"entropy": {"coef": 0.1}}, "entropy is not part of this objective; name its kind: full, sampled"),
+        ({"clip": {"high": "wide"}}, r"clip\.high is 'wide'; expected float, at least 0"),
+        ({"clip": {"high": True}}, r"clip\.high is True; expected float"),
+        ({"advantage": {"ddof": 0.5}}, r"advantage\.ddof is 0\.5; expected int, one of 0, 1"),
+    ],
+)
+def test_options_that_a_block_does_not_have_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        Objective("mine").override(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip": PpoClip(low=1.5)}, r"clip\.low is 1\.5; must be in \[0, 1\]"),
+        ({"clip": PpoClip(high=-0.1)}, r"clip\.high is -0\.1"),
+        ({"clip": PpoClip(dual=1.0)}, r"clip\.dual is 1\.0; must be above 1"),
+        ({"clip": GspoClip()}, "clips whole rows"),
+        ({"clip": Cispo(), "ratio": SequenceFullRatio()}, "detaches the ratio"),
+        ({"clip": PolicyGradient(), "ratio": SequenceRatio()}, "uses no ratio"),
+        ({"ratio": SequenceFullRatio(), "advantage": Gae(), "value": ValueLoss()}, "differs inside a row"),
+        ({"ratio": SequenceProductRatio(), "advantage": WhitenedReturns()}, "differs inside a row"),
+        ({"kl": ExactKl(0.1, in_reward=True)}, "cannot go into the reward"),
+        ({"kl": K3StraightThrough(0.1, in_reward=True)}, "Use 'k3'"),
+        ({"kl": K1(0.1, in_reward=True, aggregation=SequenceMean())}, "has no effect"),
+        ({"kl": K1(-0.1)}, r"kl\.coef is -0\.1"),
+        ({"aggregation": FixedLength()}, r"aggregation\.length is 0; must be at least 1"),
+        ({"value": ValueLoss()}, "has no critic"),
+        ({"advantage": Gae()}, "needs a critic, but there is no value loss"),
+        ({"filter": DropGroups(low=0.9, high=0.1)}, "must lie below"),
+        ({"advantage": GroupMeanStd(ddof=2)}, r"advantage\.ddof is '2'; allowed: 0, 1"),
+        ({"advantage": GroupMeanStd(eps=-1.0)}, r"advantage\.eps is -1\.0"),
+        ({"advantage": WhitenedReturns(gamma=1.1)}, r"advantage\.gamma is 1\.1"),
+        ({"advantage": GroupMeanStd(singleton="drop")}, "singleton is 'drop'; allowed: zero, keep"),
+        ({"advantage": WhitenedReturns(mask_carry="hop")}, "mask_carry is 'hop'"),
+        ({"scaling": AdvantageScaling(clip=0.0)}, r"scaling\.clip is 0\.0; must be positive"),
+        ({"scaling": AdvantageScaling(scale=-1.0)}, r"scaling\.scale is -1\.0"),
+        ({"scaling": AdvantageScaling(scale=float("nan"))}, r"scaling\.scale is nan"),
+        ({"scaling": AdvantageScaling(whiten="columns")}, r"scaling\.whiten is 'columns'"),
     ],
 )
 def test_contradictions_are_refused(changes, message):
     with pytest.raises(ValueError, match=f"(?s)objective 'mine' cannot be used.*{message}"):
-        Objective(name="mine", **changes).validate()
+        Objective("mine", **changes).validate()
 
 
 def test_all_problems_are_listed_at_once():
-    with pytest.raises(ValueError, match=r"(?s)- kl_coef.*- entropy_coef"):
-        Objective(name="mine", kl_coef=0.1, entropy_coef=0.1).validate()
+    with pytest.raises(ValueError, match=r"(?s)- advantage\.eps.*- clip\.low"):
+        Objective("mine", GroupMeanStd(eps=-1.0), PpoClip(low=2.0)).validate()
+
+
+def test_overrides_change_numbers_and_exchange_blocks():
+    changed = get("grpo").override(
+        {"clip": {"high": 0.3, "dual": 3}, "kl": {"kind": "k2"}, "aggregation": {"kind": "token_mean"}}
+    )
+    assert changed.clip == PpoClip(0.2, 0.3, 3.0)
+    assert changed.kl == K2(0.04)  # another kind keeps the numbers that both have
+    assert changed.aggregation == TokenMean()
+    assert get("grpo").override({"kl": {"coef": 0}}).kl is None
+    assert get("dapo").override({"kl": {"coef": 0.0}}).kl is None
+    assert get("grpo").override({"kl": {"kind": "none"}}).kl is None
+    own = get("grpo").override({"kl": {"aggregation": {"kind": "fixed_length", "length": 7}}})
+    assert own.kl.aggregation == FixedLength(7)
+    assert own.fixed_length == 7
+    assert own.with_fixed_length(9).fixed_length == 9
+
+
+@pytest.mark.parametrize("part", BLOCKS)
+def test_every_block_states_its_formula_and_is_found_by_its_kind(part):
+    for kind, block in BLOCKS[part].items():
+        made = changed_block(None, {"kind": kind} | NEEDED.get(kind, {}), BLOCKS[part], part)
+        assert type(made) is block
+        assert list(made.problems(part)) == []
+        assert made.formula() or made in (KeepAll(), AdvantageScaling())
+
+
+NEEDED = {"fixed_length": {"length": 5}}
 
 
 def test_description_shows_the_formula_with_its_constants():
@@ -107,19 +184,19 @@ def test_description_shows_the_formula_with_its_constants():
 
 
 def test_description_shows_what_was_changed():
-    changed = replace(
-        get("dapo"), filter_low=0.01, filter_high=0.99, kl="k3", kl_coef=0.5, kl_aggregation="sequence_mean",
-        entropy="full", entropy_coef=0.003,
-    )  # fmt: skip
+    changed = get("dapo").replace(
+        filter=ResampleGroups(low=0.01, high=0.99),
+        kl=K3(0.5, aggregation=SequenceMean()),
+        entropy=FullEntropy(0.003),
+    )
     text = changed.describe()
     for part in ("between 0.01 and 0.99", "within +-10", "KL averages: mean over the rows", "(-0.003) * mean H_it"):
         assert part in text
 
 
 def test_description_shows_limits_and_factors_of_advantages():
-    options = AdvantageOptions(eps=1e-4, clip=5.0, scale=0.2)
     mine = Objective(
-        name="mine", advantage="group_mean_global_std", advantage_options=options, surrogate="bgpo", filter="drop"
+        "mine", GroupMeanGlobalStd(eps=1e-4), Bgpo(), scaling=AdvantageScaling(clip=5.0, scale=0.2), filter=DropGroups()
     )
     text = mine.describe()
     for part in (
@@ -128,9 +205,14 @@ def test_description_shows_limits_and_factors_of_advantages():
         "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]",
     ):
         assert part in text
-    assert "then" not in replace(mine, advantage_options=AdvantageOptions()).describe()
+    assert "then" not in mine.replace(scaling=AdvantageScaling()).describe()
 
 
 def test_an_invalid_objective_has_no_description():
     with pytest.raises(ValueError, match="cannot be used"):
-        Objective(name="mine", kl_coef=0.1).describe()
+        Objective("mine", value=ValueLoss()).describe()
+
+
+def test_parts_name_the_blocks_and_their_own_numbers():
+    text = get("dapo").parts()
+    assert text == "group_mean_std, ratio token, ppo_clip (high 0.28), token_mean, groups: resample"

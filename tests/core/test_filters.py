@@ -89,7 +89,7 @@ def test_refill_gives_up_with_the_numbers():
 def test_removing_a_group_without_signal_keeps_the_sum_and_changes_the_mean():
     objective = get("dapo")
     r = objective.compute_advantages(with_rewards([0.0, 0.0, 0.0], [1.0, 0.0, 0.5]))
-    kept, _ = drop(r, objective.keep_groups(r))
+    kept, _ = drop(r, objective.filter.kept(r))
     whole, rest = objective.denominators(r), objective.denominators(kept)
     with_group = objective.loss(PolicyOutputs(r.logp_old - 0.1), r, whole).loss
     without = objective.loss(PolicyOutputs(kept.logp_old - 0.1), kept, rest).loss

@@ -1,40 +1,56 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
-from mmrl.core import CATALOGUE, AdvantageOptions, Denominators, Objective, PolicyOutputs, get, merge_metrics
+from mmrl.core import CATALOGUE, Denominators, Objective, PolicyOutputs, get, merge_metrics
+from mmrl.core.blocks import (
+    K1,
+    K3,
+    AdvantageScaling,
+    Bgpo,
+    Cispo,
+    ExactKl,
+    FullEntropy,
+    Gae,
+    GroupMean,
+    GroupMeanGlobalStd,
+    PolicyGradient,
+    PpoClip,
+    SampledEntropy,
+    SequenceFullRatio,
+    SequenceMean,
+    SequenceProductRatio,
+    SequenceRatio,
+    SequenceSum,
+    TurnGae,
+    Unclipped,
+    ValueLoss,
+)
 from mmrl.core.metrics import metric_values
 from tests.core.builders import random_rollouts, widened
 
 EXTRA = {
     "everything": Objective(
-        name="everything",
-        dual_clip=2.0,
-        kl="k3",
-        kl_coef=0.3,
-        kl_aggregation="sequence_mean",
-        entropy="full",
-        entropy_coef=0.01,
-        aggregation="token_mean",
+        "everything",
+        clip=PpoClip(dual=2.0),
+        kl=K3(0.3, aggregation=SequenceMean()),
+        entropy=FullEntropy(0.01),
     ),
     "turn critic": Objective(
-        name="turn critic",
-        advantage="gae_turn",
-        value_coef=0.5,
-        entropy="sampled",
-        entropy_coef=0.1,
-        aggregation="sequence_mean",
+        "turn critic",
+        advantage=TurnGae(),
+        value=ValueLoss(0.5),
+        entropy=SampledEntropy(0.1),
+        aggregation=SequenceMean(),
     ),
-    "row sums": Objective(name="row sums", ratio="sequence_full", aggregation="sequence_sum", clip_high=0.05),
-    "exact divergence": Objective(name="exact divergence", kl="full", kl_coef=0.1, surrogate="unclipped"),
+    "row sums": Objective("row sums", ratio=SequenceFullRatio(), aggregation=SequenceSum(), clip=PpoClip(high=0.05)),
+    "exact divergence": Objective("exact divergence", kl=ExactKl(0.1), clip=Unclipped()),
     "linear bound": Objective(
-        name="linear bound",
-        surrogate="bgpo",
-        advantage="group_mean_global_std",
-        advantage_options=AdvantageOptions(clip=1.0, scale=0.5),
+        "linear bound",
+        clip=Bgpo(),
+        advantage=GroupMeanGlobalStd(),
+        scaling=AdvantageScaling(clip=1.0, scale=0.5),
     ),
-    "score function": Objective(name="score function", surrogate="policy_gradient", advantage="group_mean"),
+    "score function": Objective("score function", clip=PolicyGradient(), advantage=GroupMean()),
 }
 OBJECTIVES = CATALOGUE | EXTRA
 
@@ -148,22 +164,20 @@ def per_decision_divisor(objective, rollouts):
         "sequence_mean": lengths * counts.rows,
         "sequence_sum": torch.full_like(lengths, counts.rows),
         "fixed_length": torch.full_like(lengths, counts.rows * (objective.fixed_length or 1)),
-    }[objective.aggregation]
+    }[objective.aggregation.kind]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_first_step_is_the_plain_policy_gradient(name):
     # No other term than the policy's: its gradient must be -A / denominator for every clipping rule.
-    objective = replace(
-        OBJECTIVES[name], kl=None, kl_coef=0.0, kl_in_reward=False, kl_aggregation=None, entropy=None, entropy_coef=0.0
-    )
+    objective = OBJECTIVES[name].replace(kl=None, entropy=None)
     rollouts, tensors = scored(objective, batch())
     logp = tensors["logp"]
     rollouts = rollouts.replace(logp_old=logp.detach())
     output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
     (gradient,) = torch.autograd.grad(output.loss, logp)
     expected = -rollouts.advantage / per_decision_divisor(objective, rollouts)
-    if objective.ratio == "sequence_product":
+    if isinstance(objective.ratio, SequenceProductRatio):
         expected = expected * rollouts.loss_mask.sum(1, keepdim=True)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
     values = metric_values(output.metrics)
@@ -182,7 +196,7 @@ def test_gradients_match_finite_differences(name):
     def loss(moved):
         return objective.loss(PolicyOutputs(**moved), rollouts, counts).loss
 
-    detached = objective.surrogate == "cispo" or objective.ratio == "sequence"
+    detached = isinstance(objective.clip, Cispo) or isinstance(objective.ratio, SequenceRatio)
     for key, gradient in zip(tensors, gradients(loss(tensors), tensors), strict=True):
         if key == "logp" and detached:
             continue  # stop-gradients are invisible to differences; test_ratios.py holds them fixed
@@ -195,7 +209,7 @@ def test_gradients_match_finite_differences(name):
 
 def test_advantages_of_rloo_are_a_multiple_of_dr_grpo():
     r = random_rollouts(samples=4)
-    rloo = replace(get("rloo"), kl_in_reward=False, kl=None, kl_coef=0.0)
+    rloo = get("rloo").replace(kl=None)
     torch.testing.assert_close(
         rloo.compute_advantages(r).advantage, 4 / 3 * get("dr_grpo").compute_advantages(r).advantage
     )
@@ -207,7 +221,7 @@ def test_advantages_returns_and_weights_are_constants():
         name: getattr(r, name).clone().requires_grad_() for name in ("reward", "values", "logp_ref", "logp_old")
     }
     weight = r.extras["kl_weight"].clone().requires_grad_()
-    objective = replace(get("ppo"), kl="k3", kl_in_reward=False)
+    objective = get("ppo").replace(kl=K3(0.05))
     rollouts = objective.compute_advantages(r.replace(**attached, extras={"kl_weight": weight}))
     assert not rollouts.advantage.requires_grad
     assert not rollouts.returns.requires_grad
@@ -217,7 +231,7 @@ def test_advantages_returns_and_weights_are_constants():
 
 
 def test_loss_is_the_sum_of_its_terms():
-    objective = replace(EXTRA["everything"], advantage="gae", value_coef=0.7, value_clip=0.1)
+    objective = EXTRA["everything"].replace(advantage=Gae(), value=ValueLoss(0.7, clip=0.1))
     objective.validate()
     rollouts, tensors = scored(objective, batch())
     output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
@@ -229,7 +243,7 @@ def test_loss_is_the_sum_of_its_terms():
 
 
 def test_divergence_weights_scale_each_row():
-    objective = Objective(name="weighted", kl="k3", kl_coef=0.5, kl_clamp=False, kl_aggregation="sequence_mean")
+    objective = Objective("weighted", kl=K3(0.5, clamp=False, aggregation=SequenceMean()))
     rollouts, tensors = scored(objective, batch())
     counts = objective.denominators(rollouts)
     value = objective.loss(scores_of(tensors), rollouts, counts).metrics["loss/kl"].value
@@ -250,13 +264,13 @@ def test_divergence_in_the_reward_by_hand():
         turn=None,
         extras={},
     )
-    objective = Objective(name="shaped", advantage="group_mean", kl="k1", kl_coef=0.1, kl_in_reward=True)
+    objective = Objective("shaped", advantage=GroupMean(), kl=K1(0.1, in_reward=True))
     out = objective.compute_advantages(r)
     # The first row pays 0.1 * (0.5 + 1.0); the mean of 0.85 and 0 is 0.425.
     assert out.advantage.tolist() == [pytest.approx([0.425, 0.425]), pytest.approx([-0.425, 0.0])]
     assert torch.equal(out.reward, r.reward)
     assert out.extras == {}
-    critic = replace(objective, advantage="gae", value_coef=1.0)
+    critic = objective.replace(advantage=Gae(), value=ValueLoss(1.0))
     no_values = critic.compute_advantages(r.replace(values=torch.zeros_like(r.logp_old)))
     # Each decision pays its own share, the reward comes at the end.
     assert no_values.advantage[0].tolist() == pytest.approx([0.85, 0.9])
@@ -264,29 +278,29 @@ def test_divergence_in_the_reward_by_hand():
 
 def test_divergence_weights_scale_the_reward_too():
     r = batch()
-    objective = Objective(name="shaped", advantage="gae", value_coef=1.0, kl="k1", kl_coef=0.1, kl_in_reward=True)
-    free = replace(objective, kl_coef=0.0).compute_advantages(r).advantage
+    objective = Objective("shaped", advantage=Gae(), value=ValueLoss(1.0), kl=K1(0.1, in_reward=True))
+    free = objective.with_kl_coef(0.0).compute_advantages(r).advantage
     for weight in (0.0, 2.0):
         weighted = r.replace(extras={"kl_weight": torch.full_like(r.reward, weight)})
-        plain = replace(objective, kl_coef=0.1 * weight).compute_advantages(r.replace(extras={})).advantage
+        plain = objective.with_kl_coef(0.1 * weight).compute_advantages(r.replace(extras={})).advantage
         torch.testing.assert_close(objective.compute_advantages(weighted).advantage, plain)
     assert not torch.allclose(plain, free)
 
 
 def test_entropy_is_rewarded_by_a_positive_weight():
-    for kind, key in (("full", "entropy"), ("sampled", "logp")):
-        objective = Objective(name="entropic", entropy=kind, entropy_coef=0.5)
+    for term, key in ((FullEntropy(0.5), "entropy"), (SampledEntropy(0.5), "logp")):
+        objective = Objective("entropic", entropy=term)
         rollouts, tensors = scored(objective, batch())
         output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
         kept = tensors[key].detach()[rollouts.loss_mask > 0]
-        mean = kept.mean() if kind == "full" else -kept.mean()
+        mean = kept.mean() if key == "entropy" else -kept.mean()
         assert output.metrics["loss/entropy"].value == pytest.approx(-0.5 * mean.item())
         full = tensors["entropy"].detach()[rollouts.loss_mask > 0].mean().item()
         assert output.metrics["policy/entropy"].value == pytest.approx(full)
 
 
 def test_turn_critic_learns_at_the_first_decision_of_each_turn():
-    objective = replace(EXTRA["turn critic"], entropy=None, entropy_coef=0.0)
+    objective = EXTRA["turn critic"].replace(entropy=None)
     rollouts, tensors = scored(objective, batch())
     counts = objective.denominators(rollouts)
     output = objective.loss(scores_of(tensors), rollouts, counts)
@@ -301,7 +315,7 @@ def test_turn_critic_learns_at_the_first_decision_of_each_turn():
 
 def test_returns_are_taken_before_whitening():
     rollouts = get("ppo").compute_advantages(batch())
-    raw = replace(get("ppo"), advantage_options=AdvantageOptions(lam=0.95)).compute_advantages(batch())
+    raw = get("ppo").replace(scaling=AdvantageScaling()).compute_advantages(batch())
     torch.testing.assert_close(rollouts.returns, raw.returns)
     mask = rollouts.loss_mask > 0
     torch.testing.assert_close(rollouts.returns[mask], (raw.advantage + raw.values)[mask])
@@ -311,13 +325,11 @@ def test_returns_are_taken_before_whitening():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_advantages_are_clipped_and_then_scaled_for_every_estimator(name):
-    objective = replace(
-        OBJECTIVES[name], advantage_options=replace(OBJECTIVES[name].advantage_options, clip=None, scale=1.0)
-    )
+    objective = OBJECTIVES[name].replace(scaling=OBJECTIVES[name].scaling.replace(clip=None, scale=1.0))
     free = objective.compute_advantages(batch())
     limit = float(free.advantage.abs().max()) / 2
-    options = replace(objective.advantage_options, clip=limit, scale=0.2 / limit)
-    bounded = replace(objective, advantage_options=options).compute_advantages(batch())
+    scaling = objective.scaling.replace(clip=limit, scale=0.2 / limit)
+    bounded = objective.replace(scaling=scaling).compute_advantages(batch())
     expected = [[max(-limit, min(limit, a)) * 0.2 / limit for a in row] for row in free.advantage.tolist()]
     torch.testing.assert_close(bounded.advantage, torch.tensor(expected, dtype=torch.float64))
     assert bounded.advantage.abs().max().item() == pytest.approx(0.2)
@@ -356,7 +368,7 @@ def test_what_is_missing_is_named():
 
     with pytest.raises(ValueError, match=r"rollouts\.advantage is missing: compute_advantages"):
         loss(get("grpo"), r)
-    with pytest.raises(ValueError, match=r"rollouts\.logp_ref is missing.*kl_coef=0"):
+    with pytest.raises(ValueError, match=r"rollouts\.logp_ref is missing.*coef to 0"):
         loss(get("grpo"), ready.replace(logp_ref=None))
     with pytest.raises(ValueError, match=r"scores\.entropy is missing"):
         loss(EXTRA["everything"], ready)

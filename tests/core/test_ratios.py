@@ -3,17 +3,21 @@ import math
 import pytest
 import torch
 
-from mmrl.core import RATIOS, SURROGATES, SurrogateInputs, log_ratio, surrogate
+from mmrl.core import policy_loss
+from mmrl.core.blocks import CLIPS, RATIOS
 from tests.core.builders import random_rollouts
+
+
+def log_ratio(logp, logp_old, mask, level):
+    return RATIOS[level]()(logp, logp_old, mask)
 
 
 def one(ratio, advantage, name="ppo_clip", **bounds):
     """Loss of a single decision with a given ratio, and its derivative by logp."""
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    mask = torch.ones(1, 1, dtype=torch.float64)
-    log_rho = log_ratio(logp, torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64), mask, "token")
-    inputs = SurrogateInputs(logp, log_rho, torch.tensor([[advantage]], dtype=torch.float64), mask, **bounds)
-    loss, indicators = surrogate(inputs, name)
+    logp_old = torch.tensor([[-1.0 - math.log(ratio)]], dtype=torch.float64)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    loss, indicators = policy_loss(logp, logp_old, advantages, torch.ones_like(logp), CLIPS[name](**bounds))
     (slope,) = torch.autograd.grad(loss.sum(), logp)
     clipped = tuple(int(value.item()) for value in indicators.values())
     return loss.item(), slope.item(), clipped
@@ -31,7 +35,7 @@ def one(ratio, advantage, name="ppo_clip", **bounds):
     ],
 )
 def test_ppo_clip_by_hand(ratio, advantage, loss, slope, clipped):
-    result = one(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    result = one(ratio, advantage, low=0.2, high=0.28, dual=3.0)
     assert result[:2] == pytest.approx((loss, slope), rel=1e-9, abs=1e-12)
     assert result[2] == clipped
 
@@ -49,15 +53,15 @@ def test_without_dual_clip_negative_advantages_are_unbounded():
     ],
 )
 def test_cispo_by_hand(ratio, advantage, loss, slope, clipped):
-    result = one(ratio, advantage, "cispo", clip_low=0.2, clip_high=0.28)
+    result = one(ratio, advantage, "cispo", low=0.2, high=0.28)
     assert result[:2] == pytest.approx((loss, slope), rel=1e-9)
     assert result[2] == clipped
 
 
 def test_cispo_with_the_absolute_bound_of_trl():
-    # An absolute bound of 5 without a lower one is clip_high = 4 with clip_low = 1.
-    assert one(9.0, 1.0, "cispo", clip_low=1.0, clip_high=4.0)[1] == pytest.approx(-5.0)
-    assert one(0.01, 1.0, "cispo", clip_low=1.0, clip_high=4.0)[1] == pytest.approx(-0.01)
+    # An absolute bound of 5 without a lower one is high = 4 with low = 1.
+    assert one(9.0, 1.0, "cispo", low=1.0, high=4.0)[1] == pytest.approx(-5.0)
+    assert one(0.01, 1.0, "cispo", low=1.0, high=4.0)[1] == pytest.approx(-0.01)
 
 
 def test_unbounded_surrogates_by_hand():
@@ -84,11 +88,11 @@ def test_bgpo_bounds_the_ratio_of_the_mean_log_likelihood_and_touches_it(advanta
     # Samples of one bound on a log-likelihood, all with the same advantage.
     difference = torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     constant = torch.full_like(difference, advantage)
-    inputs = SurrogateInputs(difference, difference, constant, torch.ones_like(difference))
-    bound = surrogate(inputs, "bgpo")[0].mean(1)
+    bgpo = CLIPS["bgpo"]()
+    bound = bgpo(difference, difference, constant)[0].mean(1)
     assert (bound > -advantage * difference.mean(1).exp()).all()
     here = torch.zeros_like(difference, requires_grad=True)
-    on_policy = surrogate(SurrogateInputs(here, here, constant, inputs.mask), "bgpo")[0].mean(1)
+    on_policy = bgpo(here, here, constant)[0].mean(1)
     original = -advantage * here.mean(1).exp()
     assert torch.equal(on_policy, original)
     gradients = [torch.autograd.grad(value.sum(), here)[0] for value in (on_policy, original)]
@@ -99,14 +103,14 @@ def test_bgpo_bounds_the_ratio_of_the_mean_log_likelihood_and_touches_it(advanta
 @pytest.mark.parametrize("ratio", [0.3, 0.75, 0.9, 1.0, 1.15, 1.25, 1.7])
 def test_negating_the_advantage_swaps_the_bounds(name, ratio):
     # Reflecting the ratio at 1 and exchanging the bounds turns the loss for A into that for -A, up to 2 A.
-    here = one(ratio, 1.5, name, clip_low=0.1, clip_high=0.2)
-    mirrored = one(2 - ratio, -1.5, name, clip_low=0.2, clip_high=0.1)
+    here = one(ratio, 1.5, name, low=0.1, high=0.2)
+    mirrored = one(2 - ratio, -1.5, name, low=0.2, high=0.1)
     assert mirrored[0] - 2 * 1.5 == pytest.approx(here[0])
     assert here[2] == mirrored[2][::-1]
     assert (here[1] == 0) == (mirrored[1] == 0)
 
 
-@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("level", RATIOS)
 def test_gradients_match_finite_differences(name, level):
     r = random_rollouts(seed=2, groups=2, samples=2, width=4)
@@ -114,6 +118,7 @@ def test_gradients_match_finite_differences(name, level):
     move = 0.1 * torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logp = (r.logp_old + move).requires_grad_()
     fixed = logp.detach().clone()
+    clip = CLIPS[name](**({"low": 0.05, "high": 0.05} if "low" in CLIPS[name].options() else {}))
 
     def loss(x):
         log_rho = log_ratio(x, r.logp_old, r.mask, level)
@@ -123,11 +128,10 @@ def test_gradients_match_finite_differences(name, level):
             log_rho = held
         elif level == "sequence":
             log_rho = held + torch.where(r.mask > 0, x - fixed, 0.0)
-        inputs = SurrogateInputs(x, log_rho, advantage, r.mask, 0.05, 0.05)
-        return (surrogate(inputs, name)[0] * r.mask).sum()
+        return (clip(log_rho, x, advantage)[0] * r.mask).sum()
 
-    inputs = SurrogateInputs(logp, log_ratio(logp, r.logp_old, r.mask, level), advantage, r.mask, 0.05, 0.05)
-    (gradient,) = torch.autograd.grad((surrogate(inputs, name)[0] * r.mask).sum(), logp)
+    analytic = (clip(log_ratio(logp, r.logp_old, r.mask, level), logp, advantage)[0] * r.mask).sum()
+    (gradient,) = torch.autograd.grad(analytic, logp)
     for i in range(4):
         for t in range(4):
             step = torch.zeros_like(fixed)
@@ -152,9 +156,9 @@ def test_the_two_sequence_forms_have_equal_gradients_for_row_means():
 
     def gradient(level):
         logp = (r.logp_old + 0.3).requires_grad_()
-        log_rho = log_ratio(logp, r.logp_old, r.mask, level)
-        inputs = SurrogateInputs(logp, log_rho, row_advantage.expand(12, 6), r.mask)
-        row_means = (surrogate(inputs, "unclipped")[0] * r.mask).sum(1) / r.lengths
+        ratio, unclipped = RATIOS[level](), CLIPS["unclipped"]()
+        loss = policy_loss(logp, r.logp_old, row_advantage, r.mask, unclipped, ratio)[0]
+        row_means = (loss * r.mask).sum(1) / r.lengths
         return torch.autograd.grad(row_means.mean(), logp)[0]
 
     torch.testing.assert_close(gradient("sequence"), gradient("sequence_full"))
@@ -185,10 +189,3 @@ def test_what_stands_on_untrained_decisions_does_not_matter(level):
     assert torch.isfinite(log_rho).all()
     (gradient,) = torch.autograd.grad((log_rho * r.mask).sum(), logp)
     assert torch.isfinite(gradient).all()
-
-
-def test_unknown_names_list_what_exists():
-    with pytest.raises(ValueError, match=r"no ratio 'tokens'. Did you mean 'token'\? Available: sequence"):
-        log_ratio(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), "tokens")
-    with pytest.raises(ValueError, match=r"no surrogate 'ppo'.*ppo_clip"):
-        surrogate(SurrogateInputs(*[torch.zeros(1, 1)] * 4), "ppo")

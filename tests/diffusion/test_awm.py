@@ -64,8 +64,8 @@ def test_policy_term_is_that_of_numpy_off_policy(weighting, average, tmp_path):
     """With two updates a step, so that old likelihoods are stored and ratios differ from 1."""
     config = awm(tmp_path, weighting=weighting, average=average, ema_coef=0.0)
     config.trainer.minibatches_per_step = 2
-    config.objective.kl_coef = 0.0
-    config.objective.clip_low = config.objective.clip_high = 0.05
+    config.objective.kl = {"coef": 0.0}
+    config.objective.clip = {"low": 0.05, "high": 0.05}
     recipe = build(config)
     rollouts = collected(recipe)
     sigma = rollouts.payload.sigma.double().numpy()
@@ -84,7 +84,7 @@ def test_policy_term_is_that_of_numpy_off_policy(weighting, average, tmp_path):
 @pytest.mark.parametrize(("beta", "ema"), [(0.0, 0.7), (0.4, 0.0), (0.4, 0.7), (0.0, 0.0)])
 def test_each_anchor_stands_for_itself(beta, ema, kind, tmp_path):
     config = awm(tmp_path, ema_coef=ema, kl_kind=kind)
-    config.objective.kl_coef = beta
+    config.objective.kl = {"coef": beta}
     recipe = build(config)
     rollouts = collected(recipe)
     base, _ = velocities(recipe, rollouts)
@@ -106,7 +106,7 @@ def test_each_anchor_stands_for_itself(beta, ema, kind, tmp_path):
 
 def test_gradient_on_policy_is_advantage_times_that_of_the_likelihood(tmp_path):
     config = awm(tmp_path, ema_coef=0.0)
-    config.objective.kl_coef = 0.0
+    config.objective.kl = {"coef": 0.0}
     recipe = build(config)
     rollouts = collected(recipe)
     _, found = gradients(recipe, rollouts)
@@ -120,7 +120,7 @@ def test_gradient_on_policy_is_advantage_times_that_of_the_likelihood(tmp_path):
 @pytest.mark.parametrize("name", ["awm", "diffusion_nft", "orw_cfm_w2", "ac_flow"])
 def test_gradient_does_not_depend_on_the_micro_batch(name, tmp_path):
     config = run_config(name, tmp_path)
-    config.objective.kl_coef = 0.5
+    config.objective.kl = {"coef": 0.5}
     if name == "ac_flow":
         config.critic.warmup_updates = 0
     recipe = build(config)
@@ -210,10 +210,10 @@ def test_noisy_versions_are_those_of_the_formula_and_follow_the_mask(tmp_path):
 
 def test_an_averaging_leaves_the_users_own_choice_alone(tmp_path):
     config = awm(tmp_path, average="bgpo")
-    assert build(config).objective.surrogate == "bgpo"
-    config.objective = ObjectiveConfig(preset="awm", surrogate="unclipped")
-    assert build(config).objective.surrogate == "unclipped"
-    assert build(awm(tmp_path, average="sum_first")).objective.ratio == "sequence_full"
+    assert build(config).objective.clip.kind == "bgpo"
+    config.objective = ObjectiveConfig(preset="awm", clip={"kind": "unclipped"})
+    assert build(config).objective.clip.kind == "unclipped"
+    assert build(awm(tmp_path, average="sum_first")).objective.ratio.kind == "sequence_full"
 
 
 @pytest.mark.parametrize(

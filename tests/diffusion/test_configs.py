@@ -88,7 +88,7 @@ def test_there_are_configurations():
 @pytest.mark.parametrize("name", [*TRAJECTORY_RECIPES, *MATCHED_RECIPES])
 def test_formula_names_the_weights_of_the_run(name, tmp_path):
     config = run_config(name, tmp_path)
-    config.objective.kl, config.objective.kl_coef = "full", 0.125
+    config.objective.kl = {"kind": "full", "coef": 0.125}
     config.validate()
     assert "0.125" in build(config).describe()
 

@@ -16,7 +16,7 @@ from tests.diffusion.test_awm import velocities
 def test_loss_is_that_of_numpy(beta, tmp_path):
     config = run_config("diffusion_nft", tmp_path)
     config.nft.beta = beta
-    config.objective.kl_coef = 0.3
+    config.objective.kl = {"coef": 0.3}
     recipe = build(config)
     rollouts = collected(recipe)
     base, _ = velocities(recipe, rollouts)

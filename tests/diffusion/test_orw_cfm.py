@@ -45,7 +45,7 @@ def test_orw_is_ac_flow_without_a_critic_bit_for_bit(tmp_path):
 def test_loss_is_that_of_numpy(normalised, tmp_path):
     config = run_config("orw_cfm_w2", tmp_path)
     config.orw.tau, config.orw.normalize_weights = 3.0, normalised
-    config.objective.kl_coef = 0.7
+    config.objective.kl = {"coef": 0.7}
     recipe = build(config)
     rollouts = collected(recipe)
     base, _ = velocities(recipe, rollouts)

@@ -16,7 +16,6 @@ from mmrl.errors import RunError, UserError
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.settings import GroupFilterConfig
 from tests.diffusion.runs import (
     build,
     collected,
@@ -84,7 +83,7 @@ def always_raises(prompts, completions, **columns):
 @pytest.mark.parametrize("name", ["flow_grpo", "awm", "diffusion_nft", "orw_cfm_w2"])
 def test_failed_rows_leave_the_gradient_of_the_others_as_it_is(name, tmp_path):
     config = run_config(name, tmp_path)
-    config.objective.kl_coef = 0.5
+    config.objective.kl = {"coef": 0.5}
     recipe = build(config)
     with_function(recipe, {"caption_colour": nan_for_third, "jpeg_incompressibility": red})
     rollouts = collected(recipe)
@@ -299,11 +298,14 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["rewards=[{name: caption_colour, options: {tint: 3}}]"], "tint"),
         (["evaluation.greedy=true"], "evaluation.greedy and evaluation.temperature mean nothing for images"),
         (["combine=mean"], "allowed: sum, gdpo"),
-        (["filter.key=brightness"], "filter.key is 'brightness'; allowed: reward, caption_colour"),
+        (
+            ["objective.filter.kind=drop", "objective.filter.key=brightness"],
+            "objective.filter.key is 'brightness'; allowed: reward, caption_colour",
+        ),
         (["eval_ema.decay=1.0"], "eval_ema.decay is 1.0"),
         (["trainer.samples_per_task=1"], "samples_per_task is 1, but the advantage 'group_mean_global_std'"),
         (["objective.preset=ppo"], "which needs a critic"),
-        (["objective.preset=grpo"], "objective.kl is 'k3'; images have an exact divergence"),
+        (["objective.preset=grpo"], "objective.kl is 'k3', which needs log-probabilities .* use full"),
         (["model.dtype=float16"], "model.dtype='float16'"),
         (["model.path=no/such/folder"], "no/such/folder"),
     ],
@@ -333,7 +335,7 @@ def test_recomputed_old_log_densities_are_those_of_the_sampler(tmp_path):
 
 def test_objective_and_filter_are_read_from_the_run(tmp_path):
     config = run_config("ddpo", tmp_path)
-    config.filter = GroupFilterConfig(kind="drop", key="caption_colour")
-    config.objective = ObjectiveConfig(preset="ddpo", clip_low=0.3)
+    chosen = {"kind": "drop", "key": "caption_colour"}
+    config.objective = ObjectiveConfig(preset="ddpo", clip={"low": 0.3}, filter=chosen)
     config.validate()
-    assert build(config).objective.clip_low == 0.3
+    assert build(config).objective.clip.low == 0.3

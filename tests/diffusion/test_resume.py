@@ -16,7 +16,7 @@ def awm(config):
 
 def full(config):
     config.model.lora.enabled = False
-    config.objective.kl_coef = 0.5
+    config.objective.kl = {"coef": 0.5}
 
 
 def critic(config):

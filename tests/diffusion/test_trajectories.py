@@ -92,7 +92,7 @@ def test_images_do_not_depend_on_the_rows_drawn_together(name, tmp_path):
 def test_gradient_does_not_depend_on_the_micro_batch(form, tmp_path):
     config = run_config("flow_grpo", tmp_path)
     config.step.kl_form = form
-    config.objective.kl_coef = 5.0
+    config.objective.kl = {"coef": 5.0}
     recipe = build(config)
     rollouts = collected(recipe)
     disturb(recipe.policy)
@@ -129,7 +129,7 @@ def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
 
 def test_loss_is_the_clipped_surrogate_plus_the_divergence(tmp_path):
     config = run_config("flow_grpo", tmp_path)
-    config.objective.kl_coef = 0.3
+    config.objective.kl = {"coef": 0.3}
     recipe = build(config)
     rollouts = collected(recipe)
     disturb(recipe.policy, 0.3)
@@ -211,7 +211,7 @@ def test_gradient_of_the_negative_half_can_be_kept(tmp_path):
     found = {}
     for detached in (True, False):
         config = run_config("flow_grpo", tmp_path)
-        config.objective.kl_coef = 0.0
+        config.objective.kl = {"coef": 0.0}
         config.step.detach_negative = detached
         recipe = build(config)
         rollouts = collected(recipe)
@@ -224,7 +224,7 @@ def test_gradient_of_the_negative_half_can_be_kept(tmp_path):
 def test_gradient_agrees_with_finite_differences(tmp_path):
     """Of the unclipped loss, along the gradient itself."""
     config = run_config("flow_grpo", tmp_path)
-    config.objective = ObjectiveConfig(preset="flow_grpo", surrogate="policy_gradient", kl_coef=0.5)
+    config.objective = ObjectiveConfig(preset="flow_grpo", clip={"kind": "policy_gradient"}, kl={"coef": 0.5})
     config.step.detach_negative = False
     recipe = build(config)
     rollouts = collected(recipe)

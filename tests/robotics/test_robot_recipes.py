@@ -215,7 +215,7 @@ def test_srpo_references_are_shared_by_a_task_and_advantages_by_a_start(tmp_path
 
 
 def test_kl_to_the_start_policy(tmp_path):
-    recipe = RobotGrpoRecipe(grpo(tmp_path, objective=ObjectiveConfig(preset="srpo", kl="k3", kl_coef=0.1)))
+    recipe = RobotGrpoRecipe(grpo(tmp_path, objective=ObjectiveConfig(preset="srpo", kl={"kind": "k3", "coef": 0.1})))
     assert recipe.objective.needs_reference
     run_dir = train(find_recipe("robot_grpo"), recipe.config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
@@ -395,7 +395,7 @@ def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
     [
         ({"reward": "shaped"}, "reward is 'shaped'; allowed: sparse, dense"),
         ({"objective": ObjectiveConfig(preset="ppo")}, "needs a critic"),
-        ({"objective": ObjectiveConfig(preset="srpo", kl="full", kl_coef=0.1)}, "use k1, k2 or k3"),
+        ({"objective": ObjectiveConfig(preset="srpo", kl={"kind": "full", "coef": 0.1})}, "use k1, k2, k3"),
         ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),
         (
             {"trainer": trainer(samples_per_task=1)},

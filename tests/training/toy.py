@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ WORDS, LENGTH = 4, 3
 @dataclass
 class ToyConfig(RunConfig):
     preset: str = "grpo"
+    filter: dict[str, Any] = field(default_factory=dict)
     fail_reward_every: int = 0
     poison_step: int = -1
     extra: dict[str, int] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class ToyRecipe(Recipe):
 
     def __init__(self, config: ToyConfig) -> None:
         self.config = config
-        self.objective = get(config.preset)
+        self.objective = get(config.preset).override({"filter": config.filter})
         self.train_tasks = list(range(6))
         self.eval_tasks = {"all": list(range(6))}
         self.policy = ToyPolicy(6)

@@ -70,12 +70,12 @@ def test_recipe_weights_the_kl_of_positive_samples(tmp_path, tiny_folders):
 
 def test_configurations_without_kl_or_group_std_are_refused(tmp_path, tiny_folders):
     config = run_config(ApoConfig, tmp_path, tiny_folders["qwen2_5_vl"])
-    config.objective.kl_coef = 0.0
+    config.objective.kl = {"coef": 0.0}
     with pytest.raises(ValueError, match=r"apo\.dads"):
         config.validate()
     config.apo.dads = "off"
     config.validate()
-    config.objective.advantage = "group_mean"
+    config.objective.advantage = {"kind": "group_mean"}
     with pytest.raises(ValueError, match="group_mean_std"):
         config.validate()
     config.apo.stcr_base = 0.5

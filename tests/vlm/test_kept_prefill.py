@@ -23,7 +23,7 @@ def one_step(tmp_path, model, *, kept: bool, preset: str = "grpo", **trainer) ->
     """Patches in each pass of the vision tower during a step, and all weights after it."""
     config: VlmConfig = run_config(VlmConfig, tmp_path, model, **trainer)
     config.rewards = [RewardConfig(name="tests.vlm.test_kept_prefill:answers_differ", isolate=False)]
-    config.objective = ObjectiveConfig(preset=preset, kl_coef=0.0)
+    config.objective = ObjectiveConfig(preset=preset, kl={"coef": 0.0})
     config.sampler.keep_prefill = kept
     recipe = VlmRecipe(config)
     patches: list[int] = []
@@ -73,7 +73,7 @@ def test_under_autocast_every_weight_learns_from_the_kept_prefill(tmp_path, tiny
     for kept in (True, False):
         config: VlmConfig = run_config(VlmConfig, tmp_path / str(kept), tiny_folders["qwen2_5_vl"])
         config.rewards = [RewardConfig(name="tests.vlm.test_kept_prefill:answers_differ", isolate=False)]
-        config.objective = ObjectiveConfig(preset="grpo", kl_coef=0.0)
+        config.objective = ObjectiveConfig(preset="grpo", kl={"coef": 0.0})
         config.sampler.keep_prefill = kept
         recipe = VlmRecipe(config)
         before = {name: p.detach().clone() for name, p in recipe.policy.named_parameters()}

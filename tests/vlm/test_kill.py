@@ -23,7 +23,7 @@ def test_killed_papo_run_resumes_with_equal_bits(tmp_path, tiny_folders):
         *(f"data.path={data}", f"eval_data.heldout.path={data}", f"model.path={tiny_folders['qwen2_5_vl']}"),
         *(f"trainer.steps={STEPS}", "trainer.tasks_per_step=4", "trainer.samples_per_task=3", "trainer.epochs=2"),
         *("checkpoint.every=2", "checkpoint.keep=0", "sampler.max_new_tokens=6", "evaluation.at_start=false"),
-        *("model.min_pixels=null", "model.max_pixels=null", "tracking.quiet=true", "objective.kl_coef=0.05"),
+        *("model.min_pixels=null", "model.max_pixels=null", "tracking.quiet=true", "objective.kl.coef=0.05"),
     ]
 
     def start(folder: str, *words: str) -> subprocess.Popen[bytes]:

@@ -211,8 +211,10 @@ def test_group_of_one_needs_another_estimator(tmp_path, tiny_folders):
 
 
 def test_objective_overrides():
-    objective = make_objective(ObjectiveConfig(preset="dr_grpo", clip_high=0.4, kl="k3", kl_coef=0.1), 77)
-    assert (objective.fixed_length, objective.clip_high, objective.kl_coef) == (77, 0.4, 0.1)
+    objective = make_objective(
+        ObjectiveConfig(preset="dr_grpo", clip={"high": 0.4}, kl={"kind": "k3", "coef": 0.1}), 77
+    )
+    assert (objective.fixed_length, objective.clip.high, objective.kl_coef) == (77, 0.4, 0.1)
     with pytest.raises(ValueError, match="grpo"):
         make_objective(ObjectiveConfig(preset="grpoo"))
 
@@ -232,7 +234,7 @@ def test_greedy_and_sampled_accuracy_have_intervals(tmp_path, tiny_folders):
 
 def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=3)
-    config.objective.kl_coef = 0.1
+    config.objective.kl = {"coef": 0.1}
     config.adaptive_kl.target = 1e-6
     config.adaptive_kl.horizon = 24.0
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:characters", isolate=False))
@@ -247,7 +249,7 @@ def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, t
     train(RECIPES["vlm"], config, resume=True)
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["policy/kl_coef"] == pytest.approx(0.11979)
-    config.objective.kl_coef = 0.0
+    config.objective.kl = {"coef": 0.0}
     with pytest.raises(ValueError, match="adaptive_kl"):
         config.validate()
 
@@ -257,7 +259,7 @@ def test_tiny_model_learns_what_is_rewarded(tmp_path, tiny_folders, name):
     config = run_config(
         CONFIGS[name], tmp_path, tiny_folders["qwen2_5_vl"], steps=25, samples_per_task=12, learning_rate=5e-3
     )
-    config.objective.kl_coef = 0.0
+    config.objective.kl = {"coef": 0.0}
     config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     config.eval_data = {}
     config.checkpoint.every = 0

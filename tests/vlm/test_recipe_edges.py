@@ -10,7 +10,6 @@ import torch
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.training.loop.settings import GroupFilterConfig
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.models import ModelConfig, load_policy
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
@@ -76,14 +75,14 @@ def test_heads_keep_their_precision_under_autocast(tiny_folders):
 
 def test_filter_on_a_reward_that_does_not_exist_is_a_configuration_error(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
-    config.filter = GroupFilterConfig(kind="resample", key="accuracy")
-    with pytest.raises(ValueError, match=r"filter\.key is 'accuracy'; allowed: reward, format, exact"):
+    config.objective.filter = {"kind": "resample", "key": "accuracy"}
+    with pytest.raises(ValueError, match=r"objective\.filter\.key is 'accuracy'; allowed: reward, format, exact"):
         config.validate()
-    config.filter.key = "exact"
+    config.objective.filter["key"] = "exact"
     config.validate()
 
 
 def test_another_aggregation_needs_no_fixed_length():
-    objective = make_objective(ObjectiveConfig(preset="dr_grpo", aggregation="token_mean"), 77)
-    assert (objective.aggregation, objective.fixed_length) == ("token_mean", None)
+    objective = make_objective(ObjectiveConfig(preset="dr_grpo", aggregation={"kind": "token_mean"}), 77)
+    assert (objective.aggregation.kind, objective.fixed_length) == ("token_mean", None)
     assert make_objective(ObjectiveConfig(preset="dr_grpo"), 77).fixed_length == 77

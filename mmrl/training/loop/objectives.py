@@ -1,111 +1,120 @@
-"""A row of the catalogue of objectives and what a run changes in it."""
+"""A row of the catalogue of objectives, what a run changes in it, and whether a recipe can use it."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
 
-from mmrl.core.advantages import AdvantageOptions
+from mmrl.core.blocks import ADVANTAGES, BLOCKS
 from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective
 
-__all__ = ["ObjectiveConfig", "make_objective"]
+__all__ = ["ObjectiveConfig", "check_group_size", "check_objective", "make_objective"]
 
 
 @dataclass
 class ObjectiveConfig:
-    """A row of the catalogue and what differs from it; an empty field keeps the row's value."""
+    """A row of the catalogue and what differs from it.
+
+    Each part changes numbers of the row's block, or names another block by `kind`:
+    `objective: {preset: dapo, clip: {high: 0.3}, kl: {kind: k3, coef: 0.01}}`.
+    """
 
     preset: str = "grpo"
     """Name in `mmrl list objectives`."""
-    advantage: str | None = None
-    """Advantage estimator."""
-    advantage_eps: float | None = None
-    """Constant added to the standard deviation."""
-    advantage_ddof: int | None = None
-    """1 divides by G-1, 0 by G."""
-    advantage_clip: float | None = None
-    """Bound of the advantage's absolute value; 0 switches it off."""
-    advantage_scale: float | None = None
-    """Factor on the advantage after the bound."""
-    gamma: float | None = None
-    """Discount between decisions."""
-    lam: float | None = None
-    """Lambda of GAE."""
-    ratio: str | None = None
-    """Level of the importance ratio."""
-    surrogate: str | None = None
-    """Clipping rule."""
-    clip_low: float | None = None
-    """Lower clip: ratios below 1 - clip_low."""
-    clip_high: float | None = None
-    """Upper clip: ratios above 1 + clip_high."""
-    dual_clip: float | None = None
-    """Bound c of dual clip for negative advantages; 0 switches it off."""
-    kl: str | None = None
-    """KL to the reference: the estimators k1, k2, k3, or full (exact) where the policy can score it."""
-    kl_coef: float | None = None
-    """Weight of the KL term."""
-    kl_in_reward: bool | None = None
-    """Subtract the KL from the reward instead of adding it to the loss."""
-    kl_aggregation: str | None = None
-    """Aggregation of the KL term where it differs from that of the policy term."""
-    kl_clamp: bool | None = None
-    """Bound the k3 estimator as EasyR1 does."""
-    entropy: str | None = None
-    """Entropy term: sampled or full."""
-    entropy_coef: float | None = None
-    """Weight of the entropy bonus."""
-    aggregation: str | None = None
-    """token_mean, sequence_mean or fixed_length."""
-    fixed_length: int | None = None
-    """Length L of fixed_length."""
-    value_coef: float | None = None
-    """Weight of the value loss (objectives with a critic)."""
+    advantage: dict[str, Any] = field(default_factory=dict)
+    """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, gae, ..."""
+    scaling: dict[str, Any] = field(default_factory=dict)
+    """What happens to advantages after that: whiten, clip, scale."""
+    ratio: dict[str, Any] = field(default_factory=dict)
+    """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
+    clip: dict[str, Any] = field(default_factory=dict)
+    """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo."""
+    kl: dict[str, Any] = field(default_factory=dict)
+    """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
+    entropy: dict[str, Any] = field(default_factory=dict)
+    """Entropy bonus: sampled, full or none, with coef."""
+    aggregation: dict[str, Any] = field(default_factory=dict)
+    """token_mean, sequence_mean, sequence_sum or fixed_length (length)."""
+    filter: dict[str, Any] = field(default_factory=dict)
+    """Groups that go into the update: none (all), drop or resample, with key, low, high and max_tries."""
+    value: dict[str, Any] = field(default_factory=dict)
+    """Loss of the critic, for estimators that have one: coef, clip."""
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:
-    """Combine a catalogue row with the fields that a configuration sets.
+    """Combine a catalogue row with what a configuration changes.
 
     Args:
-        config: preset and overrides.
-        longest: most decisions of a row, the length L of fixed_length aggregation unless the configuration sets it.
+        config: preset and changes.
+        longest: most decisions of a row, the length of a fixed_length aggregation unless the configuration sets it.
 
     Returns:
         The validated objective.
 
     Raises:
-        ValueError: unknown preset or option, or options that contradict each other.
+        ValueError: unknown preset, kind or option, or blocks that contradict each other.
     """
-    objective = get(config.preset)
-    changes = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
-    changes.pop("preset")
-    options = {ADVANTAGE_KEYS[key]: changes.pop(key) for key in list(changes) if key in ADVANTAGE_KEYS}
-    if options.get("clip") == 0:
-        options["clip"] = None
-    if options:
-        base: AdvantageOptions = objective.advantage_options
-        changes["advantage_options"] = dataclasses.replace(base, **options)
-    if changes.get("dual_clip") == 0:
-        changes["dual_clip"] = None
-    if changes.get("kl_coef") == 0:
-        changes |= {"kl": None, "kl_in_reward": False}
-    modes = [changes.get(key, getattr(objective, key)) for key in ("aggregation", "kl_aggregation")]
-    if objective.fixed_length and "fixed_length" not in modes:
-        changes.setdefault("fixed_length", None)
-    elif objective.fixed_length and longest:
-        changes.setdefault("fixed_length", longest)
-    objective = dataclasses.replace(objective, **changes)
+    changes = {key: dict(getattr(config, key)) for key in BLOCKS if getattr(config, key)}
+    try:
+        objective = get(config.preset).override(changes)
+    except ValueError as error:
+        raise ValueError(f"objective: {error}") from error
+    given = (changes.get("aggregation", {}), changes.get("kl", {}).get("aggregation"))
+    sets_length = any(isinstance(part, dict) and "length" in part for part in given)
+    if longest and objective.fixed_length is not None and not sets_length:
+        objective = objective.with_fixed_length(longest)
     objective.validate()
     return objective
 
 
-ADVANTAGE_KEYS = {
-    "advantage_eps": "eps",
-    "advantage_ddof": "ddof",
-    "advantage_clip": "clip",
-    "advantage_scale": "scale",
-    "gamma": "gamma",
-    "lam": "lam",
+def check_objective(
+    objective: Objective,
+    scores: Collection[str],
+    samples_per_task: int | None = None,
+    reward_terms: Collection[str] | None = None,
+) -> None:
+    """Refuse an objective that a recipe's policy or data cannot serve.
+
+    Args:
+        objective: the objective.
+        scores: what the recipe's policies can score beside log-probabilities, see `Block.needs`.
+        samples_per_task: rows of a group; None where the recipe does not compare them.
+        reward_terms: names of the reward terms that the filter may look at; None where it may be any.
+
+    Raises:
+        ValueError: the message names what is missing and what the recipe can use.
+    """
+    for key, block in objective.blocks.items():
+        missing = sorted((block.needs & SCORES.keys()) - set(scores)) if objective.needs & block.needs else []
+        if missing:
+            usable = [kind for kind, other in BLOCKS[key].items() if not (other.needs & SCORES.keys()) - set(scores)]
+            tip = f"use {', '.join(usable)}" if usable else "leave it out"
+            raise ValueError(f"objective.{key} is '{block.kind}', which needs {SCORES[missing[0]]}; {tip}")
+    if samples_per_task is not None:
+        check_group_size(samples_per_task, objective)
+    key = objective.filter.reward_key
+    if reward_terms is not None and key not in ("reward", *reward_terms):
+        raise ValueError(f"objective.filter.key is '{key}'; allowed: reward, {', '.join(reward_terms)}")
+
+
+def check_group_size(samples_per_task: int, objective: Objective) -> None:
+    """Refuse an estimator that compares the samples of a group where groups have one; raises ValueError."""
+    if "samples" in objective.advantage.needs and samples_per_task < 2:
+        alone = sorted(kind for kind, block in ADVANTAGES.items() if "samples" not in block.needs)
+        raise ValueError(
+            f"samples_per_task is {samples_per_task}, but the advantage '{objective.advantage.kind}' compares the "
+            f"samples of a group, so every advantage would be 0; use 2 or more, or an estimator that works "
+            f"with one sample: {', '.join(alone)}"
+        )
+
+
+SCORES = {
+    "values": "a critic that this recipe's policies lack",
+    "turns": "the turns of several rounds, which this recipe does not have",
+    "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
+    "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
+    "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
 }
-"""Fields that are options of the estimator, by the names that it gives them."""
+"""What a block may need of a policy, as messages say it."""

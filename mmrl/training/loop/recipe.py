@@ -174,7 +174,7 @@ class Recipe(ABC):
             (N,) bool: groups with an advantage other than 0. All true where the loss also has a KL, entropy or value
             term, and for a recipe with a loss of its own, which may override this too.
         """
-        if type(self).loss is not Recipe.loss or _is_regularised(self.objective) or minibatch.advantage is None:
+        if type(self).loss is not Recipe.loss or self.objective.regularised or minibatch.advantage is None:
             return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
         moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
         return group_sum(moved.long(), minibatch.group) > 0
@@ -250,12 +250,6 @@ class Recipe(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free worker processes."""
-
-
-def _is_regularised(objective: Objective) -> bool:
-    divergence = objective.needs_reference and not objective.kl_in_reward
-    entropy = objective.entropy is not None and objective.entropy_coef != 0
-    return divergence or entropy or (objective.needs_values and objective.value_coef != 0)
 
 
 def _stack(parts: list[Any], length: int) -> Any:

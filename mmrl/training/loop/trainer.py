@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from mmrl.core.filters import DynamicSamplingBuffer, zero_variance_groups
+from mmrl.core.blocks import KeepAll
+from mmrl.core.filters import DynamicSamplingBuffer
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import all_ranks, merge_lists
@@ -117,15 +118,15 @@ class Trainer:
         Returns:
             The rollouts of this process and metrics of everything that was sampled.
         """
-        kind = self._filter_kind()
+        chooses = self.recipe.objective.filter if self.recipe.uses_rewards else KeepAll()
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
-        refill = DynamicSamplingBuffer(wanted, max_tries=self.config.filter.max_tries if kind == "resample" else 1)
+        refill = DynamicSamplingBuffer(wanted, max_tries=chooses.tries)
         sampled: list[Rollouts] = []
         done = False
         while not done:
             batch = self._sample(attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
-            refill.add(batch, self._informative(batch, kind))
+            refill.add(batch, chooses.kept(batch))
             done = all_ranks(refill.full or refill.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
         metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
@@ -236,19 +237,6 @@ class Trainer:
                 return self.recipe.rollout(self.policy, tasks, generator), None
             except NoUsableTasksError as error:
                 return None, error
-
-    def _filter_kind(self) -> str:
-        if not self.recipe.uses_rewards:
-            return "none"
-        return self.config.filter.kind or self.recipe.objective.filter
-
-    def _informative(self, rollouts: Rollouts, kind: str) -> torch.Tensor:
-        if kind == "none":
-            return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.mask.device)
-        chosen, objective = self.config.filter, self.recipe.objective
-        low = objective.filter_low if chosen.low is None else chosen.low
-        high = objective.filter_high if chosen.high is None else chosen.high
-        return zero_variance_groups(rollouts, key=chosen.key, low=low, high=high)
 
     def _record(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
         times = dict.fromkeys((*LOOP_STAGES, *STAGES_BETWEEN), 0.0) | self.watch.take()

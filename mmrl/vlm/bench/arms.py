@@ -313,7 +313,7 @@ class _Clock(Stopwatch):
 def _open_recipe(common: dict[str, Any], papo: bool, apart: bool) -> VlmRecipe:
     if papo:
         return PapoRecipe(PapoConfig(**common))
-    config = VlmConfig(objective=ObjectiveConfig(preset="grpo", kl_coef=0.0), **common)
+    config = VlmConfig(objective=ObjectiveConfig(preset="grpo", kl={"kind": "none"}), **common)
     return _RowRecipe(config) if apart else VlmRecipe(config)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmrl.core.blocks import FullEntropy, Gae, SampledEntropy, ValueLoss
 from mmrl.core.catalogue import get
 from mmrl.errors import UserError
 from mmrl.training.loop.distributed import _buckets
@@ -128,8 +129,8 @@ def test_group_kept_for_a_step_without_gradient_has_scored_rows(make_trainer):
         ("rloo", {}, True),  # its KL is part of the reward
         ("grpo", {}, False),
         ("grpo", {"kl": None}, True),
-        ("dapo", {"entropy": "sampled", "entropy_coef": 0.01}, False),
-        ("dapo", {"entropy": "full", "entropy_coef": 0.0}, True),
+        ("dapo", {"entropy": SampledEntropy(0.01)}, False),
+        ("dapo", {"entropy": FullEntropy(0.0)}, True),
     ],
 )
 def test_only_a_loss_without_further_terms_lets_groups_be_skipped(make_trainer, preset, changes, skips):
@@ -137,14 +138,14 @@ def test_only_a_loss_without_further_terms_lets_groups_be_skipped(make_trainer, 
     rollouts = prepared(trainer)
     rollouts.advantage[rollouts.group == 1] = 0.0
     rollouts.advantage[rollouts.group != 1] = 0.5
-    trainer.recipe.objective = dataclasses.replace(get(preset), **changes)
+    trainer.recipe.objective = get(preset).replace(**changes)
     assert trainer.recipe.groups_with_gradient(rollouts).tolist() == [True, not skips, True]
 
 
 def test_a_value_loss_or_a_loss_of_its_own_needs_every_group(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe)
     dead = prepared(trainer, solved=[0, 1, 2])
-    trainer.recipe.objective = dataclasses.replace(get("dapo"), advantage="gae", value_coef=0.5)
+    trainer.recipe.objective = get("dapo").replace(advantage=Gae(), value=ValueLoss(0.5))
     assert trainer.recipe.groups_with_gradient(dead).all()
     trainer.recipe.objective = get("dapo")
     assert not trainer.recipe.groups_with_gradient(dead).any()

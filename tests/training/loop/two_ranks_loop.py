@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.core.aggregation import aggregate
+from mmrl.core.aggregation import token_mean
 from mmrl.training.loop.distributed import leave, make_accelerator
-from mmrl.training.loop.settings import GroupFilterConfig, TrainerConfig
+from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.loop.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
 
@@ -53,7 +53,7 @@ class FixedRecipe(ToyRecipe):
     def loss(self, policy, minibatch, denominators):
         output = super().loss(policy, minibatch, denominators)
         again = self.scores(policy, minibatch, self.wanted_scores)  # two forward passes for one backward pass
-        extra = aggregate(again.logp**2, minibatch.loss_mask, "token_mean", denominators)
+        extra = token_mean(again.logp**2, minibatch.loss_mask, denominators)
         return dataclasses.replace(output, loss=output.loss + 0.1 * extra)
 
 
@@ -61,7 +61,7 @@ def main(minibatches: int, micro_batch: int, output: Path) -> None:
     accelerator = make_accelerator()
     config = ToyConfig(
         preset="grpo",
-        filter=GroupFilterConfig(kind="drop"),
+        filter={"kind": "drop"},
         trainer=TrainerConfig(
             steps=2,
             tasks_per_step=6,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["value_loss"]
+from mmrl.core.blocks.block import Block
+from mmrl.fields import bounded
+
+__all__ = ["VALUES", "ValueLoss", "value_loss"]
 
 
 def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
@@ -32,3 +37,26 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float 
         return 0.5 * error
     near = values_old + (values - values_old).clamp(-clip, clip)
     return 0.5 * torch.maximum(error, (near - returns) ** 2)
+
+
+@dataclass(frozen=True)
+class ValueLoss(Block):
+    """The critic's term; see `value_loss`."""
+
+    kind = "squared_error"
+    coef: float = bounded(0.1, above=0)
+    """Weight."""
+    clip: float | None = bounded(None, above=0)
+    """Largest move of a value away from its old prediction that the loss rewards; None does not clip."""
+
+    def __call__(self, values: Tensor, values_old: Tensor, returns: Tensor) -> Tensor:
+        """See `value_loss`."""
+        return value_loss(values, values_old, returns, self.clip)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        clip = f", V within V_old +-{self.clip:g} if that is worse" if self.clip else ""
+        return f"0.5 (V_it - (A + V_old)_it)^2{clip}"
+
+
+VALUES: dict[str, type[ValueLoss]] = {ValueLoss.kind: ValueLoss}

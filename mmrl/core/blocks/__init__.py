@@ -1,0 +1,112 @@
+"""The blocks that objectives are made of, a file for each kind; the tables at the foot hold all kinds by name."""
+
+from mmrl.core.blocks.advantage import (
+    Advantage,
+    GroupMean,
+    GroupMeanBatchStd,
+    GroupMeanGlobalStd,
+    GroupMeanStd,
+    LeaveOneOut,
+)
+from mmrl.core.blocks.aggregation import AGGREGATIONS, Aggregation, FixedLength, SequenceMean, SequenceSum, TokenMean
+from mmrl.core.blocks.block import Block
+from mmrl.core.blocks.clip import CLIPS, Bgpo, Cispo, Clip, GspoClip, PolicyGradient, PpoClip, Unclipped
+from mmrl.core.blocks.credit import Gae, TurnGae, WhitenedReturns
+from mmrl.core.blocks.divergence import (
+    DIVERGENCES,
+    ENTROPIES,
+    K1,
+    K2,
+    K3,
+    Divergence,
+    Entropy,
+    ExactKl,
+    FullEntropy,
+    K1StraightThrough,
+    K3StraightThrough,
+    SampledEntropy,
+)
+from mmrl.core.blocks.filters import FILTERS, DropGroups, GroupFilter, KeepAll, ResampleGroups
+from mmrl.core.blocks.ratio import RATIOS, Ratio, SequenceFullRatio, SequenceProductRatio, SequenceRatio, TokenRatio
+from mmrl.core.blocks.value import VALUES, ValueLoss
+from mmrl.core.blocks.weights import SCALINGS, AdvantageScaling
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "BLOCKS",
+    "CLIPS",
+    "DIVERGENCES",
+    "ENTROPIES",
+    "FILTERS",
+    "K1",
+    "K2",
+    "K3",
+    "RATIOS",
+    "Advantage",
+    "AdvantageScaling",
+    "Aggregation",
+    "Bgpo",
+    "Block",
+    "Cispo",
+    "Clip",
+    "Divergence",
+    "DropGroups",
+    "Entropy",
+    "ExactKl",
+    "FixedLength",
+    "FullEntropy",
+    "Gae",
+    "GroupFilter",
+    "GroupMean",
+    "GroupMeanBatchStd",
+    "GroupMeanGlobalStd",
+    "GroupMeanStd",
+    "GspoClip",
+    "K1StraightThrough",
+    "K3StraightThrough",
+    "KeepAll",
+    "LeaveOneOut",
+    "PolicyGradient",
+    "PpoClip",
+    "Ratio",
+    "ResampleGroups",
+    "SampledEntropy",
+    "SequenceFullRatio",
+    "SequenceMean",
+    "SequenceProductRatio",
+    "SequenceRatio",
+    "SequenceSum",
+    "TokenMean",
+    "TokenRatio",
+    "TurnGae",
+    "Unclipped",
+    "ValueLoss",
+    "WhitenedReturns",
+]
+
+ADVANTAGES: dict[str, type[Advantage]] = {
+    block.kind: block
+    for block in (
+        GroupMeanStd,
+        GroupMean,
+        LeaveOneOut,
+        WhitenedReturns,
+        GroupMeanBatchStd,
+        GroupMeanGlobalStd,
+        Gae,
+        TurnGae,
+    )
+}
+BLOCKS: dict[str, dict[str, type[Block]]] = {
+    "advantage": dict(ADVANTAGES),
+    "scaling": dict(SCALINGS),
+    "ratio": dict(RATIOS),
+    "clip": dict(CLIPS),
+    "kl": dict(DIVERGENCES),
+    "entropy": dict(ENTROPIES),
+    "aggregation": dict(AGGREGATIONS),
+    "filter": dict(FILTERS),
+    "value": dict(VALUES),
+}
+"""Field of an objective to the kinds of block that it takes."""

@@ -1,0 +1,226 @@
+"""Rewards to advantages: a baseline, and what the difference to it is divided by.
+
+Each estimator is a function on `(reward, group)`, and a block that applies it to `Rollouts`. Estimators that give
+credit along a row (GAE, returns) are in `mmrl/core/blocks/credit.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.block import Block
+from mmrl.core.groups import group_center, group_count, group_std, masked_whiten
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
+
+__all__ = [
+    "Advantage",
+    "GroupMean",
+    "GroupMeanBatchStd",
+    "GroupMeanGlobalStd",
+    "GroupMeanStd",
+    "LeaveOneOut",
+    "group_mean",
+    "group_mean_global_std",
+    "group_mean_std",
+    "leave_one_out",
+]
+
+
+def group_mean_std(
+    reward: Tensor, group: Tensor, *, ddof: int = 1, eps: float = 1e-6, valid: Tensor | None = None
+) -> Tensor:
+    """Reward minus group mean, over group standard deviation: (R - mean) / (std + eps).
+
+    Args:
+        reward: (B,) float.
+        group: (B,) int64, 0..N-1.
+        ddof: 1 divides the variance by n - 1 (DeepSeekMath, verl, TRL), 0 by n.
+        eps: Added to the standard deviation.
+        valid: (B,) bool, rows that take part; None takes all.
+
+    Returns:
+        (B,); 0 in groups whose rewards are all equal and on rows that do not take part.
+
+    Source: GRPO, arXiv 2402.03300, section 4.1.2.
+    """
+    valid = _all_rows(reward, valid)
+    std = group_std(reward, group, valid, ddof) + eps
+    return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
+
+
+def group_mean(reward: Tensor, group: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Reward minus group mean; see `group_mean_std`.
+
+    Source: Dr. GRPO, arXiv 2503.20783, section 3.2.
+    """
+    return group_center(reward, group, _all_rows(reward, valid))
+
+
+def leave_one_out(reward: Tensor, group: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Reward minus the mean of the other rows of the group, n / (n - 1) times `group_mean`.
+
+    Source: RLOO, arXiv 2402.14740, section 3.2.
+    """
+    valid = _all_rows(reward, valid)
+    number = group_count(group, valid)
+    return group_center(reward, group, valid) * number / (number - 1).clamp(min=1)
+
+
+def group_mean_global_std(reward: Tensor, group: Tensor, *, eps: float = 1e-6, valid: Tensor | None = None) -> Tensor:
+    """Reward minus group mean, over the standard deviation (divided by n) of all rewards.
+
+    Groups whose rewards hardly differ keep small advantages, which a division by their own spread would blow up.
+
+    Source: Flow-GRPO, arXiv 2505.05470; yifan123/flow_grpo flow_grpo/stat_tracking.py with global_std.
+    """
+    valid = _all_rows(reward, valid)
+    std = group_std(reward, torch.zeros_like(group), valid, ddof=0) + eps
+    return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
+
+
+@dataclass(frozen=True)
+class Advantage(Block):
+    """Turns the rewards of everything a rollout step produced into advantages."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """Advantages (B, T), 0 where nothing is trained, without gradient."""
+        raise NotImplementedError
+
+    @property
+    def level(self) -> str:
+        """What shares one advantage: "row", "turn" or "decision"."""
+        return "row"
+
+
+@dataclass(frozen=True)
+class GroupBaseline(Advantage):
+    """An estimator that compares the rows of a group and gives each row one number."""
+
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", ("zero", "keep"))
+    """A group with one scored row gets: "zero" advantage 0, "keep" its raw reward (verl)."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        usual = self.per_row(rollouts.reward, rollouts.group, rollouts.scored)
+        if self.singleton == "keep":
+            several = group_count(rollouts.group, rollouts.scored) > 1
+            usual = torch.where(several, usual, self.alone(rollouts.reward))
+        return torch.where(rollouts.loss_mask > 0, usual.detach()[:, None], 0.0)
+
+    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """Advantage of each row (B,)."""
+        raise NotImplementedError
+
+    def alone(self, reward: Tensor) -> Tensor:
+        """Advantage of rows that are alone in their group, with singleton "keep"."""
+        return reward
+
+    def formula(self) -> str:
+        """See `Block`."""
+        kept = "0" if self.singleton == "zero" else "its raw reward"
+        return f"A_it = {self.rule()}; a group with one scored row gets {kept}"
+
+    def rule(self) -> str:
+        """Right-hand side of the formula."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GroupMeanStd(GroupBaseline):
+    """See `group_mean_std`."""
+
+    kind = "group_mean_std"
+    ddof: int = choice(1, (0, 1))
+    """1 divides the variance by n - 1 (DeepSeekMath, verl, TRL), 0 by n."""
+    eps: float = bounded(1e-6, at_least=0)
+    """Added to the standard deviation (verl 1e-6; TRL, Flow-GRPO 1e-4)."""
+
+    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """See `group_mean_std`."""
+        return group_mean_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
+
+    def alone(self, reward: Tensor) -> Tensor:
+        """The standard deviation of one reward counts as 1."""
+        return reward / (1.0 + self.eps)
+
+    def rule(self) -> str:
+        """See `GroupBaseline`."""
+        return f"(R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof {self.ddof}"
+
+
+@dataclass(frozen=True)
+class GroupMean(GroupBaseline):
+    """See `group_mean`."""
+
+    kind = "group_mean"
+
+    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """See `group_mean`."""
+        return group_mean(reward, group, valid=valid)
+
+    def rule(self) -> str:
+        """See `GroupBaseline`."""
+        return "R_i - mean_g R"
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(GroupBaseline):
+    """See `leave_one_out`."""
+
+    kind = "leave_one_out"
+
+    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """See `leave_one_out`."""
+        return leave_one_out(reward, group, valid=valid)
+
+    def rule(self) -> str:
+        """See `GroupBaseline`."""
+        return "R_i - mean of the other rows of the group"
+
+
+@dataclass(frozen=True)
+class GroupMeanBatchStd(GroupMean):
+    """Reward minus group mean, whitened over all trained decisions.
+
+    The whitening subtracts the mean over decisions, so groups with equal rewards come out near 0 but not at 0 when rows
+    differ in length.
+
+    Source: REINFORCE++-baseline, arXiv 2501.03262; volcengine/verl
+        compute_reinforce_plus_plus_baseline_outcome_advantage.
+    """
+
+    kind = "group_mean_batch_std"
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        return masked_whiten(super().__call__(rollouts), rollouts.loss_mask)
+
+    def rule(self) -> str:
+        """See `GroupBaseline`."""
+        return "whiten_batch(R_i - mean_g R)"
+
+
+@dataclass(frozen=True)
+class GroupMeanGlobalStd(GroupBaseline):
+    """See `group_mean_global_std`."""
+
+    kind = "group_mean_global_std"
+    eps: float = bounded(1e-6, at_least=0)
+    """Added to the standard deviation (Flow-GRPO 1e-4)."""
+
+    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """See `group_mean_global_std`."""
+        return group_mean_global_std(reward, group, eps=self.eps, valid=valid)
+
+    def rule(self) -> str:
+        """See `GroupBaseline`."""
+        return f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof 0"
+
+
+def _all_rows(reward: Tensor, valid: Tensor | None) -> Tensor:
+    return torch.isfinite(reward) if valid is None else valid

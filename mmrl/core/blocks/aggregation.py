@@ -1,0 +1,95 @@
+"""How per-decision terms become the loss of an optimiser step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mmrl.core.aggregation import Denominators, fixed_length, sequence_mean, sequence_sum, token_mean
+from mmrl.core.blocks.block import Block
+from mmrl.fields import bounded
+
+__all__ = ["AGGREGATIONS", "Aggregation", "FixedLength", "SequenceMean", "SequenceSum", "TokenMean"]
+
+
+@dataclass(frozen=True)
+class Aggregation(Block):
+    """Reduces terms (B, T) to this batch's share of a mean over the whole optimiser step."""
+
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        """Share of the mean, a scalar.
+
+        Args:
+            x: (B, T) terms.
+            mask: (B, T) {0, 1}, what counts.
+            denominators: Counts over the whole step.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TokenMean(Aggregation):
+    """Mean over all decisions of the step (DAPO, arXiv 2503.14476, eq. 12)."""
+
+    kind = "token_mean"
+
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        """See `Aggregation`."""
+        return token_mean(x, mask, denominators)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "sum over all trained decisions of the step / their number"
+
+
+@dataclass(frozen=True)
+class SequenceMean(Aggregation):
+    """Mean over rows of each row's mean (GRPO, arXiv 2402.03300, eq. 3)."""
+
+    kind = "sequence_mean"
+
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        """See `Aggregation`."""
+        return sequence_mean(x, mask, denominators)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "mean over the rows of the step of each row's mean over its decisions"
+
+
+@dataclass(frozen=True)
+class SequenceSum(Aggregation):
+    """Mean over rows of each row's sum."""
+
+    kind = "sequence_sum"
+
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        """See `Aggregation`."""
+        return sequence_sum(x, mask, denominators)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "mean over the rows of the step of each row's sum over its decisions"
+
+
+@dataclass(frozen=True)
+class FixedLength(Aggregation):
+    """Sum over all decisions divided by rows times a constant (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+
+    kind = "fixed_length"
+    length: int = bounded(0, at_least=1)
+    """Constant length: the longest response that the sampler allows."""
+
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        """See `Aggregation`."""
+        return fixed_length(x, mask, denominators)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"sum over all trained decisions of the step / (rows * {self.length})"
+
+
+AGGREGATIONS: dict[str, type[Aggregation]] = {
+    block.kind: block for block in (TokenMean, SequenceMean, SequenceSum, FixedLength)
+}

@@ -1,0 +1,121 @@
+"""What all blocks of an objective have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar, get_type_hints
+
+from mmrl.core.checks import unknown_name
+from mmrl.fields import bounds_of, field_problems
+
+__all__ = ["Block", "changed"]
+
+BlockT = TypeVar("BlockT", bound="Block")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One part of an objective: a frozen dataclass that holds only its own numbers."""
+
+    kind: ClassVar[str]
+    """Name in configurations and tables."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What must be there beside log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
+    "entropy", "logp_ref" (reference log-probabilities) or "kl_ref" (exact divergence from the reference)."""
+
+    def formula(self) -> str:
+        """What the block computes, with its constants."""
+        raise NotImplementedError(f"{type(self).__name__} has no formula")
+
+    def problems(self, where: str) -> Iterator[str]:
+        """Yield what is wrong with the block's own numbers; `where` is its key, such as "clip"."""
+        yield from field_problems(self, where)
+
+    def summary(self) -> str:
+        """The kind and the numbers that differ from its defaults, for tables."""
+        parts = [
+            f"{item.name} {_short(getattr(self, item.name))}"
+            for item in dataclasses.fields(self)
+            if getattr(self, item.name) != item.default
+        ]
+        return f"{self.kind} ({', '.join(parts)})" if parts else self.kind
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """Names of the block's own numbers."""
+        return [item.name for item in dataclasses.fields(cls)]
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some numbers exchanged."""
+        return dataclasses.replace(self, **changes)
+
+
+def changed(
+    base: BlockT | None, changes: Mapping[str, Any], table: Mapping[str, type[BlockT]], where: str
+) -> BlockT | None:
+    """Change numbers of a block, or exchange it for one of another kind.
+
+    Args:
+        base: The block as it is; None where the objective has none.
+        changes: New numbers; "kind" names another block, which keeps the numbers of the old one that it has too, or is
+            "none" for no block where that is possible.
+        table: Kinds to classes.
+        where: Key of the block, for messages.
+
+    Returns:
+        The block, or None.
+
+    Raises:
+        ValueError: Unknown kind or option (the message lists those that exist), or a value of the wrong type.
+    """
+    if not changes:
+        return base
+    options = dict(changes)
+    kind = options.pop("kind", base.kind if base is not None else None)
+    if kind == "none" and "none" not in table:
+        return None
+    if kind is None:
+        raise ValueError(f"{where} is not part of this objective; name its kind: {', '.join(sorted(table))}")
+    if kind not in table:
+        raise ValueError(f"{where}.kind: {unknown_name(kind, table, where)}")
+    block_class = table[kind]
+    known = block_class.options()
+    for name in options:
+        if name not in known:
+            exists = f"it has: {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"{where}: '{kind}' has no option '{name}'; {exists}")
+    kept = {} if base is None else {name: getattr(base, name) for name in known if name in base.options()}
+    given = {name: _typed(block_class, name, value, f"{where}.{name}") for name, value in options.items()}
+    return block_class(**(kept | given))
+
+
+def _typed(block_class: type[Block], name: str, value: Any, key: str) -> Any:
+    """`value` as the type of the field: whole numbers become floats where a float is expected."""
+    allowed = _types(get_type_hints(block_class)[name])
+    if value is None and type(None) in allowed:
+        return None
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    for kind in allowed:
+        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return value
+    expected = " or ".join("none" if kind is type(None) else kind.__name__ for kind in allowed)
+    item = next(item for item in dataclasses.fields(block_class) if item.name == name)
+    raise ValueError(f"{key} is {value!r}; expected {expected}{_allowed(item)}")
+
+
+def _allowed(item: dataclasses.Field[Any]) -> str:
+    bounds = bounds_of(item)
+    return f", {bounds}" if bounds is not None else ""
+
+
+def _types(hint: Any) -> tuple[type, ...]:
+    return getattr(hint, "__args__", None) or (hint,)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Block):
+        return value.summary()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,270 @@
+"""The policy loss: what each decision contributes, and how far the ratio may move it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.block import Block
+from mmrl.core.blocks.ratio import Ratio, TokenRatio
+from mmrl.fields import bounded
+
+__all__ = [
+    "CLIPS",
+    "Bgpo",
+    "Cispo",
+    "Clip",
+    "GspoClip",
+    "PolicyGradient",
+    "PpoClip",
+    "Unclipped",
+    "clipped_loss",
+    "policy_loss",
+]
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""The loss (B, T), to be minimised, and (B, T) indicators to be averaged over the mask, by metric name."""
+
+
+def clipped_loss(
+    log_ratio: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.2, dual: float | None = None
+) -> Tensor:
+    """Clipped surrogate max(-A r, -A clip(r, 1 - low, 1 + high)), with an optional dual clip.
+
+    Args:
+        log_ratio: (B, T) nats, logp - logp_old or a sequence-level ratio.
+        advantage: (B, T), constant.
+        low: The ratio is bounded below by 1 - low.
+        high: The ratio is bounded above by 1 + high.
+        dual: Where the advantage is negative, the loss is at most -A * dual; None switches that off.
+
+    Returns:
+        (B, T), to be minimised.
+
+    Gradient: none where the clipped branch is the larger one; with the dual clip, none where A < 0 and r > dual.
+
+    Source: PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476, eq. 10; dual clip:
+        arXiv 1912.09729, eq. 5.
+    """
+    ratio, advantage = log_ratio.exp(), advantage.detach()
+    bounded_ratio = ratio.clamp(1.0 - low, 1.0 + high)
+    loss = torch.maximum(-advantage * ratio, -advantage * bounded_ratio)
+    if dual is None:
+        return loss
+    capped = torch.minimum(loss, -advantage * dual)
+    return torch.where(advantage < 0, capped, loss)
+
+
+def policy_loss(
+    logp: Tensor,
+    logp_old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    clip: Clip | None = None,
+    ratio: Ratio | None = None,
+) -> Loss:
+    """Policy loss of any clip rule on any ratio, without `Rollouts`.
+
+    Args:
+        logp: (B, T) nats, under the policy being trained.
+        logp_old: (B, T) nats, under the policy the step started from.
+        advantage: (B, T) or (B, 1).
+        mask: (B, T) {0, 1}, the decisions that are trained.
+        clip: Clip rule; None is `PpoClip()`.
+        ratio: Level of the ratio; None is `TokenRatio()`.
+
+    Returns:
+        The loss (B, T), to be minimised, and indicators (B, T) by metric name.
+    """
+    log_ratio = (ratio or TokenRatio())(logp, logp_old, mask)
+    advantage = torch.where(mask > 0, advantage.expand_as(mask), 0.0)
+    return (clip or PpoClip())(log_ratio, logp, advantage)
+
+
+@dataclass(frozen=True)
+class Clip(Block):
+    """Per-decision policy loss."""
+
+    uses_ratio: ClassVar[bool] = True
+    """False for losses on the log-probability itself."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """The loss and its indicators.
+
+        Args:
+            log_ratio: (B, T) nats, from a `Ratio`.
+            logp: (B, T) nats, under the policy being trained.
+            advantage: (B, T), no gradient.
+        """
+        raise NotImplementedError
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        """Yield why the rule does not fit a ratio."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class BoundedClip(Clip):
+    """A rule that bounds the ratio from both sides."""
+
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """The ratio is bounded below by 1 - low."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high."""
+
+    def indicators(self, ratio: Tensor, signed: Tensor | None = None) -> dict[str, Tensor]:
+        """Where the bounds act (B, T); with advantages `signed`, only where they also stop the gradient."""
+        ratio = ratio.detach()
+        low, high = ratio < 1.0 - self.low, ratio > 1.0 + self.high
+        if signed is not None:
+            low, high = low & (signed < 0), high & (signed > 0)
+        return {
+            "policy/clip_fraction_low": low.to(ratio.dtype),
+            "policy/clip_fraction_high": high.to(ratio.dtype),
+        }
+
+    @property
+    def bounds(self) -> str:
+        """The bounds as text."""
+        return f"{1 - self.low:g}, {1 + self.high:g}"
+
+
+@dataclass(frozen=True)
+class PpoClip(BoundedClip):
+    """Clipped surrogate with an optional dual clip; see `clipped_loss`."""
+
+    kind = "ppo_clip"
+    dual: float | None = bounded(None, above=1)
+    """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """See `Clip`."""
+        loss = clipped_loss(log_ratio, advantage, self.low, self.high, self.dual)
+        return loss, self.indicators(log_ratio.exp(), signed=advantage.detach())
+
+    def formula(self) -> str:
+        """See `Block`."""
+        clipped = f"max(-A_it r_it, -A_it clip(r_it, {self.bounds}))"
+        return clipped if self.dual is None else f"[{clipped}, where A_it < 0 at most -{self.dual:g} A_it]"
+
+
+@dataclass(frozen=True)
+class GspoClip(BoundedClip):
+    """Clipped surrogate on the ratio of a whole row, so that all its decisions are clipped at once.
+
+    Source: GSPO, arXiv 2507.18071, eq. 5 (sequence) and 13 (token form).
+    """
+
+    kind = "gspo"
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """See `Clip`."""
+        loss = clipped_loss(log_ratio, advantage, self.low, self.high)
+        return loss, self.indicators(log_ratio.exp(), signed=advantage.detach())
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"max(-A_it r_it, -A_it clip(r_it, {self.bounds}))"
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        """See `Clip`."""
+        if ratio.level == "decision":
+            yield f"clip 'gspo' clips whole rows, but ratio is '{ratio.kind}'. Use ratio 'sequence' or clip 'ppo_clip'."
+
+
+@dataclass(frozen=True)
+class Cispo(BoundedClip):
+    """Policy gradient weighted by the clipped, detached ratio: -sg(clip(r)) A logp.
+
+    The bounds are relative to 1 as in all other rules. TRL's `epsilon_high` for this loss is the bound itself: its 5.0
+    is high = 4.0 here, and it has no lower bound, which is low = 1.0 here.
+
+    Gradient: through logp at every decision, also where the ratio is clipped; the ratio is detached.
+
+    Source: CISPO in MiniMax-M1, arXiv 2506.13585, eq. 4-5; volcengine/verl compute_policy_loss_cispo.
+    """
+
+    kind = "cispo"
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """See `Clip`; the indicators do not depend on the sign of the advantage."""
+        ratio = log_ratio.detach().exp()
+        bounded_ratio = ratio.clamp(1.0 - self.low, 1.0 + self.high)
+        return -bounded_ratio * advantage.detach() * logp, self.indicators(ratio)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"-stopgrad(clip(r_it, {self.bounds})) A_it logp_it"
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        """See `Clip`."""
+        if ratio.row_gradient:
+            yield f"clip 'cispo' detaches the ratio, but ratio '{ratio.kind}' needs its gradient. Use ratio 'token'."
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Clip):
+    """Score-function loss -A logp, without a ratio (Williams, REINFORCE, 1992)."""
+
+    kind = "policy_gradient"
+    uses_ratio = False
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """See `Clip`."""
+        return -advantage.detach() * logp, {}
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "-A_it logp_it"
+
+    def conflicts(self, ratio: Ratio) -> Iterator[str]:
+        """See `Clip`."""
+        if ratio.kind != "token":
+            yield f"clip 'policy_gradient' uses no ratio, but ratio is '{ratio.kind}'. Use ratio 'token'."
+
+
+@dataclass(frozen=True)
+class Unclipped(Clip):
+    """Importance-weighted loss -A r without a bound (conservative policy iteration, arXiv 1707.06347, eq. 6)."""
+
+    kind = "unclipped"
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """See `Clip`."""
+        return -advantage.detach() * log_ratio.exp(), {}
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "-A_it r_it"
+
+
+@dataclass(frozen=True)
+class Bgpo(Clip):
+    """Bound of the importance-weighted loss that is linear in Monte Carlo samples of a log-likelihood bound.
+
+    With d the log-ratio of one sample, -A (1 + d) where A >= 0 and -A exp(d) where A < 0. Averaged over samples it is
+    never below -A exp(mean d), because exp(x) >= 1 + x and by Jensen; at d = 0 value and gradient are the same. As each
+    sample enters on its own, samples may be backpropagated one at a time. The gradient is not bounded.
+
+    Source: BGPO, arXiv 2510.11683; rebuilt from the properties that its abstract states.
+    """
+
+    kind = "bgpo"
+
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+        """See `Clip`."""
+        advantage = advantage.detach()
+        return -advantage * torch.where(advantage < 0, log_ratio.exp(), 1.0 + log_ratio), {}
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]"
+
+
+CLIPS: dict[str, type[Clip]] = {
+    block.kind: block for block in (PpoClip, GspoClip, Cispo, PolicyGradient, Unclipped, Bgpo)
+}

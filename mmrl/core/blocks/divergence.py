@@ -1,0 +1,230 @@
+"""Terms that keep the policy near a reference or spread out: divergences and entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.aggregation import Aggregation
+from mmrl.core.blocks.block import Block
+from mmrl.core.outputs import PolicyOutputs, required
+from mmrl.core.regularizers import entropy_sampled, k1, k1p, k2, k3, k3p
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
+
+__all__ = [
+    "DIVERGENCES",
+    "ENTROPIES",
+    "K1",
+    "K2",
+    "K3",
+    "Divergence",
+    "Entropy",
+    "ExactKl",
+    "FullEntropy",
+    "K1StraightThrough",
+    "K3StraightThrough",
+    "SampledEntropy",
+]
+
+
+@dataclass(frozen=True)
+class Divergence(Block):
+    """Divergence from the reference, added to the loss or taken off the reward."""
+
+    needs = frozenset({"logp_ref"})
+    only_gradient: ClassVar[bool] = False
+    """Whether the block differs from another one in its gradient only, so that it has no place in a reward."""
+    coef: float = bounded(0.0, at_least=0)
+    """Weight; 0 needs no reference."""
+    in_reward: bool = False
+    """Whether the divergence is taken off the reward instead of being added to the loss."""
+    aggregation: Aggregation | None = None
+    """How the term is averaged; None as the policy term."""
+
+    def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """Divergence (B, T) in nats of the policy's current outputs, with gradient."""
+        return self.estimate(outputs.logp, self.reference(rollouts))
+
+    def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """Divergence (...) from log-probabilities (...) of the decisions taken."""
+        raise NotImplementedError
+
+    def penalty(self, rollouts: Rollouts) -> Tensor:
+        """What is taken off the rewards of the decisions (B, T), from the log-probabilities at sampling time."""
+        return self.coef * self.estimate(rollouts.logp_old, self.reference(rollouts)) * row_weights(rollouts)
+
+    def reference(self, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities under the reference; raises ValueError where there are none."""
+        hint = f"kl '{self.kind}' compares with the reference policy; score it or set its coef to 0"
+        return required(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
+
+    def problems(self, where: str) -> Iterator[str]:
+        """See `Block`."""
+        yield from super().problems(where)
+        if self.in_reward and self.only_gradient:
+            yield f"{where} '{self.kind}' only changes a gradient and the reward has none. Use '{self.kind[:2]}'."
+        if self.in_reward and self.aggregation is not None:
+            yield f"{where}.aggregation has no effect with {where}.in_reward. Set one of the two."
+
+
+@dataclass(frozen=True)
+class K1(Divergence):
+    """See `mmrl.core.regularizers.k1`."""
+
+    kind = "k1"
+
+    def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return k1(logp, logp_ref)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "(logp_it - logp_ref_it)"
+
+
+@dataclass(frozen=True)
+class K2(Divergence):
+    """See `mmrl.core.regularizers.k2`."""
+
+    kind = "k2"
+
+    def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return k2(logp, logp_ref)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "0.5 (logp_it - logp_ref_it)^2"
+
+
+@dataclass(frozen=True)
+class K3(Divergence):
+    """See `mmrl.core.regularizers.k3`."""
+
+    kind = "k3"
+    clamp: bool = True
+    """Whether to limit the exponent to +-20 and the value to +-10 (verl, EasyR1) or not (TRL)."""
+
+    def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return k3(logp, logp_ref, self.clamp)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        limits = " (exponent within +-20, value within +-10)" if self.clamp and not self.in_reward else ""
+        return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1){limits}"
+
+
+@dataclass(frozen=True)
+class K1StraightThrough(Divergence):
+    """`K1` with the gradient of `K2`."""
+
+    kind = "k1p"
+    only_gradient = True
+
+    def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return k1p(logp, logp_ref)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "(logp_it - logp_ref_it; gradient of k2)"
+
+
+@dataclass(frozen=True)
+class K3StraightThrough(K3):
+    """`K3` with the gradient of `K2`."""
+
+    kind = "k3p"
+    only_gradient = True
+
+    def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """See `Divergence`."""
+        return k3p(logp, logp_ref, self.clamp)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        limits = " (exponent within +-20, value within +-10)" if self.clamp else ""
+        return f"(exp(logp_ref_it - logp_it) - (logp_ref_it - logp_it) - 1; gradient of k2){limits}"
+
+
+@dataclass(frozen=True)
+class ExactKl(Divergence):
+    """The exact divergence over the whole action distribution, which the policy scores itself."""
+
+    kind = "full"
+    needs = frozenset({"kl_ref"})
+
+    def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
+        """See `Divergence`."""
+        return required(outputs.kl_ref, "scores.kl_ref", "kl 'full' needs the policy to score it")
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "KL(policy || reference) over the whole distribution"
+
+    def problems(self, where: str) -> Iterator[str]:
+        """See `Block`."""
+        yield from super().problems(where)
+        if self.in_reward:
+            yield f"{where} 'full' cannot go into the reward: it is scored during the update. Use 'k1'."
+
+
+@dataclass(frozen=True)
+class Entropy(Block):
+    """Entropy bonus."""
+
+    coef: float = 0.0
+    """Weight; positive rewards entropy, negative punishes it."""
+
+    def __call__(self, outputs: PolicyOutputs) -> Tensor:
+        """Entropy (B, T) in nats, with gradient."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SampledEntropy(Entropy):
+    """-logp of the decision taken; see `entropy_sampled`."""
+
+    kind = "sampled"
+
+    def __call__(self, outputs: PolicyOutputs) -> Tensor:
+        """See `Entropy`."""
+        return entropy_sampled(outputs.logp)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "(-logp_it)"
+
+
+@dataclass(frozen=True)
+class FullEntropy(Entropy):
+    """Entropy of the whole action distribution, which the policy scores."""
+
+    kind = "full"
+    needs = frozenset({"entropy"})
+
+    def __call__(self, outputs: PolicyOutputs) -> Tensor:
+        """See `Entropy`."""
+        return required(outputs.entropy, "scores.entropy", "entropy 'full' needs the policy to score it")
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "H_it"
+
+
+def row_weights(rollouts: Rollouts) -> Tensor:
+    """Factor of each row's divergence (B, 1): `extras["kl_weight"]` (B,), or 1."""
+    weight = rollouts.extras.get("kl_weight")
+    return torch.ones_like(rollouts.reward)[:, None] if weight is None else weight.detach()[:, None]
+
+
+DIVERGENCES: dict[str, type[Divergence]] = {
+    block.kind: block for block in (K1, K2, K3, K1StraightThrough, K3StraightThrough, ExactKl)
+}
+ENTROPIES: dict[str, type[Entropy]] = {block.kind: block for block in (SampledEntropy, FullEntropy)}

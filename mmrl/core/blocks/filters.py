@@ -1,0 +1,120 @@
+"""Which groups go into the update; groups whose rewards are all equal have no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.core.blocks.block import Block
+from mmrl.core.filters import zero_variance_groups
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
+
+__all__ = ["FILTERS", "DropGroups", "GroupFilter", "KeepAll", "ResampleGroups"]
+
+
+@dataclass(frozen=True)
+class GroupFilter(Block):
+    """Chooses among the groups of a rollout batch."""
+
+    resamples: ClassVar[bool] = False
+    """Whether further tasks are sampled until the step is full."""
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        """Which groups to keep (N,) bool; the rows are whole groups, scored."""
+        raise NotImplementedError
+
+    @property
+    def reward_key(self) -> str:
+        """`reward`, or the reward term that is looked at."""
+        return "reward"
+
+    @property
+    def tries(self) -> int:
+        """Most rollout batches of a step."""
+        return 1
+
+
+@dataclass(frozen=True)
+class KeepAll(GroupFilter):
+    """Keeps every group."""
+
+    kind = "none"
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        """See `GroupFilter`."""
+        return torch.ones(rollouts.num_groups, dtype=torch.bool, device=rollouts.group.device)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return ""
+
+
+@dataclass(frozen=True)
+class DropGroups(GroupFilter):
+    """Drops groups whose rewards are all equal, or whose mean is outside the bounds."""
+
+    kind = "drop"
+    key: str = "reward"
+    """`reward`, or the name of a reward term."""
+    low: float | None = None
+    """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
+    high: float | None = None
+    """Keep groups whose mean of `key` lies strictly below."""
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        """See `GroupFilter`."""
+        return zero_variance_groups(rollouts, self.key, self.low, self.high)
+
+    @property
+    def reward_key(self) -> str:
+        """See `GroupFilter`."""
+        return self.key
+
+    def formula(self) -> str:
+        """See `Block`."""
+        rule = f"groups whose {self.key} is the same in all rows"
+        if self.low is not None or self.high is not None:
+            low = "-inf" if self.low is None else f"{self.low:g}"
+            high = "inf" if self.high is None else f"{self.high:g}"
+            rule = f"groups whose mean {self.key} is not strictly between {low} and {high}"
+        return f"{rule} {self.action()}"
+
+    def action(self) -> str:
+        """What happens to the other groups."""
+        return "are dropped"
+
+    def problems(self, where: str) -> Iterator[str]:
+        """See `Block`."""
+        yield from super().problems(where)
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            yield f"{where}.low {self.low} must lie below {where}.high {self.high}; no group could be kept."
+
+
+@dataclass(frozen=True)
+class ResampleGroups(DropGroups):
+    """Dynamic sampling: replaces the groups that `DropGroups` drops by sampling further tasks.
+
+    Source: DAPO, arXiv 2503.14476, eq. 11; bounds on the mean as in EasyR1 filter_low and filter_high.
+    """
+
+    kind = "resample"
+    resamples = True
+    max_tries: int = bounded(20, at_least=1)
+    """Sampling rounds before the step goes on with what there is (EasyR1: 20)."""
+
+    @property
+    def tries(self) -> int:
+        """See `GroupFilter`."""
+        return self.max_tries
+
+    def action(self) -> str:
+        """See `DropGroups`."""
+        return "are replaced by sampling further tasks"
+
+
+FILTERS: dict[str, type[GroupFilter]] = {block.kind: block for block in (KeepAll, DropGroups, ResampleGroups)}

@@ -1,0 +1,98 @@
+"""What happens to advantages after they have been estimated: whitening, a bound, a factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.core.aggregation import masked_mean
+from mmrl.core.blocks.block import Block
+from mmrl.core.groups import WHITEN_EPS, masked_whiten
+from mmrl.core.returns import turn_means
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
+
+__all__ = ["SCALINGS", "AdvantageScaling"]
+
+
+@dataclass(frozen=True)
+class AdvantageScaling(Block):
+    """Whitens, bounds and scales advantages, in this order."""
+
+    kind = "scaling"
+    whiten: str = choice("none", ("none", "decisions", "rows", "turns"))
+    """Bring the advantages of the rollout step to mean 0 and variance 1, where these count as one sample each: all
+    trained "decisions" (PPO in verl), "rows" or "turns" with the mean of their decisions; "none" leaves them."""
+    clip: float | None = bounded(None, above=0)
+    """Largest size of an advantage; larger ones are set to +-clip. None does not clip."""
+    scale: float = bounded(1.0, above=0, below=math.inf)
+    """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
+
+    def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:
+        """Scaled advantages.
+
+        Args:
+            advantage: (B, T), 0 where nothing is trained.
+            rollouts: Its rows.
+
+        Returns:
+            (B, T), 0 where nothing is trained.
+        """
+        advantage = WHITENINGS[self.whiten](advantage, rollouts)
+        if self.clip is not None:
+            advantage = advantage.clamp(-self.clip, self.clip)
+        return advantage * self.scale
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the advantages stay as they are."""
+        return self == AdvantageScaling()
+
+    def needed_turns(self) -> frozenset[str]:
+        """What whitening needs."""
+        return frozenset({"turns"}) if self.whiten == "turns" else frozenset()
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "".join(self._steps())
+
+    def _steps(self) -> Iterator[str]:
+        if self.whiten != "none":
+            yield f"; then whitened over all trained {self.whiten}"
+        if self.clip is not None:
+            yield f"; then limited to +-{self.clip:g}"
+        if self.scale != 1:
+            yield f"; then times {self.scale:g}"
+
+
+def _not(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+    return advantage
+
+
+def _over_decisions(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+    return masked_whiten(advantage, rollouts.loss_mask)
+
+
+def _over_rows(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+    mask = rollouts.loss_mask
+    return _by_samples(advantage, masked_mean(advantage, mask)[mask.sum(1) > 0], mask)
+
+
+def _over_turns(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+    means, trained = turn_means(rollouts, advantage)
+    return _by_samples(advantage, means[trained], rollouts.loss_mask)
+
+
+def _by_samples(advantage: Tensor, samples: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale advantages by the mean and the deviation of samples (n,)."""
+    mean = samples.mean() if len(samples) else samples.new_zeros(())
+    variance = ((samples - mean) ** 2).sum() / max(len(samples) - 1, 1)
+    return torch.where(mask > 0, (advantage - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0)
+
+
+WHITENINGS = {"none": _not, "decisions": _over_decisions, "rows": _over_rows, "turns": _over_turns}
+SCALINGS: dict[str, type[AdvantageScaling]] = {AdvantageScaling.kind: AdvantageScaling}

@@ -1,0 +1,106 @@
+"""Objectives that compare the samples of a group."""
+
+from mmrl.core.blocks import (
+    K1,
+    K2,
+    K3,
+    Cispo,
+    FixedLength,
+    GroupMean,
+    GroupMeanBatchStd,
+    GroupMeanStd,
+    GspoClip,
+    LeaveOneOut,
+    PpoClip,
+    ResampleGroups,
+    SequenceMean,
+    SequenceProductRatio,
+    SequenceRatio,
+    TokenMean,
+)
+from mmrl.core.objective import Objective
+
+__all__ = ["ROWS"]
+
+ROWS = (
+    Objective(
+        "grpo",
+        GroupMeanStd(),
+        PpoClip(),
+        SequenceMean(),
+        kl=K3(0.04, clamp=False),
+        citation="Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3-4",
+    ),
+    Objective(
+        "dr_grpo",
+        GroupMean(),
+        PpoClip(),
+        # generate_max_length of sail-sg/understand-r1-zero; to be set to the sampler's own limit.
+        FixedLength(3000),
+        citation="Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2",
+    ),
+    Objective(
+        "dapo",
+        GroupMeanStd(),
+        PpoClip(high=0.28),
+        TokenMean(),
+        filter=ResampleGroups(),
+        citation="Yu et al., DAPO, arXiv 2503.14476, eq. 8-12 (clip 0.2/0.28, dynamic sampling, token mean)",
+    ),
+    Objective(
+        "rloo",
+        LeaveOneOut(),
+        PpoClip(),
+        SequenceMean(),
+        ratio=SequenceProductRatio(),
+        kl=K1(0.05, in_reward=True),
+        citation="Ahmadian et al., Back to Basics, arXiv 2402.14740, section 3.2; clip and KL 0.05 as in TRL",
+    ),
+    Objective(
+        "reinforce_pp_baseline",
+        GroupMeanBatchStd(),
+        PpoClip(),
+        TokenMean(),
+        kl=K2(0.001),
+        citation="Hu et al., REINFORCE++ (baseline variant), arXiv 2501.03262; k2 loss 0.001 as in OpenRLHF",
+    ),
+    Objective(
+        "gspo",
+        GroupMeanStd(),
+        GspoClip(low=3e-4, high=4e-4),
+        SequenceMean(),
+        ratio=SequenceRatio(),
+        citation="Zheng et al., GSPO, arXiv 2507.18071, eq. 5 and 13 (clip 3e-4/4e-4)",
+    ),
+    Objective(
+        "cispo",
+        GroupMeanStd(),
+        # The paper tunes its upper epsilon without printing it; ScaleRL and TRL cap the ratio at 5.
+        Cispo(low=1.0, high=4.0),
+        TokenMean(),
+        citation="MiniMax-M1, arXiv 2506.13585, eq. 4-5 (no lower bound); upper bound 5 of arXiv 2510.13786",
+    ),
+    Objective(
+        "papo",
+        GroupMeanStd(),
+        PpoClip(high=0.3, dual=3.0),
+        TokenMean(),
+        kl=K3(0.01),
+        citation="base objective of PAPO_G's public scripts, arXiv 2507.06448 (clip 0.2/0.3, dual clip 3, k3 0.01)",
+    ),
+    Objective(
+        "apo",
+        GroupMeanStd(eps=1e-9),
+        PpoClip(),
+        TokenMean(),
+        kl=K3(1e-3, clamp=False, aggregation=SequenceMean()),
+        citation="base objective of View-R1's examples/scripts/train_grpo.sh, arXiv 2506.21655",
+    ),
+    Objective(
+        "srpo",
+        GroupMeanStd(),
+        PpoClip(high=0.28, dual=3.0),
+        SequenceMean(),
+        citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means)",
+    ),
+)

@@ -1,0 +1,51 @@
+"""Objectives of diffusion and flow models; a decision is a denoising step or a noisy version of an image."""
+
+from mmrl.core.blocks import AdvantageScaling, ExactKl, GroupMeanGlobalStd, GroupMeanStd, PpoClip, TokenMean
+from mmrl.core.objective import Objective
+
+__all__ = ["ROWS"]
+
+ROWS = (
+    Objective(
+        "flow_grpo",
+        GroupMeanGlobalStd(eps=1e-4),
+        PpoClip(low=1e-4, high=1e-4),
+        TokenMean(),
+        scaling=AdvantageScaling(clip=5.0),
+        kl=ExactKl(0.04),
+        citation="Liu et al., Flow-GRPO, arXiv 2505.05470 (clip 1e-4, KL 0.04 of GenEval, deviation of the epoch)",
+    ),
+    Objective(
+        "flow_grpo_fast",
+        GroupMeanGlobalStd(eps=1e-4),
+        PpoClip(low=1e-5, high=1e-5),
+        TokenMean(),
+        scaling=AdvantageScaling(clip=5.0),
+        citation="Flow-GRPO, arXiv 2505.05470; its code's config/grpo.py, *_fast_nocfg (clip 1e-5, no KL)",
+    ),
+    Objective(
+        "ddpo",
+        GroupMeanStd(ddof=0, eps=1e-6),
+        PpoClip(low=1e-4, high=1e-4),
+        TokenMean(),
+        scaling=AdvantageScaling(clip=5.0),
+        citation="Black et al., DDPO, arXiv 2305.13301 (clip 1e-4; the diffusion recipe keeps a history a prompt)",
+    ),
+    Objective(
+        "dance_grpo",
+        GroupMeanStd(ddof=1, eps=1e-8),
+        PpoClip(low=1e-4, high=1e-4),
+        TokenMean(),
+        scaling=AdvantageScaling(clip=5.0),
+        citation="Xue et al., DanceGRPO, arXiv 2505.07818 (clip 1e-4, standard deviation of the group)",
+    ),
+    Objective(
+        "awm",
+        GroupMeanGlobalStd(eps=1e-4),
+        PpoClip(low=1.0, high=1.0),
+        TokenMean(),
+        scaling=AdvantageScaling(clip=5.0, scale=0.2),
+        kl=ExactKl(0.001),
+        citation="Xue et al., AWM, arXiv 2509.25050 (advantages within +-1, velocity distance 0.001)",
+    ),
+)

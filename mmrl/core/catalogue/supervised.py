@@ -1,0 +1,8 @@
+"""Objectives that learn from given answers."""
+
+from mmrl.core.blocks import GroupMeanStd, PolicyGradient, TokenMean
+from mmrl.core.objective import Objective
+
+__all__ = ["ROWS"]
+
+ROWS = (Objective("sft", GroupMeanStd(), PolicyGradient(), TokenMean(), citation="maximum likelihood"),)
