@@ -121,7 +121,7 @@ def test_options_that_a_block_does_not_have_are_refused(changes, message):
         ({"value": ValueLoss()}, "has no critic"),
         ({"advantage": Gae()}, "needs a critic, but there is no value loss"),
         ({"filter": DropGroups(low=0.9, high=0.1)}, "must lie below"),
-        ({"advantage": GroupMeanStd(ddof=2)}, r"advantage\.ddof is '2'; allowed: 0, 1"),
+        ({"advantage": GroupMeanStd(ddof=2)}, r"advantage\.ddof is 2; allowed: 0, 1"),
         ({"advantage": GroupMeanStd(eps=-1.0)}, r"advantage\.eps is -1\.0"),
         ({"advantage": WhitenedReturns(gamma=1.1)}, r"advantage\.gamma is 1\.1"),
         ({"advantage": GroupMeanStd(singleton="drop")}, "singleton is 'drop'; allowed: zero, keep"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmrl.fields import bounded, check_fields, choice, parts_of
+from mmrl.fields import bounded, choice
 from mmrl.training.record.tracking import TrackingConfig
 
 __all__ = [
@@ -157,6 +157,12 @@ class RunConfig:
     """Where metrics go."""
 
     def validate(self) -> None:
-        """Check every part; raises ValueError naming the key."""
-        for part in (self.trainer, self.reference, self.checkpoint, self.evaluation):
-            part.validate()
+        """Check the bounds of all fields and the rules of all parts; a subclass adds the rules between its parts.
+
+        Raises:
+            ValueError: The message names the key, the value and what is allowed.
+        """
+        check_fields(self)
+        for part in parts_of(self):
+            if hasattr(part, "validate"):
+                part.validate()
