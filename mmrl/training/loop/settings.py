@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.training.record.tracking import TrackingConfig
 
 __all__ = [
