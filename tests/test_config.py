@@ -23,7 +23,7 @@ def test_numbers_overrides_and_defaults(write):
     entry, config = load_run(write(GOOD + "trainer: {learning_rate: 3e-4}\n"), ["trainer.steps=7", "papo.gamma=0.5"])
     assert entry.name == "papo"
     assert (config.trainer.learning_rate, config.trainer.steps, config.papo.gamma) == (3e-4, 7, 0.5)
-    assert config.objective.clip["dual"] == 3.0
+    assert config.objective.preset == "papo"
 
 
 def test_extends_starts_from_another_file(write):

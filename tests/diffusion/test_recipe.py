@@ -305,7 +305,7 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["eval_ema.decay=1.0"], "eval_ema.decay is 1.0"),
         (["trainer.samples_per_task=1"], "samples_per_task is 1, but the advantage 'group_mean_global_std'"),
         (["objective.preset=ppo"], "which needs a critic"),
-        (["objective.preset=grpo"], "objective.kl is 'k3', which needs log-probabilities .* use full"),
+        (["objective.preset=grpo"], "objective.kl is 'k3', which needs log-probabilities of the decisions"),
         (["model.dtype=float16"], "model.dtype='float16'"),
         (["model.path=no/such/folder"], "no/such/folder"),
     ],
