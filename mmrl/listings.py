@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from mmrl.core.objective import Objective
+    pass
 
 __all__ = ["LISTINGS", "Row"]
 
