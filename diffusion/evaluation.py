@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,21 +15,23 @@ from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask
 from diffusion.forward_process import matched_velocities, stack_timesteps
 from diffusion.guidance import GuidedVelocity
-from diffusion.sampler import sample_latents
-from mmrl.training.loop.distributed import merge_lists, shard
-from mmrl.training.loop.recipe import Evaluation
+from diffusion.pipelines import decode_latents
+from diffusion.policy import DiffusionPolicy
+from diffusion.sampler import SamplerConfig, sample_latents
+from mmrl.rewards import RewardResult
+from mmrl.training.loop.distributed import merge_lists
+from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
+from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.samples import SampleRecord
-from mmrl.training.record.statistics import cluster_bootstrap_interval
 
-if TYPE_CHECKING:
-    from diffusion.recipe import DiffusionRecipe
-
-__all__ = ["DiffusionEvaluationConfig", "base_distance", "evaluate_split", "latent_diversity"]
+__all__ = ["DiffusionEvaluationConfig", "ImageMeasure", "base_distance", "latent_diversity", "training_cost"]
 
 DISTANCE_TIMES = (0.2, 0.4, 0.6, 0.8)
+SHOWN_IMAGES = 4
+"""Images of a prompt that the report keeps."""
 
 
 @dataclass
@@ -48,34 +50,121 @@ class DiffusionEvaluationConfig(EvaluationConfig):
             raise ValueError("evaluation.greedy and evaluation.temperature mean nothing for images; leave them out")
 
 
-def evaluate_split(
-    recipe: DiffusionRecipe, tasks: Sequence[DiffusionTask], split: str, accelerator: Accelerator
-) -> Evaluation:
-    """Draw and score images of every prompt.
+ScoreImages = Callable[[Sequence[DiffusionTask], np.ndarray, Sequence[bool]], RewardResult]
+"""Scores images uint8 (B, height, width, 3), given the task of each row and whether the row has an image."""
 
-    The seeds follow from (seed, split, prompt) alone, so evaluations of different steps and arms are paired.
+
+@dataclass
+class ImageMeasure(Measure[DiffusionTask]):
+    """Rewards and held-out rewards of images, their diversity, and how far the model has moved.
+
+    The seeds follow from (seed, split, prompt) alone, so evaluations of different steps and arms are paired. The
+    metrics are score/<reward> and heldout/<reward> with bootstrap intervals over prompts, diversity/latent,
+    distance/base and the count unscored.
+    """
+
+    policy: DiffusionPolicy
+    base: Reference
+    """The policy as it was at the start."""
+    score: ScoreImages
+    heldout: Collection[str]
+    """Reward terms that are not optimised."""
+    evaluation: DiffusionEvaluationConfig
+    sampler: SamplerConfig
+    seed: int
+    split: str
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts whose images are drawn together."""
+        return self.evaluation.batch_tasks
+
+    def run(self, batch: Sequence[Trial[DiffusionTask]], start: int) -> list[Row]:
+        """Draw and score the images of some prompts."""
+        count = self.evaluation.samples
+        tasks = [trial.task for trial in batch]
+        text = self._text(tasks)
+        latents = self._latents(text, torch.cat([self._seeds(trial.index) for trial in batch]))
+        images, finite = decode_latents(self.policy.pipeline, latents, batch=self.sampler.batch_rows)
+        scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
+        usable = latents.nan_to_num(0.0, 0.0, 0.0)
+        rows = []
+        for place, trial in enumerate(batch):
+            own = slice(place * count, (place + 1) * count)
+            noise = stream_seed(self.seed, self.split, trial.index)
+            rows.append(
+                {
+                    "index": trial.index,
+                    "repeat": trial.repeat,
+                    "task": trial.task,
+                    "images": images[own],
+                    "terms": {name: values[own] for name, values in scored.terms.items()},
+                    "total": scored.total[own],
+                    "diversity": latent_diversity(usable[own]),
+                    "distance": base_distance(self.policy, self.base, usable[own], text.select(own), noise),
+                }
+            )
+        return rows
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[DiffusionTask]) -> dict[str, float]:
+        """Mean rewards with their intervals, diversity, distance and the count of missing scores."""
+        rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
+        metrics: dict[str, float] = {}
+        missing = 0
+        for term in rows[0]["terms"] if rows else ():
+            scores = [row["terms"][term] for row in rows]
+            missing += unscored(scores)
+            kind = "heldout" if term in self.heldout else "score"
+            metrics |= with_interval(f"{kind}/{metric_label(term)}", scores, rng)
+        if rows:
+            metrics["diversity/latent"] = float(np.mean([row["diversity"] for row in rows]))
+            metrics["distance/base"] = float(np.mean([row["distance"] for row in rows]))
+        return metrics | {"unscored": float(missing)}
+
+    def record(self, row: Row) -> SampleRecord:
+        """The first images of a prompt."""
+        from PIL import Image
+
+        shown = slice(0, SHOWN_IMAGES)
+        return SampleRecord(
+            id=row["task"].id,
+            prompt=row["task"].prompt,
+            response="",
+            outputs=[Image.fromarray(image) for image in row["images"][shown]],
+            reward=float(np.mean(row["total"][shown])),
+            terms={name: float(np.mean(values[shown])) for name, values in row["terms"].items()},
+        )
+
+    def _text(self, tasks: Sequence[DiffusionTask]) -> TextRows:
+        embedded = self.policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
+        return embedded.select(torch.arange(len(tasks)).repeat_interleave(self.evaluation.samples))
+
+    def _seeds(self, index: int) -> Tensor:
+        generator = make_generator(self.seed, "evaluate", self.split, index)
+        return torch.randint(2**62, (self.evaluation.samples, 2), generator=generator)
+
+    def _latents(self, text: TextRows, seeds: Tensor) -> Tensor:
+        sampler = self.sampler
+        guidance = sampler.guidance if sampler.eval_guidance is None else sampler.eval_guidance
+        return sample_latents(
+            self.policy, text, seeds, sampler, steps=sampler.eval_steps, guidance=guidance, solver="euler"
+        )
+
+
+@contextmanager
+def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator[dict[str, float]]:
+    """Keep evaluations out of a policy's cost.
 
     Args:
-        recipe: a diffusion recipe.
-        tasks: held-out prompts.
-        split: name of the split.
-        accelerator: processes to share the work with.
+        policy: its counts are put back in the end.
+        accelerator: processes whose counts are added up.
 
-    Returns:
-        score/<reward> and heldout/<reward> with bootstrap intervals over prompts, diversity/latent, distance/base, the
-        cost of training so far, counts, and some images of each of the first prompts.
+    Yields:
+        The cost of training so far as metrics cost/<name>.
     """
-    mine = shard(list(enumerate(tasks)), accelerator)
-    size = recipe.config.evaluation.batch_tasks
-    spent = dict(recipe.policy.cost)
-    rows: list[dict[str, Any]] = []
-    with torch.no_grad():
-        for start in range(0, len(mine), size):
-            rows += _evaluate_batch(recipe, mine[start : start + size], split)
-    recipe.policy.cost.update(spent)
-    rows = sorted(merge_lists(rows, accelerator), key=lambda row: row["index"])
-    metrics = _metrics(recipe, rows, split) | _costs(spent, accelerator)
-    return Evaluation(metrics, [_record(row) for row in rows[: recipe.config.evaluation.records]])
+    spent = dict(policy.cost)
+    yield {f"cost/{name}": float(sum(merge_lists([value], accelerator))) for name, value in spent.items()}
+    policy.cost.update(spent)
 
 
 def latent_diversity(latents: Tensor) -> float:
@@ -95,11 +184,12 @@ def latent_diversity(latents: Tensor) -> float:
     return float(distances.mean())
 
 
-def base_distance(recipe: DiffusionRecipe, latents: Tensor, text: TextRows, seed: int) -> float:
+def base_distance(policy: DiffusionPolicy, base: Reference, latents: Tensor, text: TextRows, seed: int) -> float:
     """Mean squared distance between the velocities of policy and base model on noisy versions of images.
 
     Args:
-        recipe: gives policy and base.
+        policy: the trained model.
+        base: the policy as it was at the start.
         latents: x_0 (B, C, H, W).
         text: text of the rows.
         seed: of the noise.
@@ -111,86 +201,8 @@ def base_distance(recipe: DiffusionRecipe, latents: Tensor, text: TextRows, seed
     noisy = stack_timesteps(latents, len(DISTANCE_TIMES), generator=generator, sigma=torch.tensor(DISTANCE_TIMES))
     rows = text.select(noisy.image)
 
-    def base(x: Tensor, sigma: Tensor) -> Tensor:
-        return recipe.start.score(lambda module: GuidedVelocity(module, rows)(x, sigma))
+    def base_velocity(x: Tensor, sigma: Tensor) -> Tensor:
+        return base.score(lambda module: GuidedVelocity(module, rows)(x, sigma))
 
-    own, anchors = matched_velocities(GuidedVelocity(recipe.policy, rows), {"base": base}, noisy)
+    own, anchors = matched_velocities(GuidedVelocity(policy, rows), {"base": base_velocity}, noisy)
     return float((own.float() - anchors["base"].float()).square().mean())
-
-
-def _evaluate_batch(
-    recipe: DiffusionRecipe, batch: Sequence[tuple[int, DiffusionTask]], split: str
-) -> list[dict[str, Any]]:
-    config, count = recipe.config, recipe.config.evaluation.samples
-    tasks = [task for _, task in batch]
-    text = recipe.text_of(tasks, torch.arange(len(tasks)).repeat_interleave(count))
-    seeds = torch.cat([_seeds(config.seed, split, index, count) for index, _ in batch])
-    guidance = config.sampler.guidance if config.sampler.eval_guidance is None else config.sampler.eval_guidance
-    latents = sample_latents(
-        recipe.policy, text, seeds, config.sampler, steps=config.sampler.eval_steps, guidance=guidance, solver="euler"
-    )
-    images, finite = recipe.decode(latents)
-    scored = recipe.score_images([task for task in tasks for _ in range(count)], images, finite)
-    usable = latents.nan_to_num(0.0, 0.0, 0.0)
-    rows = []
-    for place, (index, task) in enumerate(batch):
-        own = slice(place * count, (place + 1) * count)
-        noise = stream_seed(config.seed, split, index)
-        rows.append(
-            {
-                "index": index,
-                "task": task,
-                "images": images[own],
-                "terms": {name: values[own] for name, values in scored.terms.items()},
-                "total": scored.total[own],
-                "diversity": latent_diversity(usable[own]),
-                "distance": base_distance(recipe, usable[own], text.select(own), noise),
-            }
-        )
-    return rows
-
-
-def _seeds(seed: int, split: str, index: int, count: int) -> Tensor:
-    return torch.randint(2**62, (count, 2), generator=make_generator(seed, "evaluate", split, index))
-
-
-def _metrics(recipe: DiffusionRecipe, rows: Sequence[dict[str, Any]], split: str) -> dict[str, float]:
-    rng = np.random.default_rng(stream_seed(recipe.config.seed, "bootstrap", split))
-    heldout = {reward.name for reward in recipe.config.heldout_rewards}
-    metrics: dict[str, float] = {"n": float(len(rows))}
-    unscored = 0
-    for term in rows[0]["terms"] if rows else ():
-        values = [[value for value in row["terms"][term] if value == value] for row in rows]
-        unscored += sum(len(row["terms"][term]) for row in rows) - sum(map(len, values))
-        values = [group for group in values if group]
-        flat = [value for group in values for value in group]
-        name = f"{'heldout' if term in heldout else 'score'}/{metric_label(term)}"
-        low, high = cluster_bootstrap_interval(values, rng) if flat else (float("nan"), float("nan"))
-        metrics |= {name: float(np.mean(flat)) if flat else float("nan"), f"{name}/low": low, f"{name}/high": high}
-    if rows:
-        metrics["diversity/latent"] = float(np.mean([row["diversity"] for row in rows]))
-        metrics["distance/base"] = float(np.mean([row["distance"] for row in rows]))
-    return metrics | {"unscored": float(unscored)}
-
-
-def _costs(spent: dict[str, int], accelerator: Accelerator) -> dict[str, float]:
-    return {f"cost/{name}": float(sum(merge_lists([value], accelerator))) for name, value in spent.items()}
-
-
-def _record(row: dict[str, Any]) -> SampleRecord:
-    from PIL import Image
-
-    shown = slice(0, SHOWN_IMAGES)
-    terms = {name: float(np.mean(values[shown])) for name, values in row["terms"].items()}
-    return SampleRecord(
-        id=row["task"].id,
-        prompt=row["task"].prompt,
-        response="",
-        outputs=[Image.fromarray(image) for image in row["images"][shown]],
-        reward=float(np.mean(row["total"][shown])),
-        terms=terms,
-    )
-
-
-SHOWN_IMAGES = 4
-"""Images of a prompt that the report keeps."""

@@ -237,7 +237,7 @@ class DiffusionPolicy(nn.Module):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         if self.has_adapter:
-            save_adapter(self, folder)
+            save_adapter(self.transformer, self.pipeline, folder)
         else:
             self.transformer.save_pretrained(folder)
         text = json.dumps(_base(self), indent=2, sort_keys=True)

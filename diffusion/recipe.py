@@ -11,6 +11,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
 from diffusion.ema import EMAWeights, eval_ema_decay
-from diffusion.evaluation import DiffusionEvaluationConfig, evaluate_split
+from diffusion.evaluation import DiffusionEvaluationConfig, ImageMeasure, training_cost
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
 from diffusion.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
@@ -35,8 +36,9 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum
 from mmrl.training.loop.distributed import global_advantages
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.recipe import Evaluation, Recipe
+from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
@@ -251,13 +253,24 @@ class DiffusionRecipe(Recipe):
         """Advantages of one reward with the objective's estimator, over all processes."""
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
-    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator) -> Evaluation:  # type: ignore[override]
         """Images at fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base model."""
-        self.start.to(self.policy.device)  # copied before the policy moved there
-        if self.eval_ema is None:
-            return evaluate_split(self, self.eval_tasks[split], split, accelerator)
-        with self.eval_ema.applied():
-            return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+        config = self.config
+        self.start.to(policy.device)  # copied before the policy moved there
+        measure = ImageMeasure(
+            policy=policy,
+            base=self.start,
+            score=self.score_images,
+            heldout=[reward.name for reward in config.heldout_rewards],
+            evaluation=config.evaluation,
+            sampler=config.sampler,
+            seed=config.seed,
+            split=split,
+        )
+        average = nullcontext() if self.eval_ema is None else self.eval_ema.applied()
+        with average, training_cost(policy, accelerator) as cost:
+            found = evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+        return Evaluation(found.metrics | cost, found.records)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as images with rewards and advantages."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffusion.pipelines import quiet_diffusers
 from mmrl.errors import UserError
-
-if TYPE_CHECKING:
-    from diffusion.policy import DiffusionPolicy
 
 __all__ = [
     "ADAPTER",
@@ -55,15 +52,14 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
         raise UserError(f"the weights in {folder} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def save_adapter(policy: DiffusionPolicy, folder: Path) -> None:
-    """Write the adapter of a policy as the file that diffusers' `load_lora_weights` reads."""
+def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
+    """Write a transformer's adapter as the file that the `load_lora_weights` of its pipeline reads."""
     from peft import get_peft_model_state_dict
 
-    transformer = policy.transformer
     weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
-    # rank and alpha travel in the file's header; without them diffusers takes alpha = rank
+    # rank and alpha go into the file's header; without them diffusers takes alpha = rank
     settings = transformer.peft_config[ADAPTER].to_dict()
-    type(policy.pipeline).save_lora_weights(
+    type(pipeline).save_lora_weights(
         folder,
         transformer_lora_layers={name: weight.detach().cpu() for name, weight in weights.items()},
         transformer_lora_adapter_metadata=settings,

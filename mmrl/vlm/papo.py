@@ -39,6 +39,7 @@ from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.task import VlmTask
 
@@ -183,7 +184,7 @@ class PapoRecipe(VlmRecipe):
         """Weight of the perception term at the current step."""
         return gamma_at(self.config.papo, self._step, self.config.trainer.steps)
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:  # type: ignore[override]
         """Sample with the original images, then make one masked copy of each question's images."""
         rollouts = super().rollout(policy, tasks, generator)
         payload = VlmPayload.of(rollouts)

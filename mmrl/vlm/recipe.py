@@ -23,19 +23,20 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, PrefixScope, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.evaluation import evaluate_split
+from mmrl.vlm.evaluation import AnswerMeasure
 from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import SamplerConfig, sample
-from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.vlm.task import TaskError, VlmTask, columns_of
 
 __all__ = ["VlmConfig", "VlmRecipe"]
 
@@ -117,10 +118,10 @@ class VlmRecipe(Recipe):
         self._errors: Counter[str] = Counter()
         self._controller = _kl_controller(config, self.objective)
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:  # type: ignore[override]
         """Sample G responses to each question; questions that cannot be shown to the model are counted and left out."""
         with stopwatch("encode"):
-            usable, prompts = self.encode(tasks)
+            usable, prompts = self.encode(policy, tasks)
         size = self.config.trainer.samples_per_task
         samples = sample(self.policy, prompts, size, self.config.sampler, generator, keep_prefix=self._kept_prefix)
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
@@ -154,9 +155,20 @@ class VlmRecipe(Recipe):
         scorer: Any = getattr(policy, "module", policy)
         return scorer.prefixes.open()  # type: ignore[no-any-return]
 
-    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:  # type: ignore[override]
         """Greedy and sampled accuracy on held-out questions."""
-        return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+        config = self.config
+        measure = AnswerMeasure(
+            policy=policy,
+            encode=self.encode,
+            rewards=self.rewards,
+            accuracy_reward=config.accuracy_reward or config.rewards[-1].name,
+            evaluation=config.evaluation,
+            sampler=config.sampler,
+            seed=config.seed,
+            split=split,
+        )
+        return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as text, images, rewards and advantages."""
@@ -192,10 +204,13 @@ class VlmRecipe(Recipe):
             **self._nucleus_mass(rollouts),
         } | error_metrics(self._errors)
 
-    def encode(self, tasks: Sequence[VlmTask], *, allow_none: bool = False) -> tuple[list[VlmTask], list[Prompt]]:
+    def encode(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
+    ) -> tuple[list[VlmTask], list[Prompt]]:
         """Tokenise questions with their images.
 
         Args:
+            policy: the policy that will read them.
             tasks: questions.
             allow_none: return two empty lists where none of them can be used.
 
@@ -209,7 +224,7 @@ class VlmRecipe(Recipe):
         last: TaskError | None = None
         for task in tasks:
             try:
-                prompts.append(self.policy.encode(task))
+                prompts.append(policy.encode(task))
                 usable.append(task)
             except TaskError as error:
                 last = error
@@ -291,18 +306,3 @@ def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
         except UserError as error:
             raise UserError(f"eval_data.{name}: {error}") from error
     return splits
-
-
-def columns_of(tasks: Sequence[VlmTask], lengths: Sequence[int]) -> dict[str, list[Any]]:
-    """Columns of the rows as lists, one entry a row, for reward functions.
-
-    Args:
-        tasks: the task of each row.
-        lengths: response tokens of each row, given as `completion_lengths`.
-
-    Returns:
-        Every column that any task has; None where a task lacks it.
-    """
-    names = sorted({name for task in tasks for name in task.columns})
-    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
-    return columns | {"completion_lengths": list(lengths)}

@@ -103,9 +103,9 @@ class SftRecipe(VlmRecipe):
         self._errors = Counter()
         self._controller = None
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:  # type: ignore[override]
         """Tokenise the given completions as if they had been sampled."""
-        usable, prompts = self.encode(tasks)
+        usable, prompts = self.encode(policy, tasks)
         tokenizer = self.policy.processor.tokenizer
         texts = [str(task.columns[self.config.target_key]) for task in usable]
         ids = [[*tokenizer.encode(text, add_special_tokens=False), self.policy.eos_ids[0]] for text in texts]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-__all__ = ["TASK_ERRORS", "ImageSource", "StoredImage", "TaskError", "VlmTask", "open_image"]
+__all__ = ["TASK_ERRORS", "ImageSource", "StoredImage", "TaskError", "VlmTask", "columns_of", "open_image"]
 
 
 class TaskError(Exception):
@@ -77,6 +77,21 @@ class VlmTask:
             where = f"image {number} of {len(self.images)}"
             images.append(open_image(source, self.id, where))
         return images
+
+
+def columns_of(tasks: Sequence[VlmTask], lengths: Sequence[int]) -> dict[str, list[Any]]:
+    """Columns of the rows as lists, one entry a row, for reward functions.
+
+    Args:
+        tasks: the task of each row.
+        lengths: response tokens of each row, given as `completion_lengths`.
+
+    Returns:
+        Every column that any task has; None where a task lacks it.
+    """
+    names = sorted({name for task in tasks for name in task.columns})
+    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
+    return columns | {"completion_lengths": list(lengths)}
 
 
 def open_image(source: ImageSource, task_id: str, where: str = "the image") -> Image.Image:

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -25,17 +26,19 @@ from mmrl.errors import UserError
 from mmrl.fields import choice
 from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
-from mmrl.training.loop.recipe import Evaluation, NoUsableTasksError, Recipe
+from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
-from robotics.vla.evaluation import RobotEvaluationConfig, evaluate_split
+from robotics.vla.evaluation import EpisodeMeasure, RobotEvaluationConfig
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs
+from robotics.vla.replays import ReplayVideos
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
 
 __all__ = ["RobotConfig", "RobotRecipe", "pack_episodes"]
@@ -177,9 +180,11 @@ class RobotRecipe(Recipe):
         wanted = "entropy" in want and entropy is not None
         return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if wanted else None)
 
-    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator) -> Evaluation:  # type: ignore[override]
         """Success over fixed initial states, overall and of each task."""
-        return evaluate_split(self, self.eval_tasks[split], split, accelerator)
+        measures = [self._measure(policy, split, protocol) for protocol in ("greedy", "sampled")]
+        measures = [measure for measure in measures if measure.repeats]
+        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups with their last pictures, rewards and advantages."""
@@ -211,6 +216,33 @@ class RobotRecipe(Recipe):
     def close(self) -> None:
         """End the simulator's threads and processes."""
         self.sim.close()
+
+    def _measure(self, policy: ActionPolicy, split: str, protocol: str) -> EpisodeMeasure:
+        config, run_dir = self.config, Path(self.config.output_dir)
+        headline = protocol == "greedy" and split == next(iter(self.eval_tasks))
+        videos = ReplayVideos(
+            sim=self.sim,
+            config=config.sim,
+            folder=run_dir / "videos",
+            label=f"step-{self.step:06d}-{split}",
+            count=config.evaluation.videos,
+            fps=config.evaluation.fps,
+            size=config.evaluation.video_size,
+            chunk=policy.chunk,
+        )
+        return EpisodeMeasure(
+            policy=policy,
+            sim=self.sim,
+            protocol=protocol,
+            evaluation=config.evaluation,
+            acting=config.acting,
+            seed=config.seed,
+            split=split,
+            run_dir=run_dir,
+            conditions={"code": self.code, "precision": config.trainer.mixed_precision},
+            videos=videos if headline else None,
+            shows_progress=not config.tracking.quiet,
+        )
 
     def _spread(self, values: Tensor, rows: Tensor, chunks: Tensor, steps: Tensor, width: int) -> Tensor:
         """(M, D) values of chunks as (B, T) decisions."""

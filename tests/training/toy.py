@@ -15,7 +15,8 @@ from mmrl.core.catalogue import get
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.payload import Payload, per_group, per_row
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.loop.recipe import Evaluation, Recipe
+from mmrl.training.loop.evaluation import Evaluation
+from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 

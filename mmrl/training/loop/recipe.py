@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -19,26 +18,17 @@ from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import global_advantages
+from mmrl.training.loop.evaluation import Evaluation
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["Evaluation", "NoUsableTasksError", "PrefixScope", "Recipe"]
+__all__ = ["NoUsableTasksError", "PrefixScope", "Recipe"]
 
 
 class NoUsableTasksError(RunError):
     """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
-
-
-@dataclass
-class Evaluation:
-    """Result of one evaluation of one split."""
-
-    metrics: dict[str, float]
-    """Names such as accuracy/greedy with /low and /high interval ends, and `n`."""
-    records: list[SampleRecord] = field(default_factory=list)
-    """A few rollouts for the report, the same tasks at every evaluation."""
 
 
 class PrefixScope(Protocol):

@@ -85,7 +85,7 @@ def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
     """
     shape = shape_of(options["shape"])
     with make_recipe(options) as recipe:
-        _, prompts = recipe.encode(recipe.train_tasks[:1])
+        _, prompts = recipe.encode(recipe.policy, recipe.train_tasks[:1])
         generator = torch.Generator().manual_seed(0)
         drawn: list[Tensor] = []
 
@@ -247,7 +247,7 @@ def make_rollouts(recipe: VlmRecipe, shape: Shape, lengths: Sequence[int] = (), 
     """
     generator = torch.Generator().manual_seed(0)
     policy = recipe.policy
-    found, prompts = recipe.encode(recipe.train_tasks[:tasks])
+    found, prompts = recipe.encode(recipe.policy, recipe.train_tasks[:tasks])
     rows = tasks * shape.group
     allowed = torch.ones(policy.network.config.text_config.vocab_size, dtype=torch.bool)
     allowed[policy.banned_ids.cpu()] = False

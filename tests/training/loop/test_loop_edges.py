@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from mmrl.errors import RunError
 from mmrl.training.loop import update
-from mmrl.training.loop.recipe import Evaluation
+from mmrl.training.loop.evaluation import Evaluation
 from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, ReferenceConfig
 from tests.training.conftest import weights
 

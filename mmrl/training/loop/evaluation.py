@@ -1,0 +1,239 @@
+"""Evaluation on held-out tasks: one driver for all domains, which give it only their measures.
+
+The driver deals the trials out to the processes, runs them in batches, merges the rows in the order of the tasks, and
+turns them into metrics and samples. Where a measure keeps its rows on disk, an evaluation that was cut off continues
+with the trials that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from mmrl.training.loop.distributed import merge_lists, shard
+from mmrl.training.record.resumable import ResumableRows
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
+
+__all__ = ["Evaluation", "Measure", "Row", "Trial", "evaluate_tasks", "unscored", "with_interval"]
+
+LOGGER = logging.getLogger("mmrl")
+
+TaskT = TypeVar("TaskT")
+Row = dict[str, Any]
+"""Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
+
+
+@dataclass
+class Evaluation:
+    """Result of one evaluation of one split."""
+
+    metrics: dict[str, float]
+    """Names such as accuracy/greedy with /low and /high interval ends, and `n`."""
+    records: list[SampleRecord] = field(default_factory=list)
+    """A few rollouts for the report, the same tasks at every evaluation."""
+
+
+@dataclass(frozen=True)
+class Trial(Generic[TaskT]):
+    """One of the repeats of a task."""
+
+    index: int
+    """Number of the task in its split."""
+    repeat: int
+    task: TaskT
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Index and repeat, which name the trial."""
+        return self.index, self.repeat
+
+
+class Measure(ABC, Generic[TaskT]):
+    """How a domain samples and scores held-out tasks under one protocol, and how it reads the outcomes."""
+
+    repeats: int = 1
+    """Trials of each task."""
+    unit: str = "tasks"
+    """What a trial is called in messages."""
+    shows_progress: bool = False
+    """Whether several batches show a progress bar."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Trials that are run together."""
+
+    @abstractmethod
+    def run(self, batch: Sequence[Trial[TaskT]], start: int) -> list[Row]:
+        """Sample and score some trials, without gradient.
+
+        Args:
+            batch: at most `batch_size` trials.
+            start: place of the first one among the trials of this process.
+
+        Returns:
+            A row for each trial; trials that cannot be run are left out.
+        """
+
+    @abstractmethod
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[TaskT]) -> dict[str, float]:
+        """Metrics of the rows of all processes.
+
+        Args:
+            rows: in the order of the tasks.
+            tasks: all tasks of the split.
+
+        Returns:
+            Metrics by name; `n`, the number of tasks with a row, is added by the driver.
+        """
+
+    @abstractmethod
+    def record(self, row: Row) -> SampleRecord:
+        """A row as a sample for the report."""
+
+    def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
+        """Where rows are kept so that an interrupted evaluation continues; None keeps none.
+
+        A measure that keeps them draws from seeds that follow from the trials alone. A row with a true "failed" counts
+        as not run.
+        """
+        return None
+
+    def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
+        """Report and write further results; called on the first process when all rows are there.
+
+        Args:
+            rows: of all processes.
+            saved: what `saved_rows` returned.
+        """
+
+
+def evaluate_tasks(
+    measures: Sequence[Measure[TaskT]], tasks: Sequence[TaskT], records: int, accelerator: Accelerator
+) -> Evaluation:
+    """Measure held-out tasks under one or several protocols.
+
+    Args:
+        measures: one for each protocol; the first supplies `n` and the samples.
+        tasks: held-out tasks.
+        records: samples to keep, those of the first rows.
+        accelerator: processes to share the work with.
+
+    Returns:
+        The metrics of all measures, the same on every process, and the samples.
+    """
+    metrics: dict[str, float] = {}
+    samples: list[SampleRecord] = []
+    for measure in measures:
+        rows = _run_all(measure, tasks, accelerator)
+        metrics = metrics or {"n": float(len({row["index"] for row in rows}))}
+        metrics |= measure.metrics(rows, tasks)
+        samples = samples or [measure.record(row) for row in rows[:records]]
+    return Evaluation(metrics, samples)
+
+
+def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
+    """The mean of some scores and its 95 % interval.
+
+    Args:
+        name: of the metric.
+        values: scores of each task, NaN where a sample could not be scored.
+        rng: of a bootstrap over tasks, whose samples are not independent; None = Wilson's interval, for shares with one
+            sample a task.
+
+    Returns:
+        name, name/low and name/high; NaN where there is no score.
+    """
+    clusters = [scores for task in values if (scores := [value for value in task if value == value])]
+    flat = [value for scores in clusters for value in scores]
+    if not flat:
+        return dict.fromkeys((name, f"{name}/low", f"{name}/high"), float("nan"))
+    if rng is None:
+        low, high = wilson_interval(sum(flat), len(flat))
+    else:
+        low, high = cluster_bootstrap_interval(clusters, rng)
+    return {name: float(np.mean(flat)), f"{name}/low": low, f"{name}/high": high}
+
+
+def unscored(values: Sequence[Sequence[float]]) -> int:
+    """Number of samples that could not be scored: those whose score is NaN."""
+    return sum(value != value for task in values for value in task)
+
+
+def _run_all(measure: Measure[TaskT], tasks: Sequence[TaskT], accelerator: Accelerator) -> list[Row]:
+    """Rows of all processes and, where they are kept, of an earlier evaluation that was interrupted."""
+    trials = [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
+    saved = measure.saved_rows(tasks, accelerator.num_processes)
+    known = {} if saved is None else _known(saved, accelerator)
+    left = [trial for trial in trials if trial.key not in known]
+    if saved is not None and known:
+        LOGGER.info("%d of %d %s are taken from %s", len(trials) - len(left), len(trials), measure.unit, saved.path)
+    fresh = _run_mine(measure, shard(left, accelerator), saved, accelerator)
+    rows = [*known.values(), *merge_lists(fresh, accelerator)]
+    rows.sort(key=lambda row: (row["index"], row["repeat"]))
+    if accelerator.is_main_process:
+        if saved is not None:
+            saved.write(rows)
+        measure.finish(rows, saved)
+    return rows
+
+
+def _known(saved: ResumableRows, accelerator: Accelerator) -> dict[tuple[int, int], Row]:
+    """Rows of an earlier evaluation by index and repeat, the same ones on every process."""
+    rows = merge_lists(saved.read() if accelerator.is_main_process else [], accelerator)
+    return {(row["index"], row["repeat"]): row for row in rows if not row.get("failed")}
+
+
+def _run_mine(
+    measure: Measure[TaskT], trials: Sequence[Trial[TaskT]], saved: ResumableRows | None, accelerator: Accelerator
+) -> list[Row]:
+    log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
+    found: list[Row] = []
+    for start, batch in _batches(trials, measure):
+        with torch.no_grad():
+            rows = measure.run(batch, start)
+        found += rows
+        for row in rows:
+            if saved is not None and log is not None:
+                log.append(saved.saved(row))
+    if log is not None:
+        log.close()
+    return found
+
+
+def _batches(trials: Sequence[Trial[TaskT]], measure: Measure[TaskT]) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+    size = measure.batch_size
+    batches = ((start, trials[start : start + size]) for start in range(0, len(trials), size))
+    if not measure.shows_progress or len(trials) <= size:
+        yield from batches
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task(measure.unit, total=len(trials))
+        for start, batch in batches:
+            yield start, batch
+            progress.advance(bar, len(batch))

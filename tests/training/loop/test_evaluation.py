@@ -1,0 +1,139 @@
+"""The evaluation driver: batches, order, several protocols, rows on disk, intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.evaluation import Measure, evaluate_tasks, unscored, with_interval
+from mmrl.training.record.jsonlines import read_jsonl
+from mmrl.training.record.resumable import ResumableRows
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
+
+
+class Squares(Measure):
+    """The value of a trial is the square of its task; tasks below 0 cannot be run."""
+
+    batch_size = 3
+
+    def __init__(self, name="square", repeats=1, folder=None, fails=()):
+        self.name, self.repeats, self.folder, self.fails = name, repeats, folder, fails
+        self.batches, self.finished = [], []
+
+    def run(self, batch, start):
+        assert not torch.is_grad_enabled()
+        self.batches.append((start, [trial.key for trial in batch]))
+        return [
+            {"index": t.index, "repeat": t.repeat, "value": t.task**2, "failed": t.key in self.fails, "frames": [1]}
+            for t in batch
+            if t.task >= 0
+        ]
+
+    def metrics(self, rows, tasks):
+        return {f"{self.name}/sum": sum(row["value"] for row in rows), "tasks": len(tasks)}
+
+    def record(self, row):
+        return SampleRecord(id=str(row["index"]), prompt=self.name, response=str(row["value"]))
+
+    def saved_rows(self, tasks, processes):
+        return None if self.folder is None else ResumableRows(self.folder, self.name, {"tasks": tasks}, {"frames"})
+
+    def finish(self, rows, saved):
+        self.finished.append((len(rows), saved and saved.path))
+
+
+def evaluate(*measures, tasks=(1, 2, 3, 4), records=2):
+    return evaluate_tasks(measures, list(tasks), records, make_accelerator())
+
+
+def test_tasks_are_run_in_batches_and_counted():
+    measure = Squares()
+    found = evaluate(measure, tasks=(1, 2, -3, 4))
+    assert measure.batches == [(0, [(0, 0), (1, 0), (2, 0)]), (3, [(3, 0)])]
+    assert found.metrics == {"n": 3.0, "square/sum": 21, "tasks": 4}
+    assert [record.response for record in found.records] == ["1", "4"]
+    assert measure.finished == [(3, None)]
+
+
+def test_the_first_protocol_gives_the_count_and_the_samples():
+    first, second = Squares("one"), Squares("two", repeats=2)
+    found = evaluate(first, second, tasks=(1, 2))
+    assert found.metrics == {"n": 2.0, "one/sum": 5, "tasks": 2, "two/sum": 10}
+    assert [record.prompt for record in found.records] == ["one", "one"]
+    assert second.batches == [(0, [(0, 0), (0, 1), (1, 0)]), (3, [(1, 1)])]
+
+
+def test_without_tasks_nothing_is_run():
+    found = evaluate(Squares(), tasks=())
+    assert found.metrics == {"n": 0.0, "square/sum": 0, "tasks": 0}
+    assert found.records == []
+
+
+def test_an_interrupted_evaluation_continues_and_failures_are_run_again(tmp_path, caplog):
+    broken = Squares(folder=tmp_path, fails={(1, 0)})
+    run = broken.run
+    broken.run = lambda batch, start: run(batch, start) if start == 0 else pytest.fail("interrupted")
+    with pytest.raises(pytest.fail.Exception):
+        evaluate(broken)
+    path = broken.saved_rows([1, 2, 3, 4], 1).path
+    assert [row["index"] for row in read_jsonl(path)] == [0, 1, 2]
+    again = Squares(folder=tmp_path)
+    with caplog.at_level("INFO"):
+        assert evaluate(again).metrics["square/sum"] == 30
+    assert again.batches == [(0, [(1, 0), (3, 0)])]
+    assert f"2 of 4 tasks are taken from {path}" in caplog.text
+    assert [(row["index"], row["failed"]) for row in read_jsonl(path)] == [(index, False) for index in range(4)]
+    assert "frames" not in read_jsonl(path)[0]
+    assert json.loads(path.with_suffix(".protocol.json").read_text()) == {"tasks": [1, 2, 3, 4]}
+    assert again.finished == [(4, path)]
+
+
+def test_rows_of_other_conditions_are_left_alone(tmp_path):
+    evaluate(Squares(folder=tmp_path))
+    other = Squares(folder=tmp_path)
+    evaluate(other, tasks=(5, 6))
+    assert other.batches == [(0, [(0, 0), (1, 0)])]
+    assert len(list(tmp_path.glob("square-*.jsonl"))) == 2
+
+
+def test_files_of_several_processes_are_joined(tmp_path):
+    rows = ResumableRows(tmp_path, "square", {})
+    for process in (0, 1):
+        log = rows.appender(process, 2)
+        log.append({"index": process, "repeat": 0, "value": process})
+        log.close()
+    assert not rows.path.exists()
+    assert [row["index"] for row in rows.read()] == [0, 1]
+    rows.write(rows.read())
+    assert [path.name for path in sorted(tmp_path.glob("*.jsonl"))] == [rows.path.name]
+    assert [row["index"] for row in rows.read()] == [0, 1]
+
+
+def test_every_process_runs_its_share(monkeypatch):
+    import mmrl.training.loop.evaluation as evaluation
+
+    accelerator = SimpleNamespace(num_processes=2, process_index=1, is_main_process=False)
+    monkeypatch.setattr(evaluation, "merge_lists", lambda rows, _: rows)
+    measure = Squares()
+    evaluate_tasks([measure], [1, 2, 3, 4], 0, accelerator)
+    assert measure.batches == [(0, [(1, 0), (3, 0)])]
+    assert measure.finished == []
+
+
+def test_intervals_leave_out_what_could_not_be_scored():
+    nan = math.nan
+    values = [[1.0, nan], [nan], [0.0, 1.0]]
+    assert unscored(values) == 2
+    found = with_interval("score", values, np.random.default_rng(3))
+    low, high = cluster_bootstrap_interval([[1.0], [0.0, 1.0]], np.random.default_rng(3))
+    assert found == {"score": pytest.approx(2 / 3), "score/low": low, "score/high": high}
+    low, high = wilson_interval(1, 2)
+    assert with_interval("share", [[1.0], [0.0]], None) == {"share": 0.5, "share/low": low, "share/high": high}
+    assert all(math.isnan(value) for value in with_interval("none", [[nan], []], None).values())
