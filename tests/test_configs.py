@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import load_run
-from mmrl.training.compare.experiment import load_experiment, plan_preparations
+from mmrl.training.compare.experiment import load_experiment
+from mmrl.training.compare.plans import plan_preparations
 from mmrl.training.runs import train
 from mmrl.vlm.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS

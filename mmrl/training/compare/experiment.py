@@ -1,21 +1,20 @@
-"""An experiment file: arms on shared seeds, and the runs that follow from it."""
+"""An experiment file: arms on shared seeds, what is measured and what may be spent."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from mmrl.training.compare.overrides import dotted_overrides
 
 __all__ = [
     "BASELINE_FINAL",
@@ -25,14 +24,9 @@ __all__ = [
     "CollapseConfig",
     "ExperimentConfig",
     "PrepareConfig",
-    "RunPlan",
     "SweepConfig",
     "WorkConfig",
-    "dotted_overrides",
-    "effective_overrides",
     "load_experiment",
-    "plan_arm_run",
-    "plan_preparations",
 ]
 
 BASELINE_FINAL = "baseline_final"
@@ -92,28 +86,22 @@ class WorkConfig:
     """Whether a larger value of it is better; null takes the experiment's."""
     target: str | int | float = BASELINE_FINAL
     """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
-    baseline_last: int = 1
+    baseline_last: int = bounded(1, at_least=1)
     """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
-    baseline_share: float = 1.0
+    baseline_share: float = bounded(1.0, above=0, at_most=1)
     """Share of the baseline's final value that is the target."""
-    baseline_spends: str = "reach"
+    baseline_spends: str = choice("reach", BASELINE_SPENDS)
     """What the baseline's cost is in the ratios: reach, until its own curve has the target, or all of its run."""
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
 
-    def check(self) -> None:
-        """Check what the types cannot; raises ValueError naming the key."""
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError naming the key."""
         _check_number("work.target", self.target, BASELINE_FINAL)
-        if self.baseline_last < 1:
-            raise ValueError(f"`work.baseline_last` ({self.baseline_last}) must be at least 1")
         if self.baseline_last > 1 and self.target != BASELINE_FINAL:
             raise ValueError(f"`work.baseline_last` has no use with the number {self.target} as `work.target`")
-        if not 0 < self.baseline_share <= 1:
-            raise ValueError(f"`work.baseline_share` ({self.baseline_share}) must be in (0, 1]")
         if self.baseline_share < 1 and self.target != BASELINE_FINAL:
             raise ValueError(f"`work.baseline_share` has no use with the number {self.target} as `work.target`")
-        if self.baseline_spends not in BASELINE_SPENDS:
-            raise ValueError(f"`work.baseline_spends` ('{self.baseline_spends}') must be reach or all")
         if not self.costs:
             raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
         for name, weights in self.costs.items():
@@ -136,7 +124,7 @@ class CollapseConfig:
 
     metric: str = MISSING
     """Evaluation metric of which more is better, such as a reward that is never optimised."""
-    below: float = 0.5
+    below: float = bounded(0.5, above=0, at_most=1)
     """Share of its value before training below which the final value counts as collapsed."""
 
 
@@ -176,9 +164,9 @@ class ExperimentConfig:
     """Whether a larger metric is better; decides the sweep and which pairs are wins."""
     budget: str = ""
     """What every arm may spend, in words."""
-    jobs: int = 2
+    jobs: int = bounded(2, at_least=1)
     """Runs at a time, one thread each."""
-    timeout_s: float = 7200.0
+    timeout_s: float = bounded(7200.0, above=0)
     """Seconds after which a run is stopped and counted as failed."""
 
     def arm(self, name: str) -> ArmConfig:
@@ -186,7 +174,14 @@ class ExperimentConfig:
         return self.arms[name] or ArmConfig()
 
     def validate(self) -> None:
-        """Check what the types cannot; raises ValueError naming the key."""
+        """Check that the fields fit together; raises ValueError naming the key."""
+        self._check_arms()
+        _check_seeds("seeds", self.seeds)
+        self._check_sweep()
+        self._check_work()
+        self._check_reserved()
+
+    def _check_arms(self) -> None:
         if len(self.arms) < 2:
             raise ValueError(f"`arms` needs at least two entries, got {len(self.arms)}")
         for arm in self.arms:
@@ -198,12 +193,6 @@ class ExperimentConfig:
             close = difflib.get_close_matches(self.baseline, self.arms, n=1)
             hint = f"did you mean '{close[0]}'? " if close else ""
             raise ValueError(f"`baseline` is '{self.baseline}'; {hint}arms: {', '.join(self.arms)}")
-        _check_seeds("seeds", self.seeds)
-        self._check_sweep()
-        self._check_work()
-        self._check_reserved()
-        if self.jobs < 1 or self.timeout_s <= 0:
-            raise ValueError(f"`jobs` ({self.jobs}) must be at least 1, `timeout_s` ({self.timeout_s}) positive")
 
     def _check_sweep(self) -> None:
         if self.sweep is None:
@@ -217,15 +206,13 @@ class ExperimentConfig:
 
     def _check_work(self) -> None:
         if self.work is not None:
-            self.work.check()
+            self.work.validate()
         if self.at is not None:
             if self.work is None:
                 raise ValueError("`at` needs `work`, which names the metric and the costs")
             if self.at.cost not in self.work.costs:
                 raise ValueError(f"`at.cost` is '{self.at.cost}'; costs of `work`: {', '.join(self.work.costs)}")
             _check_number("at.value", self.at.value, MIN_OF_ARMS_FINAL)
-        if self.collapse is not None and not 0 < self.collapse.below <= 1:
-            raise ValueError(f"`collapse.below` ({self.collapse.below}) is a share of the start value, in (0, 1]")
 
     def _check_reserved(self) -> None:
         swept = [] if self.sweep is None else [self.sweep.parameter]
@@ -236,34 +223,6 @@ class ExperimentConfig:
                     raise ValueError(f"`{where}` sets '{key}', which the experiment sets itself for every run")
                 if key in swept and where.startswith(("arms", "sweep")):
                     raise ValueError(f"`{where}` sets '{key}', which `sweep` chooses")
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """One run of an experiment."""
-
-    label: str
-    """Path of the run folder below the output folder."""
-    config: Path
-    """Configuration file."""
-    overrides: tuple[str, ...]
-    """Dotted assignments without the run folder."""
-    run_dir: Path
-    """Run folder."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What the run is made of: a changed file, parent file or override gives another fingerprint."""
-        return {"config_sha256": _digest(self.config), "overrides": effective_overrides(self.overrides)}
-
-
-def effective_overrides(overrides: Sequence[str]) -> list[str]:
-    """Overrides without those that a later one of the same key takes back, in the order in which they count."""
-    last: dict[str, str] = {}
-    for text in overrides:
-        key = text.partition("=")[0]
-        last.pop(key, None)
-        last[key] = text
-    return list(last.values())
 
 
 def load_experiment(path: Path) -> ExperimentConfig:
@@ -280,7 +239,6 @@ def load_experiment(path: Path) -> ExperimentConfig:
     """
     from mmrl.config import load
 
-    _digest.cache_clear()  # one state of the files a session
     experiment = load(path, ExperimentConfig)
     here = Path(path).parent
     if experiment.base is not None:
@@ -291,95 +249,6 @@ def load_experiment(path: Path) -> ExperimentConfig:
     for index, preparation in enumerate(experiment.prepare):
         preparation.config = str(_existing(preparation.config, here, f"{path}: prepare[{index}].config"))
     return experiment
-
-
-def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
-    """Runs that come before the arms.
-
-    Args:
-        experiment: The experiment.
-        output_dir: Its output folder.
-
-    Returns:
-        One plan a preparation, in order.
-    """
-    return [
-        RunPlan(
-            label=preparation.run_dir,
-            config=Path(preparation.config),
-            overrides=tuple(dotted_overrides(preparation.overrides, output_dir)),
-            run_dir=output_dir / preparation.run_dir,
-        )
-        for preparation in experiment.prepare
-    ]
-
-
-def plan_arm_run(
-    experiment: ExperimentConfig,
-    output_dir: Path,
-    arm: str,
-    seed: int,
-    value: Any = None,
-    sweeping: bool = False,
-) -> RunPlan:
-    """One run of one arm.
-
-    Args:
-        experiment: The experiment.
-        output_dir: Its output folder.
-        arm: Name of the arm.
-        seed: Seed of the run.
-        value: Value of the swept parameter; ignored without a sweep.
-        sweeping: Whether the run belongs to the sweep rather than to the comparison.
-
-    Returns:
-        The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed.
-    """
-    settings = experiment.arm(arm)
-    overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
-    label = f"runs/{arm}/seed-{seed}"
-    if experiment.sweep is not None:
-        overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
-        if sweeping:
-            label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
-            overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
-    config = Path(str(settings.config or experiment.base))
-    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label)
-
-
-def dotted_overrides(values: Mapping[str, Any], output_dir: Path, prefix: str = "") -> list[str]:
-    """Command-line form of nested values.
-
-    Args:
-        values: Values by key, nested or dotted.
-        output_dir: What {output_dir} in a text stands for.
-        prefix: Key of the surrounding mapping.
-
-    Returns:
-        `a.b=c` for every leaf, read back by the configuration loader as the same value.
-    """
-    found = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found += dotted_overrides(value, output_dir, f"{prefix}{key}.")
-        else:
-            found.append(f"{prefix}{key}={_yaml_value(value, output_dir)}")
-    return found
-
-
-def _yaml_value(value: Any, output_dir: Path) -> str:
-    from omegaconf import OmegaConf
-
-    if isinstance(value, str):
-        text = value.replace("{output_dir}", str(output_dir))
-        try:
-            plain = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text}"])) == {"x": text}
-        except Exception:
-            plain = False  # not YAML at all; quoting makes it a text
-        return text if plain else json.dumps(text, ensure_ascii=False)
-    if isinstance(value, list):
-        return "[" + ", ".join(_yaml_value(item, output_dir) for item in value) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -426,21 +295,3 @@ def _existing(name: str, here: Path, where: str) -> Path:
         if path.is_file():
             return path
     raise UserError(f"{where}: there is no file {name}, neither from the working folder nor from {here}")
-
-
-@lru_cache
-def _digest(config: Path) -> str:
-    from omegaconf import OmegaConf
-
-    digest = hashlib.sha256()
-    path: Path | None = config
-    while path is not None:
-        digest.update(path.read_bytes())
-        content = OmegaConf.to_container(OmegaConf.load(path))
-        parent = content.get("extends") if isinstance(content, dict) else None
-        path = None if parent is None else path.parent / str(parent)
-    return digest.hexdigest()
-
-
-def _folder_name(value: Any) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value))

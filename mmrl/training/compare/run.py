@@ -1,4 +1,4 @@
-"""`mmrl compare`: run arms on shared seeds, pair them seed by seed, and write what came out as it came out.
+"""`mmrl compare`: run arms on shared seeds, pair them seed by seed, and write every result, failures included.
 
 Order: the preparations, then the sweep (every value on the sweep's seeds, the best mean chosen per arm), then the
 comparison on fresh seeds. Runs that are finished with the same settings are kept, interrupted ones continue from
@@ -8,26 +8,21 @@ their last checkpoint, failed ones are listed and tried again at the next call.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmrl.errors import RunError, UserError
 from mmrl.training.compare import run_status
-from mmrl.training.compare.experiment import (
-    BASELINE_FINAL,
-    ExperimentConfig,
-    RunPlan,
-    load_experiment,
-    plan_arm_run,
-    plan_preparations,
-)
+from mmrl.training.compare.experiment import ExperimentConfig, load_experiment
+from mmrl.training.compare.figures import draw
 from mmrl.training.compare.jobs import Job, JobResult, run_jobs
-from mmrl.training.compare.results import chosen_values, draw, plan_comparison, plan_sweep, summarise
+from mmrl.training.compare.lines import comparison_lines, failure_text
+from mmrl.training.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_preparations, plan_sweep
+from mmrl.training.compare.results import Comparison
+from mmrl.training.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.training.record.jsonlines import finite_or_none, write_atomically
 
 __all__ = ["ExperimentConfig", "run_experiment", "train_command"]
@@ -80,6 +75,7 @@ def run_experiment(
         RunError: A preparation or a whole sweep failed, or no pair of runs finished.
     """
     experiment = load_experiment(path)
+    forget_digests()
     folder = Path(output_dir)
     if command is train_command and not only_report:
         _check_configurations(experiment, folder)
@@ -90,10 +86,12 @@ def run_experiment(
         session.prepare()
         session.sweep()
         session.compare()
-    summary = session.write("done")
-    _announce_summary(summary, session.announce)
-    if not any(difference["n"] for difference in summary["differences"].values()):
-        raise RunError(f"no pair of runs finished: {_failure_text(summary)}; see {folder / 'comparison.json'}")
+    comparison = session.write("done")
+    for line in comparison_lines(comparison):
+        session.announce(line)
+    if not any(difference.n for difference in comparison.differences.values()):
+        reason = failure_text(comparison.failures)
+        raise RunError(f"no pair of runs finished: {reason}; see {folder / 'comparison.json'}")
     return folder
 
 
@@ -121,7 +119,7 @@ class _Session:
         self.run(plan_sweep(self.experiment, self.folder))
         for arm, value in chosen_values(self.experiment, self.folder).items():
             if value is None:
-                text = _failure_text(self.write("failed"))
+                text = failure_text(self.write("failed").failures)
                 raise RunError(f"no run of the sweep of arm '{arm}' finished: {text}")
             self.announce(f"{arm}: {self.experiment.sweep.parameter}={value} chosen")
 
@@ -166,24 +164,21 @@ class _Session:
         run_jobs(queue, self.jobs, self.experiment.timeout_s, on_done)
         return failed
 
-    def write(self, status: str) -> dict[str, Any]:
+    def write(self, status: str) -> Comparison:
         """Summarise all runs so far into comparison.json, with pictures unless more runs are to come.
 
         Args:
             status: "running", "done" or "failed".
-
-        Returns:
-            The content of comparison.json.
         """
-        summary = {"status": status, "command": self.invocation, **summarise(self.experiment, self.folder)}
+        comparison = summarise(self.experiment, self.folder, status, self.invocation)
         for arm, by_seed in plan_comparison(self.experiment, self.folder).items():
             first = next(iter(by_seed.values()))
-            summary["arms"][arm]["command"] = _shown(self.command(first, False))
-        text = json.dumps(finite_or_none(summary), indent=1, ensure_ascii=False)
+            comparison.arms[arm].command = _shown(self.command(first, False))
+        text = json.dumps(finite_or_none(comparison.as_dict()), indent=1, ensure_ascii=False)
         write_atomically(self.folder / "comparison.json", text + "\n")
         if status != "running":
-            draw(self.experiment, self.folder, summary)
-        return summary
+            draw(self.experiment, self.folder, comparison)
+        return comparison
 
     def _job(self, plan: RunPlan, resume: bool) -> Job:
         return Job(plan.label, tuple(self.command(plan, resume)), self._log(plan), lambda: run_status.mark(plan))
@@ -218,108 +213,6 @@ def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
 def _shown(command: Sequence[str]) -> str:
     module = [sys.executable, "-m", "mmrl.cli"]
     return shlex.join(["mmrl", *command[3:]] if list(command[:3]) == module else command)
-
-
-def _announce_summary(summary: dict[str, Any], announce: Callable[[str], None]) -> None:
-    for arm, entry in summary["arms"].items():
-        if entry["n"]:
-            announce(f"{arm}: mean {summary['metric']} {entry['mean']:.4f} over {entry['n']} seeds")
-    for line in _difference_lines(summary["differences"], summary["baseline"]):
-        announce(line)
-    for line in (*_work_lines(summary), *_at_lines(summary), *_collapse_lines(summary)):
-        announce(line)
-    if summary["failures"]:
-        announce(_failure_text(summary))
-
-
-def _difference_lines(differences: dict[str, Any], baseline: str) -> list[str]:
-    lines = []
-    for arm, difference in differences.items():
-        pair = f"{arm} - {baseline}"
-        if difference["n"]:
-            low, high = difference["low"], difference["high"]
-            interval = "" if difference["n"] < 2 else f", 95 % [{low:+.4f}, {high:+.4f}]"
-            wins = f"{difference['wins']} wins in {difference['n']} pairs"
-            lines.append(f"{pair}: {difference['mean']:+.4f}{interval}, {wins}")
-        if difference["missing_seeds"]:
-            lines.append(f"{pair}: no pair for seeds {', '.join(map(str, difference['missing_seeds']))}")
-    return lines
-
-
-def _work_lines(summary: dict[str, Any]) -> list[str]:
-    """Table of how many times less than the baseline each arm needs, one row a cost and arm."""
-    work, baseline = summary["work"], summary["baseline"]
-    if not work:
-        return []
-    last = "final value" if work["baseline_last"] == 1 else f"mean of the last {work['baseline_last']} evaluations"
-    share = "" if work["baseline_share"] == 1 else f"{100 * work['baseline_share']:g} % of "
-    target = f"{share}{baseline}'s {last} at each seed" if work["target"] == BASELINE_FINAL else f"{work['target']:g}"
-    rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
-    notes = []
-    for cost, table in work["costs"].items():
-        for arm, ratio in table["ratios"].items():
-            shown = _ratio_text(ratio)
-            reached = f"{ratio['n'] - len(ratio['never'])} of {ratio['n']}"
-            by_baseline = f"{ratio['n'] - len(ratio['baseline_never'])} of {ratio['n']}"
-            rows.append((cost, arm, *shown, reached, by_baseline))
-            if ratio["missing_seeds"]:
-                notes.append(f"  {cost}, {arm}: no pair for seeds {', '.join(map(str, ratio['missing_seeds']))}")
-        for arm, entry in table["arms"].items():
-            if entry["at_first_evaluation"]:
-                seeds = ", ".join(map(str, entry["at_first_evaluation"]))
-                notes.append(f"  {cost}, {arm}: the first evaluation has the target already at seeds {seeds}")
-    whole = f", {baseline}'s being that of its whole run" if work["baseline_spends"] == "all" else ""
-    head = f"cost to reach {work['metric']} = {target}{whole}, geometric mean of the ratios:"
-    return [head, *_aligned(rows), *notes]
-
-
-def _ratio_text(ratio: dict[str, Any]) -> tuple[str, str]:
-    """Ratio and interval, or the bound that the seeds without a crossing leave."""
-    if ratio["ratio"] is not None and math.isfinite(ratio["ratio"]):
-        low, high = ratio["low"], ratio["high"]
-        return f"{ratio['ratio']:.3g}x", "" if ratio["n"] < 2 else f"[{low:.3g}, {high:.3g}]"
-    if ratio["at_least"] > 0:
-        return f"at least {ratio['at_least']:.3g}x", ""
-    if ratio["at_most"] is not None and math.isfinite(ratio["at_most"]):
-        return f"at most {ratio['at_most']:.3g}x", ""
-    return "unknown", ""
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return [f"  {line.rstrip()}" for line in lines]
-
-
-def _at_lines(summary: dict[str, Any]) -> list[str]:
-    at = summary["at"]
-    if not at:
-        return []
-    where = f"{at['value']:g}" if not isinstance(at["value"], str) else "what every arm has spent at each seed"
-    lines = [f"{at['metric']} at equal {at['cost']} ({where}):"]
-    for arm, entry in at["arms"].items():
-        mean = "no value" if entry["mean"] is None else f"mean {entry['mean']:.4f} over {entry['n']} seeds"
-        lines.append(f"  {arm}: {mean}")
-    return lines + [f"  {line}" for line in _difference_lines(at["differences"], summary["baseline"])]
-
-
-def _collapse_lines(summary: dict[str, Any]) -> list[str]:
-    collapse = summary["collapse"]
-    if not collapse:
-        return []
-    lines = [f"runs that end with less than {collapse['below']:g} of their first {collapse['metric']}:"]
-    for arm, entry in collapse["arms"].items():
-        missing = entry["missing_seeds"]
-        unknown = f"; unknown for seeds {', '.join(map(str, missing))}" if missing else ""
-        lines.append(f"  {arm}: {len(entry['collapsed'])} of {entry['n']}{unknown}")
-    return lines
-
-
-def _failure_text(summary: dict[str, Any]) -> str:
-    failures = summary["failures"]
-    if not failures:
-        return "nothing has run yet"
-    return f"{len(failures)} run(s) failed, the first is {failures[0]['run']}: {failures[0]['reason']}"
 
 
 def _say(line: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.training.compare.experiment import RunPlan, effective_overrides
+from mmrl.training.compare.overrides import effective_overrides
+from mmrl.training.compare.plans import RunPlan
 from mmrl.training.record.jsonlines import write_atomically
 
 __all__ = ["failure_of", "is_finished", "mark", "prepare_folder"]

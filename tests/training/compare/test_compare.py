@@ -9,8 +9,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.errors import RunError, UserError
-from mmrl.training.compare.experiment import dotted_overrides, load_experiment, plan_arm_run
+from mmrl.training.compare.experiment import load_experiment
 from mmrl.training.compare.jobs import Job, run_jobs
+from mmrl.training.compare.overrides import dotted_overrides
+from mmrl.training.compare.plans import plan_arm_run
 from mmrl.training.compare.run import run_experiment, train_command
 from mmrl.training.record.statistics import paired_difference
 

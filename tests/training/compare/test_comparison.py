@@ -9,9 +9,9 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.training.compare import run_status
 from mmrl.training.compare.experiment import load_experiment
-from mmrl.training.compare.results import plan_comparison, summarise
+from mmrl.training.compare.figures import work_figure
 from mmrl.training.compare.run import run_experiment
-from mmrl.training.report.charts import work_figure
+from mmrl.training.compare.summary import plan_comparison, summarise
 
 COSTS = {
     "model_evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
@@ -69,7 +69,7 @@ class Lab:
     def summary(self, curves, columns=None, **changes):
         experiment = self.experiment(**changes)
         self.fill(curves, experiment, **(columns or {}))
-        return summarise(experiment, self.output)
+        return summarise(experiment, self.output).as_dict()
 
     def report(self):
         lines = []
@@ -320,16 +320,16 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
         ({"work": {"costs": COSTS, "target": math.nan}}, "finite number"),
         ({"work": {"costs": COSTS, "target": True}}, r"work\.target"),
         ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'target'"),
-        ({"work": {"costs": COSTS, "baseline_spends": "some"}}, "must be reach or all"),
+        ({"work": {"costs": COSTS, "baseline_spends": "some"}}, "work.baseline_spends is 'some'; allowed: reach, all"),
         ({"work": {"costs": COSTS, "baseline_share": 0.0}}, r"must be in \(0, 1\]"),
         ({"work": {"costs": COSTS, "baseline_share": 0.9, "target": 0.5}}, "has no use with the number 0.5"),
-        ({"work": {"costs": COSTS, "baseline_last": 0}}, "at least 1"),
+        ({"work": {"costs": COSTS, "baseline_last": 0}}, r"work\.baseline_last is 0; must be at least 1"),
         ({"work": {"costs": COSTS, "baseline_last": 2, "target": 0.5}}, "has no use with the number 0.5"),
         ({"at": {"cost": "image"}}, r"`at\.cost` is 'image'; costs of `work`: model_evaluations, images, seconds"),
         ({"at": {"cost": "images", "value": "end"}}, r"`at\.value` is 'end'; allowed: min_of_arms_final or a number"),
         ({"at": {"cost": "images"}, "work": None}, "`at` needs `work`"),
         ({"at": {"value": 3}}, r"'at\.cost' must be given"),
-        ({"collapse": {"metric": "heldout/eye", "below": 1.5}}, r"`collapse\.below` \(1.5\)"),
+        ({"collapse": {"metric": "heldout/eye", "below": 1.5}}, r"collapse\.below is 1\.5; must be in \(0, 1\]"),
         ({"collapse": {"below": 0.5}}, r"'collapse\.metric' must be given"),
     ],
 )
