@@ -70,7 +70,11 @@ class WorkerHandle(Protocol):
         ...
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Queue a message; does not wait for the worker. Raises `WireError` where it cannot be a message."""
+        """Queue a message. Raises `WireError` where it cannot be one."""
+        ...
+
+    def flush(self) -> None:
+        """Begin to transfer what is queued, without waiting for the worker."""
         ...
 
     def receive(self) -> list[Message]:

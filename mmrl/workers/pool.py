@@ -117,6 +117,7 @@ class WorkerPool:
                 worker = self._slots.worker(slot)
                 worker.forget()
                 worker.send(request, timeout_s)
+                worker.flush()
             found = self._slots.gather(requests)
             answers: dict[int, Answer] = {}
             for slot in requests:
@@ -205,6 +206,7 @@ class WorkerPool:
             worker = self._slots.worker(slot)
             if preparation.key not in worker.prepared:
                 worker.send(preparation.request, preparation.timeout_s, "prepare", preparation.key)
+                worker.flush()
                 answer = self._slots.gather([slot])[slot]
                 if isinstance(answer, WorkerFailure):
                     self.lose(slot, answer)

@@ -91,9 +91,12 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Queue a message and write as much of it as the pipe takes."""
+        """Queue a message."""
         self._outgoing += wire.pack(fields, arrays)
         self.heard_at = self.taken_at = time.monotonic()
+
+    def flush(self) -> None:
+        """Write as much of the queue as the pipe takes; waits do the rest."""
         self._write()
         if self._outgoing:
             self._serve(self._stdin, selectors.EVENT_WRITE, self._write)
@@ -141,7 +144,7 @@ class WorkerProcess:
             self._selector.register(fd, event, action)
 
     def _forget(self, fd: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):
+        if fd >= 0 and fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     def _write(self) -> None:

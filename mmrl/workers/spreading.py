@@ -79,6 +79,7 @@ class Spread:
             except Exception as error:
                 reason = one_line(f"{type(error).__name__}: {error}")
                 self._answers[number] = WorkerFailure("raised", reason, stage="send")
+        worker.flush()
         if not worker.pending:
             self._running.discard(slot)
 

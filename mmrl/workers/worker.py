@@ -73,7 +73,7 @@ class Worker:
         self._number, self._since = 0, time.monotonic()
 
     def send(self, request: Request, timeout_s: float, stage: str = "answer", tag: Any = None) -> None:
-        """Queue a request.
+        """Queue a request; `flush` sends it.
 
         Args:
             request: what the service is asked.
@@ -90,6 +90,10 @@ class Worker:
         if not self.pending:
             self._since = time.monotonic()
         self.pending.append(Pending(self._number, timeout_s, stage, tag))
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        self.handle.flush()
 
     def forget(self) -> None:
         """Drop requests whose answers nobody waits for any more, those of an interrupted call."""

@@ -1,0 +1,106 @@
+"""The pool with an engine of another kind: services that live in this process and answer at once."""
+
+import itertools
+import time
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, wire
+from mmrl.workers.engine import Ending
+from mmrl.workers.serve import describe_error, load_file
+from tests.workers.test_pool import SERVICES, do
+
+
+class InlineWorker:
+    numbers = itertools.count(1)
+
+    def __init__(self, spec):
+        self.pid, self.killed, self.inbox, self.ending = next(self.numbers), False, [], None
+        self.heard_at = self.taken_at = time.monotonic()
+        file, _, name = spec.service.rpartition(":")
+        self.service = getattr(load_file(file, "inline_service"), name)(**spec.options)
+        self.inbox.append(Message({"kind": "hello", "id": 0, "body": self.service.hello()}, {}))
+
+    def send(self, fields, arrays=None):
+        wire.pack(fields, arrays)
+        body = fields["body"]
+        if body["do"] == "vanish":
+            self.ending = Ending("its machine is gone")
+            return
+        try:
+            result, arrays = self.service.answer(body, arrays or {})
+            self.inbox.append(Message({"kind": "result", "id": fields["id"], "body": result}, arrays))
+        except Exception as error:
+            self.inbox.append(Message({"kind": "error", "id": fields["id"], "body": describe_error(error)}, {}))
+
+    def flush(self):
+        pass
+
+    def receive(self):
+        found, self.inbox = self.inbox, []
+        return found
+
+    def last_output(self):
+        return ""
+
+    def ask_to_end(self):
+        self.service.close()
+
+    def has_ended(self):
+        return self.killed or self.ending is not None
+
+    def kill(self):
+        self.killed = True
+
+
+class InlineEngine:
+    def __init__(self):
+        self.started = []
+
+    def start(self, spec):
+        self.started.append(InlineWorker(spec))
+        return self.started[-1]
+
+    def wait(self, timeout_s):
+        assert timeout_s <= 1000.0
+
+
+@pytest.fixture
+def engine():
+    return InlineEngine()
+
+
+@pytest.fixture
+def pool(engine):
+    with WorkerPool(WorkerSpec(f"{SERVICES}:make"), 2, engine=engine) as pool:
+        yield pool
+
+
+def test_requests_are_spread(pool, engine):
+    first = Preparation("kept", do("keep", value=1), 1.0)
+    answers = pool.map(lambda row: do("echo", value=row), 50, 1.0, preparation=first)
+    assert [answer.fields["echo"] for answer in answers] == list(range(50))
+    assert [worker.service.kept for worker in engine.started] == [1, 1]
+
+
+def test_failures_cost_their_own_request(pool, engine):
+    names = ["echo", "vanish", "complain", "echo"]
+    answers = pool.map(lambda row: do(names[row]), 4, 1.0)
+    assert [answer.kind if isinstance(answer, WorkerFailure) else "" for answer in answers] == [
+        "",
+        "crashed",
+        "raised",
+        "",
+    ]
+    assert answers[1].reason == "its machine is gone"
+    assert pool.counts["crashed"] == pool.counts["raised"] == 1
+    assert {worker.pid for worker in engine.started if not worker.killed} == set(pool.processes())
+
+
+def test_slots_and_mistakes_of_the_user(pool, engine):
+    assert isinstance(pool.start(), Message)
+    assert isinstance(pool.ask({0: Request({"do": "echo"}), 1: do("complain")}, 1.0)[1], WorkerFailure)
+    with pytest.raises(UserError, match="buy a larger arm"):
+        pool.ask({0: do("refuse")}, 1.0)
+    assert all(worker.killed for worker in engine.started)

@@ -1,0 +1,70 @@
+"""What a worker loads by path runs on an older Python; what a pool reads is plain data."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+WORKER_SIDE = (
+    "mmrl/workers/serve.py",
+    "mmrl/workers/wire.py",
+    "robotics/sim/env_service.py",
+    "robotics/sim/gym_adapter.py",
+)
+
+
+def imports_of(tree):
+    """(name, line) of every import outside of TYPE_CHECKING blocks."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes = node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node.body
+            for other in nodes:
+                yield from imports_of(ast.Module([other], []))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+        else:
+            yield from imports_of(node)
+
+
+@pytest.mark.parametrize("file", WORKER_SIDE)
+def test_the_workers_side_is_python_3_8_with_the_standard_library_and_numpy(file):
+    tree = ast.parse((PROJECT / file).read_text(), feature_version=(3, 8))
+    roots = {name.split(".")[0] for name in imports_of(tree)}
+    assert roots <= {*sys.stdlib_module_names, "numpy"}
+    # An operator between types is evaluated where annotations are not.
+    assert "annotations" in {
+        alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    methods = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not methods & {"removeprefix", "removesuffix", "pairwise", "is_relative_to"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr)]
+
+
+def test_nothing_but_requests_of_values_is_pickled():
+    for path in (PROJECT / "mmrl" / "workers").glob("*.py"):
+        names = set(imports_of(ast.parse(path.read_text())))
+        assert not names & {"pickle", "marshal", "multiprocessing"} or path.name == "values.py", path.name
+    users = [*(PROJECT / "mmrl" / "rewards").glob("*.py"), *(PROJECT / "robotics" / "sim").glob("*.py")]
+    decoding = [
+        path.name for path in users if "decode" in path.read_text() and "mmrl.workers.values" in path.read_text()
+    ]
+    assert decoding == ["service.py"]  # the worker's side
+
+
+def test_there_is_one_pool():
+    trees = [
+        (path, ast.parse(path.read_text()))
+        for room in ("mmrl", "diffusion", "robotics")
+        for path in (PROJECT / room).rglob("*.py")
+    ]
+    pools = [
+        path.name
+        for path, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "Pool" in node.name
+    ]
+    assert pools == ["pool.py"]
