@@ -1,14 +1,14 @@
 """The core's formulas a second time, in plain Python float64 loops over lists, written from the papers.
 
 No tensor library and nothing of the package is used, so a shared mistake is unlikely. `python -m
-tests.core.reference` writes tests/golden/core.json from the inputs at the foot of this file.
+tests.core.reference` writes tests/core/reference.json from the inputs at the foot of this file.
 """
 
 import json
 import math
 from pathlib import Path
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "core.json"
+REFERENCE = Path(__file__).with_name("reference.json")
 
 
 def members(group, reward, i):
@@ -409,7 +409,7 @@ def golden():
 def main():
     text = json.dumps(golden(), indent=1).replace("NaN", "null")
     # One line a row of numbers keeps the file readable.
-    GOLDEN.write_text(_compact(text) + "\n", encoding="utf-8")
+    REFERENCE.write_text(_compact(text) + "\n", encoding="utf-8")
 
 
 def _compact(text):

@@ -1,0 +1,19 @@
+"""PPO by verl: GAE, dual clip and the clipped loss of the critic."""
+
+from tests.golden.make.peers import gradient, write
+from tests.golden.make.tokens import COUNT_EPS, Verl, batch
+
+
+def main() -> None:
+    inputs = batch()
+    verl = Verl(inputs)
+    advantage, returns = verl.gae(1.0, 0.95, kl_ratio=0.05)
+    policy = verl.policy_loss("vanilla", advantage, "token-mean", 0.2, 0.2, dual=3.0)
+    value = verl.value_loss(returns, 0.2)
+    more = {"returns": returns, "gradient_values": gradient(0.1 * value, verl.b.values_new)}
+    answer = verl.answer(advantage, policy + 0.1 * value.detach(), **more, **COUNT_EPS)
+    write("ppo", "PPO, arXiv 1707.06347", inputs, [answer])
+
+
+if __name__ == "__main__":
+    main()

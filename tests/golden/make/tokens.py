@@ -1,0 +1,169 @@
+"""Inputs of the methods whose decisions are tokens, and the programs that are asked about them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.hub.compat import ensure_torchvision
+from tests.golden.make.peers import gradient, numbers, package, tensors
+
+# A CPU build of torch beside torchvision's CUDA wheel would keep verl and TRL from being imported.
+ensure_torchvision()
+
+NEVER = 1e9
+"""A bound of the dual clip that nothing reaches."""
+COUNT_EPS = {"relative": 1e-8, "because": "it adds 1e-8 to the number of tokens that a mean is taken over"}
+
+
+def batch() -> dict[str, Any]:
+    """Three questions of four answers: unequal lengths, one question whose answers are worth the same."""
+    lengths = [6, 4, 1, 5, 3, 6, 2, 4, 5, 6, 3, 2]
+    old = numbers(1, 12, 6, low=-3.0, high=-0.3)
+    move = numbers(2, 12, 6, low=-0.5, high=0.5)
+    new = [[round(a + b, 3) for a, b in zip(*rows, strict=True)] for rows in zip(old, move, strict=True)]
+    # One ratio beyond the dual clip where the advantage is negative, one beyond the bound of CISPO.
+    old[1][1], new[1][1], old[3][2], new[3][2] = -2.5, -1.1, -2.6, -0.8
+    return {
+        "group": [0] * 4 + [1] * 4 + [2] * 4,
+        "reward": [1.0, 0.0, 0.1, 0.7, 0.5, 0.5, 0.5, 0.5, 0.0, 1.0, 1.0, 0.25],
+        "mask": [[1.0] * n + [0.0] * (6 - n) for n in lengths],
+        "logp_old": old,
+        "logp": new,
+        "logp_ref": numbers(3, 12, 6, low=-3.0, high=-0.3),
+        "values": numbers(4, 12, 6, low=-0.5, high=1.0),
+        "values_new": numbers(5, 12, 6, low=-0.5, high=1.0),
+    }
+
+
+class Verl:
+    """verl's core_algos on a batch, float64."""
+
+    program_of = staticmethod(lambda: package("verl"))
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        from verl.trainer.ppo import core_algos
+        from verl.workers.config import ActorConfig
+
+        self.algos, self.config = core_algos, ActorConfig
+        self.b = tensors(inputs)
+        self.b.logp.requires_grad_()
+        self.b.values_new.requires_grad_()
+        self.index = np.array(inputs["group"])
+        self.calls: list[str] = []
+
+    def token_rewards(self, kl_ratio: float = 0.0) -> Tensor:
+        """The reward at the last token, less the divergence from the reference."""
+        rewards = torch.zeros_like(self.b.mask)
+        last = self.b.mask.sum(1).long() - 1
+        rewards[torch.arange(len(last)), last] = self.b.reward
+        if kl_ratio:
+            shaped = self._call("compute_rewards", rewards, self.b.logp_old, self.b.logp_ref, kl_ratio)
+            rewards = shaped * self.b.mask
+        return rewards
+
+    def advantage(self, name: str, kl_ratio: float = 0.0, **options: Any) -> Tensor:
+        given = {"token_level_rewards": self.token_rewards(kl_ratio), "response_mask": self.b.mask}
+        if "reinforce_plus_plus_outcome" not in name:
+            options["index"] = self.index
+        return self._call(name, **given, **options)[0] * self.b.mask
+
+    def gae(self, gamma: float, lam: float, kl_ratio: float) -> tuple[Tensor, Tensor]:
+        rewards = self.token_rewards(kl_ratio)
+        found = self._call("compute_gae_advantage_return", rewards, self.b.values, self.b.mask, gamma, lam)
+        return found[0] * self.b.mask, found[1] * self.b.mask
+
+    def policy_loss(
+        self, name: str, advantage: Tensor, average: str, low: float, high: float, dual: float = NEVER, **more: Any
+    ) -> Tensor:
+        config = self.config(strategy="fsdp", rollout_n=4, use_dynamic_bsz=True, clip_ratio_c=dual)
+        # verl reads the bounds from the configuration, and the constant length from what a worker adds to it
+        object.__setattr__(config, "clip_ratio_low", low)
+        object.__setattr__(config, "clip_ratio_high", high)
+        object.__setattr__(config, "global_batch_info", more)
+        b = self.b
+        return self._call(f"compute_policy_loss_{name}", b.logp_old, b.logp, advantage, b.mask, average, config)[0]
+
+    def kl_loss(self, kind: str, average: str) -> Tensor:
+        divergence = self._call("kl_penalty", self.b.logp, self.b.logp_ref, kind)
+        return self._call("agg_loss", divergence, self.b.mask, average)
+
+    def value_loss(self, returns: Tensor, clip: float) -> Tensor:
+        b = self.b
+        return self._call("compute_value_loss", b.values_new, returns, b.values, b.mask, clip)[0]
+
+    def answer(self, advantage: Tensor, loss: Tensor, **more: Any) -> dict[str, Any]:
+        """What is written down of this peer."""
+        program = {"program": self.program_of(), "calls": [f"verl.trainer.ppo.core_algos.{x}" for x in self.calls]}
+        numbers = {"advantage": advantage, "loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
+        return program | {"relative": 1e-12} | numbers | more
+
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        if name not in self.calls:
+            self.calls.append(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(self.algos, name)(*args, **options)
+
+
+class Trl:
+    """The losses of TRL's trainers on a batch, float64; a trainer without a model is told the log-probabilities."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.b = tensors(inputs)
+        self.b.logp.requires_grad_()
+
+    def grpo(
+        self,
+        advantage: Tensor,
+        loss_type: str,
+        low: float = 0.2,
+        high: float = 0.2,
+        beta: float = 0.0,
+        level: str = "token",
+        length: int = 0,
+    ) -> dict[str, Any]:
+        """`GRPOTrainer._compute_loss`, for one advantage a row."""
+        from trl import GRPOTrainer
+
+        trainer = self._trainer(GRPOTrainer, low, high)
+        trainer.beta, trainer.loss_type, trainer.importance_sampling_level = beta, loss_type, level
+        trainer.max_completion_length, trainer.top_entropy_quantile = length, 1.0
+        trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled, trainer.use_vllm = None, False, False
+        trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=False)
+        given = {"old_per_token_logps": self.b.logp_old, "ref_per_token_logps": self.b.logp_ref}
+        given["num_items_in_batch"] = self.b.mask.sum()
+        return self._answer(trainer, advantage, given, "trl.GRPOTrainer._compute_loss")
+
+    def rloo(self, advantage: Tensor) -> dict[str, Any]:
+        """`RLOOTrainer._compute_loss`, for one advantage a row."""
+        from trl import RLOOTrainer
+
+        trainer = self._trainer(RLOOTrainer, 0.2, 0.2)
+        given = {"old_logps": (self.b.logp_old * self.b.mask).sum(1)}
+        return self._answer(trainer, advantage, given, "trl.RLOOTrainer._compute_loss")
+
+    def _trainer(self, kind: type, low: float, high: float) -> Any:
+        trainer = kind.__new__(kind)
+        trainer.epsilon_low, trainer.epsilon_high, trainer.aux_loss_enabled = low, high, False
+        trainer.model = SimpleNamespace(training=False)
+        trainer.accelerator = SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        )
+        trainer._metrics = {"eval": defaultdict(list)}
+        entropies = torch.zeros_like(self.b.logp)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (self.b.logp, entropies, None)
+        return trainer
+
+    def _answer(self, trainer: Any, advantage: Tensor, given: dict[str, Tensor], call: str) -> dict[str, Any]:
+        ids, mask = torch.zeros_like(self.b.mask).long(), self.b.mask
+        given |= {"prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1], "completion_ids": ids, "completion_mask": mask}
+        loss = trainer._compute_loss(trainer.model, given | {"advantages": advantage})
+        numbers = {"loss": loss.detach(), "gradient": gradient(loss, self.b.logp)}
+        return {"program": package("trl"), "calls": [call], "relative": 1e-12} | numbers

@@ -1,0 +1,148 @@
+"""Steps of image samplers, their log-probabilities and ratios, against the papers' own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffusion.history import PromptHistory
+from diffusion.steps import (
+    CpsStep,
+    DanceSdeStep,
+    DdimStep,
+    FlowSdeStep,
+    flow_grpo_head_kl,
+    guard_log_ratio,
+)
+from mmrl.core import PolicyOutputs, Rollouts, get
+from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
+
+
+def agrees(kernel, paper, start, end, prefix="step_", names=("mean", "drawn")):
+    """Mean, log-probability of where the step led, and its gradient by the model's output."""
+    b, (peer,) = inputs_of(paper), load(paper).peers
+    mean_key, drawn_key = names
+    velocity = b.velocity.requires_grad_()
+    mean, std = kernel.transition(velocity, b.latents, start, end)
+    assert_agrees(mean, peer, mean_key, relative=1e-12)
+    logp = kernel.log_prob(tensor(peer[drawn_key]), mean, std)
+    (gradient,) = torch.autograd.grad(logp.sum(), velocity)
+    assert_agrees(logp, peer, f"{prefix}logp")
+    assert_agrees(gradient, peer, f"{prefix}gradient", relative=1e-10)
+    return std
+
+
+def test_flow_grpo_steps():
+    b, (peer,) = inputs_of("flow_grpo"), load("flow_grpo").peers
+    start, end = b.sigmas[b.indices], b.sigmas[b.indices + 1]
+    kernel = FlowSdeStep(sigma_max=float(b.sigmas[1]), noise_level=b.noise_level)
+    std = agrees(kernel, "flow_grpo", start, end)
+    assert_agrees(std / (start - end).sqrt(), peer, "deviation", relative=1e-12)
+
+
+def test_dance_grpo_steps():
+    b, (peer,) = inputs_of("dance_grpo"), load("dance_grpo").peers
+    kernel = DanceSdeStep(b.eta)
+    velocity = b.velocity.requires_grad_()
+    mean, std = kernel.transition(velocity, b.latents, b.sigmas[b.index], b.sigmas[b.index + 1])
+    assert_agrees(mean, peer, "mean", relative=1e-12)
+    logp = kernel.log_prob(tensor(peer["drawn"]), mean, std)
+    (gradient,) = torch.autograd.grad(logp.sum(), velocity)
+    # Rounding to float32 moves x and mean (up to 4) by 2^-23 each, and so (x - mean) / std, which is up to 2.
+    moved = 2 * 4 * 2**-23 / float(std[0])
+    assert_agrees(logp, peer, "step_logp", relative=2 * moved)
+    assert_agrees(gradient, peer, "step_gradient", relative=2 * moved)
+
+
+def test_ddpo_steps():
+    alphas = inputs_of("ddpo").alphas
+    agrees(DdimStep(eta=1.0), "ddpo", alphas[:, 0], alphas[:, 1])
+
+
+def test_cps_steps():
+    b = inputs_of("grpo_guard")
+    kernel = CpsStep(b.cps_noise_level)
+    (peer,) = load("grpo_guard").peers
+    velocity = b.velocity.requires_grad_()
+    mean, std = kernel.transition(velocity, b.latents, b.sigmas[:, 0], b.sigmas[:, 1])
+    assert_agrees(mean, peer, "cps_mean")
+    assert_agrees(std, peer, "cps_deviation")
+    logp = kernel.log_prob(tensor(peer["cps_drawn"]), mean, std)
+    (gradient,) = torch.autograd.grad(logp.sum(), velocity)
+    assert_agrees(logp, peer, "cps_logp")
+    assert_agrees(gradient, peer, "cps_gradient")
+
+
+def test_grpo_guard_ratio_and_loss():
+    b, (peer,) = inputs_of("grpo_guard"), load("grpo_guard").peers
+    mean = (b.means + 1e-3 * b.moved).requires_grad_()
+    std = b.std.reshape(-1, 1, 1, 1)
+    drawn = b.means + std * b.noise
+    logp, logp_old = (
+        torch.distributions.Normal(middle, std).log_prob(drawn).flatten(1).mean(1) for middle in (mean, b.means)
+    )
+    ratio = guard_log_ratio(logp, logp_old, mean, b.means, b.std)
+    # the logarithm of a ratio near 1 keeps 2^-52 of the 1
+    torch.testing.assert_close(ratio.detach(), tensor(peer["log_ratio"]), rtol=0, atol=2**-50)
+    objective = get("flow_grpo")
+    advantage = b.advantage.clamp(-5, 5)
+    rollouts = Rollouts(
+        group=torch.arange(3),
+        mask=torch.ones(3, 1, dtype=torch.float64),
+        logp_old=logp_old[:, None],
+        reward=torch.zeros(3, dtype=torch.float64),
+        advantage=advantage[:, None],
+    )
+    objective = without_kl(objective, b.clip)
+    outputs = PolicyOutputs((logp_old + ratio)[:, None])
+    loss = objective.loss(outputs, rollouts, objective.denominators(rollouts)).loss
+    (gradient,) = torch.autograd.grad(loss, mean)
+    assert_agrees(loss, peer, "loss")
+    assert_agrees(gradient, peer, "gradient")
+    assert (gradient.flatten(1).abs().sum(1) == 0).any()
+    assert (gradient.flatten(1).abs().sum(1) > 0).any()
+
+
+def test_the_history_of_prompts():
+    file = load("ddpo")
+    (peer,) = file.peers
+    history = PromptHistory(buffer_size=6, min_count=4)
+    for rollout, expected in zip(file.inputs["later"], peer["later_advantages"], strict=True):
+        found = history.normalise(rollout["prompts"], rollout["reward"])
+        torch.testing.assert_close(found, tensor(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "ddpo", "dance_grpo"])
+def test_advantages_and_loss_of_an_update(name):
+    file, b = load(name), inputs_of(name)
+    (peer,) = file.peers
+    objective, logp = get(name), b.logp.requires_grad_()
+    rollouts = Rollouts(torch.arange(12) // 4, torch.ones(12, 3, dtype=torch.float64), b.logp_old, b.reward)
+    rollouts = objective.compute_advantages(rollouts)
+    assert_agrees(rollouts.advantage[:, 0], peer, "advantage", relative=1e-12)
+    means = b.means.requires_grad_() if name == "flow_grpo" else None
+    kl = None if means is None else released_kl(means, b.std)
+    loss = objective.loss(PolicyOutputs(logp, kl_ref=kl), rollouts, objective.denominators(rollouts)).loss
+    gradient = torch.autograd.grad(loss, logp, retain_graph=True)[0]
+    assert_agrees(loss, peer, "loss", size=float(gradient.abs().sum()), relative=1e-12)
+    assert_agrees(gradient, peer, "gradient", relative=1e-12)
+    trained = gradient[rollouts.advantage != 0]
+    assert (trained == 0).any()
+    assert (trained != 0).any()
+    if means is not None:
+        assert_agrees(torch.autograd.grad(loss, means)[0][0], peer, "means_gradient", relative=1e-12)
+
+
+def released_kl(means, std):
+    """Flow-GRPO's divergence for three steps whose times are 1 apart, so that sqrt(-dt) is 1."""
+    sigma, sigma_next = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
+    columns = [
+        flow_grpo_head_kl(means[0, :, j], means[1, :, j], std[j].expand(12), sigma, sigma_next) for j in range(3)
+    ]
+    return torch.stack(columns, 1)
+
+
+def without_kl(objective, clip):
+    import dataclasses
+
+    return dataclasses.replace(objective, kl_coef=0.0, clip_low=clip, clip_high=clip)

@@ -1,0 +1,92 @@
+"""Matching losses against the papers' own code: AWM, DiffusionNFT, ORW-CFM-W2; decays of moving averages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from diffusion.ema import eval_ema_decay, nft_old_decay
+from diffusion.forward_process import NoisyRows
+from diffusion.matching import nft_loss, nft_weight, pseudo_log_likelihood, velocity_kl
+from diffusion.orw_cfm import WEIGHTS
+from mmrl.core import PolicyOutputs, Rollouts, get
+from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load
+
+
+def matching_error(b):
+    """Mean squared distance of the velocities to noise - image (K * B,), float64."""
+    return (b.velocity - (b.noise - b.clean)).square().flatten(2).mean(2).flatten()
+
+
+@pytest.mark.parametrize("weighting", load("awm").peers[0]["likelihood"])
+def test_awm_likelihoods(weighting):
+    b, (peer,) = inputs_of("awm"), load("awm").peers
+    found = pseudo_log_likelihood(matching_error(b), b.sigma.repeat_interleave(12), weighting, 0.25)
+    assert_agrees(found, peer["likelihood"] | {"relative": 1e-12, "program": peer["program"]}, weighting)
+
+
+@pytest.mark.parametrize(("average", "level"), [("exp_first", "token"), ("sum_first", "sequence_full")])
+def test_awm_update(average, level):
+    b, (peer,) = inputs_of("awm"), load("awm").peers
+    velocity, sigma = b.velocity.requires_grad_(), b.sigma.repeat_interleave(12)
+    logp = pseudo_log_likelihood(matching_error(b), sigma, "ghuber", 0.25).reshape(2, 12).T
+    objective = dataclasses.replace(get("awm"), ratio=level)
+    mask = torch.ones(12, 2, dtype=torch.float64)
+    rollouts = Rollouts(torch.arange(12) // 4, mask, (logp + b.logp_old_shift.T).detach(), b.reward)
+    rollouts = objective.compute_advantages(rollouts)
+    limited = torch.tensor(peer["advantage"], dtype=torch.float64).clamp(-5, 5) / 5
+    torch.testing.assert_close(rollouts.advantage, limited[:, None].expand(12, 2), rtol=1e-12, atol=1e-12)
+
+    def distance(anchor, kind):
+        return velocity_kl(velocity.flatten(0, 1), anchor.flatten(0, 1), sigma, kind).reshape(2, 12).T
+
+    outputs = PolicyOutputs(logp, kl_ref=distance(b.velocity_ref, "uniform"))
+    loss = objective.loss(outputs, rollouts, objective.denominators(rollouts)).loss
+    loss = loss + b.config["ema_beta"] * distance(b.velocity_ema, "elbo").mean()
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    # distances of velocities are float32 here
+    expected = peer["losses"][average] | {"program": peer["program"]}
+    assert_agrees(loss, expected, "loss", relative=4 * FLOAT32)
+    assert_agrees(gradient, expected, "gradient", relative=4 * FLOAT32)
+
+
+def test_nft_loss_and_weights():
+    b, (peer,) = inputs_of("nft"), load("nft").peers
+    velocity, t = b.velocity.requires_grad_(), b.sigma.reshape(-1, 1, 1, 1)
+    noisy = NoisyRows((1 - t) * b.clean + t * b.noise, b.noise - b.clean, b.sigma, torch.arange(6))
+    weight = nft_weight(b.advantage)
+    assert_agrees(weight, peer, "weight")
+    loss = nft_loss(velocity, b.velocity_old, noisy, b.clean, weight, b.beta).mean()
+    loss = loss + b.kl_coef * velocity_kl(velocity, b.velocity_ref, b.sigma).mean()
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    # rounded to float32 at the end here
+    assert_agrees(loss, peer, "loss", relative=FLOAT32)
+    assert_agrees(gradient, peer, "gradient", relative=FLOAT32)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_nft_schedules(kind):
+    file = load("nft")
+    found = [nft_old_decay(step, kind) for step in file.inputs["steps"]]
+    assert found == pytest.approx(file.peers[0]["decay"][str(kind)], rel=1e-14)
+
+
+def test_decay_of_the_evaluated_average():
+    found = [eval_ema_decay(step, 0.9) for step in range(0, 120, 7)]
+    assert found == pytest.approx(load("flow_grpo").peers[0]["decay"], rel=1e-14)
+
+
+def test_orw_weights_and_loss():
+    b, (peer,) = inputs_of("orw_cfm"), load("orw_cfm").peers
+    weight = WEIGHTS["exp"](b.reward, b.tau)
+    assert_agrees(weight, peer, "weight")
+    velocity = b.velocity.requires_grad_()
+    noisy = NoisyRows(b.target, b.target, torch.zeros(6), torch.arange(6))
+    loss = (weight * noisy.matching_error(velocity)).mean()
+    loss = loss + b.alpha * velocity_kl(velocity, b.velocity_ref, torch.ones(6)).mean()
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    # errors and distances are float32 here
+    assert_agrees(loss, peer, "loss", relative=4 * FLOAT32)
+    assert_agrees(gradient, peer, "gradient", relative=4 * FLOAT32)

@@ -1,0 +1,28 @@
+"""Action tokens against OpenVLA, and the temporal ensemble against ACT."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from robotics.vla.action_tokens import ActionTokenizer
+from robotics.vla.ensemble import TemporalEnsemble
+from tests.golden.numbers import FLOAT32, assert_agrees, load
+
+
+def test_openvla_tokens():
+    file = load("openvla")
+    (peer,) = file.peers
+    tokenizer, vocabulary = ActionTokenizer(), file.inputs["vocabulary"]
+    indices = tokenizer.encode(np.array(file.inputs["actions"]))
+    assert tokenizer.to_ids(indices, vocabulary).tolist() == peer["ids"]
+    found = tokenizer.decode(tokenizer.from_ids(np.array(peer["ids"]), vocabulary))
+    assert found.tolist() == np.array(peer["decoded"], np.float32).tolist()
+
+
+def test_act_ensemble():
+    file = load("act")
+    chunks = np.array(file.inputs["chunks"])
+    steps, chunk, size = chunks.shape
+    ensemble = TemporalEnsemble(1, chunk, size, decay=0.01)
+    found = np.stack([ensemble.step(chunks[t : t + 1], [0])[0] for t in range(steps)])
+    assert_agrees(found, file.peers[0], "actions", relative=FLOAT32)
