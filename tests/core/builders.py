@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from mmrl.core import Payload, Rollouts, per_group, per_row
-from tests.core.reference import GOLDEN
+from tests.core.reference import REFERENCE
 
 
-def golden():
-    data = json.loads(GOLDEN.read_text(encoding="utf-8"))
+def reference_numbers():
+    data = json.loads(REFERENCE.read_text(encoding="utf-8"))
     data["batch"]["reward"] = [math.nan if r is None else r for r in data["batch"]["reward"]]
     return data
 

@@ -378,7 +378,7 @@ def full_batch():
     }
 
 
-def golden():
+def all_numbers():
     b = full_batch()
     group, mask, reward = b["group"], b["mask"], b["reward"]
     valid, rewards = loss_mask(mask, reward), terminal_rewards(mask, reward)
@@ -407,7 +407,7 @@ def golden():
 
 
 def main():
-    text = json.dumps(golden(), indent=1).replace("NaN", "null")
+    text = json.dumps(all_numbers(), indent=1).replace("NaN", "null")
     # One line a row of numbers keeps the file readable.
     REFERENCE.write_text(_compact(text) + "\n", encoding="utf-8")
 

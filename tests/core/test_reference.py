@@ -1,4 +1,4 @@
-"""The package against numbers that an independent implementation computed (tests/golden/core.json)."""
+"""The package against numbers that a second implementation in plain Python computed (tests/core/reference.json)."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 from mmrl.core import CATALOGUE, PolicyOutputs, get
 from mmrl.core.blocks import ADVANTAGES
 from tests.core import reference
-from tests.core.builders import golden, rollouts_from
+from tests.core.builders import reference_numbers, rollouts_from
 
-DATA = golden()
+DATA = reference_numbers()
 
 
 def nearly_equal(a, b):
@@ -31,7 +31,7 @@ def estimator(case):
 
 
 def test_the_file_is_what_the_reference_computes():
-    assert nearly_equal(DATA, reference.golden())
+    assert nearly_equal(DATA, reference.all_numbers())
 
 
 @pytest.mark.parametrize("case", DATA["advantages"])
@@ -43,7 +43,7 @@ def test_advantages(case, dtype, tolerance):
     torch.testing.assert_close(advantage, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_every_estimator_has_a_golden_case():
+def test_every_estimator_has_a_case():
     assert {case.split()[0] for case in DATA["advantages"]} == set(ADVANTAGES)
 
 

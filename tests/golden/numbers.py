@@ -35,9 +35,7 @@ FLOAT32 = 2.0**-22
 """Two units in the last place of float32, for what is computed in it here."""
 
 
-def assert_agrees(
-    found: Any, peer: dict[str, Any], key: str, size: float = 0.0, relative: float | None = None
-) -> None:
+def assert_agrees(found: Any, peer: dict[str, Any], key: str, size: float = 0.0, relative: float | None = None) -> None:
     """Compare with the number of a peer.
 
     Args:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.core import PolicyOutputs, Rollouts
-from mmrl.training.loop.objectives import make_objective
-from mmrl.vlm.apo import DADS_SHAPES, ApoConfig, difficulty, kl_weights, length_multipliers
+from mmrl.core import PolicyOutputs, Rollouts, get
+from mmrl.vlm.apo import DADS_SHAPES, difficulty, kl_weights, length_multipliers
 from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load, tensor
 
 STCR_BASE = 1.00001
@@ -24,7 +23,7 @@ def test_factors_are_those_of_the_public_code():
 
 def test_the_loss_is_that_of_the_public_code():
     b, (peer,) = inputs_of("apo"), load("apo").peers
-    objective = make_objective(ApoConfig().objective)
+    objective = get("apo")
     rollouts = Rollouts(
         b.group, b.mask, b.logp_old, b.reward, logp_ref=b.logp_ref, extras={"kl_weight": tensor(peer["kl_weight"])}
     )

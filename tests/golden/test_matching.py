@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -32,7 +30,7 @@ def test_awm_update(average, level):
     b, (peer,) = inputs_of("awm"), load("awm").peers
     velocity, sigma = b.velocity.requires_grad_(), b.sigma.repeat_interleave(12)
     logp = pseudo_log_likelihood(matching_error(b), sigma, "ghuber", 0.25).reshape(2, 12).T
-    objective = dataclasses.replace(get("awm"), ratio=level)
+    objective = get("awm").override({"ratio": {"kind": level}})
     mask = torch.ones(12, 2, dtype=torch.float64)
     rollouts = Rollouts(torch.arange(12) // 4, mask, (logp + b.logp_old_shift.T).detach(), b.reward)
     rollouts = objective.compute_advantages(rollouts)

@@ -1,6 +1,6 @@
 """ACT's temporal ensemble by its public code.
 
-    python -m tests.golden.make.act act
+python -m tests.golden.make.act act
 """
 
 import sys

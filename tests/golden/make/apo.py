@@ -1,6 +1,6 @@
 """APO by its public code, View-R1: difficulty weights of the divergence, length factors, and the actor's loss.
 
-    python -m tests.golden.make.apo View-R1
+python -m tests.golden.make.apo View-R1
 """
 
 import math

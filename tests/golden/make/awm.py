@@ -1,6 +1,6 @@
 """Advantage weighted matching by its public code: pseudo log-likelihoods, and the update's loss.
 
-    python -m tests.golden.make.awm advantage_weighted_matching
+python -m tests.golden.make.awm advantage_weighted_matching
 """
 
 import sys
@@ -35,7 +35,10 @@ def main() -> None:
     clone = Clone(sys.argv[1], "scxue/advantage_weighted_matching", COMMIT)
     kept = ("prompts", "reward")
     inputs = {key: value for key, value in update().items() if key in kept}
-    inputs |= {"clean": numbers(70, 12, 2, 3, 3, low=-2, high=2), "noise": numbers(71, DRAWS, 12, 2, 3, 3, low=-2, high=2)}
+    inputs |= {
+        "clean": numbers(70, 12, 2, 3, 3, low=-2, high=2),
+        "noise": numbers(71, DRAWS, 12, 2, 3, 3, low=-2, high=2),
+    }
     inputs |= {"velocity": numbers(72, DRAWS, 12, 2, 3, 3, low=-2, high=2), "sigma": [0.35, 0.8]}
     inputs |= {"velocity_ref": numbers(73, DRAWS, 12, 2, 3, 3, low=-2, high=2)}
     inputs |= {"velocity_ema": numbers(74, DRAWS, 12, 2, 3, 3, low=-2, high=2)}

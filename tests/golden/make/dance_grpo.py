@@ -1,14 +1,12 @@
 """DanceGRPO by its public code: the SDE step, advantages of the group and the update's loss.
 
-    python -m tests.golden.make.dance_grpo DanceGRPO
+python -m tests.golden.make.dance_grpo DanceGRPO
 """
 
 import math
 import sys
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from tests.golden.make.images import STEPS, latents, mean_of_steps, update
 from tests.golden.make.peers import Clone, gradient, tensors, write
@@ -28,7 +26,9 @@ def main() -> None:
         "relative": 1e-6,
         "because": "it takes the log-probability of a step in float32",
     }
-    write("dance_grpo", "DanceGRPO, arXiv 2505.07818", inputs, [peer | step(clone, inputs) | loss(clone, inputs)], clone)
+    write(
+        "dance_grpo", "DanceGRPO, arXiv 2505.07818", inputs, [peer | step(clone, inputs) | loss(clone, inputs)], clone
+    )
 
 
 def step(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """DDPO by its public code: the DDIM step, advantages over a prompt's history and the update's loss.
 
-    python -m tests.golden.make.ddpo ddpo-pytorch
+python -m tests.golden.make.ddpo ddpo-pytorch
 """
 
 import math

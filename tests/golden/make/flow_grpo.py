@@ -1,6 +1,6 @@
 """Flow-GRPO by its public code: the SDE step, advantages of the epoch, the update's loss and the decay of the average.
 
-    python -m tests.golden.make.flow_grpo flow_grpo
+python -m tests.golden.make.flow_grpo flow_grpo
 """
 
 import math

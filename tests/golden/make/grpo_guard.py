@@ -1,6 +1,6 @@
 """GRPO-Guard's ratio and Flow-CPS's step by Flow-Factory.
 
-    python -m tests.golden.make.grpo_guard Flow-Factory
+python -m tests.golden.make.grpo_guard Flow-Factory
 """
 
 import math
@@ -22,7 +22,10 @@ CLIP = 1e-5
 
 def main() -> None:
     clone = Clone(sys.argv[1], "X-GenGroup/Flow-Factory", COMMIT)
-    inputs = latents(60) | {"means": numbers(63, 3, 2, 4, 4, low=-2, high=2), "sigmas": [[0.9, 0.75], [0.6, 0.5], [0.3, 0.1]]}
+    inputs = latents(60) | {
+        "means": numbers(63, 3, 2, 4, 4, low=-2, high=2),
+        "sigmas": [[0.9, 0.75], [0.6, 0.5], [0.3, 0.1]],
+    }
     inputs |= {"moved": numbers(64, 3, 2, 4, 4), "advantage": [1.5, -0.7, -9.0], "std": [0.5, 0.3, 0.2]}
     inputs |= {"cps_noise_level": CPS_NOISE, "clip": CLIP}
     with doubles():
@@ -79,7 +82,9 @@ def cps(clone: Clone, inputs: dict[str, Any]) -> dict[str, Any]:
     found = clone.lines(SCHEDULER, 323, 420, next_latents=drawn, **names)
     answers = {"mean": found.next_latents_mean.detach(), "deviation": found.std_dev_t.flatten(), "drawn": drawn}
     slope = gradient(found.log_prob.sum(), b.velocity)
-    return {f"cps_{key}": value for key, value in (answers | {"logp": found.log_prob.detach(), "gradient": slope}).items()}
+    return {
+        f"cps_{key}": value for key, value in (answers | {"logp": found.log_prob.detach(), "gradient": slope}).items()
+    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ def main() -> None:
     from verl.trainer.ppo.core_algos import kl_penalty
 
     # The last three reach the limits of k3: on its exponent and on its value.
-    inputs = {"logp": [-0.2, -1.4, -3.0, -2.5, -0.7, -9.0, -30.0, -0.1], "logp_ref": [-0.2, -0.9, -3.1, -0.4, -2.9, -5.0]}
+    inputs = {
+        "logp": [-0.2, -1.4, -3.0, -2.5, -0.7, -9.0, -30.0, -0.1],
+        "logp_ref": [-0.2, -0.9, -3.1, -0.4, -2.9, -5.0],
+    }
     inputs["logp_ref"] += [-1.0, -30.0]
     logp = torch.tensor(inputs["logp"], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor(inputs["logp_ref"], dtype=torch.float64)

@@ -1,6 +1,6 @@
 """DiffusionNFT by its public code: the two-sided loss and the schedules of the sampling policy.
 
-    python -m tests.golden.make.nft DiffusionNFT
+python -m tests.golden.make.nft DiffusionNFT
 """
 
 import sys

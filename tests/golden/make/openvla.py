@@ -1,6 +1,6 @@
 """OpenVLA's action tokens by its public code.
 
-    python -m tests.golden.make.openvla openvla
+python -m tests.golden.make.openvla openvla
 """
 
 import sys

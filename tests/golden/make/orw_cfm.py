@@ -1,6 +1,6 @@
 """ORW-CFM-W2 by its public code: reward-weighted matching with the distance to the start model.
 
-    python -m tests.golden.make.orw_cfm orw-cfm
+python -m tests.golden.make.orw_cfm orw-cfm
 """
 
 import sys

@@ -1,6 +1,6 @@
 """PAPO by its public code: one micro-batch of the actor's update, with and without the optional terms.
 
-    python -m tests.golden.make.papo PAPO
+python -m tests.golden.make.papo PAPO
 """
 
 import sys

@@ -1,6 +1,6 @@
 """SRPO by its public code, siiRL: the progress reward and the actor's loss.
 
-    python -m tests.golden.make.srpo siiRL
+python -m tests.golden.make.srpo siiRL
 """
 
 import re
