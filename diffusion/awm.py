@@ -157,8 +157,8 @@ class AwmRecipe(FlowMatchingRecipe):
 def _with_ratio(config: AwmConfig) -> AwmConfig:
     """The objective's ratio and clip rule as `awm.average` says, unless the configuration sets them itself."""
     changes = AVERAGING[config.awm.average]
-    kept = {key: value for key, value in changes.items() if not getattr(config.objective, key)}
-    return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **kept))
+    merged = {key: value | getattr(config.objective, key) for key, value in changes.items()}
+    return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **merged))
 
 
 def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
@@ -166,7 +166,7 @@ def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
     return Metric(float(size / base.clamp(min=1e-8)), 1.0)
 
 
-AVERAGING: dict[str, dict[str, Any]] = {
+AVERAGING: dict[str, dict[str, dict[str, str]]] = {
     "exp_first": {},
     "sum_first": {"ratio": {"kind": "sequence_full"}},
     "bgpo": {"clip": {"kind": "bgpo"}},
