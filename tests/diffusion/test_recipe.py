@@ -284,7 +284,7 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["data.on_bad_row=ignore"], "allowed: error, skip"),
         (
             ["sampler.kernel=flow_ode"],
-            "sampler.kernel is 'flow_ode'; did you mean 'flow_sde'? allowed: flow_sde, dance_sde, cps",
+            "did you mean 'flow_sde'? allowed: flow_sde, dance_sde, cps",
         ),
         (["sampler.noise_level=0"], "sampler.noise_level is 0"),
         (["sampler.kernel=cps", "sampler.noise_level=1.5"], "must be at most 1 for cps"),

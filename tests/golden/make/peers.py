@@ -67,7 +67,7 @@ class Clone:
 
 @contextmanager
 def doubles() -> Iterator[None]:
-    """Let `x.float()` keep float64 and `x.cuda()` stay on the CPU, so that a peer's numbers are as exact as they can be."""
+    """Let `x.float()` keep float64 and `x.cuda()` stay on the CPU, so that a peer computes in float64."""
     kept = Tensor.float, Tensor.cuda
     Tensor.float, Tensor.cuda = Tensor.double, lambda x, *_, **__: x
     try:
