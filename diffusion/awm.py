@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,11 @@ from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, Matc
 from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood, velocity_kl
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import LossTerms
 
 __all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
 
@@ -75,10 +76,23 @@ class AwmConfig(FlowMatchingConfig):
     """Advantage, clipping and the weight of the distance to the reference."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AwmScores(PolicyOutputs):
+    """What AWM's loss takes from one pass of the policy."""
+
+    kl_ema: Tensor | None
+    """(B, T), distance to the velocity of the moving average; None where it was not asked for."""
+    error: Tensor
+    """(B, T), matching errors, without gradient."""
+    velocity_norm: Metric | None
+    """Size of the velocity over that of the reference."""
+
+
 class AwmRecipe(FlowMatchingRecipe):
     """Advantage weighted matching; see the module."""
 
     config: AwmConfig
+    has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: AwmConfig) -> None:
         super().__init__(_with_ratio(config))
@@ -89,31 +103,40 @@ class AwmRecipe(FlowMatchingRecipe):
         """The moving average off policy, else the policy."""
         return self.kl_ema.applied() if self.config.awm.off_policy and self.kl_ema is not None else nullcontext()
 
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
-        """Pseudo log-likelihood of each noisy version."""
-        return PolicyOutputs(logp=self._logp(self.matched(policy, rollouts)))
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """Policy term, distance to the reference and distance to the moving average."""
-        drawn = self.noisy(minibatch)
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
+        drawn = self.noisy(rollouts)
         with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
-            ema = self._ema_velocity(minibatch, drawn[0])
-            ref = self.reference_velocity(minibatch, drawn[0])
-        matching = self.matched(policy, minibatch, drawn)
-        scores = PolicyOutputs(self._logp(matching), kl_ref=self._distance(matching, ref))
-        output = self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
+            ema = self._ema_velocity(rollouts, drawn[0]) if "kl_ema" in outputs else None
+            ref = self.reference_velocity(rollouts, drawn[0]) if "kl_ref" in outputs else None
+        matching = self.matched(policy, rollouts, drawn)
+        return AwmScores(
+            logp=self._logp(matching),
+            kl_ref=self._distance(matching, ref),
+            kl_ema=self._distance(matching, ema),
+            error=matching.placed(matching.error.detach()),
+            velocity_norm=None if ref is None else _norm_ratio(matching.velocity, ref),
+        )
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """Adds the distance to the moving average."""
+        return super().loss_outputs | ({"kl_ema"} if self.config.awm.ema_coef else set())
+
+    def loss_terms(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
+    ) -> LossTerms:
+        """The distance to the moving average of past policies, which loss/total leaves out."""
+        assert isinstance(scores, AwmScores)
         mask = minibatch.loss_mask
-        metrics = output.metrics | {"awm/error": mean_metric(matching.placed(matching.error.detach()), mask)}
-        if ref is not None:
-            metrics["awm/velocity_norm"] = _norm_ratio(matching.velocity, ref)
-        distance = self._distance(matching, ema)
-        if distance is None:
-            return LossOutput(output.loss, metrics)
-        term = self.config.awm.ema_coef * mean_over_decisions(distance, minibatch, denominators)
-        metrics |= {"loss/kl_ema": Metric.summed(term.detach()), "policy/kl_ema": mean_metric(distance.detach(), mask)}
-        return LossOutput(output.loss + term, metrics)
+        metrics = {"awm/error": mean_metric(scores.error, mask)}
+        if scores.velocity_norm is not None:
+            metrics["awm/velocity_norm"] = scores.velocity_norm
+        if scores.kl_ema is None:
+            return LossTerms(metrics=metrics)
+        term = self.config.awm.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, denominators)
+        metrics["policy/kl_ema"] = mean_metric(scores.kl_ema.detach(), mask)
+        return LossTerms({"loss/kl_ema": term}, metrics, in_total=False)
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
@@ -142,7 +165,7 @@ class AwmRecipe(FlowMatchingRecipe):
         return matching.placed(pseudo_log_likelihood(matching.error, matching.noisy.sigma, awm.weighting, awm.power))
 
     def _ema_velocity(self, minibatch: Rollouts, noisy: Any) -> Tensor | None:
-        if self.kl_ema is None or not self.config.awm.ema_coef:
+        if self.kl_ema is None:
             return None
         with self.kl_ema.applied():
             return self.velocity_of(self.policy, minibatch, noisy)

@@ -213,9 +213,7 @@ class FlowMatchingRecipe(DiffusionRecipe):
         metrics = {"policy/kl_ref": mean_metric(distance, minibatch.loss_mask), "loss/kl": Metric.summed(term.detach())}
         return term, metrics
 
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus the matching error as log-likelihood of each noisy version."""
         matching = self.matched(policy, rollouts)
         return PolicyOutputs(logp=matching.placed(-matching.error))

@@ -44,9 +44,7 @@ class GrpoGuardRecipe(FlowGrpoRecipe):
     config: GrpoGuardConfig
     keeps_mean = True
 
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
@@ -56,5 +54,5 @@ class GrpoGuardRecipe(FlowGrpoRecipe):
         ratio = guard_log_ratio(steps.logp, old, steps.mean, mean_old, steps.std)
         return PolicyOutputs(
             logp=placed(old + ratio, steps.chosen, rollouts.mask.shape),
-            kl_ref=self.placed_divergence(rollouts, steps),
+            kl_ref=self.placed_divergence(rollouts, steps) if "kl_ref" in outputs else None,
         )

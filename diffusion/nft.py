@@ -88,6 +88,7 @@ class DiffusionNftRecipe(FlowMatchingRecipe):
 
     config: DiffusionNftConfig
     loss_name: ClassVar[str | None] = "diffusion_nft"
+    has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)

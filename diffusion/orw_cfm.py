@@ -84,6 +84,7 @@ class OrwRecipe(FlowMatchingRecipe):
 
     config: OrwConfig
     loss_name: ClassVar[str | None] = "orw_cfm_w2"
+    has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)

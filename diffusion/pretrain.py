@@ -103,6 +103,7 @@ class PretrainRecipe(FlowMatchingRecipe):
 
     config: PretrainConfig
     loss_name: ClassVar[str | None] = "flow_matching"
+    has_loss_terms: ClassVar[bool] = True
     uses_rewards: ClassVar[bool] = False
 
     def load_train_tasks(self) -> Sequence[Any]:

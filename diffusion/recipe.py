@@ -137,7 +137,7 @@ def _check_rewards(config: DiffusionConfig) -> None:
         )
 
 
-class DiffusionRecipe(Recipe):
+class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
     """Prompts, images, rewards and evaluation of a diffusion or flow model.
 
     Args:
@@ -223,15 +223,15 @@ class DiffusionRecipe(Recipe):
         note_errors(self.errors, result)
         return result
 
-    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Score the old log-probs where an update needs them; the reference is asked in the loss, state by state."""
+    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Keep the reference for the loss, which compares with it exactly, state by state; nothing is scored here."""
         self.reference = reference
-        trainer = self.config.trainer
-        if trainer.old_logp != "recompute" or trainer.single_update:
-            return rollouts
-        with stopwatch("old_logp"):
-            scores = self.scores_in_chunks(policy, rollouts, frozenset({"logp"}))
-        return rollouts.replace(logp_old=scores.logp)
+        return rollouts
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """The log-density, and the exact divergence from the reference where the objective has a KL term."""
+        return super().loss_outputs | ({"kl_ref"} if self.objective.needs_reference else set())
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Advantages of the summed reward, or with `combine: gdpo` the weighted sum of each reward's own.
@@ -253,7 +253,7 @@ class DiffusionRecipe(Recipe):
         """Advantages of one reward with the objective's estimator, over all processes."""
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
-    def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator) -> Evaluation:  # type: ignore[override]
+    def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Images at fixed prompts and seeds: rewards, held-out rewards, diversity, distance to the base model."""
         config = self.config
         self.start.to(policy.device)  # copied before the policy moved there

@@ -115,13 +115,11 @@ class TrajectoryRecipe(DiffusionRecipe):
             ),
         )
 
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
-        """Log-density of each trained step, and its divergence from the reference where the loss needs it."""
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-density of each trained step, and with "kl_ref" its exact divergence from the reference."""
         steps = self.step_scores(policy, rollouts)
         logp = placed(steps.logp, steps.chosen, rollouts.mask.shape)
-        return PolicyOutputs(logp, kl_ref=self.placed_divergence(rollouts, steps))
+        return PolicyOutputs(logp, kl_ref=self.placed_divergence(rollouts, steps) if "kl_ref" in outputs else None)
 
     def step_scores(self, policy: Any, rollouts: Rollouts) -> StepScores:
         """Evaluate a model on the trained steps of some rows.
@@ -139,10 +137,8 @@ class TrajectoryRecipe(DiffusionRecipe):
         logp = self._kernel.log_prob(states.reached, mean, std)
         return StepScores(states, velocity, mean, std, logp)
 
-    def placed_divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor | None:
-        """`divergence` as (B, T), or None where no loss asks for it."""
-        if not (torch.is_grad_enabled() and self.objective.needs_reference):
-            return None
+    def placed_divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor:
+        """`divergence` as (B, T), 0 where nothing is trained."""
         return placed(self.divergence(steps), steps.chosen, rollouts.mask.shape)
 
     def divergence(self, steps: StepScores) -> Tensor:

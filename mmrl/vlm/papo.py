@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,12 +30,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators, token_mean
-from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.metrics import mean_metric
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.regularizers import k3
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import LossTerms
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.payload import Prompt, VlmPayload
@@ -174,6 +175,7 @@ class PapoRecipe(VlmRecipe):
     """GRPO or DAPO with the implicit perception term."""
 
     config: PapoConfig
+    has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: PapoConfig) -> None:
         super().__init__(config)
@@ -184,14 +186,14 @@ class PapoRecipe(VlmRecipe):
         """Weight of the perception term at the current step."""
         return gamma_at(self.config.papo, self._step, self.config.trainer.steps)
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:  # type: ignore[override]
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Sample with the original images, then make one masked copy of each question's images."""
         rollouts = super().rollout(policy, tasks, generator)
         payload = VlmPayload.of(rollouts)
         seed = int(torch.randint(2**62, (), generator=generator))
         with stopwatch("encode"):
             views: list[Prompt | None] = [
-                self._masked_prompt(task, prompt, np.random.default_rng([seed, index]))
+                self._masked_prompt(policy, task, prompt, np.random.default_rng([seed, index]))
                 for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
             ]
         has_image = torch.tensor([float(bool(task.images)) for task in payload.tasks], device=rollouts.mask.device)
@@ -200,7 +202,7 @@ class PapoRecipe(VlmRecipe):
             extras={**rollouts.extras, "papo_weight": has_image[rollouts.group]},
         )
 
-    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Add the masked pass of the policy before the update, unless it is recomputed with gradient."""
         rollouts = super().compute_logprobs(policy, reference, rollouts)
         extras = dict(rollouts.extras)
@@ -209,36 +211,41 @@ class PapoRecipe(VlmRecipe):
             extras["papo_weight"] = extras["papo_weight"] * (rollouts.reward_terms[term] == 1.0)
         if not self.config.papo.recompute_masked:
             with stopwatch("masked_logp"):
-                scores = self.scores_in_chunks(policy, rollouts, self._masked_scores_wanted, MASKED)
+                scores = self.scores_in_chunks(policy, rollouts, self._masked_outputs, self.masked_scores)
             extras["logp_masked"] = scores.logp
             if scores.entropy is not None:
                 extras["entropy_masked"] = scores.entropy
         return rollouts.replace(extras=extras)
 
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """The objective's loss, minus gamma times the perception KL, plus the double entropy."""
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """The objective's outputs, and the full entropy where the double entropy is over the vocabulary."""
+        return super().loss_outputs | ({"entropy"} if self._full_entropy else set())
+
+    def loss_terms(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
+    ) -> LossTerms:
+        """Minus gamma times the perception KL, plus the double entropy and the likelihood of correct samples."""
         settings = self.config.papo
-        wanted = self.wanted_scores | ({"entropy"} if self._full_entropy else frozenset())
-        scores = self.scores(policy, minibatch, wanted)
-        base = self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
-        masked = self._masked_scores(policy, minibatch)
+        masked = self._masked(policy, minibatch)
         mask = minibatch.loss_mask
-        terms = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
-        parts = {"loss/perception": -self.gamma * self.objective.aggregation(terms, mask, denominators)}
+        divergence = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
+        terms = {"loss/perception": -self.gamma * self.objective.aggregation(divergence, mask, denominators)}
         rho = self.gamma / settings.gamma if settings.gamma else 1.0
         for name, coef, source in (
             ("loss/entropy_policy", settings.entropy_policy, scores),
             ("loss/entropy_masked", settings.entropy_masked, masked),
         ):
             if coef:
-                parts[name] = rho * coef * token_mean(self._entropy(source), mask, denominators)
+                terms[name] = rho * coef * token_mean(self._entropy(source), mask, denominators)
         if settings.sft_coef:
-            parts["loss/sft"] = settings.sft_coef * self._correct_nll(scores.logp, minibatch, denominators)
-        total = base.loss + torch.stack(list(parts.values())).sum()
-        metrics = base.metrics | {name: Metric.summed(value.detach()) for name, value in parts.items()}
-        metrics["loss/total"] = Metric.summed(total.detach())
-        metrics["papo/kl_masked"] = mean_metric(k3(scores.logp.detach(), masked.logp.detach()), mask)
-        return LossOutput(total, metrics)
+            terms["loss/sft"] = settings.sft_coef * self._correct_nll(scores.logp, minibatch, denominators)
+        distance = mean_metric(k3(scores.logp.detach(), masked.logp.detach()), mask)
+        return LossTerms(terms, {"papo/kl_masked": distance})
+
+    def masked_scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Scores of the same responses to the masked images."""
+        return self.score_view(policy, rollouts, outputs, MASKED)
 
     def describe(self) -> str:
         """The objective's formula and the terms that PAPO adds."""
@@ -283,19 +290,20 @@ class PapoRecipe(VlmRecipe):
         )
 
     @property
-    def _masked_scores_wanted(self) -> frozenset[str]:
+    def _masked_outputs(self) -> frozenset[str]:
         return frozenset({"logp", "entropy"} if self._full_entropy else {"logp"})
 
-    def _masked_prompt(self, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
+    def _masked_prompt(self, policy: VlmPolicy, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
         if not task.images:
             return prompt
         settings = self.config.papo
         images = [blacken_patches(image, settings.patch_size, settings.mask_ratio, rng) for image in task.load_images()]
-        return self.policy.encode(task, images)
+        return policy.encode(task, images)
 
-    def _masked_scores(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
+    def _masked(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
+        """The masked pass: of this update with `recompute_masked`, else that before the update."""
         if self.config.papo.recompute_masked:
-            return self.scores(policy, minibatch, self._masked_scores_wanted, MASKED)
+            return self.masked_scores(policy, minibatch, self._masked_outputs)
         return PolicyOutputs(minibatch.extras["logp_masked"], minibatch.extras.get("entropy_masked"), None)
 
     def _entropy(self, scores: PolicyOutputs) -> Tensor:

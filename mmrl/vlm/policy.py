@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VlmPolicy"]
 
-SCORES = frozenset({"logp", "entropy", "values"})
+OUTPUTS = frozenset({"logp", "entropy", "values"})
 BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
@@ -150,7 +150,7 @@ class VlmPolicy(nn.Module):
         *,
         view: str = "original",
         temperature: float = 1.0,
-        want: frozenset[str] = frozenset({"logp"}),
+        outputs: frozenset[str] = frozenset({"logp"}),
     ) -> PolicyOutputs:
         """Score the sampled tokens of every row.
 
@@ -158,18 +158,18 @@ class VlmPolicy(nn.Module):
             rollouts: rows whose payload is a `VlmPayload`; only tokens under the mask are scored.
             view: form of the prompts, "original" or a key of the payload's views.
             temperature: the one that the tokens were sampled with; logits are divided by it.
-            want: of "logp", "entropy" (full, in nats) and "values".
+            outputs: what is needed of "logp", "entropy" (full, in nats) and "values".
 
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
 
         Raises:
-            ValueError: unknown score or view, or values without a value head.
+            ValueError: unknown output or view, or values without a value head.
 
         Gradient: flows into all trainable weights; each distinct prompt passes the vision tower once, and where
         `shares_prefix` the language model too.
         """
-        self._check_wanted(want)
+        self._check_outputs(outputs)
         payload = VlmPayload.of(rollouts)
         prompts = payload.prompts_of(view)
         device = self.device
@@ -184,7 +184,7 @@ class VlmPolicy(nn.Module):
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(mask) > len(prompts) or self.prefixes.is_open)
         states = self._shared_states(batch) if sharing else self._flat_states(batch)
-        return self._score(states, responses[row, step], (row, step), mask.shape, temperature, want)
+        return self._score(states, responses[row, step], (row, step), mask.shape, temperature, outputs)
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run prompts through the vision tower and the language model, each once.
@@ -330,11 +330,11 @@ class VlmPolicy(nn.Module):
         """
         load_policy_weights(self, Path(path))
 
-    def _check_wanted(self, want: frozenset[str]) -> None:
-        if not want <= SCORES:
-            raise ValueError(f"want={sorted(want)}; a policy scores: {', '.join(sorted(SCORES))}.")
-        if "values" in want and self.value_head is None:
-            raise ValueError("values are wanted but the policy has no value head; load it with value_head=True.")
+    def _check_outputs(self, outputs: frozenset[str]) -> None:
+        if not outputs <= OUTPUTS:
+            raise ValueError(f"outputs={sorted(outputs)}; a policy scores: {', '.join(sorted(OUTPUTS))}.")
+        if "values" in outputs and self.value_head is None:
+            raise ValueError('outputs has "values" but the policy has no value head; load it with value_head=True.')
 
     def _score(
         self,
@@ -343,7 +343,7 @@ class VlmPolicy(nn.Module):
         places: tuple[Tensor, Tensor],
         shape: torch.Size,
         temperature: float,
-        want: frozenset[str],
+        outputs: frozenset[str],
     ) -> PolicyOutputs:
         """Scores of M states, put back to where they came from."""
 
@@ -356,10 +356,10 @@ class VlmPolicy(nn.Module):
             targets,
             temperature=temperature,
             banned=self.banned_ids,
-            entropy="entropy" in want,
+            entropy="entropy" in outputs,
         )
         values = None
-        if "values" in want and self.value_head is not None:
+        if "values" in outputs and self.value_head is not None:
             with _no_autocast(states):
                 values = spread(self.value_head(states.float()).squeeze(-1))
         entropy = spread(result.entropy) if result.entropy is not None else None

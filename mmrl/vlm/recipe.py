@@ -93,7 +93,7 @@ class VlmConfig(RunConfig):
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
 
 
-class VlmRecipe(Recipe):
+class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     """Samples, scores and evaluates with a vision-language model; the loss is the objective's.
 
     Args:
@@ -118,12 +118,12 @@ class VlmRecipe(Recipe):
         self._errors: Counter[str] = Counter()
         self._controller = _kl_controller(config, self.objective)
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:  # type: ignore[override]
-        """Sample G responses to each question; questions that cannot be shown to the model are counted and left out."""
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+        """Sample G responses to each question; questions that cannot be encoded are counted and left out."""
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
         size = self.config.trainer.samples_per_task
-        samples = sample(self.policy, prompts, size, self.config.sampler, generator, keep_prefix=self._kept_prefix)
+        samples = sample(policy, prompts, size, self.config.sampler, generator, keep_prefix=self._kept_prefix(policy))
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
         return Rollouts(
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
@@ -144,18 +144,28 @@ class VlmRecipe(Recipe):
         note_errors(self._errors, result)
         return with_rewards(rollouts, result)
 
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature."""
-        return policy(rollouts, view=view, temperature=self.config.sampler.temperature, want=want)  # type: ignore[no-any-return]
+        return self.score_view(policy, rollouts, outputs, "original")
+
+    def score_view(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], view: str) -> PolicyOutputs:
+        """`scores` with another form of the prompts.
+
+        Args:
+            policy: the policy, wrapped or not, or its reference.
+            rollouts: rows whose payload is a `VlmPayload`.
+            outputs: of "logp", "entropy" and "values".
+            view: "original" or a key of the payload's views.
+        """
+        temperature = self.config.sampler.temperature
+        return policy(rollouts, view=view, temperature=temperature, outputs=outputs)  # type: ignore[no-any-return]
 
     def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
         """Hold the prompt of a group while the micro-batches of its responses run."""
         scorer: Any = getattr(policy, "module", policy)
         return scorer.prefixes.open()  # type: ignore[no-any-return]
 
-    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:  # type: ignore[override]
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Greedy and sampled accuracy on held-out questions."""
         config = self.config
         measure = AnswerMeasure(
@@ -255,15 +265,14 @@ class VlmRecipe(Recipe):
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)
 
-    @property
-    def _kept_prefix(self) -> str:
+    def _kept_prefix(self, policy: VlmPolicy) -> str:
         """What the sampler leaves of the prompts for the passes before the first update.
 
         With its history a prompt serves the update too. That is for steps of one update with all rows at once, whose
         memory it does not raise, and where sampling computes what training does: no dropout, no checkpointing.
         """
         trainer, model = self.config.trainer, self.config.model
-        if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
+        if not (self.config.sampler.keep_prefill and policy.shares_prefix):
             return "none"
         once = trainer.single_update and trainer.micro_batch == 0 and not self.objective.filter.resamples
         same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)

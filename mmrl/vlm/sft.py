@@ -1,15 +1,16 @@
 """Supervised warm start: maximum likelihood of given completions through the same loop as reinforcement learning.
 
-A completion is a rollout that nobody sampled: advantage 1 with the plain policy-gradient surrogate is exactly the
-negative log-likelihood, so batches, checkpoints, guards and reports are those of every other recipe.
+A completion is a rollout that was given instead of sampled: with advantage 1 the plain policy-gradient surrogate has
+exactly the gradient of the negative log-likelihood, so batches, checkpoints, guards and reports are those of every
+other recipe.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -17,12 +18,12 @@ from torch import nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.catalogue import get
-from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.metrics import mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
-from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
@@ -83,7 +84,7 @@ class SftRecipe(VlmRecipe):
     """
 
     config: SftConfig  # type: ignore[assignment]
-    uses_rewards = False
+    uses_rewards: ClassVar[bool] = False
 
     def __init__(self, config: SftConfig) -> None:
         self.config = config
@@ -103,16 +104,16 @@ class SftRecipe(VlmRecipe):
         self._errors = Counter()
         self._controller = None
 
-    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:  # type: ignore[override]
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Tokenise the given completions as if they had been sampled."""
         usable, prompts = self.encode(policy, tasks)
-        tokenizer = self.policy.processor.tokenizer
+        tokenizer = policy.processor.tokenizer
         texts = [str(task.columns[self.config.target_key]) for task in usable]
-        ids = [[*tokenizer.encode(text, add_special_tokens=False), self.policy.eos_ids[0]] for text in texts]
+        ids = [[*tokenizer.encode(text, add_special_tokens=False), policy.eos_ids[0]] for text in texts]
         longest = max(len(row) for row in ids)
-        responses = torch.tensor([row + [self.policy.pad_id] * (longest - len(row)) for row in ids])
+        responses = torch.tensor([row + [policy.pad_id] * (longest - len(row)) for row in ids])
         mask = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in ids])
-        device = next(self.policy.parameters()).device
+        device = next(policy.parameters()).device
         rollouts = Rollouts(
             group=torch.arange(len(usable)),
             mask=mask,
@@ -126,20 +127,18 @@ class SftRecipe(VlmRecipe):
         """Nothing to score."""
         return rollouts
 
-    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """No old or reference pass is needed."""
-        return rollouts
-
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Every token of a completion is wanted equally."""
         return rollouts.replace(advantage=rollouts.mask.clone())
 
+    @property
+    def old_logprobs(self) -> OldLogProbs:
+        """Completions have no old policy: the ratio is 1 in every update."""
+        return OldLogProbs.UPDATE
+
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """Mean negative log-likelihood of the completions' tokens."""
-        scores = self.scores(policy, minibatch, frozenset({"logp"}))
-        output = self.objective.loss(scores, minibatch.replace(logp_old=scores.logp.detach()), denominators)
-        metrics = {
-            "loss/total": Metric.summed(output.loss.detach()),
-            "loss/nll": mean_metric(-scores.logp, minibatch.loss_mask),
-        }
-        return dataclasses.replace(output, metrics=metrics)
+        """Mean negative log-likelihood of the completions' tokens; the metrics of a policy gradient are left out."""
+        scores = self.scores(policy, minibatch, self.loss_outputs)
+        output = self.objective.loss(scores, self.old_logprobs.in_update(minibatch, scores.logp), denominators)
+        nll = mean_metric(-scores.logp, minibatch.loss_mask)
+        return LossOutput(output.loss, {"loss/total": output.metrics["loss/total"], "loss/nll": nll})

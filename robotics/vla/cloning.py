@@ -87,6 +87,7 @@ class CloneRecipe(RobotRecipe):
 
     config: CloneConfig
     uses_rewards: ClassVar[bool] = False
+    has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: CloneConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         self.demonstrations: Demonstrations = load_demonstrations(config.demonstrations)

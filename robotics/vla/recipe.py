@@ -87,7 +87,7 @@ class RobotConfig(RunConfig):
             )
 
 
-class RobotRecipe(Recipe):
+class RobotRecipe(Recipe[ActionPolicy, Any]):
     """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's.
 
     Args:
@@ -132,7 +132,7 @@ class RobotRecipe(Recipe):
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Total reward (B,) and its terms of episodes that did not break down; NaN where one cannot be scored."""
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Run G episodes from each initial state.
 
         Raises:
@@ -141,13 +141,13 @@ class RobotRecipe(Recipe):
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
         episodes = run_episodes(
-            self.policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
+            policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
         )
         episodes.payload.episodes = list(tasks)
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
         _refuse_if_all_broken(group, episodes.payload)
-        return pack_episodes(episodes, group, self.policy, self.config.logp_level)
+        return pack_episodes(episodes, group, policy, self.config.logp_level)
 
     @property
     def needs_every_frame(self) -> bool:
@@ -166,9 +166,7 @@ class RobotRecipe(Recipe):
             reward_terms={name: torch.where(whole, values, unknown) for name, values in terms.items()},
         )
 
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability and entropy of each decision, at the sampling temperature."""
         payload = EpisodePayload.of(rollouts)
         rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
@@ -177,10 +175,10 @@ class RobotRecipe(Recipe):
         inputs = _inputs(payload, rollouts.group, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
         place = (rows, chunks, payload.steps, rollouts.mask.shape[1])
-        wanted = "entropy" in want and entropy is not None
-        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if wanted else None)
+        with_entropy = "entropy" in outputs and entropy is not None
+        return PolicyOutputs(self._spread(logp, *place), self._spread(entropy, *place) if with_entropy else None)
 
-    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator) -> Evaluation:  # type: ignore[override]
+    def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Success over fixed initial states, overall and of each task."""
         measures = [self._measure(policy, split, protocol) for protocol in ("greedy", "sampled")]
         measures = [measure for measure in measures if measure.repeats]

@@ -67,10 +67,10 @@ def test_costs_are_those_of_training_alone(tmp_path):
     config = run_config("flow_grpo", tmp_path, minibatches_per_step=1)
     trainer = make_trainer(config, tmp_path)
     trainer.evaluate("before")
-    assert trainer.evaluations[0]["cost/forward_rows"] == 0.0
+    assert trainer.log.evaluations[0]["cost/forward_rows"] == 0.0
     trainer.train_step()
     trainer.evaluate("after")
-    after = trainer.evaluations[1]
+    after = trainer.log.evaluations[1]
     # eight images of four steps with guidance; three trained steps: the negative half and two of the reference without
     # a graph, the positive half with one
     assert after["cost/forward_rows"] == 8 * 4 * 2 + 8 * 3 * (1 + 2)

@@ -75,7 +75,7 @@ def final_state(folder, case, resumed):
         assert trainer.step == 2
         trainer.run()
     trainer.recipe.close()
-    state = Checkpoints.load_state(trainer.checkpoints.latest())
+    state = Checkpoints.load_state(trainer.saver.checkpoints.latest())
     assert state["step"] == 4
     kept = flat({name: state[name] for name in ("recipe", "updater", "tasks")})
     after = [row for row in state["evaluations"] if row["tag"] != "after" or row["step"] == 4]

@@ -49,12 +49,12 @@ class ToyPolicy(nn.Module):
     def bias(self):
         return self.shared
 
-    def forward(self, rollouts, *, view="original", temperature=1.0, want=frozenset({"logp"})):
+    def forward(self, rollouts, *, view="original", temperature=1.0, outputs=frozenset({"logp"})):
         payload = rollouts.payload
         rows = torch.tensor(payload.tasks)[rollouts.group]
         logp = torch.log_softmax((self.table[rows] + self.bias()) / temperature, -1)
         picked = logp.gather(-1, payload.ids[..., None])[..., 0]
-        entropy = -(logp.exp() * logp).sum(-1) if "entropy" in want else None
+        entropy = -(logp.exp() * logp).sum(-1) if "entropy" in outputs else None
         return PolicyOutputs(picked, entropy, None)
 
     def save_pretrained(self, folder: Path) -> None:
@@ -69,6 +69,7 @@ class ToyRecipe(Recipe):
     """The right word of task t at every position is t modulo WORDS; reward is the share of right words."""
 
     config: ToyConfig
+    has_loss_terms = True
 
     def __init__(self, config: ToyConfig) -> None:
         self.config = config
@@ -99,8 +100,8 @@ class ToyRecipe(Recipe):
             reward[:: self.config.fail_reward_every] = float("nan")
         return rollouts.replace(reward=reward, reward_terms={"right": reward})
 
-    def scores(self, policy, rollouts, want, view="original"):
-        return policy(rollouts, want=want)
+    def scores(self, policy, rollouts, outputs):
+        return policy(rollouts, outputs=outputs)
 
     def loss(self, policy, minibatch, denominators):
         output = super().loss(policy, minibatch, denominators)

@@ -47,7 +47,7 @@ def test_saved_weights_come_back_bit_for_bit(folder, tmp_path, dtype):
     policy = load_policy(ModelConfig(path=str(folder), dtype=dtype), value_head=True)
     scramble(policy)
     rollouts = draw(policy, ragged_tasks())
-    before = policy(rollouts, want=VALUES)
+    before = policy(rollouts, outputs=VALUES)
     policy.save_pretrained(tmp_path)
     other = load_policy(ModelConfig(path=str(folder), dtype=dtype), value_head=True)
     weight = other.network.lm_head.weight
@@ -55,7 +55,7 @@ def test_saved_weights_come_back_bit_for_bit(folder, tmp_path, dtype):
     assert same_state(policy, other)
     assert other.network.lm_head.weight is weight  # in place: an optimiser that holds it stays valid
     assert weight is other.network.model.language_model.embed_tokens.weight
-    after = other(rollouts, want=VALUES)
+    after = other(rollouts, outputs=VALUES)
     assert torch.equal(before.logp, after.logp)
     assert torch.equal(before.values, after.values)
     fresh = load_policy(ModelConfig(path=str(tmp_path), dtype=dtype), value_head=True)

@@ -54,7 +54,7 @@ def reference_scores(policy: VlmPolicy, rollouts: Rollouts, temperature: float):
 
 def test_scores_are_those_of_the_models_own_forward(policy, rollouts):
     with torch.no_grad():
-        scores = policy(rollouts, temperature=0.8, want=EVERYTHING)
+        scores = policy(rollouts, temperature=0.8, outputs=EVERYTHING)
         logp, entropy = reference_scores(policy, rollouts, 0.8)
     assert rollouts.lengths.min() < rollouts.lengths.max() or rollouts.mask.all()
     torch.testing.assert_close(scores.logp, logp, atol=1e-5, rtol=0)
@@ -81,9 +81,9 @@ def test_scores_of_videos_are_those_of_the_models_own_forward(policy, tmp_path):
 
 def test_scores_do_not_depend_on_the_rows_beside(policy, rollouts):
     with torch.no_grad():
-        whole = policy(rollouts, want=EVERYTHING)
+        whole = policy(rollouts, outputs=EVERYTHING)
         for rows in ([0], [7, 1], [11, 3, 4]):
-            part = policy(rollouts.select(torch.tensor(rows)), want=EVERYTHING)
+            part = policy(rollouts.select(torch.tensor(rows)), outputs=EVERYTHING)
             torch.testing.assert_close(part.logp, whole.logp[rows], atol=1e-5, rtol=0)
             torch.testing.assert_close(part.entropy, whole.entropy[rows], atol=2e-5, rtol=0)
 
@@ -109,7 +109,7 @@ def test_masked_decisions_inside_a_row_stay_in_its_context(policy, rollouts):
 
 def test_scores_are_zero_off_the_mask(policy, rollouts):
     rollouts = rollouts.replace(mask=rollouts.mask * (torch.arange(rollouts.num_decisions) < 2))
-    scores = policy(rollouts, want=EVERYTHING)
+    scores = policy(rollouts, outputs=EVERYTHING)
     for value in (scores.logp, scores.entropy):
         assert value.shape == rollouts.mask.shape
         assert value.dtype == torch.float32
@@ -163,7 +163,7 @@ def test_a_shared_prompt_has_the_gradient_of_one_prompt_for_each_row(folder):
 
 def test_every_weight_gets_a_gradient(folder):
     policy = load_policy(ModelConfig(path=str(folder)), value_head=True)
-    scores = policy(draw(policy, ragged_tasks()), want=frozenset({"logp", "values"}))
+    scores = policy(draw(policy, ragged_tasks()), outputs=frozenset({"logp", "values"}))
     (scores.logp.sum() + scores.values.sum()).backward()
     assert [name for name, parameter in policy.named_parameters() if parameter.grad is None] == []
 
@@ -177,7 +177,7 @@ def test_gradient_is_that_of_the_models_own_forward(folder):
         if own:
             logp, entropy = reference_scores(policy, rollouts, 0.8)
         else:
-            scores = policy(rollouts, temperature=0.8, want=EVERYTHING)
+            scores = policy(rollouts, temperature=0.8, outputs=EVERYTHING)
             logp, entropy = scores.logp, scores.entropy
         (logp.sum() + 0.3 * (entropy * torch.arange(rollouts.num_decisions)).sum()).backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]))
@@ -305,11 +305,11 @@ def test_the_image_matters_in_a_view(policy, rollouts):
 def test_values_are_those_of_the_state_before_each_token(folder):
     policy = load_policy(ModelConfig(path=str(folder)), value_head=True)
     rollouts = draw(policy, ragged_tasks())
-    assert (policy(rollouts, want=frozenset({"values"})).values == 0).all()
+    assert (policy(rollouts, outputs=frozenset({"values"})).values == 0).all()
     torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
     torch.nn.init.constant_(policy.value_head.bias, 0.5)
     with torch.no_grad():
-        values = policy(rollouts, want=frozenset({"values"})).values
+        values = policy(rollouts, outputs=frozenset({"values"})).values
         length = int(rollouts.lengths[3])
         prompt, response = rollouts.payload.prompts[1], rollouts.payload.response_ids[3, :length]
         hidden = policy.network.model(
@@ -324,9 +324,9 @@ def test_values_are_those_of_the_state_before_each_token(folder):
 
 def test_wrong_requests(policy, rollouts):
     with pytest.raises(ValueError, match="entropy, logp, values"):
-        policy(rollouts, want=frozenset({"logits"}))
+        policy(rollouts, outputs=frozenset({"logits"}))
     with pytest.raises(ValueError, match="value_head=True"):
-        policy(rollouts, want=frozenset({"values"}))
+        policy(rollouts, outputs=frozenset({"values"}))
     with pytest.raises(UserError, match="no adapter"), policy.disable_adapter():
         pass
 

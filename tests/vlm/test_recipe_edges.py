@@ -64,7 +64,7 @@ def test_heads_keep_their_precision_under_autocast(tiny_folders):
     torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
     rollouts = draw(policy, [make_task("a", "Sum?")])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        scores = policy(rollouts, want=frozenset({"logp", "values"}))
+        scores = policy(rollouts, outputs=frozenset({"logp", "values"}))
     assert scores.values.dtype == torch.float32
     states = torch.randn(3, policy.network.lm_head.in_features, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

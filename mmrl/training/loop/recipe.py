@@ -1,12 +1,13 @@
-"""What a recipe supplies to the loop: six stages, each with a default that a paper may override."""
+"""What a recipe supplies to the loop: the stages of the algorithm, each with a default that a paper may override."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -14,61 +15,92 @@ from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_sum
+from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation
+from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["NoUsableTasksError", "PrefixScope", "Recipe"]
+__all__ = ["LossTerms", "NoUsableTasksError", "PrefixScope", "Recipe", "Scorer"]
+
+PolicyT = TypeVar("PolicyT", bound=nn.Module)
+TaskT = TypeVar("TaskT")
+Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
+"""Function of a policy, rollouts and the names of the outputs asked for, such as `Recipe.scores`."""
 
 
 class NoUsableTasksError(RunError):
     """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """What a recipe adds to the loss of its objective."""
+
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """Scalars by metric name such as "loss/perception", each with its weight, divided like the objective's terms."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Further metrics; the terms themselves are logged under their names."""
+    in_total: bool = True
+    """Whether the metric loss/total counts the terms; they are in the loss either way."""
+
+    def added_to(self, output: LossOutput) -> LossOutput:
+        """The objective's loss plus these terms."""
+        if not self.terms:
+            return LossOutput(output.loss, output.metrics | dict(self.metrics))
+        total = output.loss + torch.stack(list(self.terms.values())).sum()
+        metrics = output.metrics | {name: Metric.summed(term.detach()) for name, term in self.terms.items()}
+        if self.in_total:
+            metrics["loss/total"] = Metric.summed(total.detach())
+        return LossOutput(total, metrics | dict(self.metrics))
+
+
 class PrefixScope(Protocol):
-    """What the chunks of a batch have in common, such as the forward pass of a prompt that several of them need."""
+    """Work that the chunks of a batch share, such as the forward pass of a prompt that several of them need."""
 
     def backward(self) -> None:
-        """Differentiate what the chunks' own backward passes have left undone; called once, after the last of them."""
+        """Backpropagate through the shared work; called once, after the backward pass of the last chunk."""
         ...
 
 
 class _NoPrefix:
     def backward(self) -> None:
-        """Nothing is left undone."""
+        """Nothing is shared."""
 
 
-class Recipe(ABC):
+class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Stages of one method on one domain.
 
-    The loop calls `rollout`, `score`, `compute_logprobs` and `advantages`, then `loss` for every micro-batch.
-    A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` when it is built.
+    In each step the loop calls `rollout`, `score`, `compute_logprobs` and `advantages`, then `loss` for every
+    micro-batch. A subclass sets `policy`, `objective`, `train_tasks` and `eval_tasks` in its `__init__`.
     """
 
     config: RunConfig
-    policy: nn.Module
+    policy: PolicyT
     """The trained module, unwrapped; scores rollouts when called and has save_pretrained and load_weights."""
     objective: Objective
-    train_tasks: Sequence[Any]
+    train_tasks: Sequence[TaskT]
     eval_tasks: Mapping[str, Sequence[Any]]
     """Held-out splits by name; the first one is the headline."""
     uses_rewards: ClassVar[bool] = True
     """False for supervised recipes: no reward statistics, no group filter."""
+    has_loss_terms: ClassVar[bool] = False
+    """True where `loss_terms`, or a `loss` of the recipe's own, has a gradient even if every advantage is 0."""
     start: Reference | None = None
     """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
 
     @abstractmethod
-    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Sample G decisions sequences for each task with the current policy.
+    def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator) -> Rollouts:
+        """Sample G sequences of decisions for each task.
 
         Args:
-            policy: the unwrapped policy.
+            policy: the policy to sample from, unwrapped.
             tasks: this process's tasks of the step.
             generator: CPU generator, the only source of randomness.
 
@@ -84,31 +116,28 @@ class Recipe(ABC):
         """Fill `reward` and `reward_terms`; NaN where a sample could not be scored."""
 
     @abstractmethod
-    def scores(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
-    ) -> PolicyOutputs:
-        """Log-probs (and entropy, values when wanted) of the rollouts' decisions under `policy`."""
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Evaluate a policy on the decisions of some rollouts.
+
+        Args:
+            policy: the policy, wrapped or not, or its reference.
+            rollouts: rows whose decisions are scored.
+            outputs: names of the fields of `PolicyOutputs` that are needed: "logp", "entropy", "values", "kl_ref".
+
+        Returns:
+            The outputs (B, T), with gradient where it is enabled.
+        """
 
     @abstractmethod
-    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(self, policy: PolicyT, split: str, accelerator: Accelerator) -> Evaluation:
         """Measure the policy on one of `eval_tasks`."""
 
     @abstractmethod
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Up to `limit` rollouts as text and images for the report, whole groups first."""
 
-    @property
-    def wanted_scores(self) -> frozenset[str]:
-        """What the loss needs of a forward pass with gradient."""
-        wanted = {"logp"}
-        if self.objective.needs_entropy:
-            wanted.add("entropy")
-        if self.objective.needs_values:
-            wanted.add("values")
-        return frozenset(wanted)
-
-    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Add the constants of the update: old log-probs, reference log-probs, values.
+    def compute_logprobs(self, policy: PolicyT, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Add the constants of the update: old log-probs, values, reference log-probs.
 
         Args:
             policy: the policy before the update.
@@ -116,25 +145,11 @@ class Recipe(ABC):
             rollouts: scored rollouts.
 
         Returns:
-            The rollouts with `logp_old`, `logp_ref` and `values` filled as the objective needs.
+            The rollouts with `logp_old`, `values` and `logp_ref` filled as far as the objective needs them.
 
         Gradient: none flows; everything here is a constant of the update.
         """
-        changes: dict[str, Any] = {}
-        old_pass = self.config.trainer.old_logp == "recompute" and not self.config.trainer.single_update
-        if old_pass or self.objective.needs_values or self.objective.kl_in_reward:
-            wanted = frozenset({"logp", "values"} if self.objective.needs_values else {"logp"})
-            with stopwatch("old_logp"):
-                scores = self.scores_in_chunks(policy, rollouts, wanted)
-            changes["values"] = scores.values
-            if self.config.trainer.old_logp == "recompute":
-                changes["logp_old"] = scores.logp
-        if self.objective.needs_reference:
-            with stopwatch("ref_logp"):
-                changes["logp_ref"] = reference.score(
-                    lambda module: self.scores_in_chunks(module, rollouts, frozenset({"logp"}))
-                ).logp
-        return rollouts.replace(**changes)
+        return self.reference_pass(reference, self.old_pass(policy, rollouts))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Turn rewards into per-decision advantages with the objective's estimator, over all processes."""
@@ -142,6 +157,8 @@ class Recipe(ABC):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Loss of one micro-batch, already divided by the counts of the whole optimiser step.
+
+        Override `loss_terms` to add to it; a recipe that replaces it declares `has_loss_terms`.
 
         Args:
             policy: the wrapped policy, called with gradient.
@@ -151,47 +168,108 @@ class Recipe(ABC):
         Returns:
             A scalar whose sum over micro-batches is the loss of the step, and its metrics.
         """
-        scores = self.scores(policy, minibatch, self.wanted_scores)
-        return self.objective.loss(scores, self.with_old_logp(minibatch, scores), denominators)
+        scores = self.scores(policy, minibatch, self.loss_outputs)
+        output = self.objective.loss(scores, self.old_logprobs.in_update(minibatch, scores.logp), denominators)
+        return self.loss_terms(policy, minibatch, scores, denominators).added_to(output)
+
+    def loss_terms(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
+    ) -> LossTerms:
+        """Terms that the recipe adds to the objective's loss; none by default. Set `has_loss_terms` with it.
+
+        Args:
+            policy: the wrapped policy, called with gradient.
+            minibatch: rows with advantages.
+            scores: what `scores` returned for them.
+            denominators: counts over the whole optimiser step and all processes.
+
+        Returns:
+            The terms and their metrics.
+        """
+        return LossTerms()
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """Names of the policy outputs that the loss needs."""
+        outputs = {"logp"}
+        if self.objective.needs_entropy:
+            outputs.add("entropy")
+        if self.objective.needs_values:
+            outputs.add("values")
+        return frozenset(outputs)
+
+    @property
+    def old_logprobs(self) -> OldLogProbs:
+        """Where the old log-probs come from."""
+        return OldLogProbs.of(self.config.trainer)
+
+    def old_pass(self, policy: PolicyT, rollouts: Rollouts) -> Rollouts:
+        """Score the rollouts with the policy before the update, where that is needed.
+
+        It is for old log-probs of several optimiser steps, for a critic and for a KL penalty in the reward.
+        """
+        critic = self.objective.needs_values
+        if not (self.old_logprobs is OldLogProbs.PASS_BEFORE_UPDATE or critic or self.objective.kl_in_reward):
+            return rollouts
+        outputs = frozenset({"logp", "values"} if critic else {"logp"})
+        with stopwatch("old_logp"):
+            scores = self.scores_in_chunks(policy, rollouts, outputs)
+        return self.old_logprobs.before_update(rollouts.replace(values=scores.values), scores.logp)
+
+    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Score the rollouts with the reference policy, where the objective has a KL term."""
+        if not self.objective.needs_reference:
+            return rollouts
+        with stopwatch("ref_logp"):
+            scores = reference.score(lambda module: self.scores_in_chunks(module, rollouts, frozenset({"logp"})))
+        return rollouts.replace(logp_ref=scores.logp)
 
     def groups_with_gradient(self, minibatch: Rollouts) -> Tensor:
-        """Say which groups can have a gradient; the update may leave out the others.
+        """Tell which groups can have a gradient; the update may leave out the others.
 
         Args:
             minibatch: rows with advantages.
 
         Returns:
-            (N,) bool: groups with an advantage other than 0. All true where the loss also has a KL, entropy or value
-            term, and for a recipe with a loss of its own, which may override this too.
+            (N,) bool: groups with an advantage other than 0; all of them where the loss has a term that does not
+            vanish with the advantages: a KL, entropy or value term, or one of the recipe's own (`has_loss_terms`).
         """
-        if type(self).loss is not Recipe.loss or self.objective.regularised or minibatch.advantage is None:
+        if self.has_loss_terms or self.objective.regularised or minibatch.advantage is None:
             return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
         moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
         return group_sum(moved.long(), minibatch.group) > 0
 
-    def with_old_logp(self, minibatch: Rollouts, scores: PolicyOutputs) -> Rollouts:
-        """Old log-probs of an update that is its rollouts' only one are the new ones, so the ratio is exactly 1."""
-        trainer = self.config.trainer
-        if trainer.old_logp == "recompute" and trainer.single_update:
-            return minibatch.replace(logp_old=scores.logp.detach())
-        return minibatch
-
     def scores_in_chunks(
-        self, policy: nn.Module, rollouts: Rollouts, want: frozenset[str], view: str = "original"
+        self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None
     ) -> PolicyOutputs:
-        """`scores` without gradient in micro-batches of `trainer.micro_batch` rows, padded back to (B, T)."""
+        """Score without gradient, `trainer.micro_batch` rows at a time.
+
+        Args:
+            policy: the policy or its reference, unwrapped.
+            rollouts: B rows of T decisions.
+            outputs: of "logp", "entropy" and "values".
+            scorer: what scores a chunk; None is `scores`.
+
+        Returns:
+            The outputs (B, T).
+        """
+        scorer = scorer or self.scores
         chunks = list(rollouts.micro_batches(self.config.trainer.micro_batch or rollouts.num_rows))
-        length = rollouts.mask.shape[1]
         with torch.no_grad(), self.prefix_scope_of(chunks, policy):
-            parts = [self.scores(policy, chunk, want, view) for chunk in chunks]
+            parts = [scorer(policy, chunk, outputs) for chunk in chunks]
+
+        def joined(name: str) -> Tensor:
+            values = (getattr(part, name) for part in parts)
+            return torch.cat([nn.functional.pad(x, (0, rollouts.num_decisions - x.shape[1])) for x in values])
+
         return PolicyOutputs(
-            logp=_stack([part.logp for part in parts], length),
-            entropy=_stack([part.entropy for part in parts], length) if "entropy" in want else None,
-            values=_stack([part.values for part in parts], length) if "values" in want else None,
+            logp=joined("logp"),
+            entropy=joined("entropy") if "entropy" in outputs else None,
+            values=joined("values") if "values" in outputs else None,
         )
 
     def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
-        """Open the work that chunks scored inside the context share; a recipe without such work keeps this default.
+        """Share work between the chunks that are scored inside the context; by default nothing is shared.
 
         Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient,
         each chunk's loss is differentiated before the next one is scored.
@@ -200,7 +278,7 @@ class Recipe(ABC):
             policy: the module that scores, unwrapped: the policy or its reference.
 
         Returns:
-            A context manager; what it yields has gradients left over only where the chunks were scored with gradient.
+            A context manager that yields the shared work; its `backward` is for chunks that were scored with gradient.
         """
         return nullcontext(_NoPrefix())
 
@@ -216,7 +294,7 @@ class Recipe(ABC):
         """Metrics of this recipe beside those of the loop."""
         return {}
 
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move schedules and adaptive coefficients; called after each step.
 
         Args:
@@ -228,20 +306,15 @@ class Recipe(ABC):
         """Numbers that a resumed run needs (adaptive coefficients, trackers)."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
 
-    def save_parts(self, folder: Path) -> None:  # noqa: B027
-        """Write further weights into a checkpoint, for use outside the run; `state_dict` is what a resume reads.
+    def save_parts(self, folder: Path) -> None:
+        """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead.
 
         Args:
             folder: folder of the checkpoint, which holds the policy in `model`.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Free worker processes."""
-
-
-def _stack(parts: list[Any], length: int) -> Any:
-    padded = [nn.functional.pad(part, (0, length - part.shape[1])) for part in parts]
-    return torch.cat(padded)

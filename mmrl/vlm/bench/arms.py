@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -149,12 +149,12 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
         accelerator = make_accelerator()
         recipe.policy.to(accelerator.device)
         trainer = Trainer(recipe, recipe.config, Path(folder), accelerator, None)
-        trainer.watch = _Clock(accelerator.device, lambda: recorder.watch)
+        trainer.log.watch = _Clock(accelerator.device, lambda: recorder.watch)
         recorder.start()
         for _ in range(options["repetitions"] + 1):
             trainer.train_step()
             recorder.lap()
-    counts = {"completion_tokens": trainer.totals["tokens"] / trainer.totals["samples"]}
+    counts = {"completion_tokens": trainer.log.totals["tokens"] / trainer.log.totals["samples"]}
     return recorder.result() | {"counts": counts}
 
 
@@ -283,7 +283,9 @@ def rows_apart(rollouts: Rollouts) -> Rollouts:
 
 
 class _RowRecipe(VlmRecipe):
-    """GRPO whose update computes prompt and image of every row."""
+    """GRPO whose update computes prompt and image of every row, those of groups without a gradient included."""
+
+    has_loss_terms: ClassVar[bool] = True
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         return super().loss(policy, rows_apart(minibatch), denominators)

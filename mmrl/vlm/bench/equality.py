@@ -91,7 +91,7 @@ def _differentiate(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int = 0) 
         for chunk in chunks:
             recipe.loss(recipe.policy, chunk, denominators).loss.backward()
         shared.backward()
-    return recipe.scores_in_chunks(recipe.policy, rollouts, recipe.wanted_scores).logp
+    return recipe.scores_in_chunks(recipe.policy, rollouts, recipe.loss_outputs).logp
 
 
 def _differentiate_leaking(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:

@@ -32,6 +32,7 @@ class SharingPolicy(ToyPolicy):
 
 class SharingRecipe(ToyRecipe):
     loss = Recipe.loss  # nothing beside the objective's
+    has_loss_terms = False
 
     def __init__(self, config) -> None:
         super().__init__(config)

@@ -124,9 +124,9 @@ def test_full_disk_as_torch_and_safetensors_report_it(make_trainer, monkeypatch,
 
     monkeypatch.setattr(trainer.policy, "save_pretrained", no_space)
     trainer.save()
-    assert trainer.failed_checkpoints == 1
+    assert trainer.log.failed_checkpoints == 1
     assert str(error) in caplog.text
-    assert list(trainer.checkpoints.folder.iterdir()) == []
+    assert list(trainer.saver.checkpoints.folder.iterdir()) == []
 
 
 def test_unknown_accuracy_is_never_the_best(make_trainer, monkeypatch):
@@ -152,7 +152,7 @@ def test_best_that_cannot_be_noted_does_not_end_the_run(make_trainer, monkeypatc
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.checkpoints, "mark_best", no_space)
+    monkeypatch.setattr(trainer.saver.checkpoints, "mark_best", no_space)
     assert trainer.run()["status"] == "done"
     assert "No space left" in caplog.text
 
@@ -166,7 +166,7 @@ def test_kill_between_checkpoint_and_best_is_made_up_for(make_trainer, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(killed, "_note_best", kill)
+        patch.setattr(killed.saver, "note_best", kill)
         with pytest.raises(KeyboardInterrupt):
             killed.run()
     resumed = make_trainer("killed", **options)
@@ -180,10 +180,10 @@ def test_deleted_checkpoint_is_not_the_best_any_more(make_trainer):
     trainer = make_trainer(checkpoint=CheckpointConfig(every=1))
     trainer.train_step()
     trainer.save()
-    trainer.checkpoints.mark_best(1, "accuracy/greedy", 0.9)
-    assert trainer.checkpoints.best()["value"] == 0.9
-    trainer.checkpoints.path(1).rename(trainer.run_dir / "elsewhere")
-    assert trainer.checkpoints.best() is None
+    trainer.saver.checkpoints.mark_best(1, "accuracy/greedy", 0.9)
+    assert trainer.saver.checkpoints.best()["value"] == 0.9
+    trainer.saver.checkpoints.path(1).rename(trainer.run_dir / "elsewhere")
+    assert trainer.saver.checkpoints.best() is None
 
 
 def test_run_killed_before_its_first_checkpoint_resumes_from_the_beginning(make_trainer, tmp_path, caplog):
@@ -206,9 +206,9 @@ def test_reference_of_a_deleted_run_is_not_taken_for_that_of_the_new_one(make_tr
     with torch.no_grad():
         old.reference._copy.table.fill_(7.0)
     old.run()
-    for entry in old.checkpoints.folder.rglob("*"):
+    for entry in old.saver.checkpoints.folder.rglob("*"):
         entry.unlink() if entry.is_file() else None
     new = make_trainer("run", **options)
     new.run()
-    saved = torch.load(new.checkpoints.path(1) / "reference/weights.pt")
+    saved = torch.load(new.saver.checkpoints.path(1) / "reference/weights.pt")
     assert bool((saved["table"] == 0).all())

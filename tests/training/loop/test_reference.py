@@ -75,7 +75,7 @@ def test_resume_with_a_shared_layer_is_bitwise(make_trainer, options):
     for _ in range(2):
         stopped.train_step()
     stopped.save()
-    folder = stopped.checkpoints.latest()
+    folder = stopped.saver.checkpoints.latest()
     for part in ("model", "reference"):  # each can be read on its own
         assert torch.equal(torch.load(folder / part / "weights.pt")["tower.weight"], torch.eye(WORDS))
     resumed = make_trainer("stopped", **options)

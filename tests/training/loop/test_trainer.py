@@ -183,12 +183,12 @@ def test_full_disk_keeps_older_checkpoints_and_goes_on(make_trainer, monkeypatch
         (folder / "half").write_text("x")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer, "_write_parts", no_space)
+    monkeypatch.setattr(trainer.saver, "write_parts", no_space)
     trainer.train_step()
     trainer.save()
-    assert trainer.failed_checkpoints == 1
-    assert trainer.checkpoints.steps() == [1]
-    assert [path.name for path in trainer.checkpoints.folder.iterdir()] == ["step-000001"]
+    assert trainer.log.failed_checkpoints == 1
+    assert trainer.saver.checkpoints.steps() == [1]
+    assert [path.name for path in trainer.saver.checkpoints.folder.iterdir()] == ["step-000001"]
     assert "No space left" in caplog.text
     with pytest.raises(RunError, match="No space left"):
         trainer.run()
@@ -215,7 +215,7 @@ def test_resume_with_other_data_is_refused(make_trainer):
     trainer.train_step()
     trainer.save()
     other = make_trainer("data")
-    other.tasks = TaskStream([1, 2], seed=0)
+    other.tasks = other.saver.tasks = TaskStream([1, 2], seed=0)
     with pytest.raises(UserError, match="made with 6 training tasks, now there are 2"):
         other.resume()
 

@@ -54,6 +54,7 @@ def test_shared_work_ends_with_the_optimiser_step_even_when_it_fails(make_traine
 
 class PlainRecipe(ToyRecipe):
     loss = Recipe.loss
+    has_loss_terms = False
 
 
 class Looking(ToyPolicy):
@@ -149,7 +150,7 @@ def test_a_value_loss_or_a_loss_of_its_own_needs_every_group(make_trainer):
     assert trainer.recipe.groups_with_gradient(dead).all()
     trainer.recipe.objective = get("dapo")
     assert not trainer.recipe.groups_with_gradient(dead).any()
-    own = make_trainer(preset="dapo").recipe  # overrides `loss`
+    own = make_trainer(preset="dapo").recipe  # declares a loss of its own
     assert own.groups_with_gradient(dead).all()
 
 

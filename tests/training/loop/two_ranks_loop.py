@@ -16,6 +16,7 @@ from torch import nn
 
 from mmrl.core.aggregation import token_mean
 from mmrl.training.loop.distributed import leave, make_accelerator
+from mmrl.training.loop.recipe import LossTerms
 from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.loop.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
@@ -50,11 +51,10 @@ class FixedRecipe(ToyRecipe):
         flat = (tasks == 1) | (tasks == 3)  # the second process keeps one group of three
         return rollouts.replace(reward=torch.where(flat, torch.ones(()), rollouts.reward))
 
-    def loss(self, policy, minibatch, denominators):
-        output = super().loss(policy, minibatch, denominators)
-        again = self.scores(policy, minibatch, self.wanted_scores)  # two forward passes for one backward pass
+    def loss_terms(self, policy, minibatch, scores, denominators):
+        again = self.scores(policy, minibatch, self.loss_outputs)  # two forward passes for one backward pass
         extra = token_mean(again.logp**2, minibatch.loss_mask, denominators)
-        return dataclasses.replace(output, loss=output.loss + 0.1 * extra)
+        return LossTerms({"loss/extra": 0.1 * extra})
 
 
 def main(minibatches: int, micro_batch: int, output: Path) -> None:

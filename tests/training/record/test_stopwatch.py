@@ -86,7 +86,7 @@ def test_steps_say_where_their_seconds_went(make_trainer):
         evaluation=EvaluationConfig(every=1),
         checkpoint=CheckpointConfig(every=1),
     )
-    trainer.tracker = Tracker(trainer.run_dir, strict=True)
+    trainer.log.tracker = Tracker(trainer.run_dir, strict=True)
     result = trainer.run()
     records = read_metrics(trainer.run_dir)
     for record in records:
@@ -106,7 +106,7 @@ def test_steps_say_where_their_seconds_went(make_trainer):
 
 def test_passes_that_a_run_does_not_need_take_no_time(make_trainer):
     trainer = make_trainer(steps=1, preset="dapo")
-    trainer.tracker = Tracker(trainer.run_dir, strict=True)
+    trainer.log.tracker = Tracker(trainer.run_dir, strict=True)
     trainer.run()
     record = json.loads((trainer.run_dir / "metrics.jsonl").read_text())
     assert record["time/old_logp"] == record["time/ref_logp"] == 0
