@@ -115,21 +115,21 @@ class Trainer:
         Returns:
             The rollouts of this process and metrics of everything that was sampled.
         """
-        chooses = self.recipe.objective.filter if self.recipe.uses_rewards else KeepAll()
+        group_filter = self.recipe.objective.filter if self.recipe.uses_rewards else KeepAll()
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
-        refill = DynamicSamplingBuffer(wanted, max_tries=chooses.tries)
+        buffer = DynamicSamplingBuffer(wanted, max_tries=group_filter.tries)
         sampled: list[Rollouts] = []
         done = False
         while not done:
             batch = self._sample(attempt=len(sampled))
             sampled.append(batch.replace(payload=None).to("cpu"))
-            refill.add(batch, chooses.kept(batch))
-            done = all_ranks(refill.full or refill.exhausted, self.accelerator)
+            buffer.add(batch, group_filter.kept(batch))
+            done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
         self.log.count(everywhere)
         metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
         # with nothing kept, the last batch as it is keeps the KL and entropy terms and the log going, as in EasyR1
-        return refill.take() if refill.counts.kept else batch, metrics
+        return buffer.take() if buffer.counts.kept else batch, metrics
 
     def evaluate(self, tag: str) -> None:
         """Measure every held-out split.
