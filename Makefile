@@ -10,11 +10,11 @@ WORKERS ?= 2
 
 help:
 	@echo "make setup      create $(VENV) and install everything the targets below need"
-	@echo "make demo       warm start, then PAPO on real images, with a report at the end"
-	@echo "make demo-robot demonstrations, cloning and SRPO of a robot arm, with videos and a report"
+	@echo "make demo       a tiny vision-language model learns to read digits: supervised, then PAPO; about 6 minutes"
+	@echo "make demo-robot a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
 	@echo "make test       lint, then the test suite"
-	@echo "make test-slow  the experiments that take minutes"
-	@echo "make lint       ruff, formatting, types"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make lint       ruff (rules and formatting) and mypy"
 	@echo "make format     let ruff fix and format"
 	@echo "make docs       rewrite the tables of README.md and docs/ that are generated from the code"
 	@echo "make clean      remove $(VENV), caches and build output; runs/ and data/ stay"
