@@ -15,8 +15,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
+from mmrl.core.blocks import BLOCKS
 from mmrl.errors import UserError
 from mmrl.listings import LISTINGS
 from mmrl.options import Option, options_of, select_options
@@ -64,7 +66,7 @@ def refreshed(text: str, where: str = "document") -> str:
 
 
 def markdown(name: str) -> str:
-    """Write a table: recipes, objectives, rewards, image_rewards, or options RECIPE [PREFIX].
+    """Write a table: recipes, objectives, rewards, image_rewards, blocks PART, or options RECIPE [PREFIX].
 
     Raises:
         UserError: There is no such table, recipe or option.
@@ -107,6 +109,16 @@ def _listing(kind: str, columns: tuple[str, str, str]) -> Callable[[], str]:
     return lambda: _table(columns, [(f"`{row.name}`", row.summary, row.source) for row in LISTINGS[kind]()])
 
 
+def _blocks(part: str) -> str:
+    """The kinds of block that a part of an objective takes, each with its options and the first line about it."""
+    rows = []
+    for kind, block in BLOCKS[part].items():
+        options = ", ".join(f"`{item.name}` {str(item.default).lower()}" for item in fields(block))
+        about = re.sub(r"; see [^.]*(?:\.\w[^.]*)*\.$", ".", (block.__doc__ or "").strip().splitlines()[0])
+        rows.append((f"`{kind}`", options, about))
+    return _table((f"`{part}`", "options and defaults", "what it is"), rows)
+
+
 def _options(recipe: str, prefix: str = "") -> str:
     options = options_of(find_recipe(recipe, where="options").load_config_class())
     chosen = select_options(options, prefix) if prefix else options
@@ -134,6 +146,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "objectives": _listing("objectives", ("objective", "parts", "source")),
     "rewards": _listing("rewards", ("reward", "what earns it", "source")),
     "image_rewards": _listing("image_rewards", ("reward", "what earns it", "source")),
+    "blocks": _blocks,
     "options": _options,
 }
 

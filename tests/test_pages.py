@@ -18,6 +18,7 @@ import yaml
 from mmrl.cli import COMMANDS, _parse
 from mmrl.config import load_run
 from mmrl.recipes import RECIPES
+from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.record.tracking import METRICS, describe_metric
 from tests import example_runs
 from tests.pages import PAGES, ROOT, read_page
@@ -171,6 +172,8 @@ def test_configurations_shown_load(page, block, tmp_path, monkeypatch):
     elif not own:
         for key in dotted(values):
             assert any(field_of(schema, key) is not None for schema in schemas().values()), key
+    if "objective" in values:
+        make_objective(ObjectiveConfig(**values["objective"]))
     if block.file and not own:
         (tmp_path / block.file).write_text(block.text)
         load_run(tmp_path / block.file)

@@ -132,7 +132,7 @@ class GroupBaseline(Advantage):
 
 @dataclass(frozen=True)
 class GroupMeanStd(GroupBaseline):
-    """See `group_mean_std`."""
+    """Reward minus group mean, over the group's standard deviation; see `group_mean_std`."""
 
     kind = "group_mean_std"
     ddof: int = choice(1, (0, 1))
@@ -155,7 +155,7 @@ class GroupMeanStd(GroupBaseline):
 
 @dataclass(frozen=True)
 class GroupMean(GroupBaseline):
-    """See `group_mean`."""
+    """Reward minus group mean; see `group_mean`."""
 
     kind = "group_mean"
 
@@ -170,7 +170,7 @@ class GroupMean(GroupBaseline):
 
 @dataclass(frozen=True)
 class LeaveOneOut(GroupBaseline):
-    """See `leave_one_out`."""
+    """Reward minus the mean of the group's other rows; see `leave_one_out`."""
 
     kind = "leave_one_out"
 
@@ -207,7 +207,7 @@ class GroupMeanBatchStd(GroupMean):
 
 @dataclass(frozen=True)
 class GroupMeanGlobalStd(GroupBaseline):
-    """See `group_mean_global_std`."""
+    """Reward minus group mean, over the standard deviation of all rewards; see `group_mean_global_std`."""
 
     kind = "group_mean_global_std"
     eps: float = bounded(1e-6, at_least=0)

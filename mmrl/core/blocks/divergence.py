@@ -74,7 +74,7 @@ class Divergence(Block):
 
 @dataclass(frozen=True)
 class K1(Divergence):
-    """See `mmrl.core.regularizers.k1`."""
+    """Estimate d = logp - logp_ref of the decision taken; see `mmrl.core.regularizers.k1`."""
 
     kind = "k1"
 
@@ -89,7 +89,7 @@ class K1(Divergence):
 
 @dataclass(frozen=True)
 class K2(Divergence):
-    """See `mmrl.core.regularizers.k2`."""
+    """Estimate d^2 / 2 with d = logp - logp_ref; see `mmrl.core.regularizers.k2`."""
 
     kind = "k2"
 
@@ -104,7 +104,7 @@ class K2(Divergence):
 
 @dataclass(frozen=True)
 class K3(Divergence):
-    """See `mmrl.core.regularizers.k3`."""
+    """Estimate exp(-d) + d - 1 with d = logp - logp_ref; see `mmrl.core.regularizers.k3`."""
 
     kind = "k3"
     clamp: bool = True
@@ -122,7 +122,7 @@ class K3(Divergence):
 
 @dataclass(frozen=True)
 class K1StraightThrough(Divergence):
-    """`K1` with the gradient of `K2`."""
+    """The value of k1 with the gradient of k2."""
 
     kind = "k1p"
     only_gradient = True
@@ -138,7 +138,7 @@ class K1StraightThrough(Divergence):
 
 @dataclass(frozen=True)
 class K3StraightThrough(K3):
-    """`K3` with the gradient of `K2`."""
+    """The value of k3 with the gradient of k2."""
 
     kind = "k3p"
     only_gradient = True

@@ -41,7 +41,7 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float 
 
 @dataclass(frozen=True)
 class ValueLoss(Block):
-    """The critic's term; see `value_loss`."""
+    """Squared error of the critic on the returns, clipped if asked for; see `value_loss`."""
 
     kind = "squared_error"
     coef: float = bounded(0.1, above=0)
