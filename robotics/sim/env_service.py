@@ -76,11 +76,11 @@ class RowEnv(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """What a result depends on, as JSON."""
+        """Everything that a result depends on; JSON."""
         ...
 
     def close(self) -> None:
-        """Free what is held."""
+        """Free resources."""
         ...
 
 

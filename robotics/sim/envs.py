@@ -55,7 +55,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         camera: front or wrist.
         horizon: control steps until truncation; that of the task when None.
         render_mode: rgb_array or None.
-        split: where layouts come from that `reset` is not told.
+        split: of the layouts that `reset` draws where its options name none.
         reward: sparse, 1 with the step that solves the task, or dense in 0..1.
         control: step sizes and workspace.
         render_size: (H, W) pixels of `render()`.
@@ -187,7 +187,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @property
     def instruction(self) -> str:
-        """What the robot is told."""
+        """Language instruction of the task."""
         return self._scene.task.instruction
 
     @property

@@ -26,7 +26,7 @@ class EpisodeSpec:
     task: str
     """Name of a task that the simulator knows."""
     instruction: str
-    """What the robot is told."""
+    """Language instruction."""
     layout: int
     """Number of the initial state within its split."""
     split: str = "train"

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment with continuous actions as the row that a worker drives.
+"""Any Gymnasium environment with continuous actions as the `RowEnv` of a worker.
 
 Loaded by its path in the environment's own Python, so it asks for Python 3.8 and numpy; it never imports gymnasium but
 takes an environment that is there. Spaces are told apart by their names, which gym and gymnasium share.
@@ -30,13 +30,12 @@ class GymRow:
             what `render` returns; without the latter a picture is drawn to find it out. `info` says whether the task is
             done, or one of the next options does.
         task: name of its only task; the id it was made by when None.
-        instruction: what the robot is told; what the environment's `metadata` says when None.
+        instruction: language instruction; that of the environment's `metadata` when None.
         state_keys: entries of a Dict observation that are the state, in this order; all that are no pictures when
             None. An entry that is a Dict itself gives all of its own.
         image_key: entry of a Dict observation that is the picture (H, W, 3) uint8; the first such one when None,
             `env.render()` where there is none.
-        size: pixels of a side of the pictures, which are brought to a square by the means of areas; as they are drawn
-            when None.
+        size: side in pixels to which pictures are resized, by averaging areas; they stay as they are drawn when None.
         success_key: entry of `info` that says whether the task is done; `success` or `is_success` when None, one of
             which `info` has to have by the end of the first episode; "" for these two where they may be missing, which
             then means that the task is not done.
@@ -71,7 +70,7 @@ class GymRow:
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
         self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
         self._success_key, self._success_reward = success_key, success_reward
-        self._told = success_key is not None or success_reward is not None
+        self._success_known = success_key is not None or success_reward is not None
         self._layout_options, self._size, self._elapsed = layout_options, size, 0
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
@@ -102,7 +101,7 @@ class GymRow:
         )
         success = self._success(float(reward), info)
         self._elapsed += 1
-        if not self._told and (terminated or truncated or self._elapsed >= self.horizon):
+        if not self._success_known and (terminated or truncated or self._elapsed >= self.horizon):
             raise EnvError(
                 f"{self._name}: an episode has ended and info said nothing of success, it has: "
                 f"{', '.join(sorted(info)) or 'nothing'}. Name the entry that does (success_key) or the reward of a "
@@ -144,9 +143,9 @@ class GymRow:
         self._env.close()
 
     def _image_size(self) -> tuple[int, int] | None:
-        told = self._metadata.get("image_size")
-        if told is not None and self._image_key is None:
-            return (int(told[0]), int(told[1])) if self._size is None else (self._size, self._size)
+        declared = self._metadata.get("image_size")
+        if declared is not None and self._image_key is None:
+            return (int(declared[0]), int(declared[1])) if self._size is None else (self._size, self._size)
         if self._image_key is None and getattr(self._env, "render_mode", None) != "rgb_array":
             return None
         height, width = np.shape(self.render())[:2]
@@ -160,12 +159,12 @@ class GymRow:
                 raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
             return bool(info[self._success_key])
         found = [bool(info[key]) for key in SUCCESS_KEYS if key in info]
-        self._told = self._told or bool(found)
+        self._success_known = self._success_known or bool(found)
         return any(found)
 
 
 def resize(picture: np.ndarray, size: int) -> np.ndarray:
-    """Bring a picture to a square; each pixel is the mean of the area that it covers.
+    """Resize a picture to a square; each pixel is the mean of the area that it covers.
 
     Args:
         picture: (H, W, C) uint8.
@@ -181,7 +180,7 @@ def resize(picture: np.ndarray, size: int) -> np.ndarray:
 
 
 def _shares(given: int, wanted: int) -> np.ndarray:
-    """(wanted, given) part that each given pixel has in each wanted one."""
+    """(wanted, given) share of each given pixel in each wanted one."""
     edges = np.linspace(0.0, given, wanted + 1)
     cells = np.arange(given)
     overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)

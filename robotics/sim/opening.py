@@ -24,7 +24,7 @@ class SimConfig:
     """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
     FetchReach-v4 (gymnasium_robotics); the last two run one task."""
     image_size: int = bounded(64, at_least=0)
-    """Side of the pictures in pixels; 0 = none. Those of gymnasium are brought to it by the means of areas."""
+    """Side of the pictures in pixels; 0 = none. Those of gymnasium are resized by averaging areas."""
     camera: str = ""
     """Camera of the pictures; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
     horizon: int = bounded(0, at_least=0)
@@ -83,7 +83,7 @@ def _open_tabletop(config: SimConfig) -> RobotSim:
         image_size=(config.image_size, config.image_size) if config.image_size else None,
         camera=config.camera or "front",
         state=config.state,
-        reward="dense",  # success is told apart from it
+        reward="dense",  # `success` is a flag of its own
         horizon=config.horizon or None,
     )
     known = _known("sim.options", config.options, ())

@@ -1,4 +1,4 @@
-"""Benchmarks in Pythons of their own: install one with one call, open it with another.
+"""Simulator suites in Python environments of their own: install one with one call, open it with another.
 
     setup_suite("libero")
     with open_suite("libero", {"suite": "libero_spatial"}, workers=4) as sim: ...
@@ -159,7 +159,7 @@ def setup_suite(
         name: libero, metaworld, robosuite or gymnasium_robotics.
         folder: as for `suite_folder`; what an earlier installation left there is brought up to date.
         python: interpreter to make the environment with; this one when None.
-        say: is told each step and what to do next; standard output when None.
+        say: called with a line for each step and for what to do next; prints them when None.
 
     Returns:
         The environment's interpreter.
@@ -168,17 +168,17 @@ def setup_suite(
         UserError: there is no such suite, or the folder holds something else.
         RunError: a step of the installation, or the check, failed.
     """
-    tell = say if say is not None else _say
+    report = say or _say
     recipe, place = _recipe(name), suite_folder(name, folder)
     if place.is_dir() and any(place.iterdir()) and not (place / "pyvenv.cfg").is_file():
         raise UserError(f"{place} holds something that is no virtual environment; name another folder")
-    tell(f"{name}: virtual environment in {place}")
+    report(f"{name}: virtual environment in {place}")
     _run([python or sys.executable, "-m", "venv", str(place)])
     for step in recipe.steps:
-        tell(f"{name}: pip install {' '.join(step)}")
+        report(f"{name}: pip install {' '.join(step)}")
         _run([str(_python_in(place)), "-m", "pip", "install", "--quiet", *_for_this_system(step)])
-    tell(f"{name}: {_check(name, place)}")
-    tell(f'{name}: {recipe.advice}; robotics.sim.open_suite("{name}", ...) from Python')
+    report(f"{name}: {_check(name, place)}")
+    report(f'{name}: {recipe.advice}; robotics.sim.open_suite("{name}", ...) from Python')
     return _python_in(place)
 
 

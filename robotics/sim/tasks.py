@@ -1,4 +1,4 @@
-"""The tabletop tasks: what the robot is told, how an episode starts, when it is done and how far it is.
+"""The tabletop tasks: their instructions, how an episode starts, when it is done and how far it is.
 
 A layout is a number within a split. Its pieces are drawn from a generator of their own for every pair of number and
 split, and they stand on a checkerboard: the centres of all pieces of a train layout lie on fields of one colour, those
@@ -66,7 +66,7 @@ class TabletopTask:
     name: str
     """Key in `TASKS`."""
     instruction: str
-    """What the robot is told."""
+    """Language instruction."""
     roles: Roles
     """Which pieces are acted on."""
     areas: dict[str, Area]
