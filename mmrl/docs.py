@@ -127,8 +127,10 @@ def _options(recipe: str, prefix: str = "") -> str:
 
 
 def _option_row(option: Option) -> tuple[str, str, str, str]:
-    default = "must be given" if option.required else f"`{option.default_text}`"
-    return f"`{option.key}`", default, option.bounds or f"`{option.type}`", option.help
+    default = "must be given" if option.required else option.default_from or f"`{option.default_text}`"
+    allowed = option.bounds or f"`{option.type}`"
+    kinds = f"; for {', '.join(option.kinds)}" if option.kinds else ""
+    return f"`{option.key}`", default, f"{allowed}{kinds}", option.help
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

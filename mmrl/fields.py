@@ -16,13 +16,25 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from mmrl.errors import ConfigError
 
-__all__ = ["Bounds", "bounded", "bounds_of", "check_config", "check_fields", "choice", "field_problems", "parts_of"]
+__all__ = [
+    "Bounds",
+    "Kinds",
+    "bounded",
+    "bounds_of",
+    "by_kind",
+    "check_config",
+    "check_fields",
+    "choice",
+    "field_problems",
+    "kinds_of",
+    "parts_of",
+]
 
 FUNCTION = "module:function"
 
@@ -106,6 +118,20 @@ class Bounds:
         )
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """Which options a dictionary field takes, where that depends on a kind; for lists of options only."""
+
+    table: Callable[[], Mapping[str, type[Any]]]
+    """Kind to the dataclass of its options."""
+    named: bool = False
+    """Whether the dictionary itself names the kind, under `kind`."""
+    default_from: str = ""
+    """Where defaults come from, if not from the dataclass."""
+    without: tuple[str, ...] = ()
+    """Fields of the dataclasses that are set elsewhere."""
+
+
 class NumberBounds(TypedDict, total=False):
     """Keyword arguments of `bounded`."""
 
@@ -133,6 +159,23 @@ def choice(default: Any, allowed: Collection[Any] | Callable[[], Collection[Any]
     """
     choices = allowed if callable(allowed) else lambda: allowed
     return _field(default, Bounds(choices=choices, or_function=or_function))
+
+
+def by_kind(
+    table: Callable[[], Mapping[str, type[Any]]],
+    *,
+    named: bool = False,
+    default_from: str = "",
+    without: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field that holds the options of one of several kinds, empty by default; see `Kinds`."""
+    kinds = Kinds(table, named, default_from, without)
+    return dataclasses.field(default_factory=dict, metadata={"kinds": kinds})
+
+
+def kinds_of(item: dataclasses.Field[Any]) -> Kinds | None:
+    """The declared kinds of a field, or None."""
+    return item.metadata.get("kinds")
 
 
 def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:

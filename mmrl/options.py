@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import bounds_of
+from mmrl.fields import Kinds, bounds_of, kinds_of
 
 __all__ = ["Option", "options_of", "select_options"]
 
@@ -44,17 +44,22 @@ class Option:
     """Whether it must be given."""
     part: bool = False
     """Whether it only holds the options that follow."""
+    kinds: tuple[str, ...] = ()
+    """Kinds that have it; empty where it is always there."""
+    default_from: str = ""
+    """Where the default comes from, if it is not fixed."""
 
     @property
     def facts(self) -> str:
         """Type, bounds and default in one line."""
+        kinds = f"for {', '.join(self.kinds)}" if self.kinds else ""
         default = "must be given" if self.required else f"default {self.default_text}"
-        return "; ".join(filter(None, (self.type, self.bounds, default)))
+        return "; ".join(filter(None, (self.type, kinds, self.bounds, default)))
 
     @property
     def default_text(self) -> str:
         """The default as a configuration file says it."""
-        return _as_yaml(self.default)
+        return self.default_from or _as_yaml(self.default)
 
 
 def options_of(schema: type[Any]) -> list[Option]:
@@ -106,9 +111,33 @@ def _walk(schema: type[Any], instance: Any, prefix: str) -> Iterator[Option]:
             required=required,
             part=part is not None and not suffix,
         )
+        kinds = kinds_of(item)
+        if kinds is not None:
+            yield from _by_kind(kinds, key)
         if part is not None:
             inside = default if dataclasses.is_dataclass(default) else None
             yield from _walk(part if inside is None else type(inside), inside, f"{key}{suffix}.")
+
+
+def _by_kind(kinds: Kinds, key: str) -> Iterator[Option]:
+    """Options of every kind; one that several kinds have alike is listed once."""
+    table = kinds.table()
+    if kinds.named and len(table) > 1:
+        bounds = f"one of {', '.join(table)}"
+        yield Option(f"{key}.kind", "Which of them.", "str", None, bounds, default_from=kinds.default_from)
+    found: dict[Option, list[str]] = {}
+    for kind, schema in table.items():
+        for option in _walk(schema, None, f"{key}."):
+            if option.key.removeprefix(f"{key}.") not in kinds.without:
+                default = None if kinds.default_from else _hashable(option.default)
+                alike = dataclasses.replace(option, default=default, default_from=kinds.default_from)
+                found.setdefault(alike, []).append(kind)
+    for option, names in found.items():
+        yield dataclasses.replace(option, kinds=tuple(names))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _part_of(hint: Any) -> tuple[type[Any] | None, str]:
@@ -117,7 +146,7 @@ def _part_of(hint: Any) -> tuple[type[Any] | None, str]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         parts = [found for found in map(_part_of, arguments) if found[0] is not None]
         return parts[0] if parts else (None, "")
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and dataclasses.fields(hint):
         return hint, ""
     suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
     if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
@@ -184,7 +213,7 @@ def _as_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_as_yaml, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_as_yaml(part)}' for key, part in value.items())}}}"

@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, by_kind, choice
 from mmrl.options import options_of, select_options
 from mmrl.recipes import RECIPES
 
@@ -70,6 +70,50 @@ def test_every_option_has_its_sentence_type_default_and_bounds():
     assert found["terms"].type == "list[Sampler]"
 
 
+@dataclass
+class Small:
+    width: int = bounded(8, at_least=1)
+    """Width."""
+    seed: int = 0
+    """Seed."""
+
+
+@dataclass
+class Large:
+    width: int = bounded(64, at_least=1)
+    """Width."""
+    seed: int = 0
+    """Seed."""
+    size: int = 1
+
+
+@dataclass
+class ByKind:
+    options: dict[str, Any] = by_kind(lambda: {"small": Small, "large": Large}, without=("size",))
+    row: dict[str, Any] = by_kind(lambda: {"small": Small, "large": Large}, named=True, default_from="the row's")
+
+
+def test_options_that_depend_on_a_kind_name_it():
+    found = [(option.key, option.kinds, option.default_text) for option in options_of(ByKind)]
+    assert found == [
+        ("options", (), "{}"),
+        ("options.width", ("small",), "8"),
+        ("options.seed", ("small", "large"), "0"),
+        ("options.width", ("large",), "64"),
+        ("row", (), "{}"),
+        ("row.kind", (), "the row's"),
+        ("row.width", ("small", "large"), "the row's"),
+        ("row.seed", ("small", "large"), "the row's"),
+        ("row.size", ("large",), "the row's"),
+    ]
+
+
+def test_options_of_an_objective_are_those_of_its_blocks():
+    found = {option.key: option for option in options_of(RECIPES["papo"].load_config_class())}
+    assert found["objective.clip.kind"].bounds.startswith("one of ppo_clip, gspo")
+    assert found["objective.clip.dual"].facts == "float | None; for ppo_clip; above 1; default the preset's"
+
+
 def test_options_below_a_key():
     options = options_of(Run)
     assert [option.key for option in select_options(options, "limit")] == ["limit"]
@@ -93,7 +137,8 @@ def test_defaults_are_those_that_a_run_gets(tmp_path):
     path.write_text("recipe: papo\nmodel: {path: m}\ndata: {path: d.jsonl}\nrewards: [{name: exact}]\n")
     _, config = load_run(path)
     for option in options_of(type(config)):
-        if option.part or option.required or "<" in option.key or "[" in option.key:
+        varies = option.kinds or option.default_from or "<" in option.key or "[" in option.key
+        if option.part or option.required or varies:
             continue
         value = config
         for name in option.key.split("."):

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, by_kind, check_config, choice
 from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_film, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
 from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, crop_clip, sample_indices
@@ -66,7 +66,9 @@ class LatentConfig:
     """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
     """Pictures that are drawn for it: of every control step, or only where the policy looks (chunk)."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = by_kind(
+        lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
+    )
     """Settings of that kind, see its settings class; state needs `mean` and `std` where there is no path."""
 
     def validate(self) -> None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, by_kind, choice
 from robotics.sim.episodes import RobotSim
 from robotics.vla.policy import ActionPolicy, ModuleAdapter, open_policy
 
 __all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
+
+
+def _option_classes() -> dict[str, type[Any]]:
+    from robotics.vla.flow_policy import FlowPolicyConfig
+    from robotics.vla.small import SmallVlaConfig
+    from robotics.vla.vlm_policy import VlmActionConfig
+
+    return {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
 
 
 @dataclass
@@ -29,7 +37,7 @@ class ActionPolicyConfig:
     With a path, only a user's function is looked at: it builds what the weights are read into."""
     chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once; a saved one keeps its own."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = by_kind(_option_classes, without=("action_size", "chunk"))
     """Further options of the policy's configuration, or arguments of the user's function. With a path only `vlm`: what
     of the saved model's settings is to be otherwise, such as dtype, attention or gradient_checkpointing."""
 

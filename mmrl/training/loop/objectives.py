@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mmrl.core.blocks import ADVANTAGES, BLOCKS
 from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective
+from mmrl.fields import by_kind
 
 __all__ = ["ObjectiveConfig", "check_group_size", "check_objective", "make_objective"]
+
+
+PRESET = "the preset's"
 
 
 @dataclass
@@ -23,23 +27,23 @@ class ObjectiveConfig:
 
     preset: str = "grpo"
     """Name in `mmrl list objectives`."""
-    advantage: dict[str, Any] = field(default_factory=dict)
+    advantage: dict[str, Any] = by_kind(lambda: BLOCKS["advantage"], named=True, default_from=PRESET)
     """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, gae, ..."""
-    scaling: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = by_kind(lambda: BLOCKS["scaling"], named=True, default_from=PRESET)
     """What happens to advantages after that: whiten, clip, scale."""
-    ratio: dict[str, Any] = field(default_factory=dict)
+    ratio: dict[str, Any] = by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET)
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
-    clip: dict[str, Any] = field(default_factory=dict)
+    clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
     """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo."""
-    kl: dict[str, Any] = field(default_factory=dict)
+    kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
     """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
-    entropy: dict[str, Any] = field(default_factory=dict)
+    entropy: dict[str, Any] = by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET)
     """Entropy bonus: sampled, full or none, with coef."""
-    aggregation: dict[str, Any] = field(default_factory=dict)
+    aggregation: dict[str, Any] = by_kind(lambda: BLOCKS["aggregation"], named=True, default_from=PRESET)
     """token_mean, sequence_mean, sequence_sum or fixed_length (length)."""
-    filter: dict[str, Any] = field(default_factory=dict)
+    filter: dict[str, Any] = by_kind(lambda: BLOCKS["filter"], named=True, default_from=PRESET)
     """Groups that go into the update: none (all), drop or resample, with key, low, high and max_tries."""
-    value: dict[str, Any] = field(default_factory=dict)
+    value: dict[str, Any] = by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET)
     """Loss of the critic, for estimators that have one: coef, clip."""
 
 
