@@ -18,17 +18,31 @@ Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from diffusion.data import DiffusionTask
+from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights, kl_ema_decay
-from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, Matching, mean_over_decisions
-from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood, velocity_kl
+from diffusion.flow_matching import (
+    FlowMatching,
+    Matching,
+    TimestepConfig,
+    check_matching,
+    matching_sampler,
+    matching_trainer,
+)
+from diffusion.forward_process import NoisyRows
+from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood
+from diffusion.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
+from diffusion.sampler import SamplerConfig
+from diffusion.settings import DiffusionConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
@@ -36,6 +50,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.recipe import LossTerms
+from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
 
@@ -62,18 +77,25 @@ class AwmSettings:
     """Draw images with the moving average instead of the policy."""
 
 
-def _awm_objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="awm")
-
-
 @dataclass
-class AwmConfig(FlowMatchingConfig):
+class AwmConfig(DiffusionConfig):
     """An AWM run."""
 
     awm: AwmSettings = field(default_factory=AwmSettings)
     """The matching loss."""
-    objective: ObjectiveConfig = field(default_factory=_awm_objective)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    """The noisy versions."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
     """Advantage, clipping and the weight of the distance to the reference."""
+    sampler: SamplerConfig = field(default_factory=matching_sampler)
+    """How images are drawn."""
+    trainer: TrainerConfig = field(default_factory=matching_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_matching(self.trainer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +110,7 @@ class AwmScores(PolicyOutputs):
     """Size of the velocity over that of the reference."""
 
 
-class AwmRecipe(FlowMatchingRecipe):
+class AwmRecipe(DiffusionRecipe):
     """Advantage weighted matching; see the module."""
 
     config: AwmConfig
@@ -96,25 +118,29 @@ class AwmRecipe(FlowMatchingRecipe):
 
     def __init__(self, config: AwmConfig) -> None:
         super().__init__(_with_ratio(config))
+        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
         needs_ema = config.awm.ema_coef > 0 or config.awm.off_policy
         self.kl_ema = EMAWeights(self.policy) if needs_ema else None
 
-    def sampling_weights(self) -> AbstractContextManager[None]:
-        """The moving average off policy, else the policy."""
-        return self.kl_ema.applied() if self.config.awm.off_policy and self.kl_ema is not None else nullcontext()
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """G images of each task and their noisy versions, off policy drawn with the moving average."""
+        average = self.kl_ema if self.config.awm.off_policy else None
+        with nullcontext() if average is None else average.applied(policy):
+            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
-        drawn = self.noisy(rollouts)
+        versions, kind = self.flow_matching.noisy(rollouts), self.config.awm.kl_kind
         with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
-            ema = self._ema_velocity(rollouts, drawn[0]) if "kl_ema" in outputs else None
-            ref = self.reference_velocity(rollouts, drawn[0]) if "kl_ref" in outputs else None
-        matching = self.matched(policy, rollouts, drawn)
+            ema = self._ema_velocity(rollouts, versions.rows) if "kl_ema" in outputs else None
+            reference = self.loss_reference if "kl_ref" in outputs else None
+            ref = self.flow_matching.reference_velocity(reference, rollouts, versions.rows)
+        matching = self.flow_matching.evaluate(policy, rollouts, versions)
         return AwmScores(
             logp=self._logp(matching),
-            kl_ref=self._distance(matching, ref),
-            kl_ema=self._distance(matching, ema),
-            error=matching.placed(matching.error.detach()),
+            kl_ref=None if ref is None else matching.distance(ref, kind),
+            kl_ema=None if ema is None else matching.distance(ema, kind),
+            error=matching.errors.detach(),
             velocity_norm=None if ref is None else _norm_ratio(matching.velocity, ref),
         )
 
@@ -162,19 +188,14 @@ class AwmRecipe(FlowMatchingRecipe):
 
     def _logp(self, matching: Matching) -> Tensor:
         awm = self.config.awm
-        return matching.placed(pseudo_log_likelihood(matching.error, matching.noisy.sigma, awm.weighting, awm.power))
+        logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, awm.weighting, awm.power)
+        return matching.decisions.scatter(logp)
 
-    def _ema_velocity(self, minibatch: Rollouts, noisy: Any) -> Tensor | None:
+    def _ema_velocity(self, minibatch: Rollouts, noisy: NoisyRows) -> Tensor | None:
         if self.kl_ema is None:
             return None
         with self.kl_ema.applied():
-            return self.velocity_of(self.policy, minibatch, noisy)
-
-    def _distance(self, matching: Matching, anchor: Tensor | None) -> Tensor | None:
-        if anchor is None:
-            return None
-        kind = self.config.awm.kl_kind
-        return matching.placed(velocity_kl(matching.velocity, anchor, matching.noisy.sigma, kind))
+            return self.flow_matching.velocity(self.policy, minibatch, noisy)
 
 
 def _with_ratio(config: AwmConfig) -> AwmConfig:

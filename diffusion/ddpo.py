@@ -11,16 +11,23 @@ Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
+from diffusion.data import DiffusionTask
 from diffusion.history import PromptHistory
 from diffusion.payload import DiffusionPayload
+from diffusion.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.trajectories import StepSettings, TrajectoryConfig, TrajectoryRecipe
+from diffusion.settings import DiffusionConfig
+from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.loop.distributed import merge_lists
@@ -33,7 +40,7 @@ __all__ = ["DdpoConfig", "DdpoRecipe", "HistoryConfig"]
 class HistoryConfig:
     """Rewards of a prompt that its advantages are measured against."""
 
-    size: int = 16
+    size: int = bounded(16, at_least=1)
     """Latest rewards kept for each prompt."""
     min_count: int = bounded(16, at_least=1)
     """Fewest rewards of a prompt before its own mean and deviation are used."""
@@ -44,28 +51,16 @@ class HistoryConfig:
             raise ValueError(f"history.min_count is {self.min_count}; must be between 1 and history.size={self.size}")
 
 
-def _sampler() -> SamplerConfig:
-    return SamplerConfig(guidance=5.0)
-
-
-def _step() -> StepSettings:
-    return StepSettings(detach_negative=False)
-
-
-def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="ddpo")
-
-
 @dataclass
-class DdpoConfig(TrajectoryConfig):
+class DdpoConfig(DiffusionConfig):
     """A DDPO run."""
 
     compares_samples: ClassVar[bool] = False
-    sampler: SamplerConfig = field(default_factory=_sampler)
+    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(guidance=5.0))
     """How images are drawn."""
-    step: StepSettings = field(default_factory=_step)
+    step: StepConfig = field(default_factory=lambda: StepConfig(detach_negative=False))
     """Gradient through both halves of guidance."""
-    objective: ObjectiveConfig = field(default_factory=_objective)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="ddpo"))
     """Clip 1e-4, no KL."""
     history: HistoryConfig = field(default_factory=HistoryConfig)
     """Statistics of each prompt."""
@@ -73,23 +68,35 @@ class DdpoConfig(TrajectoryConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        check_trajectories(self.sampler)
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; DDPO keeps one history of summed rewards, use sum")
 
 
-class DdpoRecipe(TrajectoryRecipe):
+class DdpoRecipe(DiffusionRecipe):
     """Policy gradient with per-prompt reward statistics; see the module."""
 
     config: DdpoConfig
 
     def __init__(self, config: DdpoConfig) -> None:
         super().__init__(config)
+        precision = config.trainer.mixed_precision
+        self.trajectories = Trajectories(self.policy, config.sampler, config.step, precision)
         self.history = PromptHistory(config.history.size, config.history.min_count)
+
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """Stochastic trajectories of G images of each task."""
+        return self.trajectories.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-density of each trained step, and with "kl_ref" its divergence from the reference."""
+        found = self.trajectories.evaluate(policy, rollouts)
+        kl_ref = self.trajectories.kl(found, self.loss_reference) if "kl_ref" in outputs else None
+        return PolicyOutputs(logp=found.steps.decisions.scatter(found.logp), kl_ref=kl_ref)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Rewards against the history of their prompts; every process keeps the whole history."""
-        tasks = DiffusionPayload.of(rollouts).tasks
-        prompts = [tasks[group].prompt for group in rollouts.group.tolist()]
+        prompts = [DiffusionPayload.of(rollouts).tasks[group].prompt for group in rollouts.group.tolist()]
         rewards = rollouts.reward.tolist()
         everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
         scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]

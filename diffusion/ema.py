@@ -43,14 +43,14 @@ class EMAWeights:
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
-        """Move the shadow towards the policy: shadow <- decay * shadow + (1 - decay) * policy.
+        """Move the average towards the policy: average <- decay * average + (1 - decay) * policy.
 
         Args:
-            decay: share of the OLD shadow that is kept, 0..1; 0 copies the policy bit for bit.
+            decay: share of the OLD average that is kept, 0..1; 0 copies the policy bit for bit.
 
         Raises:
             UserError: a decay outside 0..1.
-            RuntimeError: the shadow is in the policy's place, see `applied`.
+            RuntimeError: the average is in the policy's place, see `applied`.
         """
         if not 0.0 <= decay <= 1.0:
             raise UserError(f"decay={decay} must be between 0 and 1")
@@ -63,28 +63,33 @@ class EMAWeights:
                 self._values[name] = self._values[name].to(current.device).lerp_(current, 1.0 - decay)
 
     def copy_(self) -> None:
-        """Make the shadow equal to the policy."""
+        """Make the average equal to the policy."""
         self.update(0.0)
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Put the shadow in the policy's place; afterwards, also after an exception, the policy is what it was.
+    def applied(self, policy: nn.Module | None = None) -> Iterator[None]:
+        """Put the average in the policy's place; afterwards, also after an exception, the policy is what it was.
 
-        It is so bit for bit. What is written into the parameters meanwhile is lost.
+        It is restored bit for bit. What is written into the parameters meanwhile is lost.
+
+        Args:
+            policy: the module whose parameters are replaced, by name; None is the policy that is averaged.
 
         Raises:
-            RuntimeError: it already is in its place.
+            RuntimeError: the average is already in the policy's place.
 
         Gradient: the exchange is no part of any graph; a graph from before it can no longer be walked back.
         """
         self._check_apart()
-        kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        self._write(self._values)
+        parameters = self._parameters if policy is None else dict(policy.named_parameters())
+        replaced = {name: parameters[name] for name in self._values}
+        kept = {name: parameter.detach().clone() for name, parameter in replaced.items()}
+        _write(replaced, self._values)
         self._applied = True
         try:
             yield
         finally:
-            self._write(kept)
+            _write(replaced, kept)
             self._applied = False
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -99,7 +104,7 @@ class EMAWeights:
 
         Raises:
             UserError: they belong to other parameters.
-            RuntimeError: the shadow is in the policy's place.
+            RuntimeError: the average is in the policy's place.
         """
         self._check_apart()
         different = sorted(set(state) ^ set(self._values))
@@ -113,12 +118,13 @@ class EMAWeights:
 
     def _check_apart(self) -> None:
         if self._applied:
-            raise RuntimeError("the shadow is in the policy's place; leave applied() first.")
+            raise RuntimeError("the average is in the policy's place; leave applied() first.")
 
-    @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+
+@torch.no_grad()
+def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
 
 
 class _Ramp(NamedTuple):

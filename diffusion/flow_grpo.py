@@ -8,33 +8,69 @@ the start model.
 Where the paper and its code differ: the paper's KL is the exact divergence of two Gaussians (`step.kl_form: exact`, the
 default); the code at its head divides by the variance without the step length (`flow_grpo_head`), a factor of 0.04 to
 0.27, so its coefficients do not carry over. Older code sends gradient through the unconditional half of guidance
-(`step.detach_negative: false`). Groups whose images all have one reward are dropped, as there (`filter.kind: drop`).
-Defaults are those of config/grpo.py for GenEval, except the sizes of an epoch (48 prompts of 24 images there).
+(`step.detach_negative: false`). Groups whose images all have one reward are dropped, as there
+(`objective.filter.kind: drop`). Defaults are those of config/grpo.py for GenEval, except the sizes of an
+epoch (48 prompts of 24 images there).
+
+Methods that are this code with other constants are rows of `diffusion/presets.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diffusion.trajectories import TrajectoryConfig, TrajectoryRecipe
+import torch
+from torch import nn
+
+from diffusion.data import DiffusionTask
+from diffusion.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
+from diffusion.settings import DiffusionConfig
+from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.objectives import ObjectiveConfig
 
-__all__ = ["FlowGrpoConfig", "FlowGrpoRecipe"]
+__all__ = ["FlowGrpoConfig", "FlowGrpoRecipe", "flow_grpo_objective"]
 
 
-def _objective() -> ObjectiveConfig:
+def flow_grpo_objective() -> ObjectiveConfig:
+    """The published objective; groups of equal reward have no gradient and are dropped."""
     return ObjectiveConfig(preset="flow_grpo", filter={"kind": "drop"})
 
 
 @dataclass
-class FlowGrpoConfig(TrajectoryConfig):
+class FlowGrpoConfig(DiffusionConfig):
     """A Flow-GRPO run."""
 
-    objective: ObjectiveConfig = field(default_factory=_objective)
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+    objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
     """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
 
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_trajectories(self.sampler)
 
-class FlowGrpoRecipe(TrajectoryRecipe):
+
+class FlowGrpoRecipe(DiffusionRecipe):
     """Group-relative policy optimisation over stochastic denoising steps; see the module."""
 
     config: FlowGrpoConfig
+
+    def __init__(self, config: FlowGrpoConfig) -> None:
+        super().__init__(config)
+        precision = config.trainer.mixed_precision
+        self.trajectories = Trajectories(self.policy, config.sampler, config.step, precision)
+
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """Stochastic trajectories of G images of each task."""
+        return self.trajectories.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-density of each trained step, and with "kl_ref" its divergence from the reference."""
+        found = self.trajectories.evaluate(policy, rollouts)
+        kl_ref = self.trajectories.kl(found, self.loss_reference) if "kl_ref" in outputs else None
+        return PolicyOutputs(logp=found.steps.decisions.scatter(found.logp), kl_ref=kl_ref)

@@ -1,51 +1,50 @@
-"""Learning from finished images alone: what AWM, DiffusionNFT, ORW-CFM-W2 and AC-Flow share.
+"""Noisy versions of finished images, and a model's velocity on them.
 
-An image is a row; its T decisions are noisy versions of its latents x_0, each a time and a noise, on which the model's
-velocity is compared with the true one. Any solver may have drawn the image and no trajectory is kept. Times and noises
-are constants of the rollout (a seed a row), so old policy, anchors and every pass of the update see the same.
+AWM, DiffusionNFT, ORW-CFM-W2 and AC-Flow share it. An image is a row; its T decisions are noisy versions of its latents
+x_0, each a time and a noise, on which the model's velocity is compared with the true one. Any solver may have drawn the
+image and no trajectory is kept. Times and noises are constants of the rollout (a seed a row), so old policy, anchors
+and every pass of the update see the same.
+
+Shapes: B rows (images), T noisy versions of each, M of the B * T whose mask is 1, C x H x W one latent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffusion.data import DiffusionTask
+from diffusion.decisions import TrainedDecisions, mean_over_decisions
 from diffusion.forward_process import NoisyRows, mix
 from diffusion.matching import TIME_SAMPLERS, sample_times, velocity_kl
 from diffusion.payload import DiffusionPayload
-from diffusion.recipe import DiffusionConfig, DiffusionRecipe, image_trainer
-from diffusion.sampler import SamplerConfig, guided, row_noise, sample_latents
+from diffusion.policy import DiffusionPolicy
+from diffusion.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of
 from diffusion.schedule import sigma_grid
-from mmrl.core.aggregation import Denominators, token_mean
+from diffusion.settings import image_trainer
+from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
+from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["FlowMatchingConfig", "FlowMatchingRecipe", "Matching", "TimestepConfig", "mean_over_decisions"]
+__all__ = [
+    "FlowMatching",
+    "Matching",
+    "NoisyVersions",
+    "TimestepConfig",
+    "check_matching",
+    "matching_sampler",
+    "matching_trainer",
+]
 
 SHARING = ("batch", "group", "image")
-
-
-def matched_sampler() -> SamplerConfig:
-    """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
-    return SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
-
-
-def matched_trainer() -> TrainerConfig:
-    """One update an epoch, so that the ratio is 1 and nothing is clipped."""
-    trainer = image_trainer()
-    trainer.minibatches_per_step = 1
-    trainer.old_logp = "recompute"
-    return trainer
 
 
 @dataclass
@@ -62,164 +61,182 @@ class TimestepConfig:
     shift: float = bounded(3.0, above=0)
     """Shift of the continuous kinds towards noise; 1 = none."""
     share_times: str = choice("group", SHARING)
-    """Who has the same times: batch (all images), group (those of a prompt) or image (nobody)."""
+    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
     share_noise: bool = False
     """Whether the images of a group get the same noises."""
 
 
-@dataclass
-class FlowMatchingConfig(DiffusionConfig):
-    """A run that learns from noisy versions of its own images."""
-
-    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
-    """The noisy versions."""
-    sampler: SamplerConfig = field(default_factory=matched_sampler)
-    """How images are drawn."""
-    trainer: TrainerConfig = field(default_factory=matched_trainer)
-    """Batch sizes, optimiser and guards."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        if self.trainer.old_logp != "recompute":
-            raise ValueError("trainer.old_logp must be 'recompute'; the sampler knows no likelihood of noisy versions")
+def matching_sampler() -> SamplerConfig:
+    """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
+    return SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
 
 
-@dataclass
+def matching_trainer() -> TrainerConfig:
+    """One update an epoch, so that the ratio is 1 and nothing is clipped."""
+    trainer = image_trainer()
+    trainer.minibatches_per_step = 1
+    trainer.old_logp = "recompute"
+    return trainer
+
+
+def check_matching(trainer: TrainerConfig) -> None:
+    """Refuse old log-probs of the sampler, which has none; raises ValueError."""
+    if trainer.old_logp != "recompute":
+        raise ValueError("trainer.old_logp must be 'recompute'; the sampler knows no likelihood of noisy versions")
+
+
+@dataclass(frozen=True)
+class NoisyVersions:
+    """The noisy versions whose mask is 1 as one batch of M."""
+
+    decisions: TrainedDecisions
+    """Their places in (B, T)."""
+    rows: NoisyRows
+    """The M noisy latents with their times and targets."""
+
+
+@dataclass(frozen=True)
 class Matching:
-    """Noisy versions that count, and what the model says about them."""
+    """A model's velocity on noisy versions."""
 
+    decisions: TrainedDecisions
+    """Places of the noisy versions in (B, T)."""
     noisy: NoisyRows
     """M rows."""
     clean: Tensor
-    """x_0 of each row (M, C, H, W)."""
+    """x_0 of each row (M, C, H, W) float32."""
     velocity: Tensor
     """(M, C, H, W), carries the gradient."""
-    chosen: Tensor
-    """(M,) int64, place of each row in the flattened (B, T)."""
-    shape: torch.Size
-    """(B, T)."""
-
-    def placed(self, values: Tensor) -> Tensor:
-        """Values (M,) at their places in (B, T), 0 elsewhere."""
-        return values.new_zeros(self.shape.numel()).index_copy(0, self.chosen, values).view(self.shape)
-
-    def of(self, table: Tensor) -> Tensor:
-        """Entries (M,) of a table (B, T)."""
-        return table.flatten()[self.chosen]
 
     @property
     def error(self) -> Tensor:
-        """Matching error of the velocity (M,) float32."""
+        """Mean squared distance of the velocity to its target (M,) float32."""
         return self.noisy.matching_error(self.velocity)
 
+    @property
+    def errors(self) -> Tensor:
+        """`error` at its places in (B, T), 0 elsewhere."""
+        return self.decisions.scatter(self.error)
 
-class FlowMatchingRecipe(DiffusionRecipe):
-    """Draws images by any solver and evaluates the model on noisy versions of them; a method supplies the loss."""
+    def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
+        """Distance (B, T) to the velocity (M, C, H, W) of another model, see `velocity_kl`; 0 where not trained."""
+        return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
 
-    config: FlowMatchingConfig
 
-    def sampling_weights(self) -> AbstractContextManager[None]:
-        """Weights that images are drawn with; the policy's own unless a method has another sampling policy."""
-        return nullcontext()
+class FlowMatching:
+    """Draws images with noisy versions of them, and evaluates models on these.
 
-    def draw(self, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """Draw G images of each task, and the times and noises that they will be trained on."""
-        size, timesteps = self.config.trainer.samples_per_task, self.config.timesteps
-        group = torch.arange(len(tasks)).repeat_interleave(size)
-        seeds = self.seeds_for(len(tasks), generator)
-        with self.sampling_weights():
-            latents = sample_latents(self.policy, self.text_of(tasks, group), seeds, self.config.sampler)
-        device, rows = latents.device, len(group)
+    Args:
+        policy: gives embeddings and grid; the model that is evaluated is an argument of each method.
+        sampler: solver and guidance.
+        timesteps: the noisy versions.
+    """
+
+    def __init__(self, policy: DiffusionPolicy, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+        self.policy = policy
+        self.sampler = sampler
+        self.timesteps = timesteps
+
+    def draw(
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+    ) -> Rollouts:
+        """Draw G images of each task, and the times and noises that they will be trained on.
+
+        Args:
+            policy: the policy that samples.
+            tasks: N prompts.
+            group_size: G images of each.
+            generator: seeds the noise of sampler and versions, and draws the times.
+
+        Returns:
+            B = N * G rows with T decisions, without images and rewards.
+        """
+        group = torch.arange(len(tasks)).repeat_interleave(group_size)
+        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        latents = sample_latents(policy, text_of(policy, tasks, group), seeds, self.sampler)
+        device, rows, count = latents.device, len(group), self.timesteps.count
         noise_seed = torch.randint(2**62, (rows,), generator=generator)
-        if timesteps.share_noise:
-            noise_seed = noise_seed[::size].repeat_interleave(size)
+        if self.timesteps.share_noise:
+            noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
         return Rollouts(
             group=group.to(device),
-            mask=torch.ones(rows, timesteps.count, device=device),
-            logp_old=torch.zeros(rows, timesteps.count, device=device),
+            mask=torch.ones(rows, count, device=device),
+            logp_old=torch.zeros(rows, count, device=device),
             reward=torch.full((rows,), float("nan"), device=device),
             payload=DiffusionPayload(
                 tasks=list(tasks),
                 latents=latents,
                 images=np.zeros((rows, 0, 0, 3), np.uint8),
-                sigma=self.times(len(tasks), generator).to(device),
+                sigma=self.times(len(tasks), group_size, generator).to(device),
                 noise_seed=noise_seed.to(device),
             ),
         )
 
-    def times(self, groups: int, generator: torch.Generator) -> Tensor:
-        """Times (B, T) of the noisy versions of each image."""
-        timesteps, size = self.config.timesteps, self.config.trainer.samples_per_task
-        grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
+    def times(self, groups: int, group_size: int, generator: torch.Generator) -> Tensor:
+        """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
+        options = self.timesteps
+        grid = sigma_grid(self.policy.pipeline.scheduler, self.sampler.steps, self.policy.image_tokens)
 
         def drawn() -> Tensor:
             times = sample_times(
-                timesteps.times,
-                timesteps.count,
-                generator,
-                grid=grid,
-                fraction=timesteps.fraction,
-                shift=timesteps.shift,
+                options.times, options.count, generator, grid=grid, fraction=options.fraction, shift=options.shift
             )
-            return times.reshape(timesteps.count)
+            return times.reshape(options.count)
 
-        distinct = {"batch": 1, "group": groups, "image": groups * size}[timesteps.share_times]
+        distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
         table = torch.stack([drawn() for _ in range(distinct)])
-        return table.repeat_interleave(groups * size // distinct, 0)
+        return table.repeat_interleave(groups * group_size // distinct, 0)
 
-    def noisy(self, rollouts: Rollouts) -> tuple[NoisyRows, Tensor]:
-        """Noisy versions of the rows whose mask is 1, row by row, and their places (M,) in the flattened (B, T)."""
+    def noisy(self, rollouts: Rollouts) -> NoisyVersions:
+        """Mix the noisy versions whose mask is 1, row by row."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.noise_seed is not None
-        width = rollouts.num_decisions
-        chosen = torch.nonzero(rollouts.mask.flatten() > 0).flatten()
-        noise = row_noise(payload.noise_seed, self.config.timesteps.count, tuple(payload.latents.shape[1:]))
-        noise = noise[:, :width].flatten(0, 1).to(chosen.device)[chosen]
-        sigma = payload.sigma[:, :width].flatten()[chosen]
-        return mix(payload.latents[chosen // width], noise, sigma, (chosen // width).cpu()), chosen
+        decisions = TrainedDecisions.of(rollouts)
+        noise = row_noise(payload.noise_seed, self.timesteps.count, tuple(payload.latents.shape[1:]))
+        noise = decisions.gather(noise.to(decisions.index.device))
+        clean, sigma = payload.latents[decisions.row], decisions.gather(payload.sigma)
+        return NoisyVersions(decisions, mix(clean, noise, sigma, decisions.row.cpu()))
 
-    def velocity_of(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
-        """Guided velocity (M, C, H, W) of a model on noisy rows."""
-        payload = DiffusionPayload.of(rollouts)
-        text = self.text_of(payload.tasks, rollouts.group).select(noisy.image)
-        config = self.config.sampler
-        velocity = guided(self.policy, model, text, config.guidance, config.negative_prompt, detach_negative=True)
-        return velocity(noisy.latents, noisy.sigma)
+    def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
+        """Guided velocity (M, C, H, W) of a model on noisy rows.
 
-    def matched(self, policy: Any, rollouts: Rollouts, drawn: tuple[NoisyRows, Tensor] | None = None) -> Matching:
-        """Evaluate a model on the noisy versions of some rows; `drawn` is what `noisy` gave, if it was asked before."""
-        noisy, chosen = drawn or self.noisy(rollouts)
-        velocity = self.velocity_of(policy, rollouts, noisy)
-        clean = DiffusionPayload.of(rollouts).latents.float()[noisy.image.to(chosen.device)]
-        return Matching(noisy, clean, velocity, chosen, rollouts.mask.shape)
+        Args:
+            model: the policy, a wrapper of it, or another model of the same kind.
+            rollouts: the images that the rows are versions of; their prompts are read.
+            noisy: M rows.
 
-    def reference_velocity(self, minibatch: Rollouts, noisy: NoisyRows) -> Tensor | None:
-        """Velocity (M, C, H, W) of the reference on noisy rows; None where the loss has no such term."""
-        if not self.objective.needs_reference:
+        Gradient: through the positive half of guidance.
+        """
+        text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
+        scale, negative = self.sampler.guidance, self.sampler.negative_prompt
+        return guided(self.policy, model, text, scale, negative, detach_negative=True)(noisy.latents, noisy.sigma)
+
+    def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
+        """Evaluate a model on the noisy versions of some rows; `versions` is what `noisy` gave, if already called."""
+        versions = versions or self.noisy(rollouts)
+        velocity = self.velocity(model, rollouts, versions.rows)
+        clean = DiffusionPayload.of(rollouts).latents.float()[versions.decisions.row]
+        return Matching(versions.decisions, versions.rows, clean, velocity)
+
+    def reference_velocity(self, reference: Reference | None, rollouts: Rollouts, noisy: NoisyRows) -> Tensor | None:
+        """Velocity (M, C, H, W) of the reference on noisy rows; None without one."""
+        if reference is None:
             return None
-        assert self.reference is not None
-        return self.reference.score(lambda module: self.velocity_of(module, minibatch, noisy))
+        return reference.score(lambda module: self.velocity(module, rollouts, noisy))
 
     def reference_term(
-        self, matching: Matching, minibatch: Rollouts, denominators: Denominators
+        self,
+        matching: Matching,
+        minibatch: Rollouts,
+        denominators: Denominators,
+        reference: Reference | None,
+        coefficient: float,
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Weighted mean velocity distance to the reference, 0 where the objective has no such term."""
-        reference = self.reference_velocity(minibatch, matching.noisy)
-        if reference is None:
+        """Weighted mean velocity distance to the reference and its metrics; 0 without a reference."""
+        anchor = self.reference_velocity(reference, minibatch, matching.noisy)
+        if anchor is None:
             return matching.velocity.new_zeros(()), {}
-        distance = matching.placed(velocity_kl(matching.velocity, reference, matching.noisy.sigma))
-        term = self.objective.kl_coef * mean_over_decisions(distance, minibatch, denominators)
+        distance = matching.distance(anchor)
+        term = coefficient * mean_over_decisions(distance, minibatch, denominators)
         metrics = {"policy/kl_ref": mean_metric(distance, minibatch.loss_mask), "loss/kl": Metric.summed(term.detach())}
         return term, metrics
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version."""
-        matching = self.matched(policy, rollouts)
-        return PolicyOutputs(logp=matching.placed(-matching.error))
-
-
-def mean_over_decisions(values: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
-    """Mean of (B, T) values over the trained decisions of the whole optimiser step."""
-    mask = minibatch.loss_mask
-    return token_mean(torch.where(mask > 0, values, 0.0), mask, denominators)

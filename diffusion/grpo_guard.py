@@ -11,48 +11,67 @@ which is 0 on average and of one scale at all times. The gradient of each step i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from diffusion.flow_grpo import FlowGrpoConfig, FlowGrpoRecipe
+from diffusion.data import DiffusionTask
+from diffusion.flow_grpo import flow_grpo_objective
 from diffusion.payload import DiffusionPayload
+from diffusion.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
+from diffusion.settings import DiffusionConfig
 from diffusion.steps import guard_log_ratio
-from diffusion.trajectories import placed
+from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["GrpoGuardConfig", "GrpoGuardRecipe"]
 
 
 @dataclass
-class GrpoGuardConfig(FlowGrpoConfig):
+class GrpoGuardConfig(DiffusionConfig):
     """A GRPO-Guard run."""
+
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+    objective: ObjectiveConfig = field(default_factory=flow_grpo_objective)
+    """Clip 1e-4, exact KL 0.04, advantages clipped at 5; groups of equal reward are dropped."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        check_trajectories(self.sampler)
         if self.sampler.kernel == "cps":
             raise ValueError("sampler.kernel is 'cps', whose log-probability has no scale to correct; use flow_sde")
         if self.trainer.old_logp != "sampler":
             raise ValueError("trainer.old_logp must be 'sampler': the means are those of the sampling policy")
 
 
-class GrpoGuardRecipe(FlowGrpoRecipe):
+class GrpoGuardRecipe(DiffusionRecipe):
     """Flow-GRPO with normalised ratios; see the module."""
 
     config: GrpoGuardConfig
-    keeps_mean = True
+
+    def __init__(self, config: GrpoGuardConfig) -> None:
+        super().__init__(config)
+        precision = config.trainer.mixed_precision
+        self.trajectories = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
+
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """Stochastic trajectories of G images of each task, with the means of their steps."""
+        return self.trajectories.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
-        steps = self.step_scores(policy, rollouts)
-        mean_old = payload.mean_old[:, : rollouts.num_decisions].flatten(0, 1)[steps.chosen]
-        old = rollouts.logp_old.flatten()[steps.chosen]
-        ratio = guard_log_ratio(steps.logp, old, steps.mean, mean_old, steps.std)
-        return PolicyOutputs(
-            logp=placed(old + ratio, steps.chosen, rollouts.mask.shape),
-            kl_ref=self.placed_divergence(rollouts, steps) if "kl_ref" in outputs else None,
-        )
+        found = self.trajectories.evaluate(policy, rollouts)
+        decisions = found.steps.decisions
+        logp_old = decisions.gather(rollouts.logp_old)
+        ratio = guard_log_ratio(found.logp, logp_old, found.mean, decisions.gather(payload.mean_old), found.std)
+        kl_ref = self.trajectories.kl(found, self.loss_reference) if "kl_ref" in outputs else None
+        return PolicyOutputs(logp=decisions.scatter(logp_old + ratio), kl_ref=kl_ref)

@@ -15,8 +15,7 @@ image, `old` schedule 1, evaluation average 0.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,17 +23,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.ema import EMAWeights, nft_old_decay
-from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, TimestepConfig, mean_over_decisions
-from diffusion.matching import nft_loss, nft_weight, velocity_kl
-from diffusion.recipe import EvalEmaConfig
+from diffusion.data import DiffusionTask
+from diffusion.decisions import mean_over_decisions
+from diffusion.ema import NFT_SCHEDULES, EMAWeights, nft_old_decay
+from diffusion.flow_matching import FlowMatching, TimestepConfig, check_matching, matching_trainer
+from diffusion.matching import nft_loss, nft_weight
+from diffusion.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
+from diffusion.settings import DiffusionConfig, EvalEmaConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["ADVANTAGE_MODES", "DiffusionNftConfig", "DiffusionNftRecipe", "NftSettings"]
 
@@ -45,45 +49,36 @@ class NftSettings:
 
     beta: float = bounded(1.0, above=0)
     """How far the mixtures reach from the old velocity; 0.1 for OCR and several rewards."""
-    old_schedule: int = choice(1, (0, 1, 2))
+    old_schedule: int = choice(1, lambda: NFT_SCHEDULES)
     """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999)."""
     advantage_mode: str = choice("all", lambda: ADVANTAGE_MODES)
     """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign)."""
 
 
-def _sampler() -> SamplerConfig:
-    return SamplerConfig(steps=10, guidance=1.0, solver="dpm")
-
-
-def _timesteps() -> TimestepConfig:
-    return TimestepConfig(count=9, times="discrete", fraction=0.99)
-
-
-def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 1e-4})
-
-
-def _eval_ema() -> EvalEmaConfig:
-    return EvalEmaConfig(decay=0.9)
-
-
 @dataclass
-class DiffusionNftConfig(FlowMatchingConfig):
+class DiffusionNftConfig(DiffusionConfig):
     """A DiffusionNFT run."""
 
     nft: NftSettings = field(default_factory=NftSettings)
     """The two-sided loss."""
-    sampler: SamplerConfig = field(default_factory=_sampler)
+    sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(steps=10, guidance=1.0, solver="dpm"))
     """How images are drawn."""
-    timesteps: TimestepConfig = field(default_factory=_timesteps)
+    timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=9, times="discrete", fraction=0.99))
     """The noisy versions."""
-    objective: ObjectiveConfig = field(default_factory=_objective)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1e-4}))
     """Advantage and the weight of the distance to the start model."""
-    eval_ema: EvalEmaConfig = field(default_factory=_eval_ema)
+    eval_ema: EvalEmaConfig = field(default_factory=lambda: EvalEmaConfig(decay=0.9))
     """Moving average that evaluations use."""
+    trainer: TrainerConfig = field(default_factory=matching_trainer)
+    """Batch sizes, optimiser and guards."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_matching(self.trainer)
 
 
-class DiffusionNftRecipe(FlowMatchingRecipe):
+class DiffusionNftRecipe(DiffusionRecipe):
     """Two-sided matching around an old policy; see the module."""
 
     config: DiffusionNftConfig
@@ -92,11 +87,17 @@ class DiffusionNftRecipe(FlowMatchingRecipe):
 
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)
+        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
         self.old = EMAWeights(self.policy)
 
-    def sampling_weights(self) -> AbstractContextManager[None]:
-        """The old policy's."""
-        return self.old.applied()
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """G images of each task, drawn with the old policy, and their noisy versions."""
+        with self.old.applied(policy):
+            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Minus the matching error as log-likelihood of each noisy version."""
+        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Advantages in the configured mode."""
@@ -106,20 +107,21 @@ class DiffusionNftRecipe(FlowMatchingRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Two-sided matching loss and the distance to the start model."""
-        drawn = self.noisy(minibatch)
+        versions = self.flow_matching.noisy(minibatch)
         with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
-            old = self.velocity_of(self.policy, minibatch, drawn[0])
-        matching = self.matched(policy, minibatch, drawn)
+            old = self.flow_matching.velocity(self.policy, minibatch, versions.rows)
+        matching = self.flow_matching.evaluate(policy, minibatch, versions)
         assert minibatch.advantage is not None
-        weight = nft_weight(matching.of(minibatch.advantage))
+        weight = nft_weight(matching.decisions.gather(minibatch.advantage))
         rows = nft_loss(matching.velocity, old, matching.noisy, matching.clean, weight, self.config.nft.beta)
-        policy_term = mean_over_decisions(matching.placed(rows), minibatch, denominators)
-        anchor, metrics = self.reference_term(matching, minibatch, denominators)
-        moved = velocity_kl(matching.velocity, old, matching.noisy.sigma).detach()
+        policy_term = mean_over_decisions(matching.decisions.scatter(rows), minibatch, denominators)
+        anchor, metrics = self.flow_matching.reference_term(
+            matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
+        )
         metrics |= {
             "loss/policy": Metric.summed(policy_term.detach()),
             "loss/total": Metric.summed((policy_term + anchor).detach()),
-            "policy/kl_old": mean_metric(matching.placed(moved), minibatch.loss_mask),
+            "policy/kl_old": mean_metric(matching.distance(old).detach(), minibatch.loss_mask),
         }
         return LossOutput(policy_term + anchor, metrics)
 

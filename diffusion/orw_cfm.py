@@ -17,7 +17,7 @@ they are independent, as for its Stable Diffusion 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -26,18 +26,41 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from diffusion.data import DiffusionTask
+from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights
-from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, mean_over_decisions
+from diffusion.flow_matching import (
+    FlowMatching,
+    Matching,
+    TimestepConfig,
+    check_matching,
+    matching_sampler,
+    matching_trainer,
+)
+from diffusion.policy import DiffusionPolicy
+from diffusion.recipe import DiffusionRecipe
+from diffusion.sampler import SamplerConfig
+from diffusion.settings import DiffusionConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["WEIGHTS", "OrwConfig", "OrwRecipe", "OrwSettings"]
+__all__ = [
+    "WEIGHTS",
+    "LastPolicy",
+    "OrwConfig",
+    "OrwRecipe",
+    "OrwSettings",
+    "describe_loss",
+    "image_weights",
+    "weighted_matching_loss",
+]
 
 
 @dataclass
@@ -56,30 +79,114 @@ class OrwSettings:
     """Steps after which images are drawn with the policy as it is then."""
 
 
-def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0})
+class LastPolicy:
+    """The policy that images are drawn with: the trained one as it was at the last refresh.
+
+    Args:
+        policy: the trained policy.
+        refresh_every: steps between refreshes; 1 samples from the policy itself.
+    """
+
+    def __init__(self, policy: nn.Module, refresh_every: int) -> None:
+        self.refresh_every = refresh_every
+        self._weights = EMAWeights(policy) if refresh_every > 1 else None
+
+    def applied(self, policy: nn.Module) -> AbstractContextManager[None]:
+        """Give a policy the weights of the last refresh."""
+        return nullcontext() if self._weights is None else self._weights.applied(policy)
+
+    def on_step_end(self, step: int) -> None:
+        """Refresh where it is time."""
+        if self._weights is not None and step % self.refresh_every == 0:
+            self._weights.copy_()
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Weights of the last refresh; None where they are the policy's own."""
+        return None if self._weights is None else self._weights.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
+        """Restore `state_dict`."""
+        if self._weights is not None and state is not None:
+            self._weights.load_state_dict(state)
+
+
+def image_weights(advantage: Tensor, rollouts: Rollouts, settings: OrwSettings, accelerator: Accelerator) -> Tensor:
+    """Weights of the matching errors.
+
+    Args:
+        advantage: A (B, T) of each noisy version.
+        rollouts: the rows; their mask is read.
+        settings: which function of A, and whether it is normalised.
+        accelerator: the mean of the weights is that over its processes.
+
+    Returns:
+        (B, T) float32, 0 where a decision is not trained.
+    """
+    weight = WEIGHTS[settings.weighting](advantage, settings.tau)
+    weight = torch.where(rollouts.loss_mask > 0, weight, 0.0)
+    if settings.normalize_weights:
+        sums = merge_lists([(float(weight.abs().sum()), float(rollouts.loss_mask.sum()))], accelerator)
+        mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
+        weight = weight / max(mean, 1e-8)
+    return weight.float()
+
+
+def weighted_matching_loss(
+    matching: Matching, minibatch: Rollouts, denominators: Denominators, anchor: tuple[Tensor, dict[str, Metric]]
+) -> LossOutput:
+    """Mean w |v - (noise - x_0)|^2 plus the distance to the start model.
+
+    Args:
+        matching: the policy's velocity.
+        minibatch: rows whose advantages are the weights w (B, T).
+        denominators: counts of the whole optimiser step.
+        anchor: term and metrics of `FlowMatching.reference_term`.
+    """
+    assert minibatch.advantage is not None
+    mask, error = minibatch.loss_mask, matching.errors
+    policy_term = mean_over_decisions(minibatch.advantage * error, minibatch, denominators)
+    metrics = anchor[1] | {
+        "loss/policy": Metric.summed(policy_term.detach()),
+        "loss/total": Metric.summed((policy_term + anchor[0]).detach()),
+        "matching/error": mean_metric(error, mask),
+        "matching/weight": mean_metric(minibatch.advantage, mask),
+    }
+    return LossOutput(policy_term + anchor[0], metrics)
+
+
+def describe_loss(settings: OrwSettings, kl_coef: float) -> str:
+    """Formula of the loss with its constants."""
+    weight = f"w = {settings.weighting}, tau {settings.tau:g}"
+    return f"mean w |v - (noise - x_0)|^2 + {kl_coef:g} mean |v - v_ref|^2, {weight}"
 
 
 @dataclass
-class OrwConfig(FlowMatchingConfig):
+class OrwConfig(DiffusionConfig):
     """An ORW-CFM-W2 run; `objective.kl.coef` is alpha."""
 
     compares_samples: ClassVar[bool] = False
     orw: OrwSettings = field(default_factory=OrwSettings)
     """Weights of the images."""
-    objective: ObjectiveConfig = field(default_factory=_objective)
-    """Weight alpha of the distance to the start model, as kl_coef."""
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
+    """The noisy versions."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
+    """Weight alpha of the distance to the start model, as kl.coef."""
+    sampler: SamplerConfig = field(default_factory=matching_sampler)
+    """How images are drawn."""
+    trainer: TrainerConfig = field(default_factory=matching_trainer)
+    """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        check_matching(self.trainer)
         if self.orw.center and self.trainer.samples_per_task < 2:
             raise ValueError("orw.center compares the images of a prompt; trainer.samples_per_task must be at least 2")
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; weights are made of summed rewards, use sum")
 
 
-class OrwRecipe(FlowMatchingRecipe):
+class OrwRecipe(DiffusionRecipe):
     """Reward-weighted matching of the policy's own images; see the module."""
 
     config: OrwConfig
@@ -88,74 +195,57 @@ class OrwRecipe(FlowMatchingRecipe):
 
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)
-        self.last_policy = EMAWeights(self.policy) if config.orw.refresh_every > 1 else None
+        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
 
-    def sampling_weights(self) -> AbstractContextManager[None]:
-        """Those of the last refresh."""
-        return nullcontext() if self.last_policy is None else self.last_policy.applied()
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+        """G images of each task, drawn with `last_policy`, and their noisy versions."""
+        with self.last_policy.applied(policy):
+            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Minus the matching error as log-likelihood of each noisy version."""
+        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Weights (B, T) of the matching errors in the place of advantages."""
-        worth = self.worth(rollouts, accelerator)
-        weight = WEIGHTS[self.config.orw.weighting](worth, self.config.orw.tau)
-        weight = torch.where(rollouts.loss_mask > 0, weight, 0.0)
-        if self.config.orw.normalize_weights:
-            sums = merge_lists([(float(weight.abs().sum()), float(rollouts.loss_mask.sum()))], accelerator)
-            mean = sum(total for total, _ in sums) / max(sum(count for _, count in sums), 1.0)
-            weight = weight / max(mean, 1e-8)
-        return rollouts.replace(advantage=weight.float())
-
-    def worth(self, rollouts: Rollouts, accelerator: Accelerator) -> Tensor:
-        """What the weights are made of (B, T): the reward, less its prompt's mean with `center`."""
+        """Weights (B, T) of the matching errors, made of the rewards, in the place of advantages."""
         reward = rollouts.reward
         if self.config.orw.center:
             reward = group_center(reward, rollouts.group, rollouts.scored)
-        return reward.nan_to_num()[:, None].expand_as(rollouts.mask)
+        advantage = reward.nan_to_num()[:, None].expand_as(rollouts.mask)
+        return rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
-        matching = self.matched(policy, minibatch)
-        mask = minibatch.loss_mask
-        assert minibatch.advantage is not None
-        error = matching.placed(matching.error)
-        policy_term = mean_over_decisions(minibatch.advantage * error, minibatch, denominators)
-        anchor, metrics = self.reference_term(matching, minibatch, denominators)
-        metrics |= {
-            "loss/policy": Metric.summed(policy_term.detach()),
-            "loss/total": Metric.summed((policy_term + anchor).detach()),
-            "matching/error": mean_metric(error, mask),
-            "matching/weight": mean_metric(minibatch.advantage, mask),
-        }
-        return LossOutput(policy_term + anchor, metrics)
+        matching = self.flow_matching.evaluate(policy, minibatch)
+        anchor = self.flow_matching.reference_term(
+            matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
+        )
+        return weighted_matching_loss(matching, minibatch, denominators, anchor)
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        orw = self.config.orw
-        weight = f"w = {orw.weighting}, tau {orw.tau:g}"
-        return f"mean w |v - (noise - x_0)|^2 + {self.objective.kl_coef:g} mean |v - v_ref|^2, {weight}"
+        return describe_loss(self.config.orw, self.objective.kl_coef)
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""
         super().on_step_end(step, metrics)
-        if self.last_policy is not None and step % self.config.orw.refresh_every == 0:
-            self.last_policy.update(0.0)
+        self.last_policy.on_step_end(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and the sampling policy."""
-        last = None if self.last_policy is None else self.last_policy.state_dict()
-        return super().state_dict() | {"last_policy": last}
+        return super().state_dict() | {"last_policy": self.last_policy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         super().load_state_dict(state)
-        if self.last_policy is not None and state["last_policy"] is not None:
-            self.last_policy.load_state_dict(state["last_policy"])
+        self.last_policy.load_state_dict(state["last_policy"])
 
 
 WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "exp": lambda worth, tau: (tau * worth).exp(),
-    "linear": lambda worth, tau: (1 + worth).clamp(min=0),
-    "indicator": lambda worth, tau: (worth > 0).to(worth.dtype),
-    "advantage": lambda worth, tau: worth,
+    "exp": lambda advantage, tau: (tau * advantage).exp(),
+    "linear": lambda advantage, tau: (1 + advantage).clamp(min=0),
+    "indicator": lambda advantage, tau: (advantage > 0).to(advantage.dtype),
+    "advantage": lambda advantage, tau: advantage,
 }
-"""From the worth A (B, T) of images to the weights of their matching errors."""
+"""From advantages A (B, T) and tau to the weights of the matching errors (B, T)."""

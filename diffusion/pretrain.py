@@ -3,7 +3,7 @@
     L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
 
 with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. It runs in the
-same loop as reinforcement learning; the rewards of the configuration only judge held-out images.
+same loop as reinforcement learning; the rewards of the configuration only score held-out images.
 
 Source: Lipman et al., Flow Matching, arXiv 2210.02747; Esser et al., arXiv 2403.03206 (times and shift).
 """
@@ -20,16 +20,18 @@ from accelerate import Accelerator
 from torch import nn
 
 from diffusion.data import DiffusionTask, PromptConfig
-from diffusion.flow_matching import FlowMatchingConfig, FlowMatchingRecipe, TimestepConfig, mean_over_decisions
+from diffusion.decisions import mean_over_decisions
+from diffusion.flow_matching import FlowMatching, TimestepConfig, check_matching
 from diffusion.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
-from diffusion.policy import ModelConfig
-from diffusion.recipe import full_model
+from diffusion.policy import DiffusionPolicy, ModelConfig
+from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
+from diffusion.settings import DiffusionConfig, full_model
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -40,53 +42,43 @@ from mmrl.training.loop.settings import TrainerConfig
 __all__ = ["PretrainConfig", "PretrainRecipe"]
 
 
-def _no_prompts() -> PromptConfig:
-    return PromptConfig(path="")
-
-
-def _timesteps() -> TimestepConfig:
-    return TimestepConfig(count=1, times="logit_normal", share_times="image")
-
-
-def _objective() -> ObjectiveConfig:
-    return ObjectiveConfig(preset="flow_grpo", kl={"coef": 0.0})
-
-
-def _trainer() -> TrainerConfig:
+def pretraining_trainer() -> TrainerConfig:
+    """Batches and schedule under which a tiny pipeline learns to draw."""
     return TrainerConfig(
         steps=5000, tasks_per_step=64, samples_per_task=1, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100
     )
 
 
-def _sampler() -> SamplerConfig:
-    return SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
-
-
 @dataclass
-class PretrainConfig(FlowMatchingConfig):
-    """A flow-matching run on captioned images; `rewards` and `judges` only measure held-out prompts."""
+class PretrainConfig(DiffusionConfig):
+    """A flow-matching run on captioned images; `rewards` and `heldout_rewards` only measure held-out prompts."""
 
     compares_samples: ClassVar[bool] = False
     model: ModelConfig = field(default_factory=full_model)
     """Pipeline whose transformer is trained in full."""
     images: ImageDataConfig = field(default_factory=ImageDataConfig)
     """The captioned images."""
-    data: PromptConfig = field(default_factory=_no_prompts)
+    data: PromptConfig = field(default_factory=lambda: PromptConfig(path=""))
     """Not used; the captions are those of the images."""
     drop_caption: float = bounded(0.1, at_least=0, at_most=1)
     """Probability that an image is shown without its caption."""
-    timesteps: TimestepConfig = field(default_factory=_timesteps)
+    timesteps: TimestepConfig = field(
+        default_factory=lambda: TimestepConfig(count=1, times="logit_normal", share_times="image")
+    )
     """Times of each image in a step."""
-    sampler: SamplerConfig = field(default_factory=_sampler)
+    sampler: SamplerConfig = field(
+        default_factory=lambda: SamplerConfig(guidance=1.0, eval_guidance=3.0, eval_steps=20)
+    )
     """How evaluation images are drawn."""
-    objective: ObjectiveConfig = field(default_factory=_objective)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 0.0}))
     """Only names the run; the loss is flow matching."""
-    trainer: TrainerConfig = field(default_factory=_trainer)
+    trainer: TrainerConfig = field(default_factory=pretraining_trainer)
     """Batch sizes, optimiser and guards."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
+        check_matching(self.trainer)
         if self.data.path:
             raise ValueError(f"data.path is '{self.data.path}', but pre-training reads images.path; leave data out")
         if self.sampler.guidance != 1.0:
@@ -98,13 +90,17 @@ class PretrainConfig(FlowMatchingConfig):
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given images have no group")
 
 
-class PretrainRecipe(FlowMatchingRecipe):
+class PretrainRecipe(DiffusionRecipe):
     """Flow matching on given images; see the module."""
 
     config: PretrainConfig
     loss_name: ClassVar[str | None] = "flow_matching"
     has_loss_terms: ClassVar[bool] = True
     uses_rewards: ClassVar[bool] = False
+
+    def __init__(self, config: PretrainConfig) -> None:
+        super().__init__(config)
+        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The captioned images."""
@@ -114,10 +110,14 @@ class PretrainRecipe(FlowMatchingRecipe):
         """The caption of an image, or the prompt of an evaluation."""
         return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
+        """The images of a step, given and not drawn."""
+        return self.draw(policy, tasks, generator)
+
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
-        pixels = self._pixels(tasks)
-        latents = encode_images(self.policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
+        pixels = _pixels(tasks)
+        latents = encode_images(policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
         rows = len(tasks)
         kept = torch.rand(rows, generator=generator) >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
@@ -131,19 +131,23 @@ class PretrainRecipe(FlowMatchingRecipe):
             advantage=zeros,
             payload=DiffusionPayload(
                 tasks=shown,
-                latents=latents.to(self.policy.device, self.policy.dtype),
+                latents=latents.to(policy.device, policy.dtype),
                 images=pixels,
-                sigma=self.times(rows, generator).to(latents.device),
+                sigma=self.flow_matching.times(rows, 1, generator).to(latents.device),
                 noise_seed=torch.randint(2**62, (rows,), generator=generator).to(latents.device),
                 finite=[True] * rows,
             ),
         )
 
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Minus the matching error as log-likelihood of each noisy version."""
+        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
+
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Given images have no reward."""
         return rollouts
 
-    def compute_logprobs(self, policy: nn.Module, reference: Reference, rollouts: Rollouts) -> Rollouts:
+    def compute_logprobs(self, policy: DiffusionPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """There is no old policy."""
         return rollouts
 
@@ -153,17 +157,18 @@ class PretrainRecipe(FlowMatchingRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Mean matching error."""
-        matching = self.matched(policy, minibatch)
-        loss = mean_over_decisions(matching.placed(matching.error), minibatch, denominators)
+        errors = self.flow_matching.evaluate(policy, minibatch).errors
+        loss = mean_over_decisions(errors, minibatch, denominators)
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 
     def describe(self) -> str:
         """Formula of the loss."""
         return "mean |v(x_t, t, c) - (noise - x_0)|^2"
 
-    def _pixels(self, tasks: Sequence[CaptionedImage]) -> np.ndarray:
-        images = [task.read() for task in tasks]
-        shapes = {image.shape for image in images}
-        if len(shapes) > 1:
-            raise NoUsableTasksError(f"images of a step differ in size: {sorted(shapes)}; bring them to one size")
-        return np.stack(images)
+
+def _pixels(tasks: Sequence[CaptionedImage]) -> np.ndarray:
+    images = [task.read() for task in tasks]
+    shapes = {image.shape for image in images}
+    if len(shapes) > 1:
+        raise NoUsableTasksError(f"images of a step differ in size: {sorted(shapes)}; bring them to one size")
+    return np.stack(images)

@@ -1,7 +1,7 @@
 """What every diffusion recipe shares: prompts, images, rewards, held-out evaluation, and the count of what it cost.
 
-A recipe of this room says how latents are drawn and what is learnt from them; `diffusion/trajectories.py` does it for
-the methods with a log-probability of each denoising step, `diffusion/flow_matching.py` for those that learn from x_0.
+A method supplies `draw` (how latents are sampled), `scores` and, where it is not the objective's, `loss`. It holds a
+`Trajectories` (a log-density for each denoising step) or a `FlowMatching` (noisy versions of the finished images).
 """
 
 from __future__ import annotations
@@ -12,129 +12,40 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffusion.conditioning import TextRows
-from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
+from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, load_prompts
 from diffusion.ema import EMAWeights, eval_ema_decay
-from diffusion.evaluation import DiffusionEvaluationConfig, ImageMeasure, training_cost
+from diffusion.evaluation import ImageMeasure, training_cost
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
-from diffusion.policy import DiffusionPolicy, LoraSettings, ModelConfig, load_policy
-from diffusion.rewards import load_image_rewards
-from diffusion.sampler import SamplerConfig
+from diffusion.policy import DiffusionPolicy, load_policy
+from diffusion.rewards.scoring import load_rewards, score_images
+from diffusion.sampler import text_of
+from diffusion.settings import DiffusionConfig
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
-from mmrl.rewards import RewardConfig, RewardResult, RewardSum
+from mmrl.rewards import RewardResult
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
-from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.objectives import make_objective
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
-from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["DiffusionConfig", "DiffusionRecipe", "EvalEmaConfig", "full_model", "image_trainer"]
+__all__ = ["DiffusionRecipe"]
 
 LOGGER = logging.getLogger("mmrl")
-COMBINATIONS = ("sum", "gdpo")
-SCORES = ("kl_ref",)
-"""What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""
-
-
-def full_model() -> ModelConfig:
-    """Every weight of the transformer is trained."""
-    return ModelConfig(lora=LoraSettings(enabled=False))
-
-
-def image_trainer() -> TrainerConfig:
-    """Optimiser and batch sizes of the published recipes: AdamW at 3e-4 for LoRA, two updates an epoch."""
-    return TrainerConfig(
-        learning_rate=3e-4,
-        samples_per_task=24,
-        minibatches_per_step=2,
-        weight_decay=1e-4,
-        old_logp="sampler",
-    )
-
-
-@dataclass
-class EvalEmaConfig:
-    """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
-
-    decay: float = bounded(0.0, at_least=0, below=1)
-    """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
-
-
-@dataclass
-class DiffusionConfig(RunConfig):
-    """A reinforcement-learning run of a diffusion or flow model."""
-
-    compares_samples: ClassVar[bool] = True
-    """Whether advantages come from the other images of a prompt."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Pipeline, adapter, precision."""
-    data: PromptConfig = field(default_factory=PromptConfig)
-    """Training prompts."""
-    eval_data: dict[str, PromptConfig] = field(default_factory=dict)
-    """Held-out prompts by name; the first split is the headline."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """How images are drawn."""
-    rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are optimised, and their weights."""
-    heldout_rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that are never optimised and always reported beside the others; at least one."""
-    combine: str = choice("sum", COMBINATIONS)
-    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, then the sum."""
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is optimised."""
-    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
-    """Moving average that evaluations use."""
-    trainer: TrainerConfig = field(default_factory=image_trainer)
-    """Batch sizes, optimiser and guards."""
-    evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)
-    """Evaluation at fixed prompts and seeds."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        _check_rewards(self)
-        objective = make_objective(self.objective)
-        samples = self.trainer.samples_per_task if self.compares_samples else None
-        check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
-
-
-def _source(reward: RewardConfig) -> str:
-    return reward.function or reward.name
-
-
-def _check_rewards(config: DiffusionConfig) -> None:
-    heldout = [reward.name for reward in config.heldout_rewards]
-    if not any(reward.weight for reward in config.rewards):
-        raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
-    if not heldout:
-        raise ValueError(
-            "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
-        )
-    both = sorted(
-        {_source(reward) for reward in config.rewards} & {_source(reward) for reward in config.heldout_rewards}
-    )
-    if both:
-        raise ValueError(
-            f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"
-        )
 
 
 class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
@@ -165,7 +76,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         self.eval_tasks: Mapping[str, Sequence[DiffusionTask]] = {
             name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
         }
-        self.rewards = _reward_sum(config)
+        self.rewards = load_rewards(config.rewards, config.heldout_rewards)
         if config.model.free_text_encoders:
             self._free_text_encoders()
         self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
@@ -180,24 +91,20 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         return loaded.tasks
 
     @abstractmethod
-    def draw(self, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
+    def draw(self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Draw the latents of G images for each task, without images and rewards."""
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
-        rollouts = self.draw(tasks, generator)
+        rollouts = self.draw(policy, tasks, generator)
         payload = DiffusionPayload.of(rollouts)
         with stopwatch("decode"):
-            payload.images, payload.finite = self.decode(payload.latents)
+            decoded = decode_latents(policy.pipeline, payload.latents, batch=self.config.sampler.batch_rows)
+        payload = dataclasses.replace(payload, images=decoded.pixels, finite=decoded.finite.tolist())
         return rollouts.replace(payload=payload.without_nonfinite())
 
-    def decode(self, latents: Tensor) -> tuple[np.ndarray, list[bool]]:
-        """Images uint8 (B, height, width, 3) of latents (B, C, H, W), and which of them are finite."""
-        images, finite = decode_latents(self.policy.pipeline, latents, batch=self.config.sampler.batch_rows)
-        return images, finite.tolist()
-
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """Weighted sum of the rewards; a row with a failed term or without an image keeps NaN and teaches nothing."""
+        """Weighted sum of the rewards; NaN, and no gradient, for a row with a failed term or without an image."""
         payload = DiffusionPayload.of(rollouts)
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
         result = self.score_images(tasks, payload.images, payload.finite)
@@ -214,12 +121,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         Returns:
             Sums over the optimised rewards, and every term.
         """
-        rows = [row for row, good in enumerate(finite) if good]
-        kept = [tasks[row] for row in rows]
-        # the columns of all tasks: a reward's column does not go missing because no row with an image has it
-        columns = {name: [task.columns.get(name) for task in kept] for name in columns_of(tasks)}
-        found = self.rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
-        result = _spread(found, rows, len(finite))
+        result = score_images(self.rewards, tasks, images, finite)
         note_errors(self.errors, result)
         return result
 
@@ -267,7 +169,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             seed=config.seed,
             split=split,
         )
-        average = nullcontext() if self.eval_ema is None else self.eval_ema.applied()
+        average = nullcontext() if self.eval_ema is None else self.eval_ema.applied(policy)
         with average, training_cost(policy, accelerator) as cost:
             found = evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
         return Evaluation(found.metrics | cost, found.records)
@@ -335,18 +237,17 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         """End the reward workers."""
         self.rewards.close()
 
-    def text_of(self, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
-        """Text of rows, given the group (B,) of each."""
-        embedded = self.policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
-        return embedded.select(rows.cpu())
+    @property
+    def loss_reference(self) -> Reference | None:
+        """The reference of the loss's divergence term; None where the objective has no such term."""
+        if not self.objective.needs_reference:
+            return None
+        assert self.reference is not None
+        return self.reference
 
-    def seeds_for(self, groups: int, generator: torch.Generator) -> Tensor:
-        """Seeds (B, 2) int64 of the initial noise and of the later noise of each row."""
-        size = self.config.trainer.samples_per_task
-        seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
-        if self.config.sampler.same_noise:
-            seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
-        return seeds
+    def text_of(self, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
+        """Text of rows, given the task (B,) of each."""
+        return text_of(self.policy, tasks, rows)
 
     def _free_text_encoders(self) -> None:
         tasks = [*self.train_tasks, *(task for tasks in self.eval_tasks.values() for task in tasks)]
@@ -370,33 +271,3 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
     def _cut_of(self, prompt: str) -> str | None:
         cuts = self.policy.embeddings.encoders.cuts(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
-
-
-def _reward_sum(config: DiffusionConfig) -> RewardSum:
-    """All terms as one sum in which the held-out rewards have no weight."""
-    terms = [*config.rewards, *(_unweighted(reward) for reward in config.heldout_rewards)]
-    functions: dict[str, Any] = {}
-    for term in terms:
-        name = term.function or term.name
-        if ":" not in name:
-            load_image_rewards([name], {name: term.options})  # wrong options and missing weights show before the run
-            functions |= load_image_rewards([name])
-    return RewardSum(terms, functions=functions)
-
-
-def _unweighted(reward: RewardConfig) -> RewardConfig:
-    return dataclasses.replace(reward, weight=0.0)
-
-
-def _spread(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:
-    """Results of some rows as results of all, NaN and counted where there was no image."""
-    place = {row: number for number, row in enumerate(rows)}
-
-    def fill(values: Sequence[float]) -> list[float]:
-        return [values[place[row]] if row in place else float("nan") for row in range(total)]
-
-    missing = total - len(rows)
-    errors = found.errors | ({"latents/overflow": missing} if missing else {})
-    examples = found.examples | ({"latents/overflow": "the latents are not finite"} if missing else {})
-    terms = {name: fill(values) for name, values in found.terms.items()}
-    return RewardResult(fill(found.total), terms, errors, examples)

@@ -5,7 +5,7 @@ Shapes: B rows (images), S steps of the grid, T trained steps, C x H x W one lat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diffusion.conditioning import TextRows
+from diffusion.data import DiffusionTask
 from diffusion.guidance import GuidedVelocity
 from diffusion.schedule import SOLVERS, make_solver, sde_window, sigma_grid, trained_steps
 from diffusion.steps import CpsStep, DanceSdeStep, FlowSdeStep, OdeStep, StepKernel, sample_step
@@ -23,11 +24,13 @@ __all__ = [
     "KERNELS",
     "SamplerConfig",
     "Trajectory",
+    "group_seeds",
     "guided",
     "make_kernel",
     "row_noise",
     "sample_latents",
     "sample_trajectories",
+    "text_of",
     "trained_window",
 ]
 
@@ -112,6 +115,39 @@ def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator()
     rows = [torch.randn(draws, *shape, generator=generator.manual_seed(seed)) for seed in seeds.tolist()]
     return torch.stack(rows) if rows else torch.zeros(0, draws, *shape)
+
+
+def group_seeds(groups: int, size: int, generator: torch.Generator, *, same_noise: bool = False) -> Tensor:
+    """Draw the seeds of each row: of its initial noise and of its later noise.
+
+    Args:
+        groups: N.
+        size: G rows of each group.
+        generator: source of the seeds.
+        same_noise: whether the rows of a group start from the same noise.
+
+    Returns:
+        (N * G, 2) int64.
+    """
+    seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
+    if same_noise:
+        seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
+    return seeds
+
+
+def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
+    """Text of some rows.
+
+    Args:
+        policy: a `DiffusionPolicy`; gives the embeddings.
+        tasks: N tasks; the prompt of one may be empty, as it is without a caption.
+        rows: task of each row (B,) int64, on any device.
+
+    Returns:
+        B rows.
+    """
+    embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
+    return embedded.select(rows.cpu())
 
 
 def guided(

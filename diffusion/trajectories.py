@@ -1,14 +1,16 @@
-"""Policy gradient over denoising steps: what DDPO, Flow-GRPO and their relatives share.
+"""Denoising trajectories with a log-density for each trained step, and their evaluation under another policy.
 
-An image is a row, each trained denoising step one decision with a Gaussian log-density, averaged over the latent's
-dimensions. Rollouts keep the latents before and after each trained step; the update evaluates the model again on them.
+DDPO, Flow-GRPO and their relatives share it. An image is a row; each trained denoising step is one decision with a
+Gaussian log-density, averaged over the latent's dimensions. Rollouts keep the latents before and after each trained
+step; the update evaluates the model again on them.
+
+Shapes: B rows (images), T trained steps, M of the B * T steps whose mask is 1, C x H x W one latent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,24 +19,33 @@ from torch import Tensor, nn
 
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask
+from diffusion.decisions import TrainedDecisions
 from diffusion.matching import velocity_kl
 from diffusion.payload import DiffusionPayload
-from diffusion.recipe import DiffusionConfig, DiffusionRecipe
-from diffusion.sampler import guided, make_kernel, sample_trajectories, trained_window
+from diffusion.policy import DiffusionPolicy
+from diffusion.sampler import (
+    SamplerConfig,
+    group_seeds,
+    guided,
+    make_kernel,
+    sample_trajectories,
+    text_of,
+    trained_window,
+)
 from diffusion.schedule import sigma_grid
-from diffusion.steps import StepKernel, flow_grpo_head_kl, gaussian_kl
-from mmrl.core.objective import PolicyOutputs
+from diffusion.steps import flow_grpo_head_kl, gaussian_kl
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import choice
+from mmrl.training.loop.reference import Reference
+
+__all__ = ["KL_FORMS", "StepConfig", "StepScores", "TrainedSteps", "Trajectories", "check_trajectories"]
 
 KL_FORMS = ("exact", "flow_grpo_head", "velocity")
 
-__all__ = ["StepScores", "StepSettings", "TrajectoryConfig", "TrajectoryRecipe", "placed"]
-
 
 @dataclass
-class StepSettings:
-    """How the steps of a run are scored again."""
+class StepConfig:
+    """How the trained steps are evaluated in the update."""
 
     kl_form: str = choice("exact", KL_FORMS)
     """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""
@@ -42,30 +53,40 @@ class StepSettings:
     """Leave the negative half of guidance out of the gradient, as newer Flow-GRPO code does."""
 
 
-@dataclass
-class TrajectoryConfig(DiffusionConfig):
-    """A run that learns from the log-densities of denoising steps."""
-
-    step: StepSettings = field(default_factory=StepSettings)
-    """Scoring of the steps."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        if self.sampler.noise_level == 0:
-            raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
-        if self.sampler.kernel == "cps" and self.sampler.noise_level > 1:
-            raise ValueError(f"sampler.noise_level is {self.sampler.noise_level}; must be at most 1 for cps")
-        if self.sampler.steps < 2:
-            raise ValueError(f"sampler.steps is {self.sampler.steps}; needs at least 2, the last one is not trained")
+def check_trajectories(sampler: SamplerConfig) -> None:
+    """Refuse sampler options under which a step has no log-density; raises ValueError."""
+    if sampler.noise_level == 0:
+        raise ValueError("sampler.noise_level is 0, but a step without noise has no log-density")
+    if sampler.kernel == "cps" and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
+    if sampler.steps < 2:
+        raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
 
 
-@dataclass
+@dataclass(frozen=True)
+class TrainedSteps:
+    """The steps whose mask is 1 as one batch of M."""
+
+    decisions: TrainedDecisions
+    """Places of the steps in (B, T)."""
+    latents: Tensor
+    """Before each step (M, C, H, W)."""
+    reached: Tensor
+    """After it (M, C, H, W)."""
+    sigma: Tensor
+    """(M,) float32, time before the step."""
+    sigma_next: Tensor
+    """(M,) float32, time after it."""
+    text: TextRows
+    """Text of the M steps."""
+
+
+@dataclass(frozen=True)
 class StepScores:
-    """The trained steps of some rows, one entry a step that counts."""
+    """The Gaussian of each trained step under some policy."""
 
-    states: _Steps
-    """Where the steps start from and lead to."""
+    steps: TrainedSteps
+    """The M steps."""
     velocity: Tensor
     """(M, C, H, W), carries the gradient."""
     mean: Tensor
@@ -73,35 +94,70 @@ class StepScores:
     std: Tensor
     """(M,) float32, standard deviation of the step."""
     logp: Tensor
-    """(M,) float32."""
+    """(M,) float32, log-density of the latents that were reached."""
+
+
+class Trajectories:
+    """Draws denoising trajectories and evaluates their trained steps again.
+
+    Args:
+        policy: gives embeddings, grid and precision; the model that is evaluated is an argument of each method.
+        sampler: steps, transition kernel and guidance.
+        step: evaluation in the update.
+        mixed_precision: `trainer.mixed_precision` of the run.
+        keep_mean: whether rollouts keep the transitions' means under the sampling policy.
+    """
+
+    def __init__(
+        self,
+        policy: DiffusionPolicy,
+        sampler: SamplerConfig,
+        step: StepConfig,
+        mixed_precision: str = "none",
+        *,
+        keep_mean: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.sampler = sampler
+        self.step = step
+        self.keep_mean = keep_mean
+        self.kernel = make_kernel(sampler, sigma_grid(policy.pipeline.scheduler, sampler.steps, policy.image_tokens))
+        self._low_precision = policy.dtype != torch.float32 or mixed_precision != "none"
 
     @property
-    def chosen(self) -> Tensor:
-        """(M,) int64, place of each in the flattened (B, T)."""
-        return self.states.chosen
+    def halves_together(self) -> bool:
+        """Whether the two halves of guidance go through the model in one call.
 
+        In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
+        the two ways round differently, by more than a clip range of 1e-4.
+        """
+        return not (self._low_precision and self.step.detach_negative)
 
-class TrajectoryRecipe(DiffusionRecipe):
-    """Draws runs with log-densities and scores their steps again; the loss is the objective's."""
+    def draw(
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+    ) -> Rollouts:
+        """Denoise G images of each task with stochastic steps inside the window.
 
-    config: TrajectoryConfig
-    keeps_mean = False
-    """Whether rollouts keep the means under the sampling policy."""
+        Args:
+            policy: the policy that samples.
+            tasks: N prompts.
+            group_size: G images of each.
+            generator: places the window, seeds the noise and draws the steps that are trained.
 
-    def draw(self, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """Denoise G images of each task with stochastic steps inside the window."""
-        size, config = self.config.trainer.samples_per_task, self.config.sampler
-        group = torch.arange(len(tasks)).repeat_interleave(size)
-        window = trained_window(config, generator)
-        seeds = self.seeds_for(len(tasks), generator)
-        text = self.text_of(tasks, group)
+        Returns:
+            B = N * G rows with T decisions, without images and rewards.
+        """
+        group = torch.arange(len(tasks)).repeat_interleave(group_size)
+        window = trained_window(self.sampler, generator)
+        seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
+        text = text_of(policy, tasks, group)
         run = sample_trajectories(
-            self.policy, text, seeds, config, window, keep_mean=self.keeps_mean, together=self.halves_together
+            policy, text, seeds, self.sampler, window, keep_mean=self.keep_mean, together=self.halves_together
         )
         device = run.logp.device
         return Rollouts(
             group=group.to(device),
-            mask=_chosen_steps(run.logp.shape, config.random_share, generator).to(device),
+            mask=_trained_share(run.logp.shape, self.sampler.random_share, generator).to(device),
             logp_old=run.logp.nan_to_num(0.0, 0.0, 0.0),
             reward=torch.full((len(group),), float("nan"), device=device),
             payload=DiffusionPayload(
@@ -115,97 +171,76 @@ class TrajectoryRecipe(DiffusionRecipe):
             ),
         )
 
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-density of each trained step, and with "kl_ref" its exact divergence from the reference."""
-        steps = self.step_scores(policy, rollouts)
-        logp = placed(steps.logp, steps.chosen, rollouts.mask.shape)
-        return PolicyOutputs(logp, kl_ref=self.placed_divergence(rollouts, steps) if "kl_ref" in outputs else None)
-
-    def step_scores(self, policy: Any, rollouts: Rollouts) -> StepScores:
-        """Evaluate a model on the trained steps of some rows.
+    def evaluate(self, model: Any, rollouts: Rollouts) -> StepScores:
+        """Evaluate a model on the trained steps of some rows; steps with mask 0 cost nothing.
 
         Args:
-            policy: the policy, what wraps it, or the reference.
-            rollouts: rows with states.
+            model: the policy, a wrapper of it, or the reference.
+            rollouts: rows of `draw`.
+
+        Gradient: through velocity, mean and log-density; see `StepConfig.detach_negative`.
+        """
+        steps = self._trained_steps(rollouts)
+        velocity, mean, std = self._transition(model, steps, self.step.detach_negative)
+        return StepScores(steps, velocity, mean, std, self.kernel.log_prob(steps.reached, mean, std))
+
+    def kl(self, scores: StepScores, reference: Reference | None) -> Tensor | None:
+        """Divergence (B, T) of the policy's steps from those of the reference, in the form of `StepConfig.kl_form`.
+
+        Args:
+            scores: the policy's steps.
+            reference: None where the loss has no such term.
 
         Returns:
-            One entry a step whose mask is 1; steps with mask 0 cost nothing.
+            float32, 0 where a step is not trained; None without a reference.
         """
-        states = _Steps(self, rollouts)
-        velocity = states.velocity_of(policy, self.config.step.detach_negative)
-        mean, std = self._kernel.transition(velocity, states.latents, states.sigma, states.sigma_next)
-        logp = self._kernel.log_prob(states.reached, mean, std)
-        return StepScores(states, velocity, mean, std, logp)
+        if reference is None:
+            return None
+        steps = scores.steps
+        velocity, mean, _ = reference.score(lambda module: self._transition(module, steps, detach_negative=True))
+        if self.step.kl_form == "velocity":
+            divergence = velocity_kl(scores.velocity, velocity, steps.sigma)
+        elif self.step.kl_form == "flow_grpo_head":
+            divergence = flow_grpo_head_kl(scores.mean, mean, scores.std, steps.sigma, steps.sigma_next)
+        else:
+            divergence = gaussian_kl(scores.mean, mean, scores.std)
+        return steps.decisions.scatter(divergence)
 
-    def placed_divergence(self, rollouts: Rollouts, steps: StepScores) -> Tensor:
-        """`divergence` as (B, T), 0 where nothing is trained."""
-        return placed(self.divergence(steps), steps.chosen, rollouts.mask.shape)
-
-    def divergence(self, steps: StepScores) -> Tensor:
-        """KL (M,) of the policy's steps from those of the reference, in the configured form."""
-        assert self.reference is not None
-        states = steps.states
-
-        def transition(module: nn.Module) -> tuple[Tensor, Tensor]:
-            velocity = states.velocity_of(module, detach_negative=True)
-            return velocity, self._kernel.transition(velocity, states.latents, states.sigma, states.sigma_next)[0]
-
-        velocity, mean = self.reference.score(transition)
-        if self.config.step.kl_form == "velocity":
-            return velocity_kl(steps.velocity, velocity, states.sigma)
-        if self.config.step.kl_form == "flow_grpo_head":
-            return flow_grpo_head_kl(steps.mean, mean, steps.std, states.sigma, states.sigma_next)
-        return gaussian_kl(steps.mean, mean, steps.std)
-
-    @property
-    def halves_together(self) -> bool:
-        """Whether the two halves of guidance go through the model in one call.
-
-        In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
-        the two ways round differently, by more than a clip range of 1e-4.
-        """
-        low_precision = self.policy.dtype != torch.float32 or self.config.trainer.mixed_precision != "none"
-        return not (low_precision and self.config.step.detach_negative)
-
-    @cached_property
-    def _kernel(self) -> StepKernel:
-        grid = sigma_grid(self.policy.pipeline.scheduler, self.config.sampler.steps, self.policy.image_tokens)
-        return make_kernel(self.config.sampler, grid)
-
-
-class _Steps:
-    """The trained steps of some rows as one batch of M."""
-
-    def __init__(self, recipe: TrajectoryRecipe, rollouts: Rollouts) -> None:
+    def _trained_steps(self, rollouts: Rollouts) -> TrainedSteps:
         payload = DiffusionPayload.of(rollouts)
         assert payload.states is not None
         assert payload.sigma_next is not None
-        width = rollouts.num_decisions
-        self._recipe = recipe
-        self.chosen = torch.nonzero(rollouts.mask.flatten() > 0).flatten()
-        self.latents = payload.states[:, :width].flatten(0, 1)[self.chosen]
-        self.reached = payload.states[:, 1 : width + 1].flatten(0, 1)[self.chosen]
-        self.sigma = payload.sigma[:, :width].flatten()[self.chosen]
-        self.sigma_next = payload.sigma_next[:, :width].flatten()[self.chosen]
-        self._text: TextRows = recipe.text_of(payload.tasks, rollouts.group[self.chosen // width])
+        decisions = TrainedDecisions.of(rollouts)
+        return TrainedSteps(
+            decisions=decisions,
+            latents=decisions.gather(payload.states),
+            reached=decisions.gather(payload.states[:, 1:]),
+            sigma=decisions.gather(payload.sigma),
+            sigma_next=decisions.gather(payload.sigma_next),
+            text=text_of(self.policy, payload.tasks, rollouts.group[decisions.row]),
+        )
 
-    def velocity_of(self, model: Any, detach_negative: bool) -> Tensor:
-        """Guided velocity (M, C, H, W) of a model at the states before the steps."""
-        recipe, config = self._recipe, self._recipe.config.sampler
-        options = {"detach_negative": detach_negative, "together": recipe.halves_together}
-        velocity = guided(recipe.policy, model, self._text, config.guidance, config.negative_prompt, **options)
-        return velocity(self.latents, self.sigma)
+    def _transition(
+        self, model: nn.Module, steps: TrainedSteps, detach_negative: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Velocity, and mean and standard deviation of the steps, under a model."""
+        velocity = guided(
+            self.policy,
+            model,
+            steps.text,
+            self.sampler.guidance,
+            self.sampler.negative_prompt,
+            detach_negative=detach_negative,
+            together=self.halves_together,
+        )(steps.latents, steps.sigma)
+        mean, std = self.kernel.transition(velocity, steps.latents, steps.sigma, steps.sigma_next)
+        return velocity, mean, std
 
 
-def _chosen_steps(shape: torch.Size, share: float, generator: torch.Generator) -> Tensor:
+def _trained_share(shape: torch.Size, share: float, generator: torch.Generator) -> Tensor:
     """Mask (B, T) of the trained steps: a random share of them for each row."""
     rows, steps = shape
     if share >= 1.0:
         return torch.ones(rows, steps)
     order = torch.rand(rows, steps, generator=generator).argsort(1).argsort(1)
     return (order < max(int(steps * share), 1)).float()
-
-
-def placed(values: Tensor, chosen: Tensor, shape: torch.Size) -> Tensor:
-    """Put values (M,) at their places in (B, T), 0 elsewhere."""
-    return values.new_zeros(shape.numel()).index_copy(0, chosen, values).view(shape)

@@ -159,7 +159,7 @@ def options(args: argparse.Namespace) -> int:
     from mmrl.options import options_of, select_options
     from mmrl.recipes import find_recipe
 
-    found = options_of(find_recipe(args.recipe, where="mmrl options").load_config_class())
+    found = options_of(find_recipe(args.recipe, where="mmrl options").load_defaults())
     if args.prefix:
         found = select_options(found, args.prefix)
     if args.json:

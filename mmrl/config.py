@@ -43,7 +43,7 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEnt
     if name is None:
         raise UserError(f"{path}: no `recipe:` key; `mmrl list recipes` shows the names")
     entry = find_recipe(str(name), where=str(path))
-    return entry, _fill(entry.load_config_class(), merged, where=str(path))
+    return entry, _fill(entry.load_defaults(), merged, where=str(path))
 
 
 def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
@@ -60,7 +60,8 @@ def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ())
     Raises:
         UserError: missing file, bad YAML, unknown key (with a suggestion), wrong type, missing mandatory value.
     """
-    return _fill(schema, _merge_sources(Path(path), overrides), where=str(path))
+    filled: ConfigT = _fill(schema, _merge_sources(Path(path), overrides), where=str(path))
+    return filled
 
 
 def save(config: Any, path: Path) -> None:
@@ -113,11 +114,12 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     return OmegaConf.merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
 
 
-def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
+def _fill(defaults: Any, values: Any, where: str) -> Any:
+    """Merge values over the defaults of a dataclass, or over those of an instance of one."""
     from omegaconf import OmegaConf
     from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-    structured = OmegaConf.structured(schema)
+    structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
     try:
         merged = OmegaConf.merge(structured, _without_nulls(schema, values))
         filled = OmegaConf.to_object(merged)
@@ -128,7 +130,7 @@ def _fill(schema: type[ConfigT], values: Any, where: str) -> ConfigT:
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf lets some of Python's own through
         key = getattr(error, "full_key", None) or _culprit(structured, values)
         raise UserError(f"{where}: '{key}': {_wrong_type(error, structured, key)}") from error
-    return _validated(filled, where)  # type: ignore[no-any-return]
+    return _validated(filled, where)
 
 
 def _without_nulls(schema: type[Any], values: Any) -> Any:

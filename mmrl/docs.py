@@ -120,7 +120,7 @@ def _blocks(part: str) -> str:
 
 
 def _options(recipe: str, prefix: str = "") -> str:
-    options = options_of(find_recipe(recipe, where="options").load_config_class())
+    options = options_of(find_recipe(recipe, where="options").load_defaults())
     chosen = select_options(options, prefix) if prefix else options
     rows = [_option_row(option) for option in chosen if not option.part]
     return _table(("option", "default", "allowed", "what it does"), rows)

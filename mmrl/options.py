@@ -62,16 +62,18 @@ class Option:
         return self.default_from or _as_yaml(self.default)
 
 
-def options_of(schema: type[Any]) -> list[Option]:
+def options_of(defaults: Any) -> list[Option]:
     """List every option of a configuration, parts before what they hold.
 
     Args:
-        schema: The configuration's dataclass.
+        defaults: The configuration's dataclass, or an instance of it whose values are the defaults.
 
     Returns:
         The options in the order of the source; those of a base class come first.
     """
-    return list(_walk(schema, None, ""))
+    if isinstance(defaults, type):
+        return list(_walk(defaults, None, ""))
+    return list(_walk(type(defaults), defaults, ""))
 
 
 def select_options(options: Sequence[Option], prefix: str) -> list[Option]:

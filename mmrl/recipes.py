@@ -31,10 +31,24 @@ class RecipeEntry:
     """Paper or source."""
     supervised: bool = False
     """Whether it learns from given answers (`mmrl sft`) rather than from rewards."""
+    preset: str = ""
+    """`module:function` that returns a configuration with other defaults than the dataclass's own."""
 
     def load_config_class(self) -> type[Any]:
         """Import the room and return the configuration dataclass."""
         return getattr(importlib.import_module(self.module), self.config)  # type: ignore[no-any-return]
+
+    def load_defaults(self) -> Any:
+        """Import the room and return the configuration dataclass, of a preset the instance with its values."""
+        if not self.preset:
+            return self.load_config_class()
+        module, _, function = self.preset.partition(":")
+        return getattr(importlib.import_module(module), function)()
+
+    def default_config(self) -> Any:
+        """Import the room and return a configuration in which every value is the default."""
+        defaults = self.load_defaults()
+        return defaults() if isinstance(defaults, type) else defaults
 
     def load_recipe_class(self) -> type[Any]:
         """Import the room and return the recipe class."""
@@ -130,11 +144,12 @@ RECIPES: dict[str, RecipeEntry] = _entries(
     ),
     RecipeEntry(
         "flow_grpo_fast",
-        "diffusion.flow_grpo_fast",
-        "FlowGrpoFastRecipe",
-        "FlowGrpoFastConfig",
+        "diffusion.flow_grpo",
+        "FlowGrpoRecipe",
+        "FlowGrpoConfig",
         "Flow-GRPO on a window of three steps, without guidance",
         "yifan123/flow_grpo, fast presets",
+        preset="diffusion.presets:flow_grpo_fast",
     ),
     RecipeEntry(
         "grpo_guard",
@@ -146,11 +161,12 @@ RECIPES: dict[str, RecipeEntry] = _entries(
     ),
     RecipeEntry(
         "dance_grpo",
-        "diffusion.dance_grpo",
-        "DanceGrpoRecipe",
-        "DanceGrpoConfig",
+        "diffusion.flow_grpo",
+        "FlowGrpoRecipe",
+        "FlowGrpoConfig",
         "GRPO over steps of constant noise from shared starts",
         "Xue et al., DanceGRPO, arXiv 2505.07818",
+        preset="diffusion.presets:dance_grpo",
     ),
     RecipeEntry(
         "awm",

@@ -5,6 +5,7 @@ Every arm counts the rows that it sends through the transformer and the text enc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -346,7 +347,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     ensure_torchvision()
     folder = Path(options["folder"]) / options["way"]
     entry = RECIPES[options["way"]]
-    config = _step_config(entry.load_config_class(), folder, options)
+    config = _step_config(entry.default_config(), folder, options)
     recipe: Any = entry.load_recipe_class()(config)
     accelerator = make_accelerator(config.trainer.mixed_precision)
     recipe.policy.to(accelerator.device)
@@ -364,7 +365,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
     return measured | {"counts": counts | {"transformer_parameters": weights}}
 
 
-def _step_config(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
+def _step_config(defaults: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
     from diffusion.data import PromptConfig
     from diffusion.policy import ModelConfig
@@ -376,7 +377,8 @@ def _step_config(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
     prompts.write_text(f"{PROMPT}\n{OTHER_PROMPT}\n", encoding="utf-8")
     cuda = options["device"] == "cuda"
     dtype = "bfloat16" if cuda else "float32"
-    config = kind(
+    config = dataclasses.replace(
+        defaults,
         recipe=options["way"],
         output_dir=str(folder / "run"),
         model=ModelConfig(options["model"], dtype=dtype, gradient_checkpointing=cuda, free_text_encoders=True),

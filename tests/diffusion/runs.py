@@ -54,7 +54,8 @@ def write_prompts(path: Path, prompts: Sequence[str] = PROMPTS) -> Path:
 
 def run_config(name: str, folder: Path, **trainer: Any) -> Any:
     """A two-step run of a recipe on two prompts, four images each, four denoising steps."""
-    config = RECIPES[name].load_config_class()(
+    config = dataclasses.replace(
+        RECIPES[name].default_config(),
         recipe=name,
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(rank=4, alpha=8), max_sequence_length=1),
@@ -133,7 +134,7 @@ def with_function(recipe: Any, functions: dict[str, Callable[..., Any]]) -> None
     recipe.rewards.close()
     terms = [
         *recipe.config.rewards,
-        *(dataclasses.replace(judge, weight=0.0) for judge in recipe.config.heldout_rewards),
+        *(dataclasses.replace(reward, weight=0.0) for reward in recipe.config.heldout_rewards),
     ]
     recipe.rewards = RewardSum(terms, functions=functions)
 

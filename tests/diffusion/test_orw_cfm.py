@@ -69,8 +69,8 @@ def test_centred_weights_leave_out_rows_without_a_reward(tmp_path):
 
 
 def test_weights_by_hand():
-    worth = torch.tensor([-2.0, 0.0, 0.5])
-    found = {name: weight(worth, 2.0).tolist() for name, weight in WEIGHTS.items()}
+    advantage = torch.tensor([-2.0, 0.0, 0.5])
+    found = {name: weight(advantage, 2.0).tolist() for name, weight in WEIGHTS.items()}
     assert found["linear"] == [0.0, 1.0, 1.5]
     assert found["indicator"] == [0.0, 0.0, 1.0]
     assert found["advantage"] == [-2.0, 0.0, 0.5]
@@ -116,19 +116,19 @@ def test_returns_are_shaped_as_configured(tmp_path):
 
     def shaped(kind, values=rollouts):
         config.shaping.kind = kind
-        return recipe.shaped(values, accelerator).double().numpy()
+        return recipe.shaping(values, accelerator).double().numpy()
 
     np.testing.assert_allclose(shaped("none"), [*own, 0.0])
     config.shaping.low, config.shaping.high = 1.0, 5.0
     np.testing.assert_allclose(shaped("minmax")[:7], ((own - 1) / 4).clip(0, 1), rtol=1e-6)
-    recipe._running = None
+    recipe.shaping.running = None
     mean, deviation = own.mean(), own.std()
     np.testing.assert_allclose(shaped("running_z"), [*((own - mean) / deviation).clip(-3, 3), 0.0], rtol=1e-5)
     later = rollouts.replace(reward=reward + 10)
     mean = 0.95 * mean + 0.05 * (mean + 10)
     expected = ((own + 10 - mean) / deviation).clip(-3, 3)
     np.testing.assert_allclose(shaped("running_z", later)[:7], expected, rtol=1e-5)
-    recipe._running = None
+    recipe.shaping.running = None
     np.testing.assert_allclose(shaped("running_z_tanh")[:7], np.tanh((own - own.mean()) / own.std()), rtol=1e-5)
     centred = own - np.repeat([1.5, own[4:].mean()], [4, 3])
     np.testing.assert_allclose(shaped("group_z")[:7], centred / (own.std() + 1e-4), rtol=1e-5)
@@ -142,12 +142,12 @@ def test_advantage_is_return_minus_value_within_its_bound(tmp_path):
     recipe = build(config)
     torch.nn.init.normal_(recipe.critic.critic.head[-1].weight, generator=torch.Generator().manual_seed(0))
     rollouts = collected(recipe)
-    values = recipe._values(rollouts)
+    values = recipe.values(rollouts)
     assert float(values.std()) > 0
     found = recipe.advantages(rollouts, make_accelerator()).advantage
     expected = (rollouts.reward[:, None] - values).clamp(-0.6, 0.6)
     torch.testing.assert_close(found, expected)  # the critic is asked before it learns from the step
-    assert not torch.equal(recipe._values(rollouts), values)
+    assert not torch.equal(recipe.values(rollouts), values)
 
 
 def test_critic_starts_at_zero_and_learns_what_the_prompt_says():

@@ -144,7 +144,7 @@ def learnt(name, folder, steps):
     config = run_config(
         name, folder, learning_rate=2e-2, samples_per_task=16, tasks_per_step=3, steps=steps, minibatches_per_step=1
     )
-    config.sampler.guidance, config.objective.kl = {"coef": 1.0}, 0.0
+    config.sampler.guidance, config.objective.kl = 1.0, {"coef": 0.0}
     config.evaluation.samples, config.sampler.eval_steps = 16, 4
     if name == "awm":
         config.awm.ema_coef = 0.1

@@ -1,0 +1,102 @@
+"""Options that every reinforcement-learning run of a diffusion or flow model has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from diffusion.data import PromptConfig
+from diffusion.evaluation import DiffusionEvaluationConfig
+from diffusion.policy import LoraSettings, ModelConfig
+from diffusion.sampler import SamplerConfig
+from mmrl.fields import bounded, choice
+from mmrl.rewards import RewardConfig
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.settings import RunConfig, TrainerConfig
+
+__all__ = ["DiffusionConfig", "EvalEmaConfig", "full_model", "image_trainer"]
+
+COMBINATIONS = ("sum", "gdpo")
+SCORES = ("kl_ref",)
+"""What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""
+
+
+def full_model() -> ModelConfig:
+    """Every weight of the transformer is trained."""
+    return ModelConfig(lora=LoraSettings(enabled=False))
+
+
+def image_trainer() -> TrainerConfig:
+    """Optimiser and batch sizes of the published recipes: AdamW at 3e-4 for LoRA, two updates an epoch."""
+    return TrainerConfig(
+        learning_rate=3e-4,
+        samples_per_task=24,
+        minibatches_per_step=2,
+        weight_decay=1e-4,
+        old_logp="sampler",
+    )
+
+
+@dataclass
+class EvalEmaConfig:
+    """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
+
+    decay: float = bounded(0.0, at_least=0, below=1)
+    """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
+
+
+@dataclass
+class DiffusionConfig(RunConfig):
+    """A reinforcement-learning run of a diffusion or flow model."""
+
+    compares_samples: ClassVar[bool] = True
+    """Whether advantages come from the other images of a prompt."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Pipeline, adapter, precision."""
+    data: PromptConfig = field(default_factory=PromptConfig)
+    """Training prompts."""
+    eval_data: dict[str, PromptConfig] = field(default_factory=dict)
+    """Held-out prompts by name; the first split is the headline."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """How images are drawn."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are optimised, and their weights."""
+    heldout_rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms that are never optimised and always reported beside the others; at least one."""
+    combine: str = choice("sum", COMBINATIONS)
+    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, then the sum."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimised."""
+    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
+    """Moving average that evaluations use."""
+    trainer: TrainerConfig = field(default_factory=image_trainer)
+    """Batch sizes, optimiser and guards."""
+    evaluation: DiffusionEvaluationConfig = field(default_factory=DiffusionEvaluationConfig)
+    """Evaluation at fixed prompts and seeds."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        _check_rewards(self)
+        objective = make_objective(self.objective)
+        samples = self.trainer.samples_per_task if self.compares_samples else None
+        check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])
+
+
+def _check_rewards(config: DiffusionConfig) -> None:
+    if not any(reward.weight for reward in config.rewards):
+        raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
+    if not config.heldout_rewards:
+        raise ValueError(
+            "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
+        )
+    sources, heldout = ({_source(reward) for reward in terms} for terms in (config.rewards, config.heldout_rewards))
+    if both := sorted(sources & heldout):
+        raise ValueError(
+            f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"
+        )
+
+
+def _source(reward: RewardConfig) -> str:
+    return reward.function or reward.name
