@@ -1,0 +1,184 @@
+"""The rooms that train policies, each with a run so small that a step takes a fraction of a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmrl.recipes import RECIPES
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.trainer import Trainer
+from mmrl.training.record.tracking import TrackingConfig
+
+_KEPT: list[Any] = []  # folders that are deleted with the process
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A room whose recipe takes any objective that its policies can serve."""
+
+    recipe: str
+    """Recipe of `mmrl.recipes.RECIPES` that leaves the objective to its configuration."""
+    recipe_module: str
+    """Module whose SCORES says what the room's policies score."""
+    make_config: Callable[[str, Path], Any]
+    """A run of a recipe of this room, by its name, in a folder."""
+    needs: tuple[str, ...] = ()
+    """Modules without which the room is skipped."""
+
+    @property
+    def scores(self) -> frozenset[str]:
+        module: ModuleType = importlib.import_module(self.recipe_module)
+        return frozenset(module.SCORES)
+
+
+def domain_of(recipe: str) -> Domain:
+    """The room of a recipe."""
+    room = RECIPES[recipe].module.rpartition(".")[0]
+    (found,) = [domain for domain in DOMAINS.values() if domain.recipe_module.rpartition(".")[0] == room]
+    return found
+
+
+def run(config: Any, folder: Path, steps: int, resume: bool = False) -> tuple[Trainer, list[float]]:
+    """Train for so many steps in all, without evaluations; returns the trainer and the losses of the steps taken."""
+    config.trainer.steps = steps
+    trainer = Trainer(RECIPES[config.recipe].load_recipe_class()(config), config, folder, make_accelerator(), None)
+    if resume:
+        trainer.resume()
+    losses: list[float] = []
+    loss = trainer.recipe.loss
+
+    def noted(*args: Any, **options: Any) -> Any:
+        output = loss(*args, **options)
+        losses.append(float(output.loss.detach()))
+        return output
+
+    trainer.recipe.loss = noted
+    trainer.run()
+    trainer.recipe.close()
+    return trainer, losses
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    """All trained weights as one vector."""
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters() if p.requires_grad])
+
+
+@functools.cache
+def _tiny_vlm() -> Path:
+    from mmrl.vlm.tiny import build_tiny_vlm
+    from tests.vlm.builders import CORPUS
+
+    folder = tempfile.TemporaryDirectory(prefix="tiny-vlm-")
+    _KEPT.append(folder)
+    return build_tiny_vlm(Path(folder.name) / "model", corpus=CORPUS, vision_depth=1, max_positions=256)
+
+
+def _vlm(name: str, folder: Path) -> Any:
+    from mmrl.rewards import RewardConfig
+    from tests.vlm.runs import run_config
+
+    entry = RECIPES[name]
+    config = run_config(entry.load_config_class(), folder, _tiny_vlm(), tasks_per_step=2, samples_per_task=3)
+    config.recipe, config.eval_data = name, {}
+    config.sampler.max_new_tokens = 4
+    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
+    if entry.supervised:
+        config.trainer.samples_per_task = 1
+    return config
+
+
+def _diffusion(name: str, folder: Path) -> Any:
+    from tests.diffusion.runs import run_config
+
+    if RECIPES[name].supervised:
+        return _pretraining(name, folder)
+    config = run_config(name, folder, tasks_per_step=2, samples_per_task=2)
+    config.eval_data = {}
+    config.sampler.steps = 3
+    if hasattr(config, "timesteps"):
+        config.timesteps.count = 2
+    if hasattr(config, "critic"):
+        config.critic.warmup_updates = 0
+    return config
+
+
+def _pretraining(name: str, folder: Path) -> Any:
+    from diffusion.images import ImageDataConfig, write_images
+    from diffusion.policy import LoraSettings, ModelConfig
+    from mmrl.rewards import RewardConfig
+    from tests.diffusion.runs import tiny_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    images = np.random.RandomState(0).randint(0, 256, (4, 32, 32, 3), np.uint8)
+    captions = ["a red circle", "a blue square", "a green triangle", "a red square"]
+    write_images(folder / "images.npz", images, captions)
+    return RECIPES[name].load_config_class()(
+        recipe=name,
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
+        images=ImageDataConfig(path=str(folder / "images.npz")),
+        rewards=[RewardConfig(name="caption_colour")],
+        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
+        trainer=TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False),
+    )
+
+
+def _robotics(name: str, folder: Path) -> Any:
+    from robotics.sim.opening import SimConfig
+    from robotics.vla.loading import ActionPolicyConfig
+    from robotics.vla.tasks import EpisodeSetConfig
+
+    trainer = TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=4, learning_rate=0.02, threads=1)
+    settings = {
+        "recipe": name,
+        "output_dir": str(folder / "run"),
+        "sim": SimConfig(kind="tests.robotics.line_sim:open_line"),
+        "model": ActionPolicyConfig(kind="tests.robotics.line_policies:make_walker", chunk=1, options={"bias": 0.1}),
+        "trainer": trainer,
+        "checkpoint": CheckpointConfig(every=1),
+        "tracking": TrackingConfig(quiet=True, tensorboard=False),
+    }
+    kind = RECIPES[name].load_config_class()
+    if RECIPES[name].supervised:
+        return kind(**(settings | _cloning(folder, trainer)))
+    config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
+    if hasattr(config, "reward"):
+        config.reward = "dense"
+    if hasattr(config, "latent"):
+        config.latent.kind, config.latent.frames = "state", "chunk"
+        config.latent.options = {"mean": [0.0, 0.0], "std": [0.3, 0.3]}
+    return config
+
+
+def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
+    from robotics.vla.demonstrations import DemonstrationConfig
+    from robotics.vla.loading import ActionPolicyConfig
+    from tests.robotics.line_demos import BLIND, demonstrate
+
+    demos = demonstrate(folder / "demonstrations")
+    return {
+        "model": ActionPolicyConfig(chunk=2, options={"bins": 16, "encoder": BLIND}),
+        "demonstrations": DemonstrationConfig(path=str(demos), camera=""),
+        "trainer": dataclasses.replace(trainer, samples_per_task=1, warmup_steps=0),
+    }
+
+
+DOMAINS = {
+    "vlm": Domain("vlm", "mmrl.vlm.recipe", _vlm),
+    "diffusion": Domain("flow_grpo", "diffusion.recipe", _diffusion, needs=("diffusers",)),
+    "robotics": Domain("robot_grpo", "robotics.vla.recipe", _robotics),
+}

@@ -1,0 +1,55 @@
+"""Every row of the catalogue in every room: it trains, repeats and resumes, or it is refused with a reason.
+
+Which of the two is derived from what the row's blocks need and what the room's policies score, so that a new row or
+block is covered without a change here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mmrl.core import CATALOGUE
+from mmrl.training.loop.objectives import SCORES, ObjectiveConfig
+from tests.contracts.domains import DOMAINS, Domain, run, weights
+
+CASES = [pytest.param(domain, row, id=f"{room}-{row}") for room, domain in DOMAINS.items() for row in CATALOGUE]
+
+
+def missing(domain: Domain, row: str) -> list[str]:
+    """What the row's blocks need and the room's policies do not score."""
+    return sorted((CATALOGUE[row].needs & SCORES.keys()) - domain.scores)
+
+
+def configured(domain: Domain, row: str, folder):
+    for module in domain.needs:
+        pytest.importorskip(module)
+    config = domain.make_config(domain.recipe, folder)
+    config.objective = ObjectiveConfig(preset=row)
+    if "values" in CATALOGUE[row].needs and hasattr(config.model, "value_head"):
+        config.model.value_head = True
+    return config
+
+
+@pytest.mark.parametrize(("domain", "row"), CASES)
+def test_a_row_trains_repeats_and_resumes_or_is_refused(domain, row, tmp_path):
+    config = configured(domain, row, tmp_path)
+    if missing(domain, row):
+        with pytest.raises(ValueError, match=r"objective\.\w+ is '\w+', which needs ") as refusal:
+            config.validate()
+        assert any(SCORES[need] in str(refusal.value) for need in missing(domain, row))
+        return
+    config.validate()
+    whole, losses = run(config, tmp_path / "whole", steps=2)
+    assert losses
+    assert all(math.isfinite(loss) for loss in losses)
+
+    first, losses_again = run(config, tmp_path / "parts", steps=1)
+    start = weights(first)
+    assert losses_again == losses[: len(losses_again)], "two equal runs"
+    second, losses_later = run(config, tmp_path / "parts", steps=2, resume=True)
+    assert losses_again + losses_later == losses, "a resumed run is one that was not interrupted"
+    assert torch.equal(weights(whole), weights(second))
+    assert not torch.equal(weights(second), start), "the second step moves the weights"
