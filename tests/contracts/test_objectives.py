@@ -53,3 +53,8 @@ def test_a_row_trains_repeats_and_resumes_or_is_refused(domain, row, tmp_path):
     assert losses_again + losses_later == losses, "a resumed run is one that was not interrupted"
     assert torch.equal(weights(whole), weights(second))
     assert not torch.equal(weights(second), start), "the second step moves the weights"
+
+
+@pytest.mark.parametrize("row", CATALOGUE)
+def test_every_row_trains_in_some_room(row):
+    assert [room for room, domain in DOMAINS.items() if not missing(domain, row)]
