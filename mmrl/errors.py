@@ -6,9 +6,6 @@ __all__ = ["ConfigError", "RunError", "UserError"]
 class UserError(Exception):
     """A mistake in a command, configuration or input; the message names the culprit and what is allowed."""
 
-    for_user = True
-    """What a worker process goes by; see `mmrl.workers.serve.Service`."""
-
 
 class ConfigError(UserError, ValueError):
     """A value of a configuration that is outside its declared bounds."""

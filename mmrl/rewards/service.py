@@ -15,6 +15,12 @@ from mmrl.workers.values import decode
 __all__ = ["RewardService", "make"]
 
 
+class LoadError(Exception):
+    """A reward function that cannot be loaded; the pool raises its message as a `UserError`."""
+
+    for_user = True
+
+
 class RewardService:
     """Calls reward functions; requests are of the kinds load, together and row."""
 
@@ -42,10 +48,10 @@ class RewardService:
     def _load(self, function: str, what: str) -> dict[str, Any]:
         try:
             self._functions[function] = load_function(function, what=what)
-        except UserError:
-            raise
+        except UserError as error:
+            raise LoadError(str(error)) from error
         except (Exception, SystemExit) as error:
-            raise UserError(f"{what}: {function} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise LoadError(f"{what}: {function} cannot be loaded: {type(error).__name__}: {error}") from error
         return asdict(signature_of(self._functions[function]))
 
 
