@@ -164,7 +164,9 @@ class WorkerProcess:
         if data:
             self.heard_at = time.monotonic()
         try:
-            self._inbox += [message for message in self._decoder.feed(data) if message.fields.get("kind") != "beat"]
+            for message in self._decoder.feed(data):
+                if message.fields.get("kind") != "beat":
+                    self._inbox.append(message)
         except wire.WireError as error:
             self.ending = Ending(str(error))
         if closed and self.ending is None:

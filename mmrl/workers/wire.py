@@ -12,7 +12,7 @@ import struct
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
 
@@ -86,36 +86,36 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 class Decoder:
-    """Collects bytes as they arrive and returns the messages that are complete."""
+    """Collects bytes as they arrive and gives out the messages that are complete."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
-    def feed(self, data: bytes) -> list[Message]:
-        """Add the bytes of one read.
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Add the bytes of one read; to be iterated to its end.
 
         Args:
             data: any number of bytes, cut anywhere.
 
-        Returns:
+        Yields:
             Messages that these bytes complete, oldest first.
 
         Raises:
-            WireError: the bytes are no message; nothing after them can be decoded either.
+            WireError: after the messages in front of them, bytes that are no message; nothing after them can be
+                decoded either.
         """
         self._held += data
-        messages = []
         while len(self._held) >= PREFIX.size:
             header_bytes, body_bytes = _lengths(bytes(self._held[: PREFIX.size]))
             start, end = PREFIX.size + header_bytes, PREFIX.size + header_bytes + body_bytes
             if len(self._held) < end:
                 break
-            messages.append(_unpack(bytes(self._held[PREFIX.size : start]), bytes(self._held[start:end])))
+            header, body = bytes(self._held[PREFIX.size : start]), bytes(self._held[start:end])
             del self._held[:end]
+            yield _unpack(header, body)
         # The first bytes alone tell garbage from a message that is still incomplete.
         if not MARK.startswith(bytes(self._held[: len(MARK)])):
             raise WireError(_garbage(bytes(self._held)))
-        return messages
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:

@@ -66,7 +66,7 @@ def test_views_and_foreign_byte_orders_arrive_as_what_they_show():
 
 
 def test_the_arrays_belong_to_the_receiver():
-    message = wire.Decoder().feed(wire.pack({}, {"x": np.zeros(3)}))[0]
+    (message,) = wire.Decoder().feed(wire.pack({}, {"x": np.zeros(3)}))
     message.arrays["x"][0] = 1.0
     assert message.arrays["x"].flags.owndata
 
@@ -80,15 +80,23 @@ def test_only_plain_numbers_travel(array):
 def test_prints_in_the_pipe_are_named():
     for data in (b"Loading assets, please wait ...", b"M nothing"):
         with pytest.raises(wire.WireError, match="something else writes to this pipe"):
-            wire.Decoder().feed(data)
+            list(wire.Decoder().feed(data))
         with pytest.raises(wire.WireError, match="something else writes to this pipe"):
             wire.read(io.BytesIO(data))
 
 
 def test_garbage_is_found_before_a_whole_prefix_has_come():
-    assert wire.Decoder().feed(wire.MARK[:2]) == []
+    assert list(wire.Decoder().feed(wire.MARK[:2])) == []
     with pytest.raises(wire.WireError, match="b'MRLX'"):
-        wire.Decoder().feed(b"MRLX")
+        list(wire.Decoder().feed(b"MRLX"))
+
+
+def test_messages_in_front_of_garbage_are_not_lost():
+    fields, arrays = sample()
+    messages = wire.Decoder().feed(wire.pack(fields, arrays) + b"hello")
+    assert_same(next(messages), fields, arrays)
+    with pytest.raises(wire.WireError, match="hello"):
+        next(messages)
 
 
 def test_a_stream_that_ends_within_a_message_is_no_end():
@@ -123,7 +131,7 @@ def test_a_header_that_lies_is_refused(data, reason):
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):
         wire.read(io.BytesIO(data))
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):
-        wire.Decoder().feed(data)
+        list(wire.Decoder().feed(data))
 
 
 def test_a_message_too_large_is_not_sent(monkeypatch):
