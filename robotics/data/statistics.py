@@ -64,14 +64,7 @@ def image_statistics(frames: NDArray[np.uint8]) -> Statistics:
 
 
 def sampled_frames(length: int) -> int:
-    """Number of frames that stand for an episode.
-
-    Args:
-        length: frames of the episode.
-
-    Returns:
-        All up to 100, then length to the power 0.75 between 100 and 10,000.
-    """
+    """Frames of an episode that its statistics are taken of: all up to 100, then length ** 0.75, at most 10,000."""
     return max(min(length, 100), min(int(length**0.75), 10_000))
 
 

@@ -191,6 +191,11 @@ def _run_wave(
     greedy: bool,
     record: bool,
 ) -> _Book:
+    """Run as many episodes as the simulator holds side by side, chunk by chunk, until the last one ends.
+
+    Each round asks the policy about the live episodes only. `observation.of(sim.live)` drops those that ended in the
+    round before, and `book` notes by row what the live ones saw, chose and reached.
+    """
     device = next(_parameters(policy), torch.zeros(0)).device
     begun = sim.reset(episodes)
     book = _Book(episodes, begun, device)
@@ -266,7 +271,11 @@ class _Book:
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
     def close(self, example: dict[str, Any] | None) -> Episodes:
-        """Bring the rows to one length; a chunk of any wave says what those look like that nobody reached."""
+        """Stack the chunks of all rows, padded to the longest episode.
+
+        Args:
+            example: a chunk of any row, whose shapes the padding takes; None where no episode could start.
+        """
         width = max(1, *(len(chunks) for chunks in self.chunks))
         rows = len(self.episodes)
         if example is None:  # nothing could start

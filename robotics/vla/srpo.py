@@ -150,7 +150,11 @@ class SrpoRecipe(RobotRecipe):
         return latents, valid
 
     def _progress_rewards(self, mine: _Rows) -> np.ndarray:
-        """Rewards (B,) of these rows among those of all processes."""
+        """Rewards (B,) of these rows among those of all processes.
+
+        A failure is compared with the successes of its task wherever they were sampled, so the rows of all processes are
+        gathered, their groups numbered anew, and all rewards computed everywhere; each process then keeps its own part.
+        """
         state = PartialState()
         parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
         rank = state.process_index if len(parts) > 1 else 0

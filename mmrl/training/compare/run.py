@@ -165,11 +165,7 @@ class _Session:
         return failed
 
     def write(self, status: str) -> Comparison:
-        """Summarise all runs so far into comparison.json, with pictures unless more runs are to come.
-
-        Args:
-            status: "running", "done" or "failed".
-        """
+        """Summarise all runs so far into comparison.json; `status` "done" or "failed" also draws the figures."""
         comparison = summarise(self.experiment, self.folder, status, self.invocation)
         for arm, by_seed in plan_comparison(self.experiment, self.folder).items():
             first = next(iter(by_seed.values()))

@@ -148,6 +148,11 @@ class Updater:
         return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
 
     def _optimiser_step(self, minibatch: Rollouts, step: int) -> dict[str, Metric] | None:
+        """Take one optimiser step; None where there was nothing to train on, or the guard skipped it.
+
+        The denominators are counted over the whole minibatch and all processes before any group is left out and before
+        it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
+        """
         denominators = global_denominators(self.recipe.objective.denominators(minibatch), self.accelerator)
         if denominators.tokens == 0:
             return None

@@ -207,14 +207,7 @@ class LiberoRow:
 
 
 def package_folder() -> Path:
-    """Folder of LIBERO's inner package, found without importing it, which may ask questions.
-
-    Returns:
-        The folder with bddl_files and init_files.
-
-    Raises:
-        SuiteError: hf-libero is not installed here.
-    """
+    """Folder with bddl_files and init_files, found without an import, which may ask questions on the console."""
     try:
         found = importlib.util.find_spec("libero.libero")
     except ModuleNotFoundError:
