@@ -146,9 +146,9 @@ class _LinearLogProbs(torch.autograd.Function):
     """Log-probabilities from hidden states, in chunks of rows.
 
     The forward pass keeps each row's log-sum-exp (and entropy) and drops the logits. The backward pass computes the
-    logits of a chunk again, turns them into d loss / d logits with the kept log-sum-exps, and adds that chunk's share to
-    the gradients of hidden, weight and bias. So neither pass ever holds more than `rows` rows of V logits, for one
-    further product with the weight.
+    logits of a chunk again, turns them into d loss / d logits with the kept log-sum-exps, and adds the chunk's share to
+    the gradients of hidden, weight and bias. So neither pass ever holds more than `rows` rows of V logits; the price is
+    one more product with the weight.
     """
 
     @staticmethod

@@ -295,8 +295,8 @@ class ImageRollout:
     def _advance(self, worker: _Worker, row: int, controls: NDArray[np.float64], output: _Output, record: bool) -> None:
         """Run one scene through a whole chunk and write its row of the output.
 
-        The physics of all K control steps runs in one call, before anything is scored. So the scene may run past the end
-        of its episode; it is then set back to the state of the last step that counts, which is also the one observed.
+        The physics of all K control steps runs in one call, before anything is scored. So the scene may run past the
+        end of its episode; it is then set back to the state of the last step that counts, which is the one observed.
         """
         scene = int(output.observation.scenes[row])
         data = self._data[scene]

@@ -152,8 +152,8 @@ class SrpoRecipe(RobotRecipe):
     def _progress_rewards(self, mine: _Rows) -> np.ndarray:
         """Rewards (B,) of these rows among those of all processes.
 
-        A failure is compared with the successes of its task wherever they were sampled, so the rows of all processes are
-        gathered, their groups numbered anew, and all rewards computed everywhere; each process then keeps its own part.
+        A failure is compared with the successes of its task on any process, so the rows of all processes are gathered,
+        their groups numbered anew, and all rewards computed on every process, which then keeps its own part.
         """
         state = PartialState()
         parts = [mine] if state.num_processes == 1 else list(gather_object([mine]))
