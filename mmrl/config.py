@@ -127,14 +127,14 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
         raise UserError(f"{where}: {_unknown_key(error)}") from error
     except MissingMandatoryValue as error:
         raise UserError(f"{where}: '{error.full_key}' must be given") from error
-    except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf lets some of Python's own through
-        key = getattr(error, "full_key", None) or _culprit(structured, values)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
+        key = getattr(error, "full_key", None) or _wrong_key(structured, values)
         raise UserError(f"{where}: '{key}': {_wrong_type(error, structured, key)}") from error
     return _validated(filled, where)
 
 
 def _without_nulls(schema: type[Any], values: Any) -> Any:
-    """Leave out null entries of dictionaries of dataclasses: so a file takes back what it inherits."""
+    """Leave out null entries of dictionaries of dataclasses, with which a file removes an entry that it inherits."""
     from omegaconf import DictConfig
 
     kept = copy.copy(values)
@@ -156,7 +156,7 @@ def _validated(config: Any, where: str) -> Any:
 
 
 def _unknown_key(error: Any) -> str:
-    """Name the key and what its place knows; places inside lists and dicts are found through their dataclass."""
+    """Name the key and the keys that exist beside it, also inside lists and dictionaries."""
     full_key = str(error.full_key)
     parent, _, key = full_key.rpartition(".")
     kind = error.object_type
@@ -168,7 +168,7 @@ def _unknown_key(error: Any) -> str:
 
 
 def _wrong_type(error: Exception, structured: Any, key: str) -> str:
-    """Say what the place takes; omegaconf's words for lists and nested parts are those of its own classes."""
+    """Say what the key takes; omegaconf describes lists and nested parts by its own classes."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     try:
@@ -193,8 +193,8 @@ def _listed(part: Any) -> str:
     return f"; known keys: {', '.join(map(str, part))}"
 
 
-def _culprit(structured: Any, values: Any) -> str:
-    """Dotted key of the first part of the values that does not fit, for errors that do not name it."""
+def _wrong_key(structured: Any, values: Any) -> str:
+    """Dotted key of the first value that does not fit, for errors that do not name it."""
     from omegaconf import DictConfig, OmegaConf
 
     for name, value in OmegaConf.to_container(values).items():  # type: ignore[union-attr]
@@ -204,7 +204,7 @@ def _culprit(structured: Any, values: Any) -> str:
             OmegaConf.merge(structured, {key: value})
         except Exception:
             inner = isinstance(value, dict) and isinstance(place, DictConfig) and OmegaConf.get_type(place) is not dict
-            return f"{key}.{_culprit(place, OmegaConf.create(value))}" if inner else key
+            return f"{key}.{_wrong_key(place, OmegaConf.create(value))}" if inner else key
     return "?"
 
 

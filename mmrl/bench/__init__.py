@@ -63,7 +63,7 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
 
 
 def _check_room(room: str, options: BenchOptions) -> None:
-    """Refuse options that a room would not look at."""
+    """Refuse options that a room ignores."""
     given = {"--against": options.against, "--model": options.model, "--family": options.family != "qwen2_5_vl"}
     ignored = [name for name, value in given.items() if value]
     if room != "vlm" and ignored:

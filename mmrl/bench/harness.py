@@ -77,7 +77,7 @@ class Arm:
 
 @dataclass
 class BenchOptions:
-    """What the command line says."""
+    """Options of `mmrl bench`."""
 
     blocks: int = bounded(0, at_least=1)
     """Processes of each arm that measure time, in turns with those of the other arms, and one more measures memory;
@@ -87,7 +87,7 @@ class BenchOptions:
     threads: int = bounded(1, at_least=1)
     """Threads of each process."""
     quick: bool = False
-    """Tiny sizes, all in this process: finishes in seconds and shows nothing but that it runs."""
+    """Tiny sizes, all in this process: a smoke test that takes seconds."""
     device: str = "cpu"
     """cpu or cuda."""
     only: list[str] = field(default_factory=list)
@@ -242,7 +242,7 @@ def comparison(
 
 
 def progress(text: str) -> None:
-    """Write a line for the person who waits; standard output is the result's."""
+    """Write a line of progress to standard error; standard output holds the result."""
     sys.stderr.write(f"{text.rstrip()}\n")
     sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""What an arm measures inside its own process: CPU seconds, wall seconds and peak memory, all by stage."""
+"""Measurements inside the process of an arm: CPU seconds, wall seconds and peak memory, all by stage."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class PeakMemory:
         self._start = 0.0
 
     def start(self) -> None:
-        """Count from here: memory that nobody uses any more is given back first."""
+        """Start counting, after unused memory has been freed."""
         gc.collect()
         self._read.trim()
         self._read.reset()
         self._start = self._read.now_mb()
 
     def held_mb(self) -> float:
-        """What is in use now, over the start."""
+        """Memory in use now, above that at the start."""
         gc.collect()
         self._read.trim()
         return self._read.now_mb() - self._start
 
     def enter(self, stage: str) -> None:
-        """A stage begins; stages may lie in one another."""
+        """Begin a stage; stages may be nested."""
         self._note()
         self._open.append(stage)
 
     def leave(self, stage: str) -> None:
-        """A stage ends."""
+        """End a stage."""
         self._note()
         self._open.remove(stage)
 
@@ -69,7 +69,7 @@ class Stopwatch:
     """Seconds of one repetition by stage; a stage that is entered again adds up.
 
     Args:
-        memory: told when stages begin and end.
+        memory: notified when stages begin and end.
         device: "cpu" or "cuda"; on a GPU wall seconds are those between two CUDA events.
         cpu_clock: seconds of CPU time so far; those of this process when None.
     """
@@ -114,7 +114,7 @@ class Recorder:
         self._whole = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Begin the warm-up; whatever the repetitions share has been set up."""
+        """Begin the warm-up, after what the repetitions share has been set up."""
         self.memory.start()
         self._begin()
 

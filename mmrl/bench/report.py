@@ -1,4 +1,4 @@
-"""What a reader needs beside the numbers: settings, versions, the machine, and a table."""
+"""Settings, versions and machine of a benchmark, and its results as a table."""
 
 from __future__ import annotations
 

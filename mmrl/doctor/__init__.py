@@ -1,6 +1,6 @@
-"""What `mmrl doctor` checks: versions, devices, libraries, name clashes, disk; each problem with its cure.
+"""What `mmrl doctor` checks: versions, devices, libraries, name clashes, disk; each problem with a fix.
 
-A check returns findings instead of raising, because a broken installation is what it is there to describe.
+A check returns findings instead of raising, because it must run in a broken installation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(runs_dir: Path, as_json: bool = False) -> int:
 
 
 def check_all(runs_dir: Path) -> list[Finding]:
-    """Run every check; one that breaks becomes a finding itself.
+    """Run every check; a check that raises becomes a finding.
 
     Args:
         runs_dir: folder where runs are going to be written.

@@ -17,7 +17,7 @@ log = logging.getLogger("mmrl")
 
 
 def build_if_missing(config: Any, what: str = "data") -> None:
-    """Have a configuration's `build` function write its `path`; of several processes one does, the others wait.
+    """Call a configuration's `build` function where its `path` is missing; other processes wait for it.
 
     Args:
         config: a dataclass with `path`, `build` and `build_options` as in `DataConfig`.

@@ -175,7 +175,7 @@ def _import_datasets(wanted: object) -> Any:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Keep the library's progress bars out of the run's own output."""
+    """Hide the library's progress bars."""
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

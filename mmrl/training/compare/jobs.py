@@ -63,7 +63,7 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], limit: int, timeout_s: float, on_done: Callable[[JobResult], None]) -> None:
-    """Run commands, at most `limit` at once; whatever ends this call also ends what it started.
+    """Run commands, at most `limit` at once; when this call ends, for whatever reason, its commands have ended too.
 
     Args:
         jobs: Commands in order of their start.

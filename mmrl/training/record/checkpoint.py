@@ -83,7 +83,7 @@ class Checkpoints:
         temporary.replace(self.folder / "best.json")
 
     def best(self) -> dict[str, Any] | None:
-        """What `mark_best` wrote last, or None; a checkpoint that was deleted since is not the best any more."""
+        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted."""
         path = self.folder / "best.json"
         try:
             best = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -132,7 +132,7 @@ class Checkpoints:
         """Read the state of a checked checkpoint.
 
         Raises:
-            UserError: the file has its size but not its content.
+            UserError: the file has the right size but cannot be read.
         """
         try:
             return torch.load(path / STATE, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]

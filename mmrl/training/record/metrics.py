@@ -15,7 +15,7 @@ __all__ = ["batch_metrics", "metric_label", "peak_memory_mb", "restart_peak_memo
 
 
 def metric_label(name: str) -> str:
-    """A reward's name as one part of a metric's name: users' functions may be named by path."""
+    """A reward's name as one part of a metric's name, without the slashes of a path."""
     return name.replace("/", ".")
 
 
@@ -24,7 +24,7 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
 
     Args:
         batches: rollouts of the sampling rounds.
-        rewards: whether rewards mean anything here.
+        rewards: whether the recipe has rewards.
 
     Returns:
         Metrics by name; means are over scored rows, unscored rows are counted in reward/errors.

@@ -1,4 +1,4 @@
-"""Samples that a run keeps to be looked at: one JSON line a sample, its images as PNG files beside it."""
+"""Saved samples of a run: one JSON line a sample, its images as PNG files beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 @dataclass
 class SampleRecord:
-    """One response to one task, with all that is needed to judge it by eye."""
+    """One response to one task, with everything needed to inspect it."""
 
     id: str
     """Task the sample belongs to; samples of one group share it."""

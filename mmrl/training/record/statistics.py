@@ -231,7 +231,7 @@ def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tupl
         below: (low, high) of the denominator.
 
     Returns:
-        (low, high); (0, infinity) where a cost is exactly 0, since a ratio to nothing says nothing.
+        (low, high); (0, infinity) where a cost is exactly 0, where the ratio is undefined.
     """
     if above[1] == 0 or below[1] == 0:
         return 0.0, math.inf

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: stages name themselves, wherever in the code they are."""
+"""Seconds of a step by stage; any code may open a stage by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stopwatch:
     """Adds up seconds by stage.
 
     On a GPU, whose work is only queued when a call returns, a stage lasts from the end of the work queued before it
-    to the end of its own; events in the queue mark both, so that measuring makes nobody wait.
+    to the end of its own; events in the queue mark both, so that measuring does not synchronise.
 
     Args:
         device: where the timed work runs.

@@ -1,4 +1,4 @@
-"""Numbers of a whole run that follow from its metrics: its cost, how far the reward moved, what was lost."""
+"""Totals of a run computed from its metrics: cost, change of the reward, samples lost to errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics: Records of metrics.jsonl.
 
     Returns:
-        Stage to share, without parts of stages; what no stage accounts for is "other".
+        Stage to share, without stages that lie inside others; time outside all stages is "other".
     """
     seconds = {stage: _total(metrics, f"time/{stage}") for stage in (*STAGES, *STAGES_BETWEEN)}
     between = sum(seconds[stage] for stage in STAGES_BETWEEN)

@@ -91,7 +91,7 @@ def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
 def evaluation_columns(
     runs: Sequence[tuple[str, Path]], during: int = 0
 ) -> list[tuple[str, dict[str, list[SampleRecord]]]]:
-    """Kept samples of evaluations: the first one of each run, and of the last run also its last one.
+    """Saved samples of the first evaluation of each run, and of the last evaluation of the last run.
 
     Args:
         runs: (name, folder) of each run, the first one first.

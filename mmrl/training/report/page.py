@@ -19,7 +19,7 @@ from mmrl.training.report.charts import interval_chart, line_chart, panel_chart,
 from mmrl.training.report.derived import derived_numbers
 from mmrl.training.report.gallery import before_after, sample_gallery
 from mmrl.training.report.image_grid import image_grid
-from mmrl.training.report.videos import films_of
+from mmrl.training.report.videos import videos_of
 
 __all__ = ["read_metrics", "write_report"]
 
@@ -48,7 +48,7 @@ def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path
         "scores": _score_tables(runs),
         "numbers": derived_numbers(run.metrics, run.result),
         "charts": _charts(run),
-        "films": films_of(run.folder),
+        "videos": videos_of(run.folder),
         "grid": image_grid([(run.name, run.folder) for run in runs]),
         "comparison": before_after([(run.name, run.folder) for run in runs]),
         "rollouts": sample_gallery(run.folder),
@@ -160,7 +160,7 @@ def _headline(runs: Sequence[_Run]) -> list[dict[str, Any]]:
 
 
 def _headline_name(run: _Run) -> str:
-    """What the shares are of: accuracy or success."""
+    """Metric of the headline: accuracy or success."""
     names = _measured(run.evaluations, SHARES)
     return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
 

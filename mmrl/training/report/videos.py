@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["films_of"]
+__all__ = ["videos_of"]
 
 LARGEST_BYTES = 3_000_000
 """Of one video; larger ones are named, not embedded."""
@@ -15,7 +15,7 @@ MOST_FILMS = 12
 _STEP = re.compile(r"step-(\d+)")
 
 
-def films_of(folder: Path) -> list[dict[str, Any]]:
+def videos_of(folder: Path) -> list[dict[str, Any]]:
     """The videos of a run's first and last evaluation that kept some.
 
     Args:

@@ -507,7 +507,7 @@ def test_panels_have_an_axis_each_and_share_the_horizontal_one():
 
 
 def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
-    from mmrl.training.report.videos import LARGEST_BYTES, films_of
+    from mmrl.training.report.videos import LARGEST_BYTES, videos_of
 
     folder = tmp_path / "videos"
     folder.mkdir()
@@ -515,8 +515,8 @@ def test_videos_of_the_first_and_last_evaluation_are_embedded(tmp_path):
         (folder / f"step-{step:06d}-held_out-success-reach-3.mp4").write_bytes(b"film")
     (folder / "step-000020-held_out-failure-reach-4.mp4").write_bytes(b"x" * (LARGEST_BYTES + 1))
     (folder / "notes.mp4").write_bytes(b"")
-    films = films_of(tmp_path)
-    assert [film["title"][:11] for film in films] == ["step 000000", "step 000020", "step 000020"]
-    assert films[0]["source"] == "data:video/mp4;base64,ZmlsbQ=="
-    assert films[1]["source"] is None
-    assert films_of(tmp_path / "nothing") == []
+    videos = videos_of(tmp_path)
+    assert [video["title"][:11] for video in videos] == ["step 000000", "step 000020", "step 000020"]
+    assert videos[0]["source"] == "data:video/mp4;base64,ZmlsbQ=="
+    assert videos[1]["source"] is None
+    assert videos_of(tmp_path / "nothing") == []
