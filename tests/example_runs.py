@@ -49,7 +49,8 @@ def make_model(folder: Path) -> Path:
 
 
 def _vlm_results(folder: Path) -> None:
-    from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
+    from mmrl.vlm.model_config import LoraSettings, ModelConfig
+    from mmrl.vlm.models import load_policy
 
     base = make_model(folder)
     load_policy(ModelConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 300))

@@ -15,7 +15,8 @@ from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.task import VlmTask, columns_of
 
 __all__ = ["AnswerMeasure", "Encode"]

@@ -6,9 +6,10 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.core.logprobs import linear_logprobs
@@ -16,23 +17,20 @@ from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.chat import PromptLayout, encode_prompt
+from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt, VlmPayload
-from mmrl.vlm.prefix import Prefix, PrefixStore
+from mmrl.vlm.prefix import Prefix
+from mmrl.vlm.prefix_store import PrefixStore
 from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
+from mmrl.vlm.special_tokens import banned_ids, eos_ids
 from mmrl.vlm.storage import load_policy_weights, save_policy
+from mmrl.vlm.task import VlmTask
 from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from mmrl.vlm.models import ModelConfig
-    from mmrl.vlm.task import VlmTask
 
 __all__ = ["VlmPolicy"]
 
 OUTPUTS = frozenset({"logp", "entropy", "values"})
-BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
 class ScoringBatch(NamedTuple):
@@ -77,9 +75,9 @@ class VlmPolicy(nn.Module):
         self.config = config
         self.value_head = value_head
         tokenizer = processor.tokenizer
-        self.eos_ids = _eos_ids(self.network, tokenizer)
+        self.eos_ids = eos_ids(self.network, tokenizer)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
-        self.register_buffer("banned_ids", _banned_ids(self.network, tokenizer), persistent=False)
+        self.register_buffer("banned_ids", banned_ids(self.network, tokenizer), persistent=False)
         self.features = FeatureCache()
         self.prefixes = PrefixStore(self)
         self._adapter_off = False
@@ -369,23 +367,3 @@ class VlmPolicy(nn.Module):
 def _no_autocast(x: Tensor) -> torch.autocast:
     """Heads work in the precision of the states, as `linear_logprobs` does, so that all scores agree."""
     return torch.autocast(device_type=x.device.type, enabled=False)
-
-
-def _eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response: those of the generation config, then the tokenizer's."""
-    found = getattr(network.generation_config, "eos_token_id", None)
-    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    if not ids:
-        raise UserError("neither generation_config.json nor the tokenizer names an end-of-turn token")
-    return tuple(dict.fromkeys(ids))
-
-
-def _banned_ids(network: Any, tokenizer: Any) -> Tensor:
-    """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
-    vocabulary = tokenizer.get_vocab()
-    ids = {vocabulary[token] for token in BANNED_TOKENS if token in vocabulary}
-    ids |= {network.config.image_token_id, network.config.video_token_id}
-    ids |= set(range(len(tokenizer), network.config.text_config.vocab_size))
-    return torch.tensor(sorted(ids), dtype=torch.int64)

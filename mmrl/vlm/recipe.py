@@ -26,16 +26,20 @@ from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
+from mmrl.training.loop.sampler import Sampler
 from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.evaluation import AnswerMeasure
-from mmrl.vlm.models import ModelConfig, check_update_precision, load_policy
+from mmrl.vlm.kept_prefill import KeepPrefill
+from mmrl.vlm.model_config import ModelConfig, check_update_precision
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import SamplerConfig, sample
+from mmrl.vlm.sampler import PolicySampler
+from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.task import TaskError, VlmTask, columns_of
 
 __all__ = ["VlmConfig", "VlmRecipe"]
@@ -115,6 +119,8 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
         self.rewards = RewardSum(config.rewards)
         self.rewards.check_columns([*columns_of(self.train_tasks, [])])
+        self.sampler: Sampler[VlmPolicy, Prompt, Samples] = PolicySampler(config.sampler, self._keep_prefill())
+        self.version = 0
         self._errors: Counter[str] = Counter()
         self._controller = _kl_controller(config, self.objective)
 
@@ -123,7 +129,8 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         with stopwatch("encode"):
             usable, prompts = self.encode(policy, tasks)
         size = self.config.trainer.samples_per_task
-        samples = sample(policy, prompts, size, self.config.sampler, generator, keep_prefix=self._kept_prefix(policy))
+        self.sampler.load(policy, self.version)
+        samples = self.sampler.sample(prompts, size, generator)
         payload = VlmPayload(prompts, usable, samples.response_ids, samples.texts, samples.finish)
         return Rollouts(
             group=torch.arange(len(usable), device=samples.mask.device).repeat_interleave(size),
@@ -246,7 +253,8 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         return usable, prompts
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the KL coefficient towards its target."""
+        """Count the version of the weights and move the KL coefficient towards its target."""
+        self.version = step
         divergence = metrics.get("policy/kl_ref", float("nan"))
         if self._controller is not None and math.isfinite(divergence):
             trainer = self.config.trainer
@@ -265,22 +273,21 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)
 
-    def _kept_prefix(self, policy: VlmPolicy) -> str:
-        """What the sampler leaves of the prompts for the passes before the first update.
+    def _keep_prefill(self) -> KeepPrefill:
+        """What sampling leaves of the prompts' prefill for the update.
 
-        With its history a prompt serves the update too. That is for steps of one update with all rows at once, whose
-        memory it does not raise, and where sampling computes what training does: no dropout, no checkpointing.
+        The graph needs a step of one update on all rows at once, whose memory it does not raise, in one process, and a
+        training mode that computes what sampling does: no dropout, no checkpointing.
         """
         trainer, model = self.config.trainer, self.config.model
-        if not (self.config.sampler.keep_prefill and policy.shares_prefix):
-            return "none"
+        if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
+            return KeepPrefill.NOTHING
         once = trainer.single_update and trainer.micro_batch == 0 and not self.objective.filter.resamples
         same = not model.gradient_checkpointing and not (model.lora.enabled and model.lora.dropout)
         alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
         if once and same and alone:
-            return "graph"
-        read_again = trainer.old_logp == "recompute" and not trainer.single_update
-        return "values" if read_again or self.objective.needs_values or self.objective.kl_in_reward else "none"
+            return KeepPrefill.GRAPH
+        return KeepPrefill.VALUES if self.needs_old_pass else KeepPrefill.NOTHING
 
     @property
     def _truncates(self) -> bool:

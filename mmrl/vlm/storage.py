@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 
-if TYPE_CHECKING:
-    from mmrl.vlm.policy import VlmPolicy
-
-__all__ = ["VALUE_HEAD_FILE", "load_policy_weights", "load_value_head", "save_merged", "save_policy"]
+__all__ = ["VALUE_HEAD_FILE", "PolicyParts", "load_policy_weights", "load_value_head", "save_merged", "save_policy"]
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
-def save_policy(policy: VlmPolicy, path: Path) -> None:
+class PolicyParts(Protocol):
+    """What of a policy is saved; `mmrl.vlm.policy.VlmPolicy` has these parts."""
+
+    model: Any
+    """The transformers model, or the peft model around it."""
+    processor: Any
+    value_head: nn.Linear | None
+
+    @property
+    def network(self) -> Any:
+        """The transformers model."""
+        ...
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model carries LoRA adapters."""
+        ...
+
+
+def save_policy(policy: PolicyParts, path: Path) -> None:
     """Write a policy to a folder.
 
     Without LoRA the folder is an ordinary model folder. With LoRA it holds the adapter, whose configuration
@@ -42,7 +58,7 @@ def save_policy(policy: VlmPolicy, path: Path) -> None:
         save_file(state, path / VALUE_HEAD_FILE)
 
 
-def save_merged(policy: VlmPolicy, path: Path) -> None:
+def save_merged(policy: PolicyParts, path: Path) -> None:
     """Write a policy as an ordinary model folder, with LoRA adapters added into the weights.
 
     Args:
@@ -58,7 +74,7 @@ def save_merged(policy: VlmPolicy, path: Path) -> None:
     policy.processor.save_pretrained(path)
 
 
-def _merged_state(policy: VlmPolicy) -> dict[str, Tensor]:
+def _merged_state(policy: PolicyParts) -> dict[str, Tensor]:
     """Weights with the adapters added; the model itself is not touched, merging and unmerging would round it."""
     state = {
         name.replace(".base_layer.", "."): tensor
@@ -74,7 +90,7 @@ def _merged_state(policy: VlmPolicy) -> dict[str, Tensor]:
     return state
 
 
-def load_policy_weights(policy: VlmPolicy, path: Path) -> None:
+def load_policy_weights(policy: PolicyParts, path: Path) -> None:
     """Read weights that `save_policy` wrote into the parameters that the policy has.
 
     Args:
@@ -98,7 +114,7 @@ def load_policy_weights(policy: VlmPolicy, path: Path) -> None:
         load_value_head(policy, path)
 
 
-def load_value_head(policy: VlmPolicy, path: Path) -> None:
+def load_value_head(policy: PolicyParts, path: Path) -> None:
     """Read the value head from a folder.
 
     Args:
@@ -121,7 +137,7 @@ def load_value_head(policy: VlmPolicy, path: Path) -> None:
     _copy_into(policy.value_head, state, file)
 
 
-def _read_model(policy: VlmPolicy, path: Path) -> dict[str, Tensor]:
+def _read_model(policy: PolicyParts, path: Path) -> dict[str, Tensor]:
     """State of a model folder, through transformers, which knows sharded files and older key names."""
     network = policy.network
     with quiet_transformers():
@@ -134,7 +150,7 @@ def _read_model(policy: VlmPolicy, path: Path) -> dict[str, Tensor]:
     return saved.state_dict()
 
 
-def _read_adapter(policy: VlmPolicy, path: Path) -> dict[str, Tensor]:
+def _read_adapter(policy: PolicyParts, path: Path) -> dict[str, Tensor]:
     """State of an adapter folder, under the names that the adapted model uses."""
     from safetensors.torch import load_file
 

@@ -82,7 +82,7 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
     entries = read_config(Path(config.path))
     if entries.get("kind") != "vlm":
         raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
-    from mmrl.vlm.models import ModelConfig
+    from mmrl.vlm.model_config import ModelConfig
     from robotics.vla.vlm_policy import VlmActionPolicy
 
     return VlmActionPolicy.from_pretrained(config.path, _nested(ModelConfig, entries.get("model", {}), changes))
@@ -101,7 +101,7 @@ def _flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed:
 
 
 def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from mmrl.vlm.models import ModelConfig
+    from mmrl.vlm.model_config import ModelConfig
     from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 
     options = dict(config.options)

@@ -37,7 +37,7 @@ from robotics.vla.saved import make_config, read_config, read_statistics, read_w
 from robotics.vla.statistics import StateStatistics
 
 if TYPE_CHECKING:
-    from mmrl.vlm.models import ModelConfig
+    from mmrl.vlm.model_config import ModelConfig
     from mmrl.vlm.payload import Prompt
     from mmrl.vlm.policy import VlmPolicy
 
@@ -219,7 +219,7 @@ def load_vlm_policy(
     """Put an action head on a vision-language model, from settings as a configuration file has them.
 
     Args:
-        model: fields of `mmrl.vlm.models.ModelConfig`, path among them.
+        model: fields of `mmrl.vlm.model_config.ModelConfig`, path among them.
         action_size: D.
         chunk: K.
         state_size: entries of the simulator's state.
@@ -238,7 +238,7 @@ def load_vlm_policy(
 
 
 def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
-    from mmrl.vlm.models import LoraSettings, ModelConfig
+    from mmrl.vlm.model_config import LoraSettings, ModelConfig
 
     rest = dict(entries)
     lora = make_config(LoraSettings, dict(rest.pop("lora", {})), f"{place}.lora")

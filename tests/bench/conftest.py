@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 

@@ -78,7 +78,7 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make(tiny_folder):
     """Builds a policy of a kind; vlm policies are those of one folder."""
-    from mmrl.vlm.models import LoraSettings, ModelConfig
+    from mmrl.vlm.model_config import LoraSettings, ModelConfig
 
     def build(kind, seed=0, lora=False, **changes) -> ActionPolicy:
         if kind.startswith("small"):
@@ -564,7 +564,7 @@ def test_a_model_may_go_without_pictures_but_not_without_its_state(policies):
 
 
 def test_lora_trains_adapters_and_what_was_added(make, tmp_path):
-    from mmrl.vlm.models import ModelConfig
+    from mmrl.vlm.model_config import ModelConfig
 
     policy = make("vlm_learned", lora=True)
     names = {name for name, weight in policy.named_parameters() if weight.requires_grad}

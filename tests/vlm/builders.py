@@ -10,7 +10,8 @@ from PIL import Image
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.task import VlmTask
 
 CORPUS = [

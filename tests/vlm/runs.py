@@ -12,8 +12,8 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.vlm.data import DataConfig
-from mmrl.vlm.models import ModelConfig
-from mmrl.vlm.sampler import SamplerConfig
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.sampling import SamplerConfig
 
 
 def write_questions(folder: Path, count: int = 6, text_only_last: bool = True) -> Path:

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from mmrl.vlm.chat import PromptTooLong
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.processing import ImageOnlyProcessor
 from mmrl.vlm.task import TaskError, VlmTask
@@ -170,8 +171,10 @@ import sys
 sys.modules["torchvision"] = None  # as if it were not installed
 import torch
 from mmrl.hub.compat import ensure_torchvision
-from mmrl.vlm.models import ModelConfig, load_policy
-from mmrl.vlm.sampler import SamplerConfig, sample
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS, draw, make_task
 

@@ -8,10 +8,12 @@ import torch
 
 from mmrl.vlm import decoder, lean_weights
 from mmrl.vlm.decoder import PrefixDecoder
-from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
+from mmrl.vlm.model_config import LoraSettings, ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prefix import Prefix
-from mmrl.vlm.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig, Samples
 from tests.vlm.builders import make_rollouts, ragged_tasks
 
 STEPS = 10

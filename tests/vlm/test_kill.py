@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from tests.vlm.runs import write_questions
 
 ROOT = Path(__file__).parents[2]

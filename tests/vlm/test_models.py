@@ -10,7 +10,8 @@ import torch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
-from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
+from mmrl.vlm.model_config import LoraSettings, ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.storage import VALUE_HEAD_FILE, save_merged
 from mmrl.vlm.tiny import build_tiny_vlm

@@ -7,7 +7,8 @@ import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask

@@ -13,7 +13,8 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.papo import PapoConfig
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.sft import SftConfig

@@ -11,7 +11,8 @@ from mmrl.errors import RunError
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from tests.vlm.builders import draw, make_task
 from tests.vlm.runs import run_config

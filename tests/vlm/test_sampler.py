@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.vlm import sampler
-from mmrl.vlm.models import ModelConfig, load_policy
-from mmrl.vlm.sampler import SamplerConfig, Samples, sample
+from mmrl.vlm import generation, sampler
+from mmrl.vlm.kept_prefill import KeepPrefill
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig, Samples
+from mmrl.vlm.token_choice import choose_tokens
 from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
 
 
@@ -87,7 +91,7 @@ def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows, lean):
 
 def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch, lean):
     dropping = run(chatty, max_new_tokens=30, lean=lean)
-    monkeypatch.setattr(sampler, "COMPACT_BELOW", 0.0)
+    monkeypatch.setattr(generation, "COMPACT_BELOW", 0.0)
     keeping = run(chatty, max_new_tokens=30, lean=lean)
     assert len(set(dropping.mask.sum(1).tolist())) > 4
     assert torch.equal(dropping.response_ids, keeping.response_ids)
@@ -123,33 +127,27 @@ def test_each_prompt_and_image_is_read_once(policy, lean):
         assert all(shape[1] == 1 for shape in tokens[1:])
 
 
-@pytest.mark.parametrize("keep", ["none", "values", "graph"])
+@pytest.mark.parametrize("keep", list(KeepPrefill))
 def test_the_prefix_is_handed_on(folder, keep, monkeypatch):
     policy = load_policy(ModelConfig(path=str(folder)))
     prompts = [policy.encode(task) for task in ragged_tasks()]
     kept = []
     monkeypatch.setattr(policy.prefixes, "keep", lambda *args: kept.append(args))
     config = SamplerConfig(max_new_tokens=4, batch_rows=3)
-    samples = sample(policy, prompts, 2, config, torch.Generator().manual_seed(0), keep_prefix=keep)
+    samples = sample(policy, prompts, 2, config, torch.Generator().manual_seed(0), keep=keep)
     assert torch.equal(samples.response_ids, run(policy, group=2, max_new_tokens=4, batch_rows=3).response_ids)
     assert not samples.logp.requires_grad
-    if keep == "none":
+    if keep is KeepPrefill.NOTHING:
         assert not kept
         return
     assert [prompt for given, _ in kept for prompt in given] == prompts
     # a history is one, values come as the prompts are read: three rows are one prompt with its two samples
-    assert [len(prefix) for _, prefix in kept] == ([4] if keep == "graph" else [1, 1, 1, 1])
-    assert all(tensor.requires_grad == (keep == "graph") for _, prefix in kept for tensor in prefix.tensors())
-    if keep == "graph":
+    assert [len(prefix) for _, prefix in kept] == ([4] if keep is KeepPrefill.GRAPH else [1, 1, 1, 1])
+    assert all(tensor.requires_grad == (keep is KeepPrefill.GRAPH) for _, prefix in kept for tensor in prefix.tensors())
+    if keep is KeepPrefill.GRAPH:
         [(_, prefix)] = kept
         prefix.last_state.sum().backward()
         assert policy.network.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
-
-
-def test_unknown_keep_prefix(policy):
-    prompts = [policy.encode(ragged_tasks()[0])]
-    with pytest.raises(ValueError, match="none, values, graph"):
-        sample(policy, prompts, 1, SamplerConfig(), torch.Generator(), keep_prefix="all")
 
 
 def test_the_reason_for_the_modules_is_logged_once(policy, caplog):
@@ -252,9 +250,9 @@ def test_ids_without_a_token_are_banned(policy):
     class Network:
         config = wide
 
-    from mmrl.vlm.policy import _banned_ids
+    from mmrl.vlm.special_tokens import banned_ids
 
-    assert set(_banned_ids(Network(), tokenizer).tolist()) - set(policy.banned_ids.tolist()) == {
+    assert set(banned_ids(Network(), tokenizer).tolist()) - set(policy.banned_ids.tolist()) == {
         len(tokenizer) + extra for extra in range(3)
     }
 
@@ -285,7 +283,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens():
 
     def drawn(**options):
         logp = probability.log().expand(len(uniforms), -1)
-        token, mass = sampler._choose(logp, uniforms, SamplerConfig(**options))
+        token, mass = choose_tokens(logp, uniforms, **options)
         counts = torch.bincount(token, minlength=5) / len(uniforms)
         return counts.tolist(), float(mass[0])
 
@@ -318,7 +316,7 @@ def test_the_search_in_blocks_is_that_of_the_whole_distribution_function(size):
     uniforms[:4] = torch.tensor([0.0, 1e-12, 1.0 - 2**-24, 1.0 - 2**-53], dtype=torch.float64)
     ends = probability.cumsum(-1)
     expected = torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True)[:, 0]
-    token, mass = sampler._choose(logp, uniforms, SamplerConfig())
+    token, mass = choose_tokens(logp, uniforms)
     assert torch.equal(token, expected.clamp(max=size - 1))
     torch.testing.assert_close(mass.double(), ends[:, -1], rtol=1e-6, atol=0)
 
@@ -328,7 +326,7 @@ def test_the_kept_mass_is_that_of_the_tokens_that_can_be_drawn(options):
     logp = peaked(3, 300, seed=1)
     uniforms = torch.linspace(0, 1, 4001)[:-1]
     for row in logp:
-        token, mass = sampler._choose(row.expand(len(uniforms), -1), uniforms, SamplerConfig(**options))
+        token, mass = choose_tokens(row.expand(len(uniforms), -1), uniforms, **options)
         drawable = row.exp().double().sort(descending=True)
         count = min(options.get("top_k", 300), 300)
         ends = drawable.values[:count].cumsum(0)
@@ -342,7 +340,7 @@ def test_the_kept_mass_is_that_of_the_tokens_that_can_be_drawn(options):
 def test_a_token_without_probability_is_never_chosen():
     logp = torch.tensor([[float("-inf"), 0.5, float("-inf"), 0.5, float("-inf")]]).log_softmax(-1)
     ends = torch.tensor([0.0, 0.5, 1.0 - 2**-24])
-    token, _ = sampler._choose(logp.expand(3, -1), ends, SamplerConfig())
+    token, _ = choose_tokens(logp.expand(3, -1), ends)
     assert set(token.tolist()) <= {1, 3}
 
 

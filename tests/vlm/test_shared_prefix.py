@@ -7,9 +7,10 @@ import logging
 import pytest
 import torch
 
-from mmrl.vlm import joined_attention, prefix
+from mmrl.vlm import joined_attention, kept_prefill
 from mmrl.vlm.joined_attention import KERNELS, kernels_for
-from mmrl.vlm.models import LoraSettings, ModelConfig, load_policy
+from mmrl.vlm.model_config import LoraSettings, ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from tests.vlm.builders import draw, make_task, ragged_tasks
@@ -233,7 +234,7 @@ def test_no_more_is_kept_than_there_is_room_for(folder, sampled, family, monkeyp
     policy = load(folder)
     with torch.no_grad():
         parts = [policy.encode_prefix([prompt]) for prompt in prompts]
-        monkeypatch.setattr(prefix, "KEPT_BYTES", parts[0].num_bytes + parts[1].num_bytes)
+        monkeypatch.setattr(kept_prefill, "KEPT_BYTES", parts[0].num_bytes + parts[1].num_bytes)
         expected = policy(sampled[family]).logp
         for prompt, part in zip(prompts, parts, strict=True):
             policy.prefixes.keep([prompt], part)

@@ -203,15 +203,17 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Where the old log-probs come from."""
         return OldLogProbs.of(self.config.trainer)
 
-    def old_pass(self, policy: PolicyT, rollouts: Rollouts) -> Rollouts:
-        """Score the rollouts with the policy before the update, where that is needed.
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether the rollouts are scored before the update: for old log-probs, a critic or a KL in the reward."""
+        scored = self.objective.needs_values or self.objective.kl_in_reward
+        return scored or self.old_logprobs is OldLogProbs.PASS_BEFORE_UPDATE
 
-        It is for old log-probs of several optimiser steps, for a critic and for a KL penalty in the reward.
-        """
-        critic = self.objective.needs_values
-        if not (self.old_logprobs is OldLogProbs.PASS_BEFORE_UPDATE or critic or self.objective.kl_in_reward):
+    def old_pass(self, policy: PolicyT, rollouts: Rollouts) -> Rollouts:
+        """Score the rollouts with the policy before the update, where that is needed."""
+        if not self.needs_old_pass:
             return rollouts
-        outputs = frozenset({"logp", "values"} if critic else {"logp"})
+        outputs = frozenset({"logp", "values"} if self.objective.needs_values else {"logp"})
         with stopwatch("old_logp"):
             scores = self.scores_in_chunks(policy, rollouts, outputs)
         return self.old_logprobs.before_update(rollouts.replace(values=scores.values), scores.logp)

@@ -165,7 +165,7 @@ def half_dead_reward(prompts: list[Any], completions: list[str], *, id: list[str
 
 def suppressed_tokens(model: str, tokenizer: Any) -> list[int]:
     """Tokens that no arm may sample, so that every completion has exactly T tokens: ends of turn and image markup."""
-    from mmrl.vlm.policy import BANNED_TOKENS
+    from mmrl.vlm.special_tokens import BANNED_TOKENS
 
     config = json.loads((Path(model) / "generation_config.json").read_text(encoding="utf-8"))
     ends = config["eos_token_id"]

@@ -18,7 +18,8 @@ from mmrl.vlm.bench.workload import (
     suppressed_tokens,
 )
 from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.models import ModelConfig, load_policy
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
 from mmrl.vlm.tiny import FAMILIES, build_tiny_vlm
 from tests.vlm.builders import CORPUS
 

@@ -1,0 +1,103 @@
+"""What sampling leaves of the prompts for the update, and for how long it may be used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from enum import Enum
+
+import torch
+
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.prefix import Prefix
+
+__all__ = ["KeepPrefill", "KeptPrefill"]
+
+KEPT_BYTES = 2**31
+"""Most memory that is spent on not reading prompts again between sampling and the first update."""
+
+
+class KeepPrefill(Enum):
+    """How much of the prefill sampling leaves behind."""
+
+    NOTHING = "nothing"
+    """Every later pass computes the prompts again."""
+    VALUES = "values"
+    """Keys, values and last states: for the passes without gradient before the first update (old log-probs, values)."""
+    GRAPH = "graph"
+    """The same with their autograd history, which also serves the forward and backward pass of one update."""
+
+
+class KeptPrefill:
+    """The prefixes that sampling left, by prompt, as long as the weights are those that computed them.
+
+    Sampling computes keys, values and last states of every prompt. Until the first optimiser step the weights do not
+    change, so the passes before it need not read the prompts again, and a step with one update on all rows can even
+    backpropagate through the very prefill that sampling made. A prefix with history serves one pass with gradient and
+    is then forgotten, because a graph can be run backwards once.
+    """
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakKeyDictionary[Prompt, tuple[Prefix, int]] = weakref.WeakKeyDictionary()
+        self._weights: Hashable = None
+
+    def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Hashable) -> None:
+        """Remember the prefix of prompts that were just sampled from.
+
+        Args:
+            prompts: N prompts.
+            prefix: theirs, with or without history. Without history it is only remembered while all that are take
+                less than `KEPT_BYTES`.
+            weights: changes whenever the same prompts would be computed to other numbers.
+        """
+        self._forget_outdated(weights)
+        held = {id(kept): kept for kept, _ in self._found.values()}
+        size = prefix.num_bytes + sum(kept.num_bytes for kept in held.values())
+        if size > KEPT_BYTES and not prefix.last_state.requires_grad:
+            return
+        for index, prompt in enumerate(prompts):
+            self._found[prompt] = (prefix, index)
+
+    def take(self, prompts: Sequence[Prompt], weights: Hashable) -> Prefix | None:
+        """Return the prefix of some prompts, with history where gradients are enabled.
+
+        Args:
+            prompts: n prompts.
+            weights: see `put`.
+
+        Returns:
+            The prefix, or None where one of the prompts is missing, or has no history although gradients are enabled.
+        """
+        self._forget_outdated(weights)
+        found = [self._found[prompt] for prompt in prompts if prompt in self._found]
+        if len(found) < len(prompts):
+            return None
+        with_history = torch.is_grad_enabled()
+        if with_history and not all(prefix.last_state.requires_grad for prefix, _ in found):
+            return None
+        parts = _select_runs(found)
+        if with_history:
+            self._found.clear()
+            return Prefix.concat(parts)
+        return Prefix.concat([part.detach() for part in parts])
+
+    def _forget_outdated(self, weights: Hashable) -> None:
+        if weights != self._weights:
+            self._found.clear()
+            self._weights = weights
+
+
+def _select_runs(found: Sequence[tuple[Prefix, int]]) -> list[Prefix]:
+    """The prompts found, taken from each prefix in runs as long as possible."""
+    runs: list[tuple[Prefix, list[int]]] = []
+    for prefix, index in found:
+        if runs and runs[-1][0] is prefix:
+            runs[-1][1].append(index)
+        else:
+            runs.append((prefix, [index]))
+    return [
+        prefix
+        if index == list(range(len(prefix)))
+        else prefix.select(torch.tensor(index, device=prefix.lengths.device))
+        for prefix, index in runs
+    ]

@@ -1,0 +1,91 @@
+"""Decoding through the modules of transformers, for models that the lean decoder does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.vlm.generation import GenerationState
+from mmrl.vlm.packing import PromptTable, pack_rows
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.vision import gather_features
+
+__all__ = ["ModuleDecoder", "fill_cache"]
+
+
+def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable) -> tuple[Any, Tensor]:
+    """Read prompts through the transformers modules.
+
+    Args:
+        policy: the model.
+        prompts: N prompts.
+        table: the same prompts side by side.
+
+    Returns:
+        Their key-value cache and the states (N, H) of their last tokens.
+    """
+    from transformers import DynamicCache
+
+    network = policy.network
+    own = torch.arange(len(prompts), device=policy.device)
+    nothing = torch.zeros((len(prompts), 0), dtype=torch.int64, device=policy.device)
+    packed = pack_rows(table, own, nothing, torch.zeros_like(own), policy.pad_id)
+    embeddings, extra = policy.embed(packed, gather_features(network.model, prompts, policy.features))
+    cache = DynamicCache(config=network.config.text_config)
+    output = network.model.language_model(
+        inputs_embeds=embeddings,
+        position_ids=packed.positions,
+        past_key_values=cache,
+        use_cache=True,
+        **extra,
+    )
+    return cache, output.last_hidden_state[own, table.lengths - 1]
+
+
+class ModuleDecoder:
+    """Rows that the transformers modules decode together: their cache, positions and which cached columns they see."""
+
+    def __init__(self, draw: GenerationState, table: PromptTable, prompt: Tensor, cache: Any) -> None:
+        self.policy = draw.policy
+        self.cache = cache
+        self.step = 0
+        self.width = table.ids.shape[1]
+        self.next_position = table.next_position[prompt]
+        self.visible = _visible(table, prompt, draw.config.max_new_tokens)
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all rows but some."""
+        self.cache.batch_select_indices(index)
+        self.next_position = self.next_position[index]
+        self.visible = None if self.visible is None else self.visible[index]
+
+    def advance(self, token: Tensor) -> Tensor:
+        """Read one token of each row and return the states (b, H) that predict the next."""
+        network = self.policy.network
+        seen = self.visible
+        output = network.model.language_model(
+            inputs_embeds=network.get_input_embeddings()(token[:, None]),
+            position_ids=(self.next_position + self.step)[None, :, None].expand(3, -1, -1),
+            attention_mask=None if seen is None else seen[:, : self.width + self.step + 1],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.step += 1
+        return output.last_hidden_state[:, -1]
+
+    def next_logp(self, states: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities (b, V) of the next token."""
+        return self.policy.next_logp(states, temperature)
+
+
+def _visible(table: PromptTable, prompt: Tensor, steps: int) -> Tensor | None:
+    """Columns of the cache that hold a token of the row; None where no prompt is padded."""
+    width = table.ids.shape[1]
+    if bool((table.lengths == width).all()):
+        return None
+    columns = torch.arange(width + steps, device=prompt.device)[None]
+    return (columns < table.lengths[prompt][:, None]) | (columns >= width)

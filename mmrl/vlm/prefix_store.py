@@ -1,0 +1,126 @@
+"""Gives each forward pass the prefix of its prompts, computed as seldom as the weights allow."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mmrl.vlm.kept_prefill import KeptPrefill
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.prefix import Prefix
+
+__all__ = ["PrefixEncoder", "PrefixStore"]
+
+
+class PrefixEncoder(Protocol):
+    """A policy that computes prefixes."""
+
+    def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
+        """Keys, values and last states of N prompts."""
+        ...
+
+    def weights_state(self) -> Hashable:
+        """Changes whenever the same prompts would be computed to other numbers."""
+        ...
+
+
+@dataclass
+class _SharedPrefix:
+    """A prefix that several micro-batches of an optimiser step read."""
+
+    prompts: tuple[int, ...]
+    """Identities of the prompts."""
+    whole: Prefix
+    """As computed, with its history."""
+    leaves: Prefix
+    """What the micro-batches read; their gradients add up here."""
+
+    def backward(self) -> None:
+        """Backpropagate the sum of the gradients through the prompts, once."""
+        pairs = zip(self.whole.tensors(), self.leaves.tensors(), strict=True)
+        used = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
+        if used:
+            torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
+
+
+class PrefixStore:
+    """The prefixes of a policy: those that sampling kept, and those that running micro-batches share.
+
+    Inside `open`, the micro-batches of a group read one prefix. With gradient they read it as leaves: their backward
+    passes end there, and one backward pass through the prompts follows the last of them.
+
+    Args:
+        policy: computes prefixes.
+    """
+
+    def __init__(self, policy: PrefixEncoder) -> None:
+        self._policy = weakref.ref(policy)
+        self._kept = KeptPrefill()
+        self._shared: dict[str, _SharedPrefix] | None = None
+
+    def keep(self, prompts: Sequence[Prompt], prefix: Prefix) -> None:
+        """Keep the prefix of prompts that were just sampled from; see `KeptPrefill.put`."""
+        self._kept.put(prompts, prefix, self._encoder.weights_state())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether micro-batches are running that may belong to one group."""
+        return self._shared is not None
+
+    def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
+        """Prefix of the prompts, with history where gradients are enabled.
+
+        Args:
+            prompts: N prompts.
+            view: name of the form that these prompts have; one prefix a view is shared at a time.
+
+        Returns:
+            The prefix of all prompts in order.
+        """
+        if self._shared is not None:
+            return self._shared_prefix(self._shared, prompts, view)
+        kept = self._from_kept(prompts)
+        return kept if kept is not None else self._encoder.encode_prefix(prompts)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[PrefixStore]:
+        """Share the prefix of a group between its micro-batches, however many there are.
+
+        Gradients add up at the prefix; `backward` sends them on, and so does the first micro-batch of another group.
+        """
+        before, self._shared = self._shared, {}
+        try:
+            yield self
+        finally:
+            self._shared = before
+
+    def backward(self) -> None:
+        """Backpropagate what has added up through the prompts; call after the last micro-batch."""
+        for shared in (self._shared or {}).values():
+            shared.backward()
+        if self._shared is not None:
+            self._shared.clear()
+
+    def _shared_prefix(self, shared: dict[str, _SharedPrefix], prompts: Sequence[Prompt], view: str) -> Prefix:
+        names = tuple(id(prompt) for prompt in prompts)
+        if view in shared and shared[view].prompts != names:
+            shared.pop(view).backward()
+        if view not in shared:
+            kept = None if torch.is_grad_enabled() else self._from_kept(prompts)
+            whole = kept or self._encoder.encode_prefix(prompts)
+            shared[view] = _SharedPrefix(names, whole, whole.leaves() if torch.is_grad_enabled() else whole)
+        return shared[view].leaves
+
+    def _from_kept(self, prompts: Sequence[Prompt]) -> Prefix | None:
+        return self._kept.take(prompts, self._encoder.weights_state())
+
+    @property
+    def _encoder(self) -> PrefixEncoder:
+        policy = self._policy()
+        assert policy is not None
+        return policy
