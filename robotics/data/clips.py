@@ -1,4 +1,4 @@
-"""Pictures of an episode: cut out of a video that holds many episodes, or as PNG."""
+"""Images of an episode: cut out of a video that holds many episodes, or as PNG."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def read_clip(
         start_s: seconds from the beginning of the video to the episode's first frame.
         length: T, frames of the episode.
         fps: frames a second.
-        size: (H, W) pixels of the pictures; what the video has beyond them is padding.
+        size: (H, W) pixels of the images; what the video has beyond them is padding.
 
     Returns:
         (T, H, W, 3) uint8 and (T,) whether a frame could be decoded; one that could not repeats the one before it, or
         the first that could.
 
     Raises:
-        UserError: the file is missing, is no video, is smaller than the pictures, or no frame of the part decodes.
+        UserError: the file is missing, is no video, is smaller than the images, or no frame of the part decodes.
     """
     height, width = size
     frames = np.zeros((length, height, width, 3), np.uint8)
     decoded = np.zeros(length, np.bool_)
-    for time_s, picture in _pictures(path, start_s):
+    for time_s, frame in _timed_frames(path, start_s):
         place = round((time_s - start_s) * fps)
         if place >= length:
             break
         if place < 0:
             continue
-        if picture.height < height or picture.width < width:
-            raise UserError(f"{path} is {picture.width}x{picture.height}; the features say {width}x{height}")
-        frames[place] = picture.to_ndarray(format="rgb24")[:height, :width]
+        if frame.height < height or frame.width < width:
+            raise UserError(f"{path} is {frame.width}x{frame.height}; the features say {width}x{height}")
+        frames[place] = frame.to_ndarray(format="rgb24")[:height, :width]
         decoded[place] = True
     if not decoded.any():
         raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")
@@ -82,7 +82,7 @@ def describe_video(path: Path) -> dict[str, Any]:
 
 
 def encode_png(frame: NDArray[np.uint8]) -> bytes:
-    """Pack a picture without loss.
+    """Pack an image without loss.
 
     Args:
         frame: (H, W, 3) uint8.
@@ -98,7 +98,7 @@ def encode_png(frame: NDArray[np.uint8]) -> bytes:
 
 
 def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
-    """Unpack a picture.
+    """Unpack an image.
 
     Args:
         content: of a PNG or any other file that Pillow knows.
@@ -117,7 +117,7 @@ def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
     return frame if frame.shape[:2] == tuple(size) else None
 
 
-def _pictures(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
+def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
     import av
 
     if not path.is_file():
@@ -133,12 +133,12 @@ def _pictures(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
         # Without it the decoder paints over what is broken and says nothing.
         video.codec_context.options = {"err_detect": "explode"}
         video.codec_context.thread_type = "NONE"
-        # Backward to the picture that stands by itself; the half millisecond is for starts that are rounded down.
+        # Backward to the key frame; the half millisecond is for starts that are rounded down.
         container.seek(int((start_s + 5e-4) / video.time_base), stream=video)
         for packet in _packets(container, video):
-            for picture in _decode(packet):
-                if picture.pts is not None:
-                    yield float(picture.pts * picture.time_base), picture
+            for frame in _decode(packet):
+                if frame.pts is not None:
+                    yield float(frame.pts * frame.time_base), frame
 
 
 def _packets(container: Any, video: Any) -> Iterator[Any]:
@@ -156,6 +156,6 @@ def _decode(packet: Any) -> Sequence[Any]:
     import av
 
     try:
-        return [picture for picture in packet.decode() if not picture.is_corrupt]
+        return [frame for frame in packet.decode() if not frame.is_corrupt]
     except av.error.FFmpegError:
         return []

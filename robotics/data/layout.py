@@ -1,8 +1,8 @@
 """LeRobotDataset v3.0 as files: names, columns, features and the small JSON files.
 
 A dataset is a folder. `meta/info.json` names the features and the file patterns, `meta/tasks.parquet` the instructions,
-`meta/episodes/` holds a row for each episode that says where its frames lie, `data/` the frames without pictures and
-`videos/<feature>/` the pictures; a file holds many episodes, in their order.
+`meta/episodes/` holds a row for each episode that says where its frames lie, `data/` the frames without images and
+`videos/<feature>/` the images; a file holds many episodes, in their order.
 
 Followed is lerobot 0.4.4 (codebase version v3.0), whose default limits are 100 MB for data and 200 MB for videos.
 Beyond it every dataset has the feature `next.success` and the episode column `success`.
@@ -61,7 +61,7 @@ def robot_features(
         state: entries of the state, or their names.
         action: entries of the action, or their names.
         cameras: (H, W) pixels of each camera.
-        video: whether pictures become mp4, with some loss; else PNG inside the data files, without.
+        video: whether images become mp4, with some loss; else PNG inside the data files, without.
 
     Returns:
         Features as `EpisodeWriter` takes and `meta/info.json` shows them.
@@ -91,19 +91,23 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
     complete = {}
     for key, feature in features.items():
         dtype, shape = feature.get("dtype"), [int(size) for size in feature.get("shape", ())]
-        picture = dtype in PICTURES
+        is_image = dtype in IMAGES
         if "/" in key:
             raise UserError(f"feature {key!r} has a '/' in its name; the format keeps it for columns, use a '.'")
-        if not picture and dtype not in DTYPES:
-            raise UserError(f"feature {key!r} has dtype {dtype!r}; known are {', '.join((*PICTURES, *DTYPES))}")
-        if min(shape, default=0) < 1 or (picture and (len(shape), shape[-1]) != (3, 3)) or (not picture and shape[1:]):
-            raise UserError(f"feature {key!r} has shape {shape}; expected {'[H, W, 3]' if picture else '[n], n >= 1'}")
+        if not is_image and dtype not in DTYPES:
+            raise UserError(f"feature {key!r} has dtype {dtype!r}; known are {', '.join((*IMAGES, *DTYPES))}")
+        if (
+            min(shape, default=0) < 1
+            or (is_image and (len(shape), shape[-1]) != (3, 3))
+            or (not is_image and shape[1:])
+        ):
+            raise UserError(f"feature {key!r} has shape {shape}; expected {'[H, W, 3]' if is_image else '[n], n >= 1'}")
         complete[key] = {"dtype": dtype, "shape": shape, "names": feature.get("names")}
     return complete | {key: dict(feature) for key, feature in COLUMNS.items()}
 
 
 def camera_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Names of the features that are pictures.
+    """Names of the features that are images.
 
     Args:
         features: of a dataset.
@@ -176,7 +180,7 @@ def _vector(entries: int | Sequence[str]) -> dict[str, Any]:
     return {"dtype": "float32", "shape": [entries if isinstance(entries, int) else len(entries)], "names": names}
 
 
-PICTURES = ("video", "image")
+IMAGES = ("video", "image")
 DTYPES = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 COLUMNS: dict[str, dict[str, Any]] = {
     SUCCESS: {"dtype": "bool", "shape": [1], "names": None},

@@ -1,6 +1,6 @@
 """Reading of LeRobotDataset v3.0, whoever wrote it: episodes, frames with action chunks, statistics.
 
-Pictures are decoded when they are looked at. Followed is lerobot 0.4.4; see `robotics.data.layout`.
+Images are decoded when they are looked at. Followed is lerobot 0.4.4; see `robotics.data.layout`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LeRobotReader:
         self.stats: dict[str, Statistics] = self._statistics()
         """Statistics by feature; empty where the dataset has none."""
         self.counts: Counter[str] = Counter()
-        """`corrupt_frames`: pictures looked at that could not be decoded and repeat a neighbour."""
+        """`corrupt_frames`: images looked at that could not be decoded and repeat a neighbour."""
 
     @property
     def fps(self) -> float:
@@ -149,7 +149,7 @@ class LeRobotReader:
             number: 0 to `len(reader) - 1`.
 
         Returns:
-            The episode; its pictures are not decoded yet.
+            The episode; its images are not decoded yet.
 
         Raises:
             UserError: there is no such episode, or its part of a file is missing, broken or of another length.
@@ -173,7 +173,7 @@ class LeRobotReader:
         )
 
     def images(self, number: int, camera: str) -> NDArray[np.uint8]:
-        """Decode the pictures of an episode.
+        """Decode the images of an episode.
 
         Args:
             number: 0 to `len(reader) - 1`.
@@ -198,7 +198,7 @@ class LeRobotReader:
 
         Args:
             delta_timestamps: K times in seconds, relative to the frame, of the actions wanted; multiples of 1/fps.
-            cameras: whose pictures are wanted.
+            cameras: whose images are wanted.
             episodes: numbers of the episodes; all when None.
 
         Returns:
@@ -219,7 +219,7 @@ class LeRobotReader:
             actions, valid = action_chunks(episode.action, offsets)
             images = {camera: episode.images[camera] for camera in cameras}
             for frame in range(len(episode)):
-                seen = {camera: pictures[frame] for camera, pictures in images.items()}
+                seen = {camera: frames[frame] for camera, frames in images.items()}
                 state = episode.state[frame]
                 yield FrameSample(number, frame, state, actions[frame], valid[frame], seen, episode.task)
 
@@ -284,7 +284,7 @@ class LeRobotReader:
 
     def _decoder(self, key: str, row: Mapping[str, Any], table: pa.Table) -> Callable[[], NDArray[np.uint8]]:
         feature = self.info["features"][key]
-        size = _picture_size(feature)
+        size = _image_size(feature)
         if feature["dtype"] == "image":
             return lambda: self._decode_images(table[key].to_pylist(), size)
         path = self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
@@ -296,7 +296,7 @@ class LeRobotReader:
         frames = [decode_png(content, size) for content in contents]
         good = [frame for frame in frames if frame is not None]
         if not good:
-            raise UserError(f"no picture of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
+            raise UserError(f"no image of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
         latest, filled = good[0], []
         for frame in frames:
             latest = latest if frame is None else frame
@@ -335,7 +335,7 @@ def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, ND
 
 
 class _Images(Mapping[str, "NDArray[np.uint8]"]):
-    """Pictures by camera, decoded when one asks."""
+    """Images by camera, decoded when one asks."""
 
     def __init__(self, decoders: Mapping[str, Callable[[], NDArray[np.uint8]]]) -> None:
         self._decoders = decoders
@@ -356,7 +356,7 @@ def _matrix(values: NDArray | None, length: int) -> NDArray[np.float32]:
     return np.zeros((length, 0), np.float32) if values is None else values.astype(np.float32).reshape(length, -1)
 
 
-def _picture_size(feature: Mapping[str, Any]) -> tuple[int, int]:
+def _image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
     shape, names = feature["shape"], feature.get("names") or ()
     # Datasets ported from elsewhere may give (channel, height, width).
     first = str(names[0]) if names else ""

@@ -3,7 +3,7 @@
 Each feature has min, max, mean, population standard deviation, count and the quantiles 1, 10, 50, 90 and 99 %. The
 quantiles of an episode are exact. Episodes are aggregated as lerobot does it, which takes the mean of their quantiles;
 that is not the quantile of all frames (the 1 % one of episodes that differ is too high), so `EpisodeWriter` computes
-the numbers of all features but pictures anew from all frames when it finishes.
+the numbers of all features but images anew from all frames when it finishes.
 
 Source: huggingface/lerobot 0.4.4, src/lerobot/datasets/compute_stats.py.
 """

@@ -61,7 +61,7 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
     """Frames of an episode as they lie in a data file.
 
     Args:
-        columns: (T, ...) by feature; pictures (T, H, W, 3) uint8 become PNG, videos are left out.
+        columns: (T, ...) by feature; images (T, H, W, 3) uint8 become PNG, videos are left out.
         features: of the dataset.
 
     Returns:
@@ -226,8 +226,8 @@ def _arrow(values: NDArray, kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
-        pictures = [{"bytes": encode_png(frame), "path": f"frame-{at:06d}.png"} for at, frame in enumerate(values)]
-        return pa.array(pictures, type=kind)
+        encoded = [{"bytes": encode_png(frame), "path": f"frame-{at:06d}.png"} for at, frame in enumerate(values)]
+        return pa.array(encoded, type=kind)
     inner = kind.value_type if pa.types.is_fixed_size_list(kind) else kind
     flat = pa.array(values.reshape(-1).astype(inner.to_pandas_dtype()), type=inner)
     return flat if inner is kind else pa.FixedSizeListArray.from_arrays(flat, type=kind)

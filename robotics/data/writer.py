@@ -64,7 +64,7 @@ class StorageSettings:
     files_per_chunk: int = 1000
     """Files in a folder chunk-XXX."""
     video: VideoSettings = field(default_factory=lambda: VideoSettings(gop=2))
-    """Encoder; lerobot's two frames between pictures that stand by themselves make single frames quick to read."""
+    """Encoder; lerobot's two frames between key frames make single frames quick to read."""
 
 
 class EpisodeWriter:
@@ -235,12 +235,12 @@ class EpisodeWriter:
         length = len(first) if first.ndim else 0
         for key, feature in wanted.items():
             values, shape = columns[key], (length, *feature["shape"])
-            picture = feature["dtype"] in ("video", "image")
+            is_image = feature["dtype"] in ("video", "image")
             if not length or (values.shape != shape and (*values.shape, 1) != shape):
                 raise ValueError(f"{key} has shape {values.shape}; expected {shape} with at least one frame")
-            if picture and values.dtype != np.uint8:
-                raise ValueError(f"{key} has type {values.dtype}; pictures are uint8")
-            if not picture and not np.isfinite(values.astype(np.float64)).all():
+            if is_image and values.dtype != np.uint8:
+                raise ValueError(f"{key} has type {values.dtype}; images are uint8")
+            if not is_image and not np.isfinite(values.astype(np.float64)).all():
                 raise ValueError(f"{key} has values that are not finite")
         return length
 
@@ -422,7 +422,7 @@ def _remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _remove_joined(data: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
-    # Between a join and the rows that point to it, the episodes lie in the joined file and in their own. More pictures
+    # Between a join and the rows that point to it, the episodes lie in the joined file and in their own. More images
     # than a video needs do no harm, but readers count on the place of a frame among all frames.
     held: dict[Path, list[Mapping[str, Any]]] = {}
     for row in rows:

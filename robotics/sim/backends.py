@@ -1,4 +1,4 @@
-"""Which OpenGL draws the pictures: tried in a process of its own first, because a broken driver may crash its process.
+"""Which OpenGL draws the images: tried in a process of its own first, because a broken driver may crash its process.
 
 MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is not set, which fails on a machine
 without a screen. Here the contexts are opened directly, so the choice may also be made after the import.
@@ -43,7 +43,7 @@ def find_backend(preferred: str | None = None) -> Backend | None:
             system can have, EGL before OSMesa.
 
     Returns:
-        The first one that drew a picture in a process of its own; None when none did or `MUJOCO_GL` says off.
+        The first one that drew an image in a process of its own; None when none did or `MUJOCO_GL` says off.
 
     Raises:
         UserError: there is no backend of the preferred name.
@@ -77,7 +77,7 @@ def require_backend(preferred: str | None = None) -> Backend:
     lines = [
         f"no OpenGL renders on this machine without a screen ({asked})" + ("; tried:" if tried else ""),
         *tried,
-        f"on Debian or Ubuntu: sudo apt-get install {packages}; states without pictures need no renderer",
+        f"on Debian or Ubuntu: sudo apt-get install {packages}; states without images need no renderer",
     ]
     raise UserError("\n".join(lines))
 
@@ -88,7 +88,7 @@ PROBED = "MMRL_PROBED_RENDERER"
 
 @functools.cache
 def probe_backend(name: str) -> tuple[Backend | None, str]:
-    """Draw a small picture in a process of its own; each name is tried once.
+    """Draw a small image in a process of its own; each name is tried once.
 
     A process whose parent has done so is told by the variable MMRL_PROBED_RENDERER and does not draw again.
 
@@ -166,7 +166,7 @@ def _why(code: int, errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     if code < 0:
         return f"crashed with {signal.Signals(-code).name}"
-    return lines[-1][:300] if lines else f"ended with code {code} without a picture"
+    return lines[-1][:300] if lines else f"ended with code {code} without an image"
 
 
 CONTEXT_MODULES = {"egl": "mujoco.egl", "osmesa": "mujoco.osmesa", "glfw": "mujoco.glfw", "cgl": "mujoco.cgl"}
@@ -179,12 +179,12 @@ data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)
 with mujoco.Renderer(model, 32, 32) as renderer:
     renderer.update_scene(data)
-    picture = renderer.render()
+    image = renderer.render()
     try:
         from OpenGL import GL
         texts = [GL.glGetString(name).decode() for name in (GL.GL_RENDERER, GL.GL_VERSION)]
     except Exception:
         texts = ["unknown device"]
-assert picture.max() > 0, "the picture is black"
+assert image.max() > 0, "the image is black"
 print("device: " + ", ".join(texts))
 """

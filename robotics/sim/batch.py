@@ -104,8 +104,8 @@ class TabletopBatch:
         self.horizon = max(self._horizon(name) for name in self._tasks)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._pictures = self._render_settings()
-        self._drawing = _find_drawing(backend) if self._pictures is not None else None
+        self._rendering = self._render_settings()
+        self._drawing = _find_drawing(backend) if self._rendering is not None else None
         self._workers = workers
         self._controller = CartesianController(self.arm, self.settings.control)
         self._rollouts: dict[tuple[str, str], ImageRollout] = {}
@@ -157,13 +157,13 @@ class TabletopBatch:
             What happened; rows that ended or failed have left `live`.
 
         Raises:
-            UserError: the shape does not fit, an action is not finite, no row is live, or there are no pictures to
+            UserError: the shape does not fit, an action is not finite, no row is live, or there are no images to
                 record.
         """
         if not len(self.live):
             raise UserError("no row is live; reset first")
-        if record and self._pictures is None:
-            raise UserError("nothing can be recorded without pictures; give an image_size")
+        if record and self._rendering is None:
+            raise UserError("nothing can be recorded without images; give an image_size")
         moves = check_actions(actions, len(self.live))
         live = self.live
         plan = self._controller.plan(live, moves)
@@ -179,7 +179,7 @@ class TabletopBatch:
             self._collect(chunk, places, output)
             ends = plan.commands[places, np.maximum(chunk.steps - 1, 0)]
             self._observe(group, chunk.observation, ends, ~chunk.failed, output)
-            frames |= {int(group.rows[scene]): pictures for scene, pictures in chunk.recorded.items()}
+            frames |= {int(group.rows[scene]): recorded for scene, recorded in chunk.recorded.items()}
         return self._finish(output, frames)
 
     def full_state(self) -> NDArray[np.float32]:
@@ -230,9 +230,9 @@ class TabletopBatch:
     def _render_settings(self) -> RenderSettings | None:
         if self.image_size is None:
             return None
-        pictures = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera)
-        check_fields(pictures, "picture")
-        return pictures
+        rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera)
+        check_fields(rendering, "image")
+        return rendering
 
     def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:
         rows: dict[tuple[str, str], list[int]] = {}
@@ -255,7 +255,7 @@ class TabletopBatch:
                 scene.model,
                 scene,
                 len(rows),
-                self._pictures,
+                self._rendering,
                 substeps=PHYSICS_STEPS,
                 horizon=self._horizon(task),
                 workers=self._workers,

@@ -40,7 +40,7 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
         say: takes lines to print.
 
     Returns:
-        Whether no environment broke down.
+        Whether no environment failed.
 
     Raises:
         UserError: an unknown simulator or option, or it has no experts.
@@ -67,7 +67,7 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
         say(", ".join(f"{key} {value}" for key, value in sim.describe().items() if not isinstance(value, dict)))
         for task, done, count, failed in check_experts(sim, episodes):
             rows.append((task, done, count, failed))
-            say(f"{task:<28} {done:>3} of {count:<3}" + (f"  {failed} broke down" if failed else ""))
+            say(f"{task:<28} {done:>3} of {count:<3}" + (f"  {failed} environments failed" if failed else ""))
     finally:
         sim.close()
     for line in summary_lines(rows):

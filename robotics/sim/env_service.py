@@ -89,7 +89,7 @@ class EnvService:
 
     Args:
         env: the environment.
-        images: whether observations have a picture.
+        images: whether observations have an image.
         end_at_success: whether the control step that succeeds ends the episode.
     """
 
@@ -98,7 +98,7 @@ class EnvService:
         self._elapsed = 0
         if images and env.image_size is None:
             raise gym_adapter.EnvError(
-                "pictures were asked for, but the environment draws none; make it with render_mode='rgb_array', or ask "
+                "images were asked for, but the environment draws none; make it with render_mode='rgb_array', or ask "
                 "for none (sim.image_size=0)"
             )
 
@@ -173,7 +173,7 @@ class EnvService:
         return {"action": np.asarray(self._env.expert(), np.float64)}  # type: ignore[attr-defined]
 
     def render(self) -> dict[str, np.ndarray]:
-        """(H, W, 3) picture of this moment."""
+        """(H, W, 3) image of this moment."""
         return {"image": np.asarray(self._env.render(), np.uint8)}
 
     def _observe(self, drawn: np.ndarray | None = None) -> dict[str, np.ndarray]:

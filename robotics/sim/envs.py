@@ -206,7 +206,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             self._over = True
             kinds = [self._lib.mjtWarning(int(number)).name for number in np.flatnonzero(warnings)]
             raise SimulationDiverged(
-                f"the simulation of {self._scene.task.name} broke down in control step {self._elapsed} of layout "
+                f"the simulation of {self._scene.task.name} failed in control step {self._elapsed} of layout "
                 f"{self._layout} ({', '.join(kinds)}); reset to go on"
             )
 
@@ -232,7 +232,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of observation: its space by the size of pictures, how it is made, and whether that draws."""
+    """One kind of observation: its space by the size of images, how it is made, and whether that draws."""
 
     space: Callable[[tuple[int, int]], spaces.Box]
     observe: Callable[[TabletopEnv], Any]

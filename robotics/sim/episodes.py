@@ -42,7 +42,7 @@ class RobotObservation:
     state: NDArray[np.float32]
     """(R, S) proprioception and whatever else the simulator counts as state; its docstring names the entries."""
     images: NDArray[np.uint8] | None
-    """(R, H, W, 3) RGB; None without pictures."""
+    """(R, H, W, 3) RGB; None without images."""
 
     def of(self, rows: ArrayLike) -> RobotObservation:
         """Some of the rows.
@@ -77,13 +77,13 @@ class ChunkResult:
     truncated: NDArray[np.bool_]
     """(L,) whether the horizon ended it."""
     failed: NDArray[np.bool_]
-    """(L,) whether the environment broke down: raised, hung, died or diverged."""
+    """(L,) whether the environment failed: raised, hung, died or diverged."""
     observation: RobotObservation
     """At the end of the chunk or of the episode, a row for each of `rows`; zeros where the environment failed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """Why a row failed, or what the environment says of its end, by row."""
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """(steps, H, W, 3) a picture of each control step, by row that is recorded."""
+    """(steps, H, W, 3) an image of each control step, by row that is recorded."""
 
     @classmethod
     def empty(
@@ -95,7 +95,7 @@ class ChunkResult:
             rows: (L,) numbers of the episodes, ascending.
             length: K.
             state_size: S.
-            image_size: (H, W); None without pictures.
+            image_size: (H, W); None without images.
         """
         count = len(rows)
         images = None if image_size is None else np.zeros((count, *image_size, 3), np.uint8)
@@ -124,7 +124,7 @@ class RobotSim(Protocol):
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        """(H, W) pixels; None without pictures."""
+        """(H, W) pixels; None without images."""
 
     @property
     def horizon(self) -> int:

@@ -26,7 +26,7 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
         split: where their layouts come from.
 
     Yields:
-        Task, successes, episodes with a result, and episodes whose environment broke down; as they come.
+        Task, successes, episodes with a result, and episodes whose environment failed; as they come.
 
     Raises:
         UserError: the simulator has no experts.
@@ -40,14 +40,14 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
 
 
 def run_expert(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Carry out episodes of one task with its expert, a control step at a time.
+    """Run episodes of one task with its expert, a control step at a time.
 
     Args:
         sim: the simulator.
         episodes: R of them, at most its capacity.
 
     Returns:
-        (R,) whether each succeeded, and (R,) whether its environment broke down.
+        (R,) whether each succeeded, and (R,) whether its environment failed.
     """
     choose = expert_of(sim, episodes[0].task)
     begun = sim.reset(episodes)

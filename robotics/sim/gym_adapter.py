@@ -23,19 +23,19 @@ class EnvError(Exception):
 
 
 class GymRow:
-    """One Gymnasium environment, its observations cut into state and picture, its actions scaled from -1..1.
+    """One Gymnasium environment, its observations cut into state and image, its actions scaled from -1..1.
 
     Args:
         env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, and `image_size`, the (H, W) of
-            what `render` returns; without the latter a picture is drawn to find it out. `info` says whether the task is
+            what `render` returns; without the latter an image is drawn to find it out. `info` says whether the task is
             done, or one of the next options does.
         task: name of its only task; the id it was made by when None.
         instruction: language instruction; that of the environment's `metadata` when None.
-        state_keys: entries of a Dict observation that are the state, in this order; all that are no pictures when
+        state_keys: entries of a Dict observation that are the state, in this order; all that are no images when
             None. An entry that is a Dict itself gives all of its own.
-        image_key: entry of a Dict observation that is the picture (H, W, 3) uint8; the first such one when None,
+        image_key: entry of a Dict observation that is the image (H, W, 3) uint8; the first such one when None,
             `env.render()` where there is none.
-        size: side in pixels to which pictures are resized, by averaging areas; they stay as they are drawn when None.
+        size: side in pixels to which images are resized, by averaging areas; they stay as they are drawn when None.
         success_key: entry of `info` that says whether the task is done; `success` or `is_success` when None, one of
             which `info` has to have by the end of the first episode; "" for these two where they may be missing, which
             then means that the task is not done.
@@ -45,7 +45,7 @@ class GymRow:
         layout_options: whether `reset` is given the options layout and split beside the seed.
 
     Raises:
-        EnvError: actions are not continuous or have no bounds, a key does not exist or is no picture, there is no
+        EnvError: actions are not continuous or have no bounds, a key does not exist or is no image, there is no
             horizon.
     """
 
@@ -117,7 +117,7 @@ class GymRow:
         return np.concatenate([np.zeros(0), *_leaves(parts)]).astype(np.float32)
 
     def render(self) -> np.ndarray:
-        """(H, W, 3) picture of the observation, or what the environment draws."""
+        """(H, W, 3) image of the observation, or what the environment draws."""
         picture = self._picture()
         if self._size is None or picture.shape[:2] == (self._size, self._size):
             return picture
@@ -164,10 +164,10 @@ class GymRow:
 
 
 def resize(picture: np.ndarray, size: int) -> np.ndarray:
-    """Resize a picture to a square; each pixel is the mean of the area that it covers.
+    """Resize an image to a square; each pixel is the mean of the area that it covers.
 
     Args:
-        picture: (H, W, C) uint8.
+        image: (H, W, C) uint8.
         size: pixels of a side.
 
     Returns:
@@ -215,7 +215,7 @@ def _is_picture(space: Any) -> bool:
 def _split_keys(
     space: Any, state_keys: Sequence[str] | None, image_key: str | None
 ) -> tuple[list[str] | None, str | None]:
-    """Keys of state and picture; "" is the picture of an observation that is nothing else."""
+    """Keys of state and image; "" is the image of an observation that is nothing else."""
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")
@@ -227,7 +227,7 @@ def _split_keys(
     pictures = [key for key in parts if _is_picture(parts[key])]
     if image_key and image_key not in pictures:
         raise EnvError(
-            f"image_key {image_key!r} is {parts[image_key]}; a picture is a Box of the shape (H, W, 3), uint8. There "
+            f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of the shape (H, W, 3), uint8. There "
             f"are: {', '.join(pictures) or 'none'}"
         )
     image = image_key or (pictures[0] if pictures else None)
@@ -235,8 +235,8 @@ def _split_keys(
     for key in chosen:
         if any(_is_picture(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
-                f"the entry {key!r} of the state holds a picture; leave it out with state_keys, or wrap the "
-                "environment so that the picture is an entry of its own"
+                f"the entry {key!r} of the state holds an image; leave it out with state_keys, or wrap the "
+                "environment so that the image is an entry of its own"
             )
     return chosen, image
 

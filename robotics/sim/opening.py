@@ -24,9 +24,9 @@ class SimConfig:
     """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
     FetchReach-v4 (gymnasium_robotics); the last two run one task."""
     image_size: int = bounded(64, at_least=0)
-    """Side of the pictures in pixels; 0 = none. Those of gymnasium are resized by averaging areas."""
+    """Side of the images in pixels; 0 = none. Those of gymnasium are resized by averaging areas."""
     camera: str = ""
-    """Camera of the pictures; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
+    """Camera of the images; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
     horizon: int = bounded(0, at_least=0)
     """Control steps after which an episode is cut off; 0 = that of the task."""
     workers: int = bounded(0, at_least=0)

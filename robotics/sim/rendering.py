@@ -1,13 +1,13 @@
-"""Pictures of MuJoCo scenes at a fraction of the default cost, and how they differ from the default ones.
+"""Images of MuJoCo scenes at a fraction of the default cost, and how they differ from the default ones.
 
 With default settings a software renderer spends nearly all of a frame on one shadow map of 4096 x 4096 pixels. Three
 things are left out here, each with a switch:
 
 - shadows: the light that would be blocked arrives; colours of shaded parts change, shapes do not;
 - multisampling: edges are not smoothed;
-- parts that never move: they are drawn once, with their distances, and every later picture takes over the moving
+- parts that never move: they are drawn once, with their distances, and every later image takes over the moving
   parts where these are nearer. No pixel changes by it. Where one would (shadows, smoothed edges, transparent or
-  mirroring surfaces) and where camera, lights or a fixed part move from picture to picture, everything is drawn.
+  mirroring surfaces) and where camera, lights or a fixed part move from image to image, everything is drawn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPEN_RENDERERS: weakref.WeakSet[FrameRenderer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """What a picture shows and what is left out of it to save time."""
+    """What an image shows and what is left out of it to save time."""
 
     width: int = bounded(128, at_least=1)
     """Pixels."""
@@ -59,7 +59,7 @@ def fast_visuals(spec_or_model: SpecOrModel, settings: RenderSettings | None = N
     """Switch off shadows and multisampling in a model, for renderers other than `FrameRenderer`.
 
     Args:
-        spec_or_model: MjSpec or MjModel; changed in place. The off-screen buffer grows where the picture needs it.
+        spec_or_model: MjSpec or MjModel; changed in place. The off-screen buffer grows where the image needs it.
         settings: which of the two stay on; the defaults of `RenderSettings` when None.
 
     Returns:
@@ -86,7 +86,7 @@ def _stop_shadows(spec_or_model: Any) -> None:
 
 @dataclass
 class _Background:
-    """The parts that never move, seen from one place; rows run from the bottom of the picture up."""
+    """The parts that never move, seen from one place; rows run from the bottom of the image up."""
 
     view: NDArray[np.float64]
     """Where camera, lights and those parts were."""
@@ -97,7 +97,7 @@ class _Background:
 
 
 class FrameRenderer:
-    """Draws pictures of one model, with one OpenGL context and one scene; belongs to the thread that made it.
+    """Draws images of one model, with one OpenGL context and one scene; belongs to the thread that made it.
 
     Poses are taken from the MjData as they are: after `mj_step` they are those at the start of the last step
     (`update_poses` brings them up to date). Call `refresh` after a change of colours, materials or sizes; textures and
@@ -121,7 +121,7 @@ class FrameRenderer:
         max_geoms: int = 10000,
     ) -> None:
         self.settings = settings or RenderSettings()
-        check_fields(self.settings, "picture")
+        check_fields(self.settings, "image")
         self.backend = backend or require_backend().name
 
         import mujoco
@@ -145,7 +145,7 @@ class FrameRenderer:
         self._rows = np.empty((height, width, 3), np.uint8)
         self._spare_rows = np.empty((height, width, 3), np.uint8)
         self._nearness = np.empty((height, width), np.float32)
-        self._picture = np.empty((height, width, 3), np.uint8)
+        self._image = np.empty((height, width, 3), np.uint8)
         self._background: _Background | None = None
         self.refresh()
 
@@ -159,7 +159,7 @@ class FrameRenderer:
         Returns:
             (H, W, 3) uint8 RGB, the top row first.
         """
-        out = self._picture if out is None else out
+        out = self._image if out is None else out
         self._make_current()
         background = self._background_of(data)
         if background is None:
@@ -237,7 +237,7 @@ class FrameRenderer:
     def _open(self) -> tuple[Any, Any]:
         settings, library = self.settings, self._lib
         visual = fast_visuals(copy.copy(self._model), settings)
-        # A buffer of the picture's own size, and none for shadows that nobody asked for (64 MB by default).
+        # A buffer of the image's own size, and none for shadows that nobody asked for (64 MB by default).
         visual.vis.global_.offwidth, visual.vis.global_.offheight = settings.width, settings.height
         visual.vis.quality.shadowsize = visual.vis.quality.shadowsize if settings.shadows else 0
         gl = open_context(self.backend, settings.width, settings.height)
@@ -258,7 +258,7 @@ class FrameRenderer:
         self._lib.mjr_render(self._rect, self._scene, self._mjr)
 
     def _draw_identities(self, data: mujoco.MjData) -> None:
-        # Depth too is read from this picture: with its flat colours it is more accurate far away.
+        # Depth too is read from this image: with its flat colours it is more accurate far away.
         self._make_current()
         flags = [int(self._lib.mjtRndFlag.mjRND_SEGMENT), int(self._lib.mjtRndFlag.mjRND_IDCOLOR)]
         self._scene.flags[flags] = True
@@ -273,7 +273,7 @@ class FrameRenderer:
         view = self._view(data)
         if self._background is not None and np.array_equal(view, self._background.view):
             return self._background
-        # Worth drawing only for a view that stays: a camera on a moving hand would pay for it in every picture.
+        # Worth drawing only for a view that stays: a camera on a moving hand would pay for it in every image.
         stays = self._last_view is not None and np.array_equal(view, self._last_view)
         self._last_view = view
         self._background = self._draw_background(data, view) if stays else None

@@ -1,4 +1,4 @@
-"""Many scenes of one model at once: physics in threads, pictures only at the end of an action chunk.
+"""Many scenes of one model at once: physics in threads, images only at the end of an action chunk.
 
 Each scene keeps its own MjData, each worker thread its own renderer, and an idle worker takes the next scene that is
 still running. Both the physics (`mujoco.rollout`, one call a chunk) and the drawing release Python's lock. Which worker
@@ -6,7 +6,7 @@ takes a scene changes nothing in it: the same seeds and actions give the same bi
 of a plain `mj_step` loop. `mujoco.rollout` starts its contact solver from zero in each call unless it is told
 otherwise, so every call is given the accelerations that the scene's last step left.
 
-What differs from such a loop: pictures show the poses of the state they come with, where a loop that draws after
+What differs from such a loop: images show the poses of the state they come with, where a loop that draws after
 `mj_step` shows those of one physics step before; and where MuJoCo warns (numbers that blow up, full contact buffers) a
 loop goes on from a reset state, while here the scene has failed and is dropped.
 """
@@ -73,7 +73,7 @@ class Observation:
     sensordata: NDArray[np.float64]
     """(R, nsensordata) with the delay described in `SceneSteps`."""
     frames: NDArray[np.uint8] | None
-    """(R, H, W, 3) RGB; None without pictures."""
+    """(R, H, W, 3) RGB; None without images."""
 
     def of(self, scenes: ArrayLike) -> Observation:
         """Rows of some of the scenes.
@@ -111,7 +111,7 @@ class Chunk:
     observation: Observation
     """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
     recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """(steps, H, W, 3) a picture of each control step, by the number of a scene that is recorded."""
+    """(steps, H, W, 3) an image of each control step, by the number of a scene that is recorded."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class ImageRollout:
         model: MjModel that all scenes share; not changed.
         task: start, rewards and end of the episodes.
         scenes: number of scenes.
-        settings: pictures; None for states only.
+        settings: images; None for states only.
         substeps: physics steps in a control step.
         horizon: control steps after which an episode is truncated; None for no limit.
         workers: threads; the usable cores when None.

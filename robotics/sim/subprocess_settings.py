@@ -35,7 +35,7 @@ class SubprocessSettings:
     python: str | None = None
     """Interpreter of the environment; this one, with its module paths, when None."""
     images: bool = True
-    """Whether observations carry a picture."""
+    """Whether observations carry an image."""
     renderer: str | None = None
     """egl, osmesa, glfw or cgl; the first that works when None."""
     environment: Mapping[str, str] = field(default_factory=dict)

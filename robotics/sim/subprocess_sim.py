@@ -150,7 +150,7 @@ class SubprocessSim:
         """Ask the environments' own experts for their next actions.
 
         Returns:
-            (L, A) in the order of `live`; zeros for a row that broke down, which the next `step_chunk` reports.
+            (L, A) in the order of `live`; zeros for a row that failed, which the next `step_chunk` reports.
 
         Raises:
             UserError: the environment has no expert.
@@ -176,10 +176,10 @@ class SubprocessSim:
 
         Raises:
             UserError: there is no such row, or the environment cannot draw.
-            RunError: the row broke down.
+            RunError: the row failed.
         """
         if not 0 <= row < len(self._slots) or self._frame_size is None:
-            raise UserError(f"there is no picture of row {row}: {len(self._slots)} rows, pictures {self._frame_size}")
+            raise UserError(f"there is no image of row {row}: {len(self._slots)} rows, images {self._frame_size}")
         answer = self._ask({row: Request({"kind": "render"})})[row]
         if isinstance(answer, WorkerFailure):
             raise RunError(f"row {row} {answer.kind}: {answer.reason}\n{answer.evidence}")
@@ -270,7 +270,7 @@ class SubprocessSim:
         return [slots[row] for row in range(len(episodes))]
 
     def _ask(self, requests: Mapping[int, Request]) -> dict[int, Answer]:
-        """Answers by row; a row that broke down before is not asked again."""
+        """Answers by row; a row that failed before is not asked again."""
         answers: dict[int, Answer] = {row: self._broken[row] for row in requests if row in self._broken}
         asked = {self._slots[row]: request for row, request in requests.items() if row not in answers}
         found = self._pool.ask(asked, self._settings.call_timeout_s, check=self._misshapen)
@@ -294,7 +294,7 @@ class SubprocessSim:
         return None
 
     def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-        """Remember the rows that broke down, those with numbers that are not finite among them."""
+        """Remember the rows that failed, those with numbers that are not finite among them."""
         noted: dict[int, Answer] = {}
         for row, answer in answers.items():
             failure = _divergence(answer) if isinstance(answer, Message) else answer

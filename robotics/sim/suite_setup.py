@@ -101,7 +101,7 @@ def suite_settings(
         name: libero, metaworld, robosuite or gymnasium_robotics.
         options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
         workers: processes, one episode each at a time.
-        images: whether observations carry a picture.
+        images: whether observations carry an image.
         folder: as for `suite_folder`.
 
     Returns:
@@ -133,7 +133,7 @@ def open_suite(
         name: libero, metaworld, robosuite or gymnasium_robotics.
         options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
         workers: processes, one episode each at a time.
-        images: whether observations carry a picture.
+        images: whether observations carry an image.
         folder: as for `suite_folder`.
 
     Returns:

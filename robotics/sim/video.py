@@ -2,7 +2,7 @@
 
 A growing video is written in fragments to `<name>.part.mp4`, which plays up to its last fragment at any moment; closing
 copies the packets into a plain mp4 under the final name. Colours lose something: H.264 at crf 18 with colour at half
-resolution (yuv420p, which every player reads) brings pictures back within about 2 of 255 levels on average, but pixels
+resolution (yuv420p, which every player reads) brings images back within about 2 of 255 levels on average, but pixels
 beside sharp coloured edges only within about 100.
 """
 
@@ -27,12 +27,12 @@ __all__ = ["VideoRecorder", "VideoSettings", "copy_video", "pad_to_even", "write
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """How pictures become H.264."""
+    """How images become H.264."""
 
     crf: int = 18
     """Loss of the encoder libx264: 0 none but that of the colour format, 51 most."""
     gop: int = 30
-    """Frames from one picture that stands by itself to the next: small for quick access, large for small files."""
+    """Frames from one key frame to the next: small for quick access, large for small files."""
     encoder: str | None = None
     """FFmpeg's name of the encoder; None takes the first of libx264 and libopenh264 that is there."""
 
@@ -81,7 +81,7 @@ class VideoRecorder:
     Args:
         path: of the video; it appears on closing, and until then `part` is the one that grows.
         fps: frames a second.
-        settings: of the encoder; with a picture that stands by itself every second when None.
+        settings: of the encoder; with a key frame every second when None.
 
     Raises:
         UserError: fps is not positive or no encoder is there.
@@ -90,7 +90,7 @@ class VideoRecorder:
     def __init__(self, path: str | os.PathLike[str], fps: float, settings: VideoSettings | None = None) -> None:
         self.path = Path(path)
         self.part = self.path.with_name(f"{self.path.stem}.part.mp4")
-        """The video that grows, a fragment for each picture that stands by itself."""
+        """The video that grows, a fragment for each key frame."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         settings = settings or VideoSettings(gop=max(1, round(fps)))
         options = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
@@ -103,7 +103,7 @@ class VideoRecorder:
         return self._encoder.frames
 
     def add(self, frame: ArrayLike) -> None:
-        """Append a picture.
+        """Append an image.
 
         Args:
             frame: (H, W, 3) uint8 RGB, of the size of the first.
@@ -200,14 +200,14 @@ class _Encoder:
     def add(self, frame: ArrayLike) -> None:
         import av
 
-        picture = np.asarray(frame)
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
-            raise ValueError(f"a frame has shape {picture.shape} and type {picture.dtype}; expected (H, W, 3) uint8")
+        image = np.asarray(frame)
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise ValueError(f"a frame has shape {image.shape} and type {image.dtype}; expected (H, W, 3) uint8")
         if self._output is None:
-            self._open(picture.shape)
-        if picture.shape != self._shape:
-            raise ValueError(f"frame {self.frames} has shape {picture.shape}; those before have {self._shape}")
-        encoded = av.VideoFrame.from_ndarray(np.ascontiguousarray(pad_to_even(picture)), format="rgb24")
+            self._open(image.shape)
+        if image.shape != self._shape:
+            raise ValueError(f"frame {self.frames} has shape {image.shape}; those before have {self._shape}")
+        encoded = av.VideoFrame.from_ndarray(np.ascontiguousarray(pad_to_even(image)), format="rgb24")
         encoded.pts = self.frames
         encoded.time_base = 1 / self._rate
         self._output.mux(self._stream.encode(encoded))
@@ -251,7 +251,7 @@ def _can_encode(name: str) -> bool:
 
 
 def _quality(encoder: str, crf: int) -> dict[str, str]:
-    # With mbtree the bytes of small pictures depend on what lay in memory before.
+    # With mbtree the bytes of small images depend on what lay in memory before.
     return {"crf": str(crf), "preset": "veryfast", "mbtree": "0"} if encoder == "libx264" else {}
 
 

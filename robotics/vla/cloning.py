@@ -1,9 +1,9 @@
 """Behaviour cloning: the warm start of a policy from demonstrations, in the loop of reinforcement learning.
 
-A row is one moment of a demonstration: what the robot saw, and the chunk of K actions that followed; where the episode
-ends inside the chunk, the rest does not count. The loss is the policy's own (cross-entropy of action tokens, flow
-matching of a flow head), its mean over the control steps that count. With `acting.scale: bounds_q99` the policy learns
-actions normalised by the demonstrations' own quantiles. The simulator only measures held-out initial states.
+A row is one moment of a demonstration: an observation and the chunk of K actions that followed; control steps after the
+end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, flow matching of a flow
+head), averaged over the control steps. With `acting.scale: bounds_q99` the policy learns actions normalised by the
+quantiles of the demonstrations. The simulator only evaluates held-out initial states.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class CloneConfig(RobotConfig):
 
     compares_samples: ClassVar[bool] = False
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
-    """What is imitated."""
+    """The demonstrations."""
     data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
-    """Not used; the initial states are those of the demonstrations."""
+    """Not used: the initial states are those of the demonstrations."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo", kl={"coef": 0.0}))
-    """Only names the run; the loss is the policy's own."""
+    """Only counts the control steps; the loss is the policy's own."""
     trainer: TrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""
 
@@ -76,7 +76,7 @@ class CloneConfig(RobotConfig):
         super().validate()
         if self.demonstrations.unscaled and self.acting.scale == "none":
             raise ValueError(
-                "demonstrations.unscaled means nothing with acting.scale none; set acting.scale=bounds_q99"
+                "demonstrations.unscaled has no effect with acting.scale=none; set acting.scale=bounds_q99"
             )
         if self.trainer.samples_per_task != 1:
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; a moment has no group")
@@ -111,7 +111,7 @@ class CloneRecipe(RobotRecipe):
         return self.demonstrations.moments
 
     def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Look the moments up; nothing is simulated."""
+        """Look up observations and actions; nothing is simulated."""
         device = self.policy.device
         observed = self.demonstrations.observations(tasks)
         done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, self.policy.chunk))
@@ -146,7 +146,7 @@ class CloneRecipe(RobotRecipe):
         return rollouts
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """The policy's cloning loss, its mean over the control steps of the optimiser step."""
+        """The policy's cloning loss, averaged over the control steps of the optimiser step."""
         payload = MomentPayload.of(minibatch)
         generator = torch.Generator().manual_seed(int(payload.noise_seed[0]))
         loss, metrics = policy("bc_loss", payload.inputs, payload.actions, payload.mask, generator)
@@ -161,17 +161,17 @@ class CloneRecipe(RobotRecipe):
         return f"behaviour cloning of {len(self.demonstrations.moments)} moments"
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Moments are not kept as samples."""
+        """No samples are kept of demonstrations."""
         return []
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Moments and demonstrations that are learnt from."""
+        """Number of moments and of skipped demonstrations."""
         return {
             "data/moments": float(len(self.demonstrations.moments)),
             "data/skipped": float(self.demonstrations.skipped),
         }
 
     def _counted(self, mask: Tensor) -> Tensor:
-        """(B, K) control steps that the policy's loss is a mean over; 0 in chunks that it cannot use."""
-        # one log-probability a chunk says nothing of its first part, see `ModuleAdapter.bc_loss`
+        """(B, K) control steps over which the policy's loss is a mean; 0 in chunks that it cannot use."""
+        # a single log-probability of a chunk has no value for its first steps alone, see `ModuleAdapter.bc_loss`
         return mask * mask.prod(1, keepdim=True) if self.policy.decisions == 1 else mask

@@ -1,4 +1,4 @@
-"""Runs episodes with a policy: observe, choose a chunk of actions, carry it out, until every episode has ended."""
+"""Runs episodes with a policy: observe, choose a chunk of actions and execute it until every episode has ended."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ SCALES = ("none", "bounds_q99")
 
 @dataclass
 class ActingSettings:
-    """How a policy turns what it predicts into what the robot does."""
+    """How a policy's predictions become actions of the robot."""
 
     n_action_steps: int = bounded(0, at_least=0)
-    """Control steps of a chunk that are carried out before the policy looks again; 0 = all of them."""
+    """Control steps of a chunk that are executed before the next observation; 0 = all of them."""
     temperature: float = bounded(1.0, above=0)
     """Divides the logits while sampling and in every log-probability of the update."""
     ensemble: float = bounded(0.0, at_least=0)
-    """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks; 0 = none. Looks every
-    step."""
+    """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks, with an observation at
+    every control step; 0 = none."""
     scale: str = choice("none", SCALES)
-    """none: the policy's actions are the simulator's own -1..1; bounds_q99: they are normalised, and the policy's
-    statistics bring them to the units of the data that it was cloned from, which then are the simulator's. A policy
-    keeps what it was cloned with."""
+    """none: the policy predicts the simulator's own -1..1; bounds_q99: it predicts normalised actions, which its
+    statistics convert to the units of the data that it was cloned from, those of the simulator. Use the value that the
+    policy was cloned with."""
 
 
 @dataclass
@@ -49,57 +49,49 @@ class Episodes:
     """B finished episodes."""
 
     payload: EpisodePayload
-    """What they saw and did; `episodes` holds one entry a row."""
+    """Observations and decisions; `episodes` has one entry a row."""
     logp: Tensor
     """(B, C, D) float32, log-probability of each decision as sampled; 0 where none was taken."""
     actions: list[NDArray[np.float32]] = field(default_factory=list)
-    """(steps, A) what each row carried out, in the simulator's -1..1."""
+    """(steps, A) executed actions of each row, in the simulator's -1..1."""
 
 
 def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
-    """Statistics that lie between what a policy says and what the simulator is told.
+    """Statistics that convert a policy's actions to the simulator's.
 
     Args:
         policy: an action policy.
-        settings: how actions are carried out.
+        settings: how actions are executed.
 
     Returns:
-        The policy's own; None where it speaks in the simulator's units.
+        The policy's own; None where it predicts the simulator's actions.
 
     Raises:
-        UserError: they are asked for, and the policy has none or those of other actions; or they are not, and it has.
+        UserError: `settings.scale` needs statistics that the policy lacks or that are of other actions, or it is "none"
+            and the policy has some.
     """
     statistics: ActionStatistics | None = getattr(policy, "statistics", None)
     if settings.scale == "none":
         if statistics is not None:
             raise UserError(
-                "acting.scale is 'none', but the policy has the statistics of the normalised actions that it was "
+                "acting.scale is 'none', but the policy predicts normalised actions: it has the statistics that it was "
                 "cloned with (action_statistics.json in its folder); set acting.scale=bounds_q99"
             )
         return None
     if statistics is None:
         raise UserError(
-            f"acting.scale is '{settings.scale}', but the policy has no statistics of actions; a policy gets them by "
-            "cloning demonstrations with it and keeps them in its folder. Use 'none' for one that speaks in -1..1"
+            f"acting.scale is '{settings.scale}', but the policy has no action statistics; it gets them by cloning "
+            "demonstrations with this setting and keeps them in its folder. Use 'none' for a policy of actions in -1..1"
         )
     if statistics.size != policy.action_size:
         raise UserError(
-            f"the policy's statistics are of {statistics.size} entries, its actions have {policy.action_size}"
+            f"the policy's action statistics have {statistics.size} entries, its actions {policy.action_size}"
         )
     return statistics
 
 
 def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
-    """What a policy sees of some rows.
-
-    Args:
-        observation: R rows.
-        episodes: all episodes, looked up by row number.
-        device: where the tensors go.
-
-    Returns:
-        R inputs.
-    """
+    """Turn an observation of R rows into policy inputs; `episodes`, indexed by row number, give the instructions."""
     images = None if observation.images is None else torch.from_numpy(observation.images).to(device)
     return PolicyInputs(
         images=images,
@@ -118,31 +110,31 @@ def run_episodes(
     greedy: bool = False,
     record: bool = False,
 ) -> Episodes:
-    """Run every episode to its end, as many at once as the simulator takes.
+    """Run episodes to their ends, as many at once as the simulator has room for.
 
     Args:
         policy: an action policy, see `robotics.vla.policy`.
         sim: the simulator.
-        episodes: B of them.
-        settings: how actions are carried out.
-        generator: source of the policy's draws.
+        episodes: B initial states.
+        settings: how actions are executed.
+        generator: for the policy's sampling.
         greedy: take the most likely actions.
-        record: draw every control step.
+        record: render every control step.
 
     Returns:
-        The episodes in the order given. Rows whose environment broke down are marked and have no result.
+        The episodes in the order given. Rows whose environment failed are marked and have no result.
 
     Raises:
-        UserError: actions are to be scaled, and the policy has no statistics.
+        UserError: `settings.scale` does not fit the policy, see `action_scale`.
     """
     action_scale(policy, settings)
     size = sim.capacity or len(episodes)
-    books = [
+    recorders = [
         _run_wave(policy, sim, episodes[start : start + size], settings, generator, greedy, record)
         for start in range(0, len(episodes), size)
     ]
-    example = next((chunks[0] for book in books for chunks in book.chunks if chunks), None)
-    waves = [book.close(example) for book in books]
+    example = next((chunks[0] for recorder in recorders for chunks in recorder.chunks if chunks), None)
+    waves = [recorder.close(example) for recorder in recorders]
     width = max(wave.logp.shape[1] for wave in waves)
     return Episodes(
         payload=EpisodePayload.concat([wave.payload for wave in waves]),
@@ -154,19 +146,19 @@ def run_episodes(
 def replay_episode(
     sim: RobotSim, episode: EpisodeSpec, actions: NDArray[np.float32], chunk: int = 8
 ) -> tuple[NDArray[np.uint8], bool]:
-    """Carry out recorded actions once more and draw every step.
+    """Replay recorded actions and render every control step.
 
     Args:
         sim: the simulator.
         episode: where it starts.
         actions: (steps, A) in -1..1.
-        chunk: control steps that the simulator is given at once, for which its time limit holds.
+        chunk: control steps of each call of the simulator, to which its time limit applies.
 
     Returns:
-        Pictures (F, H, W, 3), none where the simulator draws none, and whether the task was done.
+        Frames (F, H, W, 3), none where the simulator renders none, and whether the task was solved.
 
     Raises:
-        RunError: the environment broke down.
+        RunError: the environment failed.
     """
     result = sim.reset([episode])
     frames: list[NDArray[np.uint8]] = [] if result.observation.images is None else [result.observation.images]
@@ -178,7 +170,7 @@ def replay_episode(
         frames += [result.frames[0]] if 0 in result.frames else []
         success |= bool(result.success[0])
     if result.failed[0]:
-        raise RunError(f"the environment broke down: {result.reasons.get(0, 'no reason given')}")
+        raise RunError(f"the environment failed: {result.reasons.get(0, 'no reason given')}")
     return np.concatenate(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8), success
 
 
@@ -190,15 +182,15 @@ def _run_wave(
     generator: torch.Generator,
     greedy: bool,
     record: bool,
-) -> _Book:
-    """Run as many episodes as the simulator holds side by side, chunk by chunk, until the last one ends.
+) -> _Recorder:
+    """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
 
-    Each round asks the policy about the live episodes only. `observation.of(sim.live)` drops those that ended in the
-    round before, and `book` notes by row what the live ones saw, chose and reached.
+    The policy is asked for the live episodes only: `observation.of(sim.live)` drops those that ended in the round
+    before, and `recorder` adds the chunks of the live ones to their rows.
     """
     device = next(_parameters(policy), torch.zeros(0)).device
     begun = sim.reset(episodes)
-    book = _Book(episodes, begun, device)
+    recorder = _Recorder(episodes, begun, device)
     observation = begun.observation
     blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None
     statistics = action_scale(policy, settings)
@@ -211,9 +203,9 @@ def _run_wave(
         if statistics is not None:
             actions = statistics.unnormalise(actions).clip(-1, 1)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
-        book.add(observation, choice, actions, result)
+        recorder.add(observation, choice, actions, result)
         observation = result.observation
-    return book
+    return recorder
 
 
 def _make_blend(policy: Any, settings: ActingSettings, rows: int) -> Any:
@@ -233,8 +225,8 @@ def _padded(logp: Tensor, width: int) -> Tensor:
     return nn.functional.pad(logp, (0, 0, 0, width - logp.shape[1]))
 
 
-class _Book:
-    """Collects the chunks of a wave row by row."""
+class _Recorder:
+    """Collects the chunks of episodes that run at the same time, row by row."""
 
     def __init__(self, episodes: Sequence[EpisodeSpec], begun: ChunkResult, device: torch.device) -> None:
         self.episodes, self.device = list(episodes), device
@@ -254,7 +246,7 @@ class _Book:
     def add(
         self, observation: RobotObservation, choice: Any, actions: NDArray[np.float32], result: ChunkResult
     ) -> None:
-        """Note what the live rows saw, chose and reached."""
+        """Add a chunk of the live rows."""
         for place, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[place])
             state, image = _view(observation, place)
@@ -274,11 +266,11 @@ class _Book:
         """Stack the chunks of all rows, padded to the longest episode.
 
         Args:
-            example: a chunk of any row, whose shapes the padding takes; None where no episode could start.
+            example: a chunk of any row, whose shapes the padding takes; None if no episode could start.
         """
         width = max(1, *(len(chunks) for chunks in self.chunks))
         rows = len(self.episodes)
-        if example is None:  # nothing could start
+        if example is None:  # no episode could start
             empty = torch.zeros(1)
             example = {"decisions": empty.long(), "logp": empty, "state": self.last[0][0]}
         payload = EpisodePayload(
@@ -293,7 +285,7 @@ class _Book:
             last_state=torch.from_numpy(np.stack([state for state, _ in self.last])).to(self.device),
             images=None if self.first_images is None else self._stack("image", width, _blank(self.first_images)),
             last_image=self._last_images(),
-            frames=[self._film(row) for row in range(rows)] if any(self.frames) else [],
+            frames=[self._frames_of(row) for row in range(rows)] if any(self.frames) else [],
             reasons=self.reasons,
         )
         actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
@@ -311,7 +303,7 @@ class _Book:
         images = [image for _, image in self.last if image is not None]
         return torch.from_numpy(np.stack(images)).to(self.device) if len(images) == len(self.last) else None
 
-    def _film(self, row: int) -> NDArray[np.uint8] | None:
+    def _frames_of(self, row: int) -> NDArray[np.uint8] | None:
         if not self.frames[row] or self.first_images is None:
             return None
         first = self.chunks[row][0]["image"]

@@ -1,4 +1,4 @@
-"""Demonstrations: which moments there are, what was seen there, and what was done next."""
+"""Demonstrations as moments: observations and the actions that followed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstratio
 
 LOGGER = logging.getLogger("mmrl")
 TOLERANCE = 1e-3
-"""Rounding that an action outside -1..1 is forgiven."""
+"""Tolerance for actions outside -1..1."""
 
 
 @dataclass
@@ -38,20 +38,20 @@ class DemonstrationConfig:
     path: str = ""
     """Folder of the dataset."""
     build: str | None = None
-    """module:function that writes the folder where it is missing; is given the path and `build_options`."""
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Options of `build`."""
     camera: str = "front"
-    """Camera whose pictures the policy sees; empty = none."""
+    """Camera of the policy's images; empty = no images."""
     cache: str = ""
-    """Folder for decoded pictures, which are then mapped from disk and shared by all processes of a machine, not held
-    in each one's memory; a picture of 256 x 256 takes 197 kB. Empty = in memory."""
+    """Folder for decoded images, which all processes of a machine then map from disk instead of holding their own copy
+    in memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
     max_episodes: int = bounded(0, at_least=0)
-    """Episodes that are learnt from, the first ones; 0 = all."""
+    """Number of episodes, the first ones; 0 = all."""
     only_success: bool = True
     """Leave out episodes that are marked as failures."""
     unscaled: list[int] = field(default_factory=list)
-    """Entries of an action that `acting.scale: bounds_q99` leaves alone, such as a gripper; -1 is the last one."""
+    """Entries of an action that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
     def validate(self) -> None:
         """Refuse an empty path; raises ValueError."""
@@ -63,25 +63,25 @@ class Moment(NamedTuple):
     """One control step of a demonstration."""
 
     episode: int
-    """Its place in `Demonstrations`."""
+    """Number of the episode in `Demonstrations`."""
     step: int
     """Number of the control step."""
 
 
 @dataclass
 class Demonstrations:
-    """Episodes to be imitated; pictures stay as uint8."""
+    """Episodes to imitate; images are uint8."""
 
     states: list[NDArray[np.float32]]
     """(T, S) of each episode."""
     actions: list[NDArray[np.float32]]
-    """(T, A) of each episode, in -1..1, or in units that `acting.scale` brings there."""
+    """(T, A) of each episode, in -1..1, or in the units that `acting.scale` normalises."""
     images: list[NDArray[np.uint8]] | None
     """(T, H, W, 3) of each episode; None without a camera."""
     instructions: list[str]
     """Of each episode."""
     skipped: int = 0
-    """Episodes that were left out: failures, or without an entry that is needed."""
+    """Episodes that were left out: failures, or without a required entry."""
 
     @property
     def moments(self) -> list[Moment]:
@@ -111,12 +111,12 @@ class Demonstrations:
         return ActionStatistics.from_arrays(np.concatenate(self.actions), kept.tolist())
 
     def warn_of_large_actions(self) -> None:
-        """Say so where actions lie outside -1..1, which a policy in the simulator's units cannot do."""
+        """Warn of actions outside -1..1, which a policy without action statistics cannot take."""
         largest = max(float(np.abs(actions).max(initial=0.0)) for actions in self.actions)
         if largest > 1 + TOLERANCE:
             LOGGER.warning(
-                "the demonstrations have actions up to %.3g, outside -1..1, which will be cut off; acting.scale "
-                "bounds_q99 lets the policy learn them normalised",
+                "the demonstrations have actions up to %.3g, outside -1..1, which are clipped; acting.scale "
+                "bounds_q99 normalises them",
                 largest,
             )
 
@@ -127,7 +127,7 @@ class Demonstrations:
         return StateStatistics.from_arrays(np.concatenate(self.states))
 
     def observations(self, moments: Sequence[Moment]) -> PolicyInputs:
-        """What was seen at some moments."""
+        """Observations at some moments."""
         images = None
         if self.images is not None:
             images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))
@@ -136,14 +136,14 @@ class Demonstrations:
         return PolicyInputs(images=images, state=torch.from_numpy(states), instructions=instructions)
 
     def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """What was done from some moments on.
+        """Actions from some moments on.
 
         Args:
             moments: B of them.
             length: K control steps.
 
         Returns:
-            Actions (B, K, A), the last one repeated after the end of the episode, and (B, K) 1 where it still ran.
+            Actions (B, K, A), the last one repeated after the end of the episode, and a mask (B, K), 1 before the end.
         """
         actions, mask = [], []
         for moment in moments:
@@ -155,16 +155,16 @@ class Demonstrations:
 
 
 def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
-    """Read demonstrations, writing them first where a builder is given and the folder is missing.
+    """Read demonstrations; a missing folder is built first if there is a builder.
 
     Args:
         config: where they are.
 
     Returns:
-        All that can be used; pictures in memory, or mapped from the files of `config.cache`.
+        All usable episodes; images in memory, or mapped from the files of `config.cache`.
 
     Raises:
-        UserError: no such dataset, or nothing in it can be used.
+        UserError: no such dataset, or no usable episode in it.
     """
     from mmrl.hub.building import build_if_missing
     from robotics.data import LeRobotReader
@@ -184,15 +184,15 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
         found.actions.append(episode.action)
         found.instructions.append(episode.task)
         if found.images is not None:
-            found.images.append(_pictures(episode, reader, config))
+            found.images.append(_images(episode, reader, config))
     if not found.actions:
-        raise UserError(f"{config.path} has no episode that can be learnt from; {found.skipped} were left out")
+        raise UserError(f"{config.path} has no usable episode; {found.skipped} were left out")
     if found.skipped:
         LOGGER.info("%d demonstrations of %s were left out as failures", found.skipped, config.path)
     return found
 
 
-def _pictures(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig) -> NDArray[np.uint8]:
+def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig) -> NDArray[np.uint8]:
     if config.camera not in episode.images:
         raise UserError(
             f"demonstrations.camera is '{config.camera}', but {config.path} has {', '.join(episode.images) or 'none'}"
@@ -209,11 +209,11 @@ def _pictures(episode: EpisodeData, reader: LeRobotReader, config: Demonstration
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-    pictures: NDArray[np.uint8] = np.load(path, mmap_mode="r")
-    return pictures
+    images: NDArray[np.uint8] = np.load(path, mmap_mode="r")
+    return images
 
 
 def _cache_folder(reader: LeRobotReader, config: DemonstrationConfig) -> Path:
-    """A folder for what the dataset is now; another one in the same place has another folder."""
+    """Cache folder of this very dataset; another one at the same path has another folder."""
     about = json.dumps([str(reader.folder.absolute()), config.camera, reader.info], sort_keys=True)
     return Path(config.cache).expanduser() / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"

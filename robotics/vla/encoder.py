@@ -1,11 +1,11 @@
-"""From an observation to what an action head reads: a small transformer over image, instruction, state and queries.
+"""Observation encoder of the small policies: a transformer over image, instruction, state and learned queries.
 
 Shapes: B rows, W width, Q queries, N observation tokens, P pixels of a feature map, L words of an instruction.
 
-The image stem is made for little data: its features are scaled and shifted by the instruction (FiLM), and beside 4 x 4
-patch tokens it gives keypoints, the places at which learned features are strongest, because where a thing lies is what
-a gripper needs to know. Nothing here depends on the other rows of the batch, and there is no dropout: the same weights
-give the same numbers while sampling and while training.
+The image stem suits little data: its features are scaled and shifted by the instruction (FiLM), and beside 4 x 4 patch
+tokens it returns keypoints, the positions at which learned features are strongest, because a gripper needs to know
+where objects are. A row does not depend on the rest of the batch, and there is no dropout: the same weights compute the
+same numbers in sampling and in training.
 
 Source: FiLM, arXiv 1709.07871, as in BC-Z, arXiv 2202.02005; keypoints (spatial softmax): arXiv 1504.00702.
 """
@@ -29,7 +29,7 @@ __all__ = ["EncoderConfig", "ObservationEncoder", "StateScale"]
 PATCHES = 4
 """Patch tokens on a side."""
 KEYPOINT_SHARPNESS = 5.0
-"""Spread of the scores that the first weights give to the places of a map."""
+"""Standard deviation over positions of the keypoint scores at initialisation."""
 GROUPS = 8
 """Of the group norms."""
 
@@ -39,9 +39,9 @@ class EncoderConfig:
     """Sizes of the observation encoder."""
 
     image_size: tuple[int, int] | None = bounded((64, 64), at_least=32, multiple_of=32)
-    """Height and width in pixels, multiples of 32; None for a policy that sees no pictures."""
+    """Height and width in pixels, multiples of 32; None for a policy that has no image input."""
     state_size: int | None = None
-    """Entries of the state; None for a policy that is not told it."""
+    """Entries of the state; None for a policy that has no state input."""
     width: int = bounded(128, at_least=1)
     """Width of the transformer, a multiple of 8 * heads."""
     layers: int = bounded(3, at_least=1)
@@ -51,24 +51,24 @@ class EncoderConfig:
     channels: int = bounded(48, at_least=1, multiple_of=GROUPS)
     """Feature maps of the image stem, a multiple of 8."""
     keypoints: int = bounded(32, at_least=0)
-    """Places that the stem reports; 0 for none."""
+    """Number of keypoints; 0 = none."""
     words: int = 32
-    """Most words of an instruction."""
+    """Largest number of words of an instruction."""
 
     def __post_init__(self) -> None:
         if self.image_size is not None:
-            self.image_size = (self.image_size[0], self.image_size[1])  # a saved file has a list
+            self.image_size = (self.image_size[0], self.image_size[1])  # JSON has lists only
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
         if self.image_size is None and self.state_size is None:
-            raise UserError("the policy sees neither pictures nor a state; set image_size or state_size")
+            raise UserError("the policy has neither images nor a state as input; set image_size or state_size")
         if self.width % (8 * self.heads):
             raise UserError(f"width={self.width} must be a multiple of 8 * heads={8 * self.heads}")
 
 
 class StateScale(nn.Module):
-    """Brings states to mean 0 and variance 1 with statistics that are saved with the weights.
+    """Standardises states with statistics that are saved with the weights.
 
     Args:
         size: S.
@@ -83,11 +83,11 @@ class StateScale(nn.Module):
         self.register_buffer("std", torch.ones(size))
 
     def set(self, statistics: StateStatistics) -> None:
-        """Take the numbers of a data set; raises UserError where it has other states."""
+        """Use the statistics of a dataset; raises UserError if its states have another size."""
         if statistics.size != len(self.mean):
-            raise UserError(f"the statistics are of {statistics.size} state entries, the policy has {len(self.mean)}")
+            raise UserError(f"the statistics have {statistics.size} state entries, the policy has {len(self.mean)}")
         self.mean.copy_(torch.as_tensor(statistics.mean))
-        # as `StateStatistics.normalise` does with entries that never change
+        # like `StateStatistics.normalise` for constant entries
         self.std.copy_(torch.as_tensor(statistics.std).where(torch.as_tensor(statistics.std) > 1e-6, 1.0))
 
     def forward(self, state: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class StateScale(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """Reads observations and returns what Q learned queries found in them.
+    """Encodes observations into the outputs of Q learned queries.
 
     Args:
         config: sizes.
@@ -124,13 +124,13 @@ class ObservationEncoder(nn.Module):
         """Encode B rows.
 
         Args:
-            batch: observations; what the encoder was not built for is ignored.
+            batch: observations; inputs that the encoder was not built for are ignored.
 
         Returns:
             (B, Q, W), normalised.
 
         Raises:
-            UserError: pictures or state are missing or of another size.
+            UserError: images or state are missing or of another size.
 
         Gradient: into all weights.
         """
@@ -148,12 +148,12 @@ class ObservationEncoder(nn.Module):
         return self.norm(self.blocks[-1](hidden, tail=queries.shape[1]))
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Take the scales of a data set's states; nothing where the state is not read."""
+        """Use the statistics of a dataset's states; does nothing without a state input."""
         if self.scale is not None:
             self.scale.set(statistics)
 
     def _instructions(self, texts: tuple[str, ...]) -> Tensor:
-        """(B, W); each distinct text is read once."""
+        """(B, W); each distinct text is encoded once."""
         distinct = list(dict.fromkeys(texts))
         words = self.vocabulary.encode(distinct, self.config.words).to(self.queries.device)
         number = {text: place for place, text in enumerate(distinct)}
@@ -164,20 +164,18 @@ class ObservationEncoder(nn.Module):
         size = tuple(self.config.image_size or ())
         found = None if batch.images is None else tuple(batch.images.shape[1:3])
         if batch.images is None or found != size:
-            raise UserError(f"the policy was built for pictures of {size} pixels, it is given {found or 'none'}")
+            raise UserError(f"the policy expects images of {size} pixels, got {found or 'none'}")
         return batch.images
 
     def _states(self, batch: PolicyInputs) -> Tensor:
         found = None if batch.state is None else batch.state.shape[1]
         if batch.state is None or found != self.config.state_size:
-            raise UserError(
-                f"the policy was built for a state of {self.config.state_size} entries, it is given {found or 'none'}"
-            )
+            raise UserError(f"the policy expects a state of {self.config.state_size} entries, got {found or 'none'}")
         return batch.state
 
 
 class _InstructionEncoder(nn.Module):
-    """Words to one vector; always padded to the same length, so that no text depends on the others."""
+    """Words to one vector; padded to a fixed length, so that a text does not depend on the others."""
 
     def __init__(self, entries: int, length: int, width: int, heads: int) -> None:
         super().__init__()
@@ -194,7 +192,7 @@ class _InstructionEncoder(nn.Module):
 
 
 class _ImageStem(nn.Module):
-    """(B, H, W, 3) uint8 pictures to 16 patch tokens and, where asked for, one token of keypoints."""
+    """(B, H, W, 3) uint8 images to 16 patch tokens and, with keypoints, one token of them."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -203,7 +201,7 @@ class _ImageStem(nn.Module):
         self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(GROUPS, channels)
         self.film = nn.Linear(width, 2 * channels)
-        # at first the instruction changes nothing
+        # zero at initialisation: features do not depend on the instruction yet
         nn.init.zeros_(self.film.weight)
         nn.init.zeros_(self.film.bias)
         self.third = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
@@ -212,7 +210,7 @@ class _ImageStem(nn.Module):
         self.keypoints = nn.Conv2d(channels, config.keypoints, 1) if config.keypoints else None
         self.keypoint_token = nn.Linear(2 * config.keypoints, width) if config.keypoints else None
         if self.keypoints is not None:
-            # from near-uniform weights every keypoint is the middle of the picture, and learning takes long to start
+            # with nearly equal scores every keypoint is the middle of the image, and learning starts slowly
             nn.init.normal_(self.keypoints.weight, std=KEYPOINT_SHARPNESS / config.channels**0.5)
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
@@ -220,7 +218,7 @@ class _ImageStem(nn.Module):
         features = self.norm(self.second(functional.gelu(self.first(pixels))))
         scale, shift = self.film(text)[:, :, None, None].chunk(2, 1)
         features = functional.gelu(features * (1 + scale) + shift)
-        # two by two places of the coarser map side by side make a patch
+        # each patch is 2 x 2 positions of the coarser map, concatenated
         coarse = functional.adaptive_avg_pool2d(functional.gelu(self.third(features)), 2 * PATCHES)
         tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places
         if self.keypoints is None or self.keypoint_token is None:
@@ -240,7 +238,7 @@ class _Block(nn.Module):
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor, real: Tensor | None = None, tail: int | None = None) -> Tensor:
-        """(B, N, W) -> (B, N, W), or the last `tail` tokens alone; `real` (B, N) tells which may be looked at."""
+        """(B, N, W) -> (B, N, W), or the last `tail` tokens alone; `real` (B, N) marks those to attend to."""
         q, k, v = self.qkv(self.before(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if tail is not None:
             q, hidden = q[:, :, -tail:], hidden[:, -tail:]
@@ -251,7 +249,7 @@ class _Block(nn.Module):
 
 
 def _expected_places(maps: Tensor) -> Tensor:
-    """(B, k, h, w) scores to (B, 2k) mean places in -1..1 under the softmax of each map."""
+    """(B, k, h, w) scores to (B, 2k) expected positions in -1..1 under the softmax of each map."""
     weight = maps.float().flatten(2).softmax(-1).unflatten(-1, maps.shape[2:])
     rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)
     columns = torch.linspace(-1, 1, maps.shape[3], device=maps.device)

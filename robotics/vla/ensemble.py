@@ -1,4 +1,4 @@
-"""From chunks of actions to what is carried out at a control step: the first n of a chunk, or a mean over chunks.
+"""From chunks of actions to the action of a control step: the first n of a chunk in order, or a mean over chunks.
 
 Shapes: R rows, L of them at once, K control steps of a chunk, D entries of an action.
 """
@@ -14,10 +14,10 @@ __all__ = ["ActionQueue", "TemporalEnsemble"]
 
 
 class ActionQueue:
-    """Hands out the first n actions of a chunk one by one; then the row needs a new chunk.
+    """Returns the first n actions of a chunk one by one; then the row needs a new chunk.
 
         queue = ActionQueue(rows=1, chunk=8, action_size=5, n_action_steps=4)
-        while going_on:
+        while running:
             if queue.empty([0])[0]:
                 queue.push(policy_chunks, [0])
             environment.step(queue.pop([0])[0])
@@ -41,7 +41,7 @@ class ActionQueue:
         self._left = np.zeros(rows, np.int64)
 
     def reset(self, rows: ArrayLike | None = None) -> None:
-        """Forget what is left of some rows' chunks; None for all."""
+        """Drop the actions left of some rows; None for all."""
         self._left[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def empty(self, rows: ArrayLike) -> NDArray[np.bool_]:
@@ -49,7 +49,7 @@ class ActionQueue:
         return self._left[np.asarray(rows, np.int64)] == 0
 
     def push(self, chunks: ArrayLike, rows: ArrayLike) -> None:
-        """Give rows a new chunk; what was left of the old one is dropped.
+        """Give rows a new chunk; actions left of the old one are dropped.
 
         Args:
             chunks: (L, K, D).
@@ -83,11 +83,11 @@ class ActionQueue:
 
 
 class TemporalEnsemble:
-    """Averages what the last chunks say about the present control step; a chunk is predicted at every step.
+    """Averages the predictions of the last chunks for the present control step; a chunk is predicted at every step.
 
     The weight of the i-th oldest prediction is exp(-decay i), i = 0 for the oldest, so the oldest counts most and a
-    small decay takes new observations in slowly. What is carried out is then no decision of the policy, so this is for
-    evaluation and not for log-probabilities.
+    small decay reacts slowly to new observations. The mean is no decision of the policy and has no log-probability:
+    this is for evaluation only.
 
     Args:
         rows: R.
@@ -106,11 +106,11 @@ class TemporalEnsemble:
         self._count = np.zeros(rows, np.int64)
 
     def reset(self, rows: ArrayLike | None = None) -> None:
-        """Forget the chunks of some rows, whose episodes begin; None for all."""
+        """Drop the chunks of some rows, whose episodes begin; None for all."""
         self._count[slice(None) if rows is None else np.asarray(rows, np.int64)] = 0
 
     def step(self, chunks: ArrayLike, rows: ArrayLike) -> NDArray[np.float32]:
-        """Take the chunks predicted now and return the actions of now.
+        """Add the chunks that were just predicted and return the actions of this control step.
 
         Args:
             chunks: (L, K, D).

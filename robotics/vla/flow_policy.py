@@ -1,18 +1,19 @@
-"""A flow-matching action head: a chunk of actions is drawn from noise in S random steps, each with a log-probability.
+"""A flow-matching action head: a chunk of actions is denoised in S stochastic steps, each with a log-probability.
 
 Shapes: B rows, K control steps, D entries of an action, S denoising steps, E = K D numbers of a chunk. sigma runs from
 1 (noise) to 0 (actions), x_sigma = (1 - sigma) actions + sigma noise and the velocity is noise - actions, as in the
 `diffusion` package, whose steps are used.
 
-A decision is one denoising step: a Gaussian around where the flow leads, so its log-probability is exact, while that of
-the actions themselves would be an integral. `ActionChoice.decisions` is the whole chain (B, S + 1, E), the noise first.
+A decision is one denoising step: a Gaussian around the next point of the flow, so its log-probability is exact, while
+that of the actions themselves would be an integral. `ActionChoice.decisions` is the whole chain (B, S + 1, E), starting
+with the noise.
 
 Source: pi_0, arXiv 2410.24164 (flow matching over action chunks); Flow-GRPO, arXiv 2505.05470, ReinFlow, arXiv
     2505.22094, and pi_RL, arXiv 2510.25889 (denoising steps as decisions of reinforcement learning).
 
-What differs: the velocity is a small residual network that reads what queries found in the observation, instead of an
-action expert inside a transformer, so a denoising step costs next to nothing beside the observation; the noise has a
-fixed size (Flow-GRPO's), it is not learned as in ReinFlow; times of the cloning loss are uniform.
+Differences: the velocity is a small residual network on the outputs of the observation encoder instead of an action
+expert inside a transformer, so a denoising step costs little beside encoding the observation; the noise has a fixed
+size (Flow-GRPO's) and is not learned as in ReinFlow; times of the cloning loss are uniform.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ __all__ = ["FlowActionPolicy", "FlowPolicyConfig"]
 
 REDUCTIONS = ("sum", "mean")
 FREQUENCIES = 16
-"""Sines and cosines that tell the network the time."""
+"""Sines and cosines that encode the time."""
 
 
 @dataclass
 class FlowPolicyConfig:
-    """What the policy sees and does."""
+    """Sizes and settings of the policy."""
 
     action_size: int = bounded(at_least=1)
     """D, numbers of an action."""
@@ -52,7 +53,7 @@ class FlowPolicyConfig:
     noise_level: float = bounded(0.5, above=0)
     """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
     logp_reduction: str = choice("sum", REDUCTIONS)
-    """sum: log-density of a step, as clip ranges of other policies assume; mean: a K D-th of it, as for images."""
+    """sum: log-density of a step, as clip ranges of other policies assume; mean: divided by K D, as for images."""
     hidden: int = bounded(256, at_least=1)
     """Width of the velocity network."""
     blocks: int = bounded(3, at_least=1)
@@ -65,12 +66,12 @@ class FlowActionPolicy(EncodedPolicy):
     """Image, instruction and state to a chunk of actions by denoising.
 
     Args:
-        config: what it sees and does.
-        vocabulary: words of its instructions.
-        seed: of the weights; the global generator is left alone.
+        config: sizes and settings.
+        vocabulary: words of the instructions.
+        seed: of the weights; the global generator is not used.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
     """
 
     kind = "flow"
@@ -95,8 +96,8 @@ class FlowActionPolicy(EncodedPolicy):
     ) -> ActionChoice:
         """See `ActionPolicy.act`.
 
-        The temperature multiplies the noise of the steps. Greedy follows the flow without noise from one drawn start,
-        as flow policies are evaluated; those steps have no density and the log-probabilities are NaN.
+        The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
+        as flow policies are evaluated; its steps have no density, so the log-probabilities are NaN.
         """
         _check_temperature(temperature)
         size = (len(batch), self.chunk * self.action_size)
@@ -119,7 +120,7 @@ class FlowActionPolicy(EncodedPolicy):
         _check_temperature(temperature)
         seen, chain = self.encoder(batch).flatten(1), decisions.float()
         logp, entropy = [], []
-        # step by step like the draws: other batch sizes round differently, and the ratio would not start at 1
+        # step by step as in sampling: other batch sizes round differently, and the ratio would not start at 1
         for number in range(self.config.steps):
             mean, std = self._transition(seen, chain[:, number], number)
             logp.append(self._score(chain[:, number + 1], mean, std * temperature))
@@ -129,16 +130,16 @@ class FlowActionPolicy(EncodedPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; squared error of the velocity at one drawn time and noise a row.
+        """See `ActionPolicy.bc_loss`; squared error of the velocity at a random time and noise for each row.
 
         Raises:
             ValueError: no generator.
         """
         check_demonstrations(self, batch, actions, mask)
         if generator is None:
-            raise ValueError("flow matching draws times and noise; give bc_loss a generator")
+            raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
         weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
-        # what lies behind the end of a demonstration must not be seen either; 0 is no motion
+        # actions after the end of a demonstration must not reach the network either; 0 is no motion
         clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
         noise = self._noise(tuple(clean.shape), generator)
         time = torch.rand(len(batch), generator=generator, device=generator.device).to(self.device)
@@ -149,7 +150,7 @@ class FlowActionPolicy(EncodedPolicy):
 
     @property
     def _count(self) -> int:
-        """Numbers that a log-probability is summed over; 1 for a mean."""
+        """Entries over which a log-probability is summed; 1 for a mean."""
         return self.chunk * self.action_size if self.config.logp_reduction == "sum" else 1
 
     def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
@@ -174,7 +175,7 @@ class FlowActionPolicy(EncodedPolicy):
 
 
 class _Velocity(nn.Module):
-    """Velocity of a noisy chunk, given what the queries found: a residual network scaled and shifted by both."""
+    """Velocity of a noisy chunk: a residual network, scaled and shifted by encoder outputs and time."""
 
     def __init__(self, config: FlowPolicyConfig) -> None:
         super().__init__()
@@ -218,4 +219,4 @@ def _waves(sigma: Tensor) -> Tensor:
 
 def _check_temperature(temperature: float) -> None:
     if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy for no noise.")
+        raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")

@@ -1,10 +1,10 @@
-"""GRPO on episodes: the baseline that sees success only, or a hand-written dense reward, and nothing else.
+"""GRPO on episodes: the baseline whose reward is success, or a hand-written dense reward, alone.
 
     A_i = (R_i - mean_group R) / (std_group R + eps),
     loss = mean over episodes of the mean over their decisions of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)),
 
-with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all got the same reward teach
-nothing. `reward: sparse` is 1 for success and else 0. `reward: dense` is the simulator's own reward at the end of the
+with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all have the same reward are
+left out. `reward: sparse` is 1 for success and else 0. `reward: dense` is the simulator's own reward at the end of the
 episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success), on its own scale.
 
 Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
@@ -44,7 +44,7 @@ class RobotGrpoRecipe(RobotRecipe):
     config: RobotGrpoConfig
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """The chosen reward; the other one is reported beside it."""
+        """The chosen reward; success and the dense reward are both reported."""
         payload = EpisodePayload.of(rollouts)
         sparse = self.config.reward == "sparse"
         return payload.success.float() if sparse else payload.progress, {"dense": payload.progress}

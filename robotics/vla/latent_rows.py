@@ -1,4 +1,4 @@
-"""What all latents of whole trajectories share: rows that fail on their own, batches, and a memory of what was seen."""
+"""Base of the latents of whole trajectories: batches, a cache, and rows that fail one by one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EmbeddedTrajectories", "RowLatent", "TrajectoryLatent", "check_film", "check_path"]
+__all__ = ["EmbeddedTrajectories", "RowLatent", "TrajectoryLatent", "check_frames", "check_path"]
 
 REASON_CHARACTERS = 200
 
@@ -43,7 +43,7 @@ class TrajectoryLatent(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Since the start: embedded, reused from earlier calls, invalid."""
+        """Rows since the start: embedded, from the cache, invalid."""
         ...
 
     def embed(
@@ -52,20 +52,20 @@ class TrajectoryLatent(Protocol):
         """Embed trajectories of any lengths.
 
         Args:
-            frames: (F_i, H, W, 3) uint8 pictures of each, in order; None without.
+            frames: (F_i, H, W, 3) uint8 images of each, in order; None without images.
             states: (F_i, S) float32 states of each, in order.
 
         Returns:
-            Latents, and which rows have none and why. But for rounding, a row's latent does not depend on the others.
+            Latents, and which rows have none and why. Up to rounding, a latent does not depend on the other rows.
 
         Raises:
-            ValueError: another number of frames than of states.
+            ValueError: the numbers of frames and states differ.
         """
         ...
 
 
 class RowLatent(ABC):
-    """Embeds row by row what can be, keeps what is asked for, and says of the rest why not."""
+    """Embeds the rows that it can, with a cache, and gives the reason for the others."""
 
     def __init__(self, size: int, batch_size: int = 1, cache: int = 0) -> None:
         self.size = size
@@ -99,9 +99,9 @@ class RowLatent(ABC):
         inputs: dict[bytes, NDArray[Any]] = {}
         rows: dict[bytes, list[int]] = {}
         reasons: dict[int, str] = {}
-        for row, (film, path) in enumerate(zip(frames, states, strict=True)):
+        for row, (images, path) in enumerate(zip(frames, states, strict=True)):
             try:
-                given = self._prepare(film, path)
+                given = self._prepare(images, path)
             except ValueError as error:
                 reasons[row] = str(error)
                 continue
@@ -111,7 +111,7 @@ class RowLatent(ABC):
         return inputs, rows, reasons
 
     def _run(self, inputs: Mapping[bytes, NDArray[Any]]) -> dict[bytes, NDArray[np.float32] | str]:
-        """Latents of distinct inputs, or why there is none."""
+        """Latents of distinct inputs, or the reason why there is none."""
         outcomes: dict[bytes, NDArray[np.float32] | str] = {key: self._kept[key] for key in inputs if key in self._kept}
         self.counts["reused"] += len(outcomes)
         new = [key for key in inputs if key not in outcomes]
@@ -127,7 +127,7 @@ class RowLatent(ABC):
     def _attempt(self, given: list[NDArray[Any]]) -> list[NDArray[np.float32] | str]:
         try:
             found = self._compute(given)
-        except Exception as error:  # one row that a network cannot take must not cost the others theirs
+        except Exception as error:  # a row that the network cannot take must not fail the others
             if len(given) > 1:
                 return [outcome for one in given for outcome in self._attempt([one])]
             return [f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]]
@@ -152,17 +152,17 @@ class RowLatent(ABC):
 def check_path(path: str, kind: str) -> None:
     """Refuse a latent that runs a network without the folder of its model; raises UserError."""
     if not path:
-        raise UserError(f"the latent {kind} needs `path`, the folder of its model")
+        raise UserError(f"latent.kind={kind} needs latent.path, the folder of its model")
 
 
-def check_film(frames: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Pictures (F, H, W, 3) uint8 of an episode; raises ValueError where there are none or they are something else."""
+def check_frames(frames: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+    """Images (F, H, W, 3) uint8 of an episode; raises ValueError if they are missing or of another shape or type."""
     if frames is None or not len(frames):
-        raise ValueError("there are no pictures of the episode")
-    film = np.asarray(frames)
-    if film.ndim != 4 or film.shape[-1] != 3 or film.dtype != np.uint8:
-        raise ValueError(f"pictures are {film.dtype} of shape {film.shape}; expected uint8 (F, H, W, 3)")
-    return film
+        raise ValueError("there are no images of the episode")
+    images = np.asarray(frames)
+    if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8:
+        raise ValueError(f"images are {images.dtype} of shape {images.shape}; expected uint8 (F, H, W, 3)")
+    return images
 
 
 def _content(given: NDArray[Any]) -> bytes:

@@ -1,12 +1,12 @@
-"""What an episode is compared by: one latent vector for each whole trajectory.
+"""Latents by which episodes are compared: one vector for each whole trajectory.
 
     vjepa2   mean over all tokens of a V-JEPA 2 encoder, as SRPO's released code does it
-    video    the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own pictures
-    pixels   ablation: small pictures, their mean over time beside the last one
+    video    the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own images
+    pixels   ablation: small images, their mean over time beside the last one
     state    ablation: the state at fixed shares of the episode and at its end
 
-A trajectory that cannot be embedded is invalid, with its reason; its latent is NaN, never zeros that something might
-take for a place. Whatever runs a network keeps the latents of the pictures that it has seen, by their content.
+A trajectory that cannot be embedded is invalid, with a reason; its latent is NaN, not zeros that could be mistaken for
+a latent. Latents of networks are cached by the content of their images.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice
-from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_film, check_path
+from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_frames, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
 from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, crop_clip, sample_indices
 
@@ -54,27 +54,27 @@ SMALLEST_STD = 1e-6
 
 @dataclass
 class LatentConfig:
-    """What episodes are compared by."""
+    """Latent by which episodes are compared."""
 
     kind: str = choice("video", lambda: LATENTS)
     """A name of `LATENTS`: vjepa2, video, pixels or state."""
     path: str = ""
-    """vjepa2: model folder or hub id; video: folder of the encoder; state: a LeRobotDataset that gives the scale."""
+    """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale."""
     build: str | None = None
-    """module:function that writes the folder where it is missing; is given the path and `build_options`."""
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
-    """Pictures that are drawn for it: of every control step, or only where the policy looks (chunk)."""
+    """step: images of every control step are rendered for it; chunk: it has those before each chunk and at the end."""
     options: dict[str, Any] = by_kind(
         lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
     )
-    """Settings of that kind, see its settings class; state needs `mean` and `std` where there is no path."""
+    """Settings of the kind, see its settings class; state needs `mean` and `std` if there is no path."""
 
     def validate(self) -> None:
         """Check the options of the kind; raises UserError."""
         settings = _settings_of(self)
-        if not (isinstance(settings, StateSettings) and self.path):  # the dataset may still be to be built
+        if not (isinstance(settings, StateSettings) and self.path):  # the dataset may not have been built yet
             check_config(settings, "latent")
 
 
@@ -85,13 +85,13 @@ class VideoSettings:
     path: str = ""
     """Folder that `VideoEncoder.save_pretrained` wrote."""
     pooling: str = "mean_and_end"
-    """mean over time, end, or both side by side; a mean alone tells where the robot spent its time."""
+    """mean over time, end, or both side by side; a mean alone tells only where the robot spent its time."""
     batch_size: int = bounded(16, at_least=1)
     """Trajectories at once."""
     device: str = "cpu"
     """Where the model runs."""
     cache: int = bounded(4096, at_least=0)
-    """Latents kept by content."""
+    """Latents in the cache."""
 
     def validate(self) -> None:
         """Refuse an empty path; raises UserError."""
@@ -103,7 +103,7 @@ class PixelSettings:
     """Settings of the pixel latent."""
 
     side: int = bounded(8, at_least=1)
-    """Pixels on a side of the small pictures."""
+    """Side of the small images in pixels."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class StateSettings:
     """Settings of the state latent."""
 
     mean: list[float] = field(default_factory=list)
-    """(S,) of the states of a data set; see `state_statistics`."""
+    """(S,) means of the states of a dataset; see `state_statistics`."""
     std: list[float] = bounded([], at_least=0)
     """(S,) standard deviations; where one is 0 the entry is only centred."""
     points: int = bounded(8, at_least=1)
@@ -121,7 +121,7 @@ class StateSettings:
         """Check that each entry of the state has a mean and a deviation; raises UserError."""
         if not self.mean or len(self.mean) != len(self.std):
             raise UserError(
-                f"the latent state needs the mean and std of the states, one number an entry; mean has "
+                f"latent.kind=state needs the mean and std of the states, one number an entry; mean has "
                 f"{len(self.mean)} and std {len(self.std)}. `state_statistics(states)` computes both from trajectories"
             )
 
@@ -147,8 +147,8 @@ class VideoLatent(RowLatent):
         super().__init__(loaded.latent_size(settings.pooling), settings.batch_size, settings.cache)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
-        film = check_film(frames)
-        return film[sample_indices(len(film), self._encoder.config.clip_frames, "edge")]
+        images = check_frames(frames)
+        return images[sample_indices(len(images), self._encoder.config.clip_frames, "edge")]
 
     @torch.no_grad()
     def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
@@ -173,7 +173,7 @@ class PixelLatent(RowLatent):
         super().__init__(2 * settings.side**2 * 3)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
-        planes = torch.from_numpy(np.ascontiguousarray(check_film(frames))).permute(0, 3, 1, 2).float() / 255
+        planes = torch.from_numpy(np.ascontiguousarray(check_frames(frames))).permute(0, 3, 1, 2).float() / 255
         small = functional.adaptive_avg_pool2d(planes, self.settings.side).permute(0, 2, 3, 1).flatten(1)
         return torch.cat([small.mean(0), small[-1]]).numpy()
 
@@ -182,7 +182,7 @@ class PixelLatent(RowLatent):
 
 
 class StateLatent(RowLatent):
-    """Standardised states at `points` equal shares of the episode, then the last one once more.
+    """Standardised states at `points` equal shares of the episode, then the last state again.
 
     Args:
         settings: statistics of the states and number of points.
@@ -216,13 +216,13 @@ class StateLatent(RowLatent):
 
 
 def make_latent(config: LatentConfig) -> TrajectoryLatent:
-    """Build what episodes are compared by.
+    """Build the latent of a configuration.
 
     Args:
         config: kind and its options.
 
     Returns:
-        Ready to embed; networks are loaded.
+        The latent, its networks loaded.
 
     Raises:
         UserError: no such kind or option, or a model that cannot be read.
@@ -252,7 +252,7 @@ def state_statistics(states: Sequence[NDArray[np.float32]]) -> tuple[list[float]
         UserError: no trajectory.
     """
     if not len(states):
-        raise UserError("there is no trajectory to take the statistics of the states from")
+        raise UserError("state_statistics needs at least one trajectory")
     moments = np.concatenate([np.asarray(path, np.float64) for path in states])
     return moments.mean(0).tolist(), moments.std(0).tolist()
 
@@ -262,7 +262,7 @@ def _settings_of(config: LatentConfig) -> Any:
     known = [entry.name for entry in fields(settings)]
     unknown = sorted(set(config.options) - set(known))
     if unknown:
-        raise UserError(f"latent.options has {', '.join(unknown)}; the latent {config.kind} has: {', '.join(known)}")
+        raise UserError(f"latent.options has {', '.join(unknown)}; options of {config.kind} are: {', '.join(known)}")
     given = {"path": config.path} if config.path and "path" in known else {}
     return settings(**given, **config.options)
 

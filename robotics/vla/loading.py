@@ -1,4 +1,4 @@
-"""A policy from its configuration: a saved folder, a new one that fits the simulator, or a user's own module."""
+"""Loading policies: from a saved folder, new for a simulator, or from a user's own module."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class ActionPolicyConfig:
     path: str = ""
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
     kind: str = choice("small", lambda: POLICIES, or_function=True)
-    """New ones: small, flow, vlm, or module:function that returns an ActionPolicy or a module with act and log_probs.
-    With a path, only a user's function is looked at: it builds what the weights are read into."""
+    """Kind of a new policy: small, flow, vlm, or module:function that returns an ActionPolicy or a module with act and
+    log_probs. With a path it matters only for a user's function, which builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
-    """K, control steps that a new policy predicts at once; a saved one keeps its own."""
+    """K, control steps that a new policy predicts at once; a saved policy keeps its own."""
     options: dict[str, Any] = by_kind(_option_classes, without=("action_size", "chunk"))
-    """Further options of the policy's configuration, or arguments of the user's function. With a path only `vlm`: what
-    of the saved model's settings is to be otherwise, such as dtype, attention or gradient_checkpointing."""
+    """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
+    changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         if self.path and set(self.options) - {"vlm"} and ":" not in self.kind:
-            raise ValueError("model.options mean nothing with model.path, but for vlm; a saved policy brings its own")
+            raise ValueError("model.options have no effect with model.path, except vlm; a saved policy keeps its own")
 
 
 def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -52,8 +52,8 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
 
     Args:
         config: which one.
-        sim: gives sizes and the words of the instructions.
-        seed: of new weights.
+        sim: determines sizes and the words of the instructions.
+        seed: for new weights.
 
     Returns:
         The policy on the CPU.
@@ -73,7 +73,7 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
 
 
 def _saved(config: ActionPolicyConfig) -> ActionPolicy:
-    """A saved policy, with other settings of its model where some are given."""
+    """A saved policy, with the changes to its model's settings."""
     from robotics.vla.saved import read_config
 
     changes = dict(config.options.get("vlm", {}))
@@ -113,7 +113,7 @@ def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: 
 
 
 def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
-    """A structured configuration from plain entries, of which later ones count, checked as a file's are."""
+    """A configuration from plain entries, checked like a file's; later entries replace earlier ones."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -154,14 +154,14 @@ def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
 
 
 def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
-    """Check that a policy sees what a simulator shows and does what it takes.
+    """Check that a policy's inputs and actions are those of a simulator.
 
     Args:
         policy: the policy.
         sim: the simulator.
 
     Raises:
-        UserError: actions, pictures or states differ in size.
+        UserError: actions, images or states differ in size.
     """
     if policy.action_size != sim.action_size:
         raise UserError(
@@ -170,9 +170,11 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
     encoder = getattr(getattr(policy, "config", None), "encoder", None)
     if encoder is None:
         return
-    drawn = None if sim.image_size is None else tuple(sim.image_size)
-    if encoder.image_size is not None and tuple(encoder.image_size) != drawn:
-        raise UserError(f"the policy sees pictures of {tuple(encoder.image_size)} pixels, the simulator draws {drawn}")
+    rendered = None if sim.image_size is None else tuple(sim.image_size)
+    if encoder.image_size is not None and tuple(encoder.image_size) != rendered:
+        raise UserError(
+            f"the policy expects images of {tuple(encoder.image_size)} pixels, the simulator renders {rendered}"
+        )
     if encoder.state_size is not None and encoder.state_size != sim.state_size:
         raise UserError(f"the policy reads {encoder.state_size} state entries, the simulator has {sim.state_size}")
 

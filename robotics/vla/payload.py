@@ -56,15 +56,7 @@ class EpisodePayload(Payload):
         return self.steps.sum(1)
 
     def frames_of(self, row: int) -> NDArray[np.uint8] | None:
-        """Pictures of an episode in order.
-
-        Args:
-            row: number of the row.
-
-        Returns:
-            (F, H, W, 3): of every control step where they were drawn, else before each chunk and at the end; None
-            without pictures.
-        """
+        """Frames (F, H, W, 3) of an episode: every control step if rendered, else chunk ends; None without images."""
         if self.frames and self.frames[row] is not None:
             return self.frames[row]
         if self.images is None or self.last_image is None:
@@ -73,6 +65,6 @@ class EpisodePayload(Payload):
         return torch.cat([self.images[row, :taken], self.last_image[row][None]]).cpu().numpy()
 
     def path(self, row: int) -> NDArray[np.float32]:
-        """States of an episode before each chunk and at the end (F, S)."""
+        """States (F, S) of an episode, before each chunk and at the end."""
         taken = int((self.steps[row] > 0).sum())
         return torch.cat([self.states[row, :taken], self.last_state[row][None]]).cpu().numpy()

@@ -1,10 +1,10 @@
-"""What a robot policy has to do, what it sees, and adapters for a user's own module.
+"""The interface of robot policies, their inputs, and adapters for a user's own module.
 
 Shapes: B rows (one observation each), K control steps of a chunk, D entries of an action, T decisions of a chunk (its
 tokens, denoising steps, or 1), S state entries, H x W pixels, ... any leading dimensions.
 
-A policy chooses a chunk of K actions from one observation. It does so by T decisions with a log-probability each; what
-those decisions are is its own affair, it only has to recognise them when it is asked for their log-probability again.
+A policy chooses a chunk of K actions from one observation, by T decisions with a log-probability each. The form of the
+decisions is up to the policy: `log_probs` is given those that `act` returned.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ CALLABLE = ("act", "log_probs", "bc_loss")
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy sees of B rows."""
+    """Observations and instructions of B rows."""
 
     images: Tensor | None
-    """(B, H, W, 3) uint8 RGB; None without pictures."""
+    """(B, H, W, 3) uint8 RGB; None without images."""
     state: Tensor | None
     """(B, S) float32 in the simulator's units; None without a state."""
     instructions: tuple[str, ...]
-    """What the robot is told, one a row."""
+    """Instruction for the robot, one a row."""
 
     def __post_init__(self) -> None:
         rows = len(self.instructions)
@@ -107,16 +107,16 @@ class ActionChoice:
     actions: Tensor
     """(B, K, D) float32 in -1..1."""
     decisions: Tensor
-    """(B, ...) whatever `log_probs` takes; tokens are (B, T) int64."""
+    """(B, ...) in the form that `log_probs` takes; tokens are (B, T) int64."""
     logp: Tensor
     """(B, T) float32, nats."""
 
 
 class ActionPolicy(nn.Module, ABC):
-    """A policy that chooses chunks of actions and can say how likely its decisions were.
+    """A policy that chooses chunks of actions and scores its decisions.
 
-    Called as a module, `policy("log_probs", batch, decisions)` is `policy.log_probs(batch, decisions)`: wrappers for
-    many GPUs act on calls only.
+    `policy("log_probs", batch, decisions)` is `policy.log_probs(batch, decisions)`, because data-parallel wrappers act
+    on calls of the module only.
     """
 
     chunk: int
@@ -126,9 +126,9 @@ class ActionPolicy(nn.Module, ABC):
     decisions: int
     """T."""
     by_step: bool = True
-    """Whether the decisions are in the order of the control steps, as many for each; else each is of the chunk."""
+    """Whether the decisions follow the control steps, the same number for each; else each is about the whole chunk."""
     statistics: ActionStatistics | None = None
-    """Of the actions that it was cloned from, where those were normalised by them; saved with it, not used by it."""
+    """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside of it."""
 
     @abstractmethod
     def act(
@@ -138,9 +138,9 @@ class ActionPolicy(nn.Module, ABC):
 
         Args:
             batch: B rows.
-            generator: source of the draws.
-            temperature: spread of the draws; 1 is the policy's own.
-            greedy: the most likely actions, without a draw where the policy allows that.
+            generator: for sampling.
+            temperature: spread of the samples; 1 is the policy's own.
+            greedy: take the most likely actions.
 
         Returns:
             Actions, decisions and their log-probabilities.
@@ -152,16 +152,16 @@ class ActionPolicy(nn.Module, ABC):
     def log_probs(
         self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Say how likely decisions are.
+        """Score decisions.
 
         Args:
-            batch: B rows, as they were when the decisions were taken.
+            batch: the B rows for which the decisions were taken.
             decisions: (B, ...) of `ActionChoice.decisions`.
-            temperature: the one that they were drawn with.
+            temperature: that of sampling.
 
         Returns:
-            Log-probabilities (B, T) float32, which equal those of `act` for the same weights, and entropies (B, T);
-            None where the policy has none.
+            Log-probabilities (B, T) float32, equal to those of `act` for the same weights, and entropies (B, T) or
+            None.
 
         Gradient: into all trainable weights.
         """
@@ -175,8 +175,8 @@ class ActionPolicy(nn.Module, ABC):
         Args:
             batch: B rows.
             actions: (B, K, D) demonstrated, in -1..1.
-            mask: (B, K), 1 where the demonstration goes on for so long.
-            generator: source of noise, for policies that learn from noisy actions.
+            mask: (B, K), 1 before the end of the demonstration.
+            generator: for the noise of policies that learn from noisy actions.
 
         Returns:
             Loss () and metrics.
@@ -186,27 +186,27 @@ class ActionPolicy(nn.Module, ABC):
 
     @abstractmethod
     def save_pretrained(self, path: Path | str) -> None:
-        """Write everything that the policy is to a folder, created with its parents."""
+        """Write the policy to a folder, created with its parents."""
 
     @abstractmethod
     def load_weights(self, path: Path | str) -> None:
-        """Read the very bits and statistics that `save_pretrained` wrote; raises UserError where they do not fit."""
+        """Restore what `save_pretrained` wrote, bit for bit; raises UserError if it does not fit the policy."""
 
     def scale_states(self, statistics: StateStatistics) -> None:
-        """Take the scales of a data set's states, which are saved with the weights; nothing without a state.
+        """Use the statistics of a dataset's states, which are saved with the weights; no effect without a state input.
 
         Raises:
             UserError: the statistics are of other states.
         """
 
     def executed_mask(self, steps: Tensor) -> Tensor:
-        """Tell which decisions of a chunk had a part in what the robot did.
+        """Mask of the decisions that determined executed actions.
 
         Args:
-            steps: (...) int64, control steps of the chunk that were carried out.
+            steps: (...) int64, control steps of the chunk that were executed.
 
         Returns:
-            (..., T) float32, 1 where a decision counts; one of the chunk as a whole counts if any step was carried out.
+            (..., T) float32, 1 where a decision counts; one about the whole chunk counts if any step was executed.
         """
         if not self.by_step:
             return (steps > 0).float()[..., None].expand(*steps.shape, self.decisions)
@@ -216,19 +216,19 @@ class ActionPolicy(nn.Module, ABC):
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call `act`, `log_probs` or `bc_loss` by name."""
         if method not in CALLABLE:
-            raise ValueError(f"a policy cannot be called for {method!r}; available: {', '.join(CALLABLE)}")
+            raise ValueError(f"a policy has no method {method!r} to call; available: {', '.join(CALLABLE)}")
         return getattr(self, method)(*arguments, **options)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights; the CPU without any."""
+        """Device of the weights; the CPU without weights."""
         return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
 
 class TokenPolicy(ActionPolicy):
     """A policy whose decisions are K * D action tokens, independent given the observation.
 
-    Tokens are step-major: step 0 dims 0..D-1, step 1 ... A subclass gives their logits, all at once.
+    Tokens are step-major: step 0 dims 0..D-1, step 1 ... A subclass computes their logits in one pass.
 
     Args:
         tokenizer: bins of an action.
@@ -236,11 +236,11 @@ class TokenPolicy(ActionPolicy):
         action_size: D.
         smoothing: share of the cloning target that is spread over all bins.
         spread: standard deviation, on the scale of actions, of a Gaussian around the demonstrated action that replaces
-            the one bin as cloning target: keeps neighbouring bins likely, which reinforcement learning explores; 0 =
-            the bin alone.
+            its bin as the cloning target, so that neighbouring bins stay likely enough to be explored by reinforcement
+            learning; 0 = the bin alone.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
 
     Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding); HL-Gauss, arXiv 2403.03950 (Gaussian target).
     """
@@ -263,7 +263,7 @@ class TokenPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; greedy tokens carry the log-probability that they have under the temperature."""
+        """See `ActionPolicy.act`; log-probabilities of greedy tokens are those at the temperature."""
         with torch.no_grad():
             tokens, logp = draw_tokens(self.logits(batch), generator, temperature, greedy)
         actions = self.tokenizer.decode(tokens).unflatten(1, (self.chunk, self.action_size))
@@ -276,7 +276,7 @@ class TokenPolicy(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; cross-entropy, nothing is drawn."""
+        """See `ActionPolicy.bc_loss`; the cross-entropy."""
         check_demonstrations(self, batch, actions, mask)
         logits = self.logits(batch)
         wanted = actions.to(logits.device).flatten(1)
@@ -295,32 +295,32 @@ class TokenPolicy(ActionPolicy):
         return loss, {name: float(value.detach()) for name, value in metrics.items()}
 
     def _blurred(self, actions: Tensor) -> Tensor:
-        """(B, T) actions as (B, T, bins) targets; two indices with one centre share its part."""
+        """(B, T) actions as (B, T, bins) targets; indices with the same centre share its part."""
         centres = torch.from_numpy(self.tokenizer.centres).to(actions)
         far = (actions.clamp(-1, 1)[..., None] - centres) / self.spread
         return (-0.5 * far.square()).softmax(-1)
 
 
 class ModuleAdapter(ActionPolicy):
-    """Makes a policy of a user's module.
+    """Wraps a user's module as a policy.
 
-    The module needs two methods. Both are given a dict with "images" (B, H, W, 3) uint8, "state" (B, S) float32, each
-    where there is one, and "instructions", a list of B texts:
+    The module needs two methods. `obs` is a dict with "images" (B, H, W, 3) uint8 and "state" (B, S) float32, if there
+    are any, and "instructions", a list of B texts:
 
     * act(obs, generator) -> (actions, logp): actions (B, K, D), (B, D) where K = 1; logp (B, T), or (B,) where T = 1
-    * log_probs(obs, actions) -> logp, or (logp, entropy): of the actions as they were drawn, before any clipping
+    * log_probs(obs, actions) -> logp, or (logp, entropy): of the actions as sampled, before any clipping
 
     `act` may also take `temperature` and `greedy`, `log_probs` `temperature`. A method bc_loss(obs, actions, mask) is
-    used where there is one; else the loss is minus the log-probability of the demonstrated actions.
+    used if there is one; else the loss is minus the log-probability of the demonstrated actions.
 
     Args:
-        module: the user's.
+        module: the user's module.
         action_size: D.
         chunk: K.
         decisions: T: 1 for one log-probability a chunk, K for one a control step, K * D for one a number.
 
     Raises:
-        UserError: a method is missing, or T is another number.
+        UserError: a method is missing, or T is not 1, K or K * D.
     """
 
     def __init__(self, module: nn.Module, action_size: int, chunk: int = 1, decisions: int = 1) -> None:
@@ -343,7 +343,7 @@ class ModuleAdapter(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """See `ActionPolicy.act`; what the module draws outside -1..1 is clipped after its log-probability is taken."""
+        """See `ActionPolicy.act`; actions outside -1..1 are clipped after their log-probability is taken."""
         method = self._method("act")
         with torch.no_grad():
             answer = method(_as_dict(batch), generator, **_accepted(method, temperature, greedy, f"{self._name}.act"))
@@ -369,7 +369,7 @@ class ModuleAdapter(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; with one log-probability a chunk, chunks that break off early do not count."""
+        """See `ActionPolicy.bc_loss`; with one log-probability a chunk, incomplete chunks do not count."""
         check_demonstrations(self, batch, actions, mask)
         own = getattr(self.module, "bc_loss", None)
         if callable(own):
@@ -383,7 +383,7 @@ class ModuleAdapter(ActionPolicy):
         return loss, {"bc/loss": float(loss.detach())}
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write the module by its own `save_pretrained` where it has one, else its weights; and the statistics."""
+        """Write the statistics, and the module by its own `save_pretrained` if it has one, else its weights."""
         own = getattr(self.module, "save_pretrained", None)
         if callable(own):
             own(path)
@@ -392,7 +392,7 @@ class ModuleAdapter(ActionPolicy):
         write_statistics(Path(path), self.statistics)
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the weights by the module's own `load_weights` where it has one; and the statistics."""
+        """Read the statistics, and the weights by the module's own `load_weights` if it has one."""
         own = getattr(self.module, "load_weights", None)
         if callable(own):
             own(path)
@@ -419,7 +419,7 @@ class ModuleAdapter(ActionPolicy):
         return actions.detach().float().reshape(rows, self.chunk, self.action_size)
 
     def _shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of the actions that the module speaks of."""
+        """Shape of the module's actions."""
         return (rows, self.action_size) if self.chunk == 1 else (rows, self.chunk, self.action_size)
 
     def _checked_scores(self, values: Any, rows: int, method: str, what: str) -> Tensor:
@@ -454,7 +454,7 @@ def open_policy(path: Path | str) -> ActionPolicy:
 
 
 def check_demonstrations(policy: ActionPolicy, batch: PolicyInputs, actions: Tensor, mask: Tensor) -> None:
-    """Refuse demonstrations that are not (B, K, D) with a mask (B, K); raises ValueError."""
+    """Check that demonstrations are (B, K, D) with a mask (B, K); raises ValueError."""
     expected = (len(batch), policy.chunk, policy.action_size)
     if tuple(actions.shape) != expected or tuple(mask.shape) != expected[:2]:
         raise ValueError(
@@ -475,7 +475,7 @@ def _accepted(method: Callable[..., Any], temperature: float, greedy: bool, name
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     unknown = [key for key in wanted if key not in known and not takes_all]
     if unknown:
-        raise UserError(f"{name} is asked for {unknown[0]}={wanted[unknown[0]]} but takes no argument {unknown[0]!r}")
+        raise UserError(f"{unknown[0]} is {wanted[unknown[0]]}, but {name} takes no argument {unknown[0]!r}")
     return wanted
 
 
@@ -491,4 +491,4 @@ SAVED_POLICIES = {
     "flow": "robotics.vla.flow_policy:FlowActionPolicy",
     "vlm": "robotics.vla.vlm_policy:VlmActionPolicy",
 }
-"""Kinds of policies that can be saved, and their classes."""
+"""Classes of policies that can be saved, by kind."""

@@ -1,19 +1,19 @@
-"""SRPO's reward: a failure earns by how near it came to what the same policy's successes of this task look like.
+"""SRPO's reward: a failure is rewarded by how close it comes to the same policy's successes at the task.
 
 Trajectories are points in the latent space of a frozen world model. Successes of a task are clustered, a failure's
-distance to the nearest cluster's centre is brought to a common scale over the task's failures and turned into a reward
-between 0 and `alpha` < 1; a success earns 1. Where a task has no success to refer to, its failures earn 0.
+distance to the nearest cluster's centre is normalised over the task's failures and mapped to a reward between 0 and
+`alpha` < 1; a success has reward 1. If a task has no success to compare with, its failures have reward 0.
 
 Paper: SRPO, arXiv 2511.15605. Defaults are the constants of the released code, sii-research/siiRL
-siirl/utils/reward_score/embodied.py. What differs from it:
+siirl/utils/reward_score/embodied.py. Differences from it:
 
 - `eps_mode="per_sqrt_dim"`: two standardised successes are about sqrt(2 E) apart, so the released radius of 0.5 never
   finds a cluster in E = 64 entries or more; here it grows with the root of the number of entries that vary.
   "absolute" is the released one.
 - `invalid="nan"`: a trajectory that could not be embedded has no reward, where the code gives 0, even to a success.
 - `norm="zscore"` is the paper's form, of the distance's deviation from its mean; `squared` its squared distance.
-  "absolute" tells apart whether all failures are bad or all are close, which the other two cannot.
-- `memory` lets successes of earlier batches stand in; the code only knows those of the batch.
+  "absolute" also tells whether all failures are far away or all are close, which the other two cannot.
+- `memory` adds successes of earlier batches as references; the code has only those of the batch.
 """
 
 from __future__ import annotations
@@ -55,47 +55,47 @@ INVALID = ("nan", "zero")
 
 @dataclass
 class ProgressSettings:
-    """Numbers of the progress reward; the defaults are the released code's but for `eps_mode` and `invalid`."""
+    """Constants of the progress reward; the defaults are the released code's except for `eps_mode` and `invalid`."""
 
     alpha: float = bounded(0.6, above=0, below=1)
-    """What a failure can earn at most; below 1, so that nothing that only looks like a success is worth as much."""
+    """Largest reward of a failure; below 1, so that what only looks like a success is worth less than one."""
     steepness: float = bounded(10.0, above=0, finite=True)
     """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
     offset: float = bounded(0.5, finite=True)
-    """Normalised distance that earns half of alpha; norms minmax and absolute."""
+    """Normalised distance with a reward of alpha / 2; norms minmax and absolute."""
     eps: float = bounded(0.5, above=0, finite=True)
     """Radius of DBSCAN over the standardised successes; see `eps_mode`."""
     eps_mode: str = choice("per_sqrt_dim", EPS_MODES)
-    """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute takes it as it is."""
+    """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute uses it unchanged."""
     min_samples: int = bounded(2, at_least=1)
-    """Successes within the radius, itself included, that make one of them the core of a cluster."""
+    """Successes within the radius, itself included, that make a success a core point of a cluster."""
     norm: str = choice("minmax", lambda: NORMS)
     """minmax over the task's failures (code), zscore over them (paper), absolute against the successes' own spread."""
     squared: bool = False
     """Whether distances are squared before they are normalised."""
     memory: int = bounded(0, at_least=0)
-    """Latest successes of a task to keep as references for later batches; 0 refers to the batch only."""
+    """Latest successes of a task that are kept as references for later batches; 0 = those of the batch only."""
     invalid: str = choice("nan", INVALID)
-    """Reward of a trajectory that could not be embedded: nan (to be dropped and counted) or zero (code)."""
+    """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code)."""
 
 
 @dataclass(frozen=True)
 class ProgressOutcome:
-    """Rewards of B trajectories and what they came from."""
+    """Rewards of B trajectories and how they were obtained."""
 
     reward: NDArray[np.float32]
-    """(B,) 1 for a success, 0..alpha for a failure; an invalid row as the settings say."""
+    """(B,) 1 for a success, 0..alpha for a failure; `settings.invalid` for an invalid row."""
     distance: NDArray[np.float32]
-    """(B,) of each failure to the nearest centre, squared where the settings say so; NaN where none was measured."""
+    """(B,) distance of each failure to the nearest centre, squared with `settings.squared`; NaN without a reference."""
     centres: Mapping[Hashable, NDArray[np.float32]]
     """(C, E) by task, for tasks with both failures and references."""
     clusters: float
-    """Mean number of clusters of these tasks; a task without a cluster counts 0 and has the mean of all its references
-    for its only centre. 0 without such tasks."""
+    """Mean number of clusters of these tasks; a task without a cluster counts 0, and its only centre is the mean of all
+    its references. 0 without such tasks."""
     noise_fraction: float
     """Share of these tasks' references that lie in no cluster; 0 without such tasks."""
     tasks_without_reference: int
-    """Tasks of the batch whose failures earn nothing because there is no success to refer to."""
+    """Tasks of the batch whose failures have reward 0 because there is no success to compare with."""
     tasks: int
     """Tasks of the batch."""
     invalid: int
@@ -128,7 +128,7 @@ def progress_rewards(
     (a single reference), absolute falls back to minmax.
 
     Args:
-        latents: (B, E) float32; rows that are not valid are not looked at.
+        latents: (B, E) float32; invalid rows are not used.
         success: (B,) bool, whether the episode succeeded.
         valid: (B,) bool, whether it ran and could be embedded.
         tasks: (B,) labels.
@@ -136,7 +136,9 @@ def progress_rewards(
         references: (M, E) further successes by task, as `SuccessMemory.references` gives them.
 
     Returns:
-        Rewards and what they came from; constants, nothing here has a gradient.
+        Rewards and how they were obtained.
+
+    Gradient: none, all are constants.
 
     Raises:
         UserError: a setting is out of range.
@@ -177,7 +179,7 @@ def progress_rewards(
 
 
 def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[np.int64]:
-    """Cluster successes with DBSCAN, each entry brought to mean 0 and variance 1.
+    """Cluster successes with DBSCAN after standardising each entry.
 
     Entries that do not vary stay at 0 and do not count for the radius.
 
@@ -200,19 +202,19 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
 
 
 def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> float:
-    """How far rewards order the failures of a group as another measure of progress does.
+    """Agreement of rewards with another measure of progress on the order of a group's failures.
 
-    Group-normalised advantages keep the order within a group, not the level of its rewards; so this says what a latent
-    is worth.
+    Group-normalised advantages keep the order within a group but not the level of its rewards, so the order is what
+    makes a latent useful.
 
     Args:
         reward: (F,) rewards of failures; NaN for those without one.
-        progress: (F,) what a hand-written measure says of them, such as a simulator's dense reward; NaN where unknown.
+        progress: (F,) a hand-written measure, such as a simulator's dense reward; NaN where unknown.
         group: (F,) labels of their groups.
 
     Returns:
         Spearman's rank correlation, mean over groups weighted by their failures; groups with fewer than 3 of them, or
-        with equal values throughout, do not count. NaN without any group that does.
+        whose values are all equal, do not count. NaN if no group counts.
     """
     from scipy.stats import spearmanr
 
@@ -263,13 +265,13 @@ class SuccessMemory:
                 self.latents[task] = _join(self.latents.get(task, new[:0]), new)[-self.keep :].astype(np.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs, in types that `torch.load(weights_only=True)` accepts."""
+        """State for a checkpoint, in types that `torch.load(weights_only=True)` accepts."""
         import torch
 
         return {"tasks": list(self.latents), "latents": [torch.from_numpy(kept) for kept in self.latents.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned; with a smaller `keep` the latest stay."""
+        """Restore `state_dict`; with a smaller `keep` the latest latents stay."""
         pairs = zip(state["tasks"], state["latents"], strict=True)
         kept = {task: latents.numpy(force=True)[-self.keep :].astype(np.float32) for task, latents in pairs}
         self.latents = kept if self.keep else {}
@@ -282,7 +284,7 @@ def _check_rows(
     won, sound = np.asarray(success, np.bool_), np.asarray(valid, np.bool_)
     if points.ndim != 2 or not (won.shape == sound.shape == (len(tasks),) == points.shape[:1]):
         raise ValueError(
-            f"latents {points.shape}, success {won.shape}, valid {sound.shape} and {len(tasks)} tasks do not belong to "
+            f"latents {points.shape}, success {won.shape}, valid {sound.shape} and {len(tasks)} tasks do not describe "
             "the same rows; expected (B, E), (B,), (B,) and B"
         )
     broken = np.flatnonzero(sound & ~np.isfinite(points).all(1))

@@ -1,12 +1,13 @@
-"""What every robot recipe shares: simulator, policy, episodes as rollouts, evaluation, and the count of what broke.
+"""Base of the robot recipes: simulator, policy, episodes as rollouts, and evaluation.
 
-An episode is a row; its decisions are the action tokens (or denoising steps) of its chunks one after the other, or the
-chunks as wholes (`logp_level`). Only what was carried out counts: tokens of control steps after the end of an episode
-have mask 0. A row whose environment broke down takes its whole group out of the step, and both are counted.
+An episode is a row. Its decisions are the action tokens (or denoising steps) of its chunks in order, or with
+`logp_level: chunk` the chunks themselves. Tokens of control steps that were not executed have mask 0. A row whose
+environment failed takes its whole group out of the update; both are counted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from abc import abstractmethod
@@ -54,7 +55,7 @@ class RobotConfig(RunConfig):
     """A run of a robot policy in a simulator."""
 
     compares_samples: ClassVar[bool] = True
-    """Whether advantages come from the other episodes of an initial state."""
+    """Whether advantages compare the episodes of an initial state."""
 
     model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
     """The policy."""
@@ -65,13 +66,14 @@ class RobotConfig(RunConfig):
     eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
-    """How actions are drawn and carried out."""
+    """How actions are sampled and executed."""
     logp_level: str = choice("token", LEVELS)
-    """token: every action token (or denoising step) is a decision; chunk: the sum over a chunk is one."""
+    """token: every action token (or denoising step) is a decision; chunk: a chunk is one, with the sum of their
+    log-probabilities."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """What is optimised."""
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))
-    """Batch sizes, optimiser and guards; the log-probabilities of sampling are exact, they need no second pass."""
+    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact and need no second pass."""
     evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
     """Evaluation over fixed initial states."""
 
@@ -82,8 +84,8 @@ class RobotConfig(RunConfig):
         check_objective(objective, SCORES, self.trainer.samples_per_task if self.compares_samples else None)
         if self.acting.ensemble and not self.evaluation.greedy:
             raise ValueError(
-                f"acting.ensemble is {self.acting.ensemble}, which is of greedy evaluation, but evaluation.greedy is "
-                "false; set one of them otherwise"
+                f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
+                "false; change one of them"
             )
 
 
@@ -92,8 +94,8 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
 
     Args:
         config: options of the run.
-        policy: in place of what `config.model` names.
-        sim: in place of what `config.sim` names.
+        policy: used instead of `config.model`.
+        sim: used instead of `config.sim`.
 
     Raises:
         UserError: simulator, policy or tasks cannot be used.
@@ -130,34 +132,34 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
 
     @abstractmethod
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Total reward (B,) and its terms of episodes that did not break down; NaN where one cannot be scored."""
+        """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Run G episodes from each initial state.
 
         Raises:
-            NoUsableTasksError: every group has an episode whose environment broke down; the loop draws other tasks.
+            NoUsableTasksError: every group has an episode whose environment failed; the loop tries other tasks.
         """
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
         episodes = run_episodes(
             policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
         )
-        episodes.payload.episodes = list(tasks)
+        episodes.payload = dataclasses.replace(episodes.payload, episodes=list(tasks))
         group = torch.arange(len(tasks)).repeat_interleave(size)
         self._note(episodes.payload)
-        _refuse_if_all_broken(group, episodes.payload)
+        _check_usable(group, episodes.payload)
         return pack_episodes(episodes, group, policy, self.config.logp_level)
 
     @property
     def needs_every_frame(self) -> bool:
-        """Whether the reward looks at pictures of every control step."""
+        """Whether the reward needs an image of every control step."""
         return False
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rewards of the episodes; a group with a broken environment keeps NaN and teaches nothing."""
+        """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
         payload = EpisodePayload.of(rollouts)
-        whole = ~_in_broken_group(rollouts.group, payload.failed)
+        whole = ~_in_failed_group(rollouts.group, payload.failed)
         reward, terms = self.rewards(rollouts)
         unknown = torch.full_like(reward, float("nan"))
         terms = {"success": payload.success.float(), **terms}
@@ -170,7 +172,7 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         """Log-probability and entropy of each decision, at the sampling temperature."""
         payload = EpisodePayload.of(rollouts)
         rows, chunks = _chunks_that_count(payload, rollouts.mask, self.policy, self.config.logp_level)
-        if not len(rows):  # all broke down: something is scored that nobody looks at, because all processes have to
+        if not len(rows):  # all failed; every process has to run the policy, so one masked chunk is scored
             rows = chunks = torch.zeros(1, dtype=torch.int64, device=rows.device)
         inputs = _inputs(payload, rollouts.group, rows, chunks)
         logp, entropy = policy("log_probs", inputs, payload.decisions[rows, chunks], self.config.acting.temperature)
@@ -185,11 +187,11 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups with their last pictures, rewards and advantages."""
+        """Whole groups with their last images, rewards and advantages."""
         return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Success and length of all episodes of the step, and what broke so far; over all processes."""
+        """Success and length of the step's episodes, and failures so far, over all processes."""
         seen = sum_over_processes(self._seen)
         self._seen.clear()
         count = seen.get("episodes", 0) or math.nan
@@ -199,11 +201,11 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         return found | {f"sim/{name}": float(number) for name, number in counts.items()}
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember the step, which names what evaluations write."""
+        """Keep the step for the names of videos."""
         self.step = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and counts."""
+        """Step and count of failed environments."""
         return {"step": self.step, "broken": self.broken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -258,24 +260,24 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         count = int(payload.failed.sum())
         if count and not self.broken and not self._seen["failed"]:
             reason = next(reason for reason, bad in zip(payload.reasons, payload.failed.tolist(), strict=True) if bad)
-            LOGGER.warning("an environment broke down, its group teaches nothing: %s", reason)
+            LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
         self._seen["failed"] += count
 
 
 def _users_parts(config: RobotConfig) -> dict[str, str]:
-    """Settings that name a user's own code."""
+    """Settings that name user code."""
     named = {"sim.kind": config.sim.kind, "sim.env": config.sim.env, "model.kind": config.model.kind}
     return {name: spec for name, spec in named.items() if ":" in spec}
 
 
 def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
-    """Bring finished episodes into the form that the loop works on.
+    """Turn finished episodes into rollouts.
 
     Args:
-        episodes: B of them; `payload.episodes` holds one entry a group.
+        episodes: B episodes whose `payload.episodes` has one entry a group.
         group: (B,) int64.
-        policy: says which decisions of a chunk were carried out.
-        level: token or chunk.
+        policy: tells which decisions of a chunk were executed.
+        level: token or chunk, see `RobotConfig.logp_level`.
 
     Returns:
         Rollouts with the log-probabilities as sampled and no reward.
@@ -297,7 +299,7 @@ def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level
 def _chunks_that_count(
     payload: EpisodePayload, mask: Tensor, policy: ActionPolicy, level: str
 ) -> tuple[Tensor, Tensor]:
-    """Rows and chunks (M,) that have a decision in the mask."""
+    """Rows and chunks, (M,) each, with a decision under the mask."""
     each = policy.decisions if level == "token" else 1
     missing = payload.steps.shape[1] * each - mask.shape[1]
     whole = nn.functional.pad(mask, (0, missing)).unflatten(1, (payload.steps.shape[1], each))
@@ -314,16 +316,17 @@ def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor
     )
 
 
-def _in_broken_group(group: Tensor, failed: Tensor) -> Tensor:
-    broken = torch.zeros(int(group.max()) + 1, dtype=torch.bool, device=group.device)
-    broken[group[failed]] = True
-    return broken[group]
+def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
+    """(B,) bool, rows of groups with an episode whose environment failed."""
+    has_failure = torch.zeros(int(group.max()) + 1, dtype=torch.bool, device=group.device)
+    has_failure[group[failed]] = True
+    return has_failure[group]
 
 
-def _refuse_if_all_broken(group: Tensor, payload: EpisodePayload) -> None:
-    if bool(_in_broken_group(group.to(payload.failed.device), payload.failed).all()):
+def _check_usable(group: Tensor, payload: EpisodePayload) -> None:
+    if bool(_in_failed_group(group.to(payload.failed.device), payload.failed).all()):
         reasons = sorted({reason for reason in payload.reasons if reason})
-        raise NoUsableTasksError(f"every group had a broken environment: {'; '.join(reasons) or 'no reason given'}")
+        raise NoUsableTasksError(f"every group had a failed environment: {'; '.join(reasons) or 'no reason given'}")
 
 
 def _record(rollouts: Rollouts, row: int) -> SampleRecord:

@@ -3,9 +3,9 @@
 Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding of action chunks), with a language-model head's likelihood in
     place of its L1 regression, as Haozhan-Li/SimpleVLA-RL and sii-research/siiRL do.
 
-What differs: the observation encoder is `robotics.vla.encoder`, of about half a million weights; queries see each other
-in both directions; by default a query stands for a control step and has a head for each of the D numbers, which makes
-the same independent distributions from a D-th of the tokens (`queries="token"` has one query a number).
+Differences: the observation encoder is `robotics.vla.encoder` with about half a million weights; queries attend to each
+other in both directions; by default there is one query a control step with a head for each of the D numbers, which
+gives the same independent distributions with a D-th of the tokens (`queries="token"` has one query a number).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ QUERIES = ("step", "token")
 
 @dataclass
 class SmallVlaConfig:
-    """What the policy sees and does."""
+    """Sizes and settings of the policy."""
 
     action_size: int
     """D, numbers of an action."""
     chunk: int = 8
     """K, control steps that are predicted at once."""
     bins: int = 64
-    """Tokens of each number; OpenVLA has 256, which take more demonstrations."""
+    """Bins of each number; OpenVLA's 256 need more demonstrations."""
     token_mode: str = "uniform"
     """uniform or openvla, see `ActionTokenizer`."""
     queries: str = "step"
-    """step: one query a control step; token: one a number."""
+    """step: one query a control step; token: one a number of an action."""
     label_smoothing: float = 0.0
     """Share of the cloning target that is spread over all bins."""
     label_spread: float = 0.0
@@ -53,12 +53,12 @@ class SmallVlaPolicy(EncodedPolicy, TokenPolicy):
     """Image, instruction and state to K * D action tokens.
 
     Args:
-        config: what it sees and does.
-        vocabulary: words of its instructions.
-        seed: of the weights; the global generator is left alone.
+        config: sizes and settings.
+        vocabulary: words of the instructions.
+        seed: of the weights; the global generator is not used.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
     """
 
     kind = "small"

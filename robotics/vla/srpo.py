@@ -1,23 +1,23 @@
 """SRPO, Self-Referential Policy Optimization (arXiv 2511.15605; public code sii-research/siiRL).
 
-GRPO in which a failed episode is not worth 0 but how close it came: the distance of its latent to the successes that
-the same policy had in the same batch, of the same task.
+GRPO in which the reward of a failed episode is not 0 but its progress: how close its latent comes to those of the same
+policy's successes at the same task in the same batch.
 
     z_i = latent of episode i,   C = centres of the DBSCAN clusters of the task's successes (their mean if none),
     d_i = min_c |z_i - c|,       u_i = (d_i - min d) / (max d - min d) over the task's failures,
     reward = 1 for success, 0.6 / (1 + exp(-10 (0.5 - u_i))) for failure, 0 where the task had no success.
 
-References are shared by a task, advantages by an initial state. The batch is that of all processes.
+References are common to a task, advantages to an initial state. The batch is that of all processes.
 
 Differences from the public code: DBSCAN's radius grows with the square root of the latent's size (at the published 0.5
-nothing ever clusters; `progress.eps_mode: absolute` is the published one); pictures belong to one episode (there the
-samples of a prompt share a buffer); an episode without a latent is counted and teaches nothing instead of getting 0;
-all-failed groups stay where their task has a reference, since that is where the reward has most to say
-(`filter.key: success` with bounds drops them as the release does). V-JEPA 2 is `latent.kind: vjepa2`; the default is a
-small video encoder trained on the demonstrations' own pictures.
+no cluster is ever found; `progress.eps_mode: absolute` is the published one); images belong to one episode (there the
+samples of a prompt share a buffer); an episode without a latent is counted and left out instead of getting 0; groups
+in which all fail stay if their task has a reference, because there the reward tells most (`filter.key: success` with
+bounds drops them as the release does). V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained
+on the demonstrations' own images.
 
-`srpo/agreement` tells what a latent is worth: Spearman's rank correlation of the reward with the environment's own one
-over the failures of an initial state. It is NaN where that one is the same for all failures, as a reward of success is.
+`srpo/agreement` measures a latent: Spearman's rank correlation of the reward with the environment's own reward over the
+failures of an initial state. It is NaN where the environment's reward is the same for all failures, as success is.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class SrpoConfig(RobotConfig):
     """An SRPO run."""
 
     progress: ProgressSettings = field(default_factory=ProgressSettings)
-    """From distances to rewards."""
+    """How distances become rewards."""
     latent: LatentConfig = field(default_factory=LatentConfig)
-    """What an episode is compared by."""
+    """Latent by which episodes are compared."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation."""
 
@@ -71,14 +71,14 @@ class SrpoRecipe(RobotRecipe):
         super().__init__(config, policy, sim)
         if config.latent.kind != "state" and self.sim.image_size is None:
             raise UserError(
-                f"latent.kind is '{config.latent.kind}', but the simulator draws no pictures; set sim.image_size, or "
+                f"latent.kind is '{config.latent.kind}', but the simulator renders no images; set sim.image_size, or "
                 "use latent.kind=state"
             )
         self.latent = make_latent(config.latent)
         if isinstance(self.latent, StateLatent) and self.latent.state_size != self.sim.state_size:
             source = config.latent.path or "latent.options"
             raise UserError(
-                f"the latent state was made for the {self.latent.state_size} entries of {source}; the simulator's "
+                f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}; the simulator's "
                 f"state has {self.sim.state_size}"
             )
         self.memory = SuccessMemory(config.progress.memory)
@@ -89,11 +89,11 @@ class SrpoRecipe(RobotRecipe):
 
     @property
     def needs_every_frame(self) -> bool:
-        """Pictures of every control step, where the latent looks at pictures and is to have them all."""
+        """Whether the latent is computed from the images of all control steps."""
         return self.config.latent.frames == "step" and self.config.latent.kind != "state"
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Success, and progress towards it where there was none."""
+        """1 for success, else the progress reward."""
         payload = EpisodePayload.of(rollouts)
         with stopwatch("latents"):
             latents, valid = self._embed(payload)
@@ -104,7 +104,7 @@ class SrpoRecipe(RobotRecipe):
                 valid=valid,
                 success=payload.success.cpu().numpy(),
                 tasks=np.array([payload.episodes[group].task for group in groups.tolist()]),
-                told=payload.progress.cpu().numpy(),
+                env_reward=payload.progress.cpu().numpy(),
                 groups=groups,
             )
         )
@@ -112,7 +112,7 @@ class SrpoRecipe(RobotRecipe):
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """What the references looked like, beside the metrics of every robot recipe."""
+        """Clusters, tasks without a reference, missing latents and agreement, with those of every robot recipe."""
         self.invalid += int(sum_over_processes({"now": self._invalid_now})["now"])
         self._invalid_now = 0
         found = super().step_metrics(rollouts) | {"srpo/invalid_latents": float(self.invalid)}
@@ -146,7 +146,7 @@ class SrpoRecipe(RobotRecipe):
         self._invalid_now += int((~found.valid).sum())
         if found.reasons and not self._first_reason:
             self._first_reason = next(iter(found.reasons.values()))
-            LOGGER.warning("an episode has no latent and teaches nothing: %s", self._first_reason)
+            LOGGER.warning("an episode has no latent and is left out of the update: %s", self._first_reason)
         return latents, valid
 
     def _progress_rewards(self, mine: _Rows) -> np.ndarray:
@@ -163,7 +163,7 @@ class SrpoRecipe(RobotRecipe):
         rows = _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
         if not rows.valid.any():
             raise RunError(
-                f"no episode of this step has a latent: {self._first_reason or 'the first process logs why'}; "
+                f"no episode of this step has a latent: {self._first_reason or 'see the log of the first process'}; "
                 f"latent.kind is {self.config.latent.kind}"
             )
         names = rows.tasks.tolist()
@@ -172,13 +172,13 @@ class SrpoRecipe(RobotRecipe):
         )
         self.memory.add(rows.latents, rows.success & rows.valid, names)
         failures = ~rows.success & np.isfinite(self.outcome.distance)
-        self.agreement = rank_agreement(self.outcome.reward[failures], rows.told[failures], rows.groups[failures])
+        self.agreement = rank_agreement(self.outcome.reward[failures], rows.env_reward[failures], rows.groups[failures])
         start = sum(len(part.valid) for part in parts[:rank])
         return self.outcome.reward[start : start + len(mine.valid)]
 
 
 class _Rows(NamedTuple):
-    """Episodes of one process, or of all."""
+    """Episodes of one process or of all processes."""
 
     latents: np.ndarray
     """(B, E)."""
@@ -188,7 +188,7 @@ class _Rows(NamedTuple):
     """(B,) bool."""
     tasks: np.ndarray
     """(B,) names."""
-    told: np.ndarray
-    """(B,) the simulator's own reward at the end."""
+    env_reward: np.ndarray
+    """(B,) the environment's own reward at the last step."""
     groups: np.ndarray
     """(B,) int64."""

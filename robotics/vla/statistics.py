@@ -1,7 +1,7 @@
-"""Scales of actions and states: what a data set's numbers are brought to -1..1 or to unit variance with.
+"""Statistics of actions and states, which normalise them to -1..1 or to unit variance.
 
-Shapes: D entries of an action or state, ... any leading dimensions. Every function takes numpy arrays and tensors alike
-and returns the kind that it was given.
+Shapes: D entries of an action or state, ... any leading dimensions. Functions take numpy arrays or tensors and
+return what they are given.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["ActionStatistics", "StateStatistics", "libero_gripper"]
 Values = TypeVar("Values", Tensor, NDArray[Any])
 
 RANGE_EPS = 1e-8
-"""Added to q99 - q01 in both directions; OpenVLA's number."""
+"""Added to q99 - q01 in both directions, as in OpenVLA."""
 SMALLEST_STD = 1e-6
-"""States that vary less are only shifted."""
+"""States with a smaller standard deviation are only shifted."""
 STATE_LIMIT = 10.0
-"""Standard deviations at which a scaled state is cut off."""
+"""Standardised states are clipped to this."""
 
 
 @dataclass(frozen=True)
 class ActionStatistics:
-    """Distribution of each entry of an action over a data set; float64, so that a saved file gives the same bits."""
+    """Distribution of each entry of an action over a dataset, in float64, so that a saved file restores every bit."""
 
     q01: NDArray[np.float64]
-    """(D,) quantile 0.01, in the data set's units."""
+    """(D,) quantile 0.01, in the dataset's units."""
     q99: NDArray[np.float64]
     """(D,) quantile 0.99."""
     minimum: NDArray[np.float64]
@@ -48,7 +48,7 @@ class ActionStatistics:
     std: NDArray[np.float64]
     """(D,) population standard deviation."""
     mask: NDArray[np.bool_]
-    """(D,) False where an entry is left as it is, such as a gripper that is 0 or 1."""
+    """(D,) False for entries that are not scaled, such as a gripper that is 0 or 1."""
 
     def __post_init__(self) -> None:
         sizes = {name: np.shape(getattr(self, name)) for name in (*COLUMNS, "mask")}
@@ -62,11 +62,11 @@ class ActionStatistics:
 
     @classmethod
     def from_arrays(cls, actions: ArrayLike, mask: Sequence[bool] | None = None) -> Self:
-        """Measure them.
+        """Compute them from actions.
 
         Args:
-            actions: (N, D) actions of a whole data set.
-            mask: (D,) False for entries that stay as they are; None scales all.
+            actions: (N, D) actions of a whole dataset.
+            mask: (D,) False for entries that are not scaled; None scales all.
 
         Returns:
             The statistics.
@@ -88,7 +88,7 @@ class ActionStatistics:
         Args:
             stats: features with their min, max, mean, std, q01 and q99.
             key: feature that is the action.
-            mask: (D,) False for entries that stay as they are; None scales all.
+            mask: (D,) False for entries that are not scaled; None scales all.
 
         Returns:
             The statistics.
@@ -103,12 +103,12 @@ class ActionStatistics:
         return cls(mask=kept, **{own: found[name] for name, own in LEROBOT_NAMES.items()})
 
     def normalise(self, actions: Values) -> Values:
-        """Bring actions to -1..1 by their quantiles, clip(2 (a - q01) / (q99 - q01 + 1e-8) - 1).
+        """Normalise actions to -1..1 by their quantiles, clip(2 (a - q01) / (q99 - q01 + 1e-8) - 1).
 
-        Entries that never change become 0, and entries outside the mask stay as they are.
+        Constant entries become 0, and entries outside the mask are unchanged.
 
         Args:
-            actions: (..., D) in the data set's units.
+            actions: (..., D) in the dataset's units.
 
         Returns:
             (..., D) in the dtype of `actions`.
@@ -126,7 +126,7 @@ class ActionStatistics:
             actions: (..., D) in -1..1.
 
         Returns:
-            (..., D) in the data set's units and the dtype of `actions`.
+            (..., D) in the dataset's units and the dtype of `actions`.
 
         Source: openvla/openvla prismatic/extern/hf/modeling_prismatic.py (predict_action).
         """
@@ -143,7 +143,7 @@ class ActionStatistics:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read what `save` wrote; raises UserError where the file is missing or has other entries."""
+        """Read what `save` wrote; raises UserError if the file is missing or has other entries."""
         entries = _read_json(Path(path))
         if set(entries) != {*COLUMNS, "mask"}:
             raise UserError(f"{path} has the entries {sorted(entries)}; needed are {sorted((*COLUMNS, 'mask'))}")
@@ -152,7 +152,7 @@ class ActionStatistics:
 
     def _scales(self, like: Values) -> tuple[Values, Values, Values, Values]:
         if like.shape[-1] != self.size:
-            raise ValueError(f"actions have the shape {tuple(like.shape)}; the statistics are of {self.size} entries")
+            raise ValueError(f"actions have the shape {tuple(like.shape)}; the statistics have {self.size} entries")
         width = self.q99 - self.q01
         constant = self.minimum == self.maximum
         low, scale = _placed(self.q01, like), _placed(width + RANGE_EPS, like)
@@ -175,34 +175,34 @@ class StateStatistics:
 
     @classmethod
     def from_arrays(cls, states: ArrayLike) -> Self:
-        """Measure them over (N, S) states; raises UserError without states or where some are not finite."""
+        """Compute them from (N, S) states; raises UserError if there are none or some are not finite."""
         values = _table(states, "states")
         return cls(values.mean(0), values.std(0))
 
     @classmethod
     def from_lerobot(cls, stats: Mapping[str, Mapping[str, Any]], key: str = "observation.state") -> Self:
-        """Read them from the contents of meta/stats.json; raises UserError where they are missing."""
+        """Read them from the contents of meta/stats.json; raises UserError if they are missing."""
         found = _lerobot_feature(stats, key, ("mean", "std"))
         return cls(found["mean"], found["std"])
 
     def normalise(self, states: Values) -> Values:
-        """Bring states to mean 0 and variance 1, cut off at 10 standard deviations.
+        """Standardise states and clip them to 10 standard deviations.
 
         Args:
             states: (..., S).
 
         Returns:
-            (..., S) in the dtype of `states`; entries that never change are only shifted.
+            (..., S) in the dtype of `states`; constant entries are only shifted.
         """
         if states.shape[-1] != self.size:
-            raise ValueError(f"states have the shape {tuple(states.shape)}; the statistics are of {self.size} entries")
+            raise ValueError(f"states have the shape {tuple(states.shape)}; the statistics have {self.size} entries")
         std = np.where(self.std > SMALLEST_STD, self.std, 1.0)
         scaled: Values = (states - _placed(self.mean, states)) / _placed(std, states)
         return scaled.clip(-STATE_LIMIT, STATE_LIMIT)
 
 
 def libero_gripper(actions: Values) -> Values:
-    """Turn the gripper of a policy trained on LIBERO, 1 = open, into the environment's, -1 = open.
+    """Convert the gripper of a policy trained on LIBERO, 1 = open, to the environment's, -1 = open.
 
     Args:
         actions: (..., D), the last entry in 0..1.
@@ -232,12 +232,12 @@ def _lerobot_feature(
     stats: Mapping[str, Mapping[str, Any]], key: str, names: Sequence[str] | Mapping[str, str]
 ) -> dict[str, NDArray[np.float64]]:
     if key not in stats:
-        raise UserError(f"the data set's statistics have no feature {key!r}; there are: {', '.join(sorted(stats))}")
+        raise UserError(f"the dataset's statistics have no feature {key!r}; there are: {', '.join(sorted(stats))}")
     missing = [name for name in names if name not in stats[key]]
     if missing:
         raise UserError(
             f"the statistics of {key!r} have no {', '.join(missing)}; they have {', '.join(sorted(stats[key]))}. "
-            "Data sets written before quantiles were added can be measured with from_arrays"
+            "Data sets without quantiles can be used with from_arrays"
         )
     return {name: np.asarray(stats[key][name], np.float64).reshape(-1) for name in names}
 

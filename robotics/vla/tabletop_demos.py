@@ -39,26 +39,26 @@ def build_demonstrations(
     keep_failures: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Have the experts do the tasks and write what they saw and did as a LeRobotDataset.
+    """Run the experts on the tasks and write their observations and actions as a LeRobotDataset.
 
     Args:
         path: folder to write.
         tasks: keys of `robotics.sim.TASKS`.
         episodes: demonstrations of each task, from the layouts of the train split.
-        noise: standard deviation of what is added to the experts' motions, so that the data shows how to recover.
+        noise: standard deviation of noise on the executed actions, so that the data shows how to recover.
         arm: panda or ur5e.
-        image_size: side of the pictures in pixels; 0 = none.
-        camera: camera of the pictures.
-        state: proprio, what a robot knows of itself, or full, with the poses of all pieces.
+        image_size: side of the images in pixels; 0 = none.
+        camera: camera of the images.
+        state: proprio, the robot's own state, or full, with the poses of all pieces.
         first_layout: number of the first layout.
-        keep_failures: write episodes without success too, marked as such; those whose simulation broke down never.
+        keep_failures: also write episodes without success, marked as such; not those whose simulation failed.
         seed: of the noise.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: a task, arm, camera or kind of state does not exist, the folder is there already, or no episode
+        UserError: a task, arm, camera or kind of state does not exist, the folder exists already, or no episode
             succeeded.
     """
     from robotics.data import EpisodeWriter, robot_features
@@ -89,7 +89,7 @@ def build_demonstrations(
 
 
 def _empty_folder(path: Path) -> Path:
-    """Where demonstrations lie until all are there: half of them would be taken for the whole by the next run."""
+    """Folder for demonstrations until all are written, so that the next run does not take a part for the whole."""
     if path.exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
     partial = path.with_name(f".{path.name}.partial")
@@ -98,7 +98,7 @@ def _empty_folder(path: Path) -> Path:
 
 
 class Demonstration:
-    """What one expert saw and did."""
+    """Observations and actions of one episode of an expert."""
 
     def __init__(self) -> None:
         self.states: list[NDArray[np.float32]] = []
@@ -108,19 +108,19 @@ class Demonstration:
 
     @property
     def ending(self) -> str:
-        """success, horizon, or failed where the simulation broke down."""
+        """success, horizon, or failed where the simulation failed."""
         return "failed" if self.failed else "success" if self.success else "horizon"
 
 
 def run_experts(
     sim: TabletopBatch, episodes: Sequence[EpisodeSpec], noise: float = 0.0, seed: int = 0
 ) -> list[Demonstration]:
-    """Carry out episodes with the experts of their tasks, a control step at a time.
+    """Run episodes with the experts of their tasks, a control step at a time.
 
     Args:
         sim: a tabletop simulator with these tasks.
         episodes: R of them.
-        noise: standard deviation of what is added to the motions; what is recorded is the action without it, so that
+        noise: standard deviation of noise on the executed actions; the recorded action is without it, so that
             demonstrations show how to recover.
         seed: of the noise.
 
@@ -155,4 +155,4 @@ def run_experts(
 
 
 BATCH = 32
-"""Layouts that run side by side."""
+"""Layouts that run at the same time."""

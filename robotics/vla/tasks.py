@@ -1,4 +1,4 @@
-"""Which episodes a run trains on and is measured on: tasks of a simulator at numbered initial states."""
+"""Sets of episodes for training and evaluation: tasks of a simulator at numbered initial states."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class EpisodeSetConfig:
     first: int = bounded(0, at_least=0)
     """Number of the first of them."""
     split: str = choice("train", SPLITS)
-    """train or held_out, whose layouts are never the same, or all, the stored states of LIBERO in their order."""
+    """train or held_out, which share no layout, or all, the stored states of LIBERO in their order."""
 
 
 def list_episodes(
     config: EpisodeSetConfig, known: Mapping[str, str], splits: Mapping[str, int | None]
 ) -> list[EpisodeSpec]:
-    """Episodes of a set, tasks in turn so that any first part of the list holds all of them.
+    """Episodes of a set, one of each task in turn, so that the first ones cover all tasks.
 
     Args:
         config: the set.
@@ -42,7 +42,7 @@ def list_episodes(
         layouts x tasks episodes.
 
     Raises:
-        UserError: a task, split or layout that the simulator does not have.
+        UserError: the simulator does not have a task, split or layout.
     """
     unknown = [name for name in config.tasks if name not in known]
     if unknown:
@@ -52,7 +52,7 @@ def list_episodes(
     count = splits[config.split]
     if count is not None and config.first + config.layouts > count:
         raise UserError(
-            f"first={config.first} and layouts={config.layouts} go beyond the split {config.split}, which has {count}"
+            f"first={config.first} and layouts={config.layouts} exceed the {count} layouts of the split {config.split}"
         )
     names = config.tasks or list(known)
     layouts = range(config.first, config.first + config.layouts)

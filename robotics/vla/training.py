@@ -1,4 +1,4 @@
-"""Training from Python: a configuration, and where wanted a policy and a simulator that exist already."""
+"""Training from Python, with a policy and a simulator of one's own if wanted."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def train_robot(
 
     Args:
         config: the run; `config.recipe` names the method.
-        policy: trained in place of what `config.model` names; a user's module goes into a `ModuleAdapter`.
-        sim: used in place of what `config.sim` names, and closed at the end.
+        policy: trained instead of `config.model`; wrap a module of your own in a `ModuleAdapter`.
+        sim: used instead of `config.sim`, and closed at the end.
         resume: continue the run in `config.output_dir`.
 
     Returns:
@@ -34,7 +34,7 @@ def train_robot(
 
     Raises:
         UserError: the configuration is wrong, or policy and simulator do not fit together.
-        RunError: the run could not be finished; what it produced so far is kept.
+        RunError: the run failed; its results so far are kept.
     """
     config.validate()
     entry = find_recipe(config.recipe)
@@ -44,7 +44,7 @@ def train_robot(
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """A row of the recipes whose recipe is built with objects that exist already."""
+    """A recipe entry whose recipe is built with the given policy and simulator."""
 
     entry: RecipeEntry
     objects: dict[str, Any]

@@ -254,12 +254,12 @@ def train_video_encoder(
 
 
 def build_video_encoder(path: str, *, data: str, camera: str = "front", max_episodes: int = 0, **training: Any) -> Path:
-    """Build function for configurations: train an encoder on the pictures of a dataset and save it.
+    """Build function for configurations: train an encoder on the images of a dataset and save it.
 
     Args:
         path: folder to write.
         data: folder of a LeRobotDataset; episodes count whether they succeeded or not.
-        camera: whose pictures.
+        camera: whose images.
         max_episodes: episodes at most, the first ones; 0 = all.
         training: fields of `VideoTraining`.
 

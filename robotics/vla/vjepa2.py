@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
-from robotics.vla.latent_rows import RowLatent, check_film, check_path
+from robotics.vla.latent_rows import RowLatent, check_frames, check_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class Vjepa2Latent(RowLatent):
     """Mean over all space-time tokens of a V-JEPA 2 encoder; its predictor is not used.
 
     Frames are taken evenly from the whole episode, as many as the model was trained on, resized to a short side of
-    256/224 of the model's picture (438 for 384), cropped in the middle and standardised with ImageNet's statistics.
+    256/224 of the model's image (438 for 384), cropped in the middle and standardised with ImageNet's statistics.
 
     Args:
         settings: path of the model and how it runs.
@@ -75,8 +75,8 @@ class Vjepa2Latent(RowLatent):
         super().__init__(int(model.config.hidden_size), settings.batch_size, settings.cache)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
-        film = check_film(frames)
-        return film[sample_indices(len(film), self._frames, self.settings.pad)]
+        images = check_frames(frames)
+        return images[sample_indices(len(images), self._frames, self.settings.pad)]
 
     @torch.no_grad()
     def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:

@@ -3,17 +3,17 @@
 Shapes: B rows, K control steps, D entries of an action, T = K D tokens, n bins, P prompt tokens, S state entries, H
 hidden units.
 
-A row is the chat prompt with the picture and "What action should the robot take to ...?", a token made of the state
-where there is one, and T placeholders. The language model reads it once with its own causal mask, and the states at the
-placeholders go through the rows of its head that belong to n ids of the vocabulary: T distributions over n bins from
-one pass, independent given the observation.
+A row is the chat prompt with the image and "What action should the robot take to ...?", a token made from the state if
+there is one, and T placeholders. One causal pass of the language model computes the hidden states at the placeholders;
+the rows of its head that belong to n ids of the vocabulary turn them into T distributions over n bins, independent
+given the observation.
 
 Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft prismatic/extern/hf/modeling_prismatic.py; the language-model
     head as likelihood: PRIME-RL/SimpleVLA-RL, sii-research/siiRL.
 
-What differs from that code: a placeholder predicts its own token, there the one after it (the last prompt token
-predicts the first); the prompt is the model's chat markup; the n ids are the last ones that stand for text, because in
-Qwen's vocabulary control tokens and unused rows follow; pictures are read whole, not cropped to 0.9 of their area.
+Differences from that code: a placeholder predicts its own token, there the one after it (the last prompt token
+predicts the first); the prompt is the model's chat template; the n ids are the last ones of text tokens, because in
+Qwen's vocabulary control tokens and unused rows follow; images are not cropped to 0.9 of their area.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ VLM_FOLDER = "vlm"
 
 @dataclass
 class VlmActionConfig:
-    """What the policy sees and does."""
+    """Sizes and settings of the policy."""
 
     action_size: int
     """D, numbers of an action."""
     chunk: int = 8
     """K, control steps that are predicted at once."""
     bins: int = 256
-    """Ids of the vocabulary that stand for actions."""
+    """Ids of the vocabulary that are used as action tokens."""
     token_mode: str = "openvla"
     """openvla or uniform, see `ActionTokenizer`."""
     first_id: int | None = None
-    """First of these ids; empty: the last ones of the vocabulary that stand for text."""
+    """First of these ids; empty = the last text ids of the vocabulary."""
     placeholders: str = choice("zero", PLACEHOLDERS)
-    """Embeddings of the placeholders: zero, as OpenVLA-OFT has them, or learned, one each."""
+    """Embeddings of the placeholders: zero, as in OpenVLA-OFT, or learned, one each."""
     state_size: int | None = bounded(None, at_least=1)
-    """Entries of the state, which becomes one token; None for a policy that is not told it."""
+    """Entries of the state, which becomes one token; None for a policy that has no state input."""
     prompt: str = "What action should the robot take to {instruction}?"
-    """What the robot is asked; the instruction is lower-cased."""
+    """Prompt; the instruction is lower-cased."""
     label_smoothing: float = 0.0
     """Share of the cloning target that is spread over all bins."""
     label_spread: float = 0.0
     """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
     seed: int = 0
-    """Seed of what is added to the model."""
+    """Seed of the weights that are added to the model."""
 
     def validate(self) -> None:
         """Check the prompt; raises UserError."""
@@ -81,14 +81,14 @@ class VlmActionConfig:
 
 
 class VlmActionPolicy(TokenPolicy):
-    """Picture, instruction and state to K * D action tokens by a vision-language model.
+    """Image, instruction and state to K * D action tokens by a vision-language model.
 
     Args:
         vlm: the model, with or without LoRA adapters, as `mmrl.vlm.models.load_policy` gives it.
-        config: what the policy sees and does.
+        config: sizes and settings.
 
     Raises:
-        UserError: a number out of range, or more bins than the vocabulary has ids.
+        UserError: a number is out of range, or there are more bins than ids in the vocabulary.
     """
 
     action_ids: Tensor
@@ -146,8 +146,8 @@ class VlmActionPolicy(TokenPolicy):
         """Put an action head on a vision-language model.
 
         Args:
-            model: which model and how, LoRA included. Prompts are not shared by rows, so `shared_prefix` is off.
-            config: what the policy sees and does.
+            model: model and settings, LoRA included. Rows do not share prompts, so `shared_prefix` is off.
+            config: sizes and settings.
 
         Returns:
             The policy, on the CPU.
@@ -165,8 +165,8 @@ class VlmActionPolicy(TokenPolicy):
 
         Args:
             path: folder.
-            model: precision, LoRA and other settings of the model, its path is not read; None for those that it was
-                saved with, so that what was trained as adapters goes on as adapters.
+            model: precision, LoRA and other settings of the model, path excluded; None = those that it was saved with,
+                so that adapters stay adapters.
 
         Returns:
             The policy, on the CPU.
@@ -216,14 +216,14 @@ def load_vlm_policy(
     read_state: bool = True,
     **head: Any,
 ) -> VlmActionPolicy:
-    """Put an action head on a vision-language model, from settings as a configuration file has them.
+    """Put an action head on a vision-language model, from the entries of a configuration file.
 
     Args:
         model: fields of `mmrl.vlm.model_config.ModelConfig`, path among them.
         action_size: D.
         chunk: K.
         state_size: entries of the simulator's state.
-        read_state: whether the policy is told the state.
+        read_state: whether the policy has the state as an input.
         head: further fields of `VlmActionConfig`.
 
     Returns:
@@ -246,7 +246,7 @@ def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 class _Extra(nn.Module):
-    """What is added to the model: projector of the state and embeddings of the placeholders."""
+    """Weights that are added to the model: projector of the state and embeddings of the placeholders."""
 
     nothing: Tensor
     project: nn.Linear | None
@@ -270,13 +270,13 @@ class _Extra(nn.Module):
         size = len(self.scale.mean)
         found = None if batch.state is None else batch.state.shape[1]
         if batch.state is None or found != size:
-            raise UserError(f"the policy was built for a state of {size} entries, it is given {found or 'none'}")
+            raise UserError(f"the policy expects a state of {size} entries, got {found or 'none'}")
         state: Tensor = self.project(self.scale(batch.state.to(device)))
         return torch.cat([state[:, None].to(tokens.dtype), tokens], 1)
 
 
 def _first_id(vlm: VlmPolicy, config: VlmActionConfig) -> int:
-    """First id of the actions; a tokenizer's vocab_size leaves out the control tokens behind its text."""
+    """First id of the actions; a tokenizer's vocab_size does not count the control tokens after its text tokens."""
     texts = int(vlm.processor.tokenizer.vocab_size)
     rows = int(vlm.network.lm_head.weight.shape[0])
     first = texts - config.bins if config.first_id is None else config.first_id

@@ -1,4 +1,4 @@
-"""Words of instructions as numbers, for policies that bring no language model."""
+"""Words of instructions as numbers, for policies without a language model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Vocabulary:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
         self.unknown: Counter[str] = Counter()
-        """How often a word was asked for that is not in the list."""
+        """Occurrences of words that are not in the list."""
         self._number = {word: place for place, word in enumerate(self.words, start=UNKNOWN + 1)}
 
     @classmethod
@@ -39,7 +39,7 @@ class Vocabulary:
         return cls(sorted({word for text in texts for word in WORD.findall(text.lower())}))
 
     def __len__(self) -> int:
-        """Number of words, padding and unknown included."""
+        """Number of words, with padding and unknown."""
         return len(self.words) + UNKNOWN + 1
 
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
@@ -47,7 +47,7 @@ class Vocabulary:
 
         Args:
             texts: N texts.
-            length: most words of a text.
+            length: largest number of words of a text.
 
         Returns:
             (N, length) int64, padded on the right with 0.
@@ -69,9 +69,9 @@ class Vocabulary:
         Path(path).write_text(json.dumps(self.words) + "\n", encoding="utf-8")
 
     def check_same(self, path: Path | str) -> None:
-        """Refuse a saved vocabulary of other words; raises UserError."""
+        """Check that a saved vocabulary has the same words; raises UserError."""
         if Vocabulary.load(path).words != self.words:
-            raise UserError(f"{path} holds other words than this policy knows")
+            raise UserError(f"{path} has other words than this policy's vocabulary")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

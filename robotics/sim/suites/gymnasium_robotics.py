@@ -36,9 +36,9 @@ def make(
 
     Args:
         tasks: one registered id, FetchReach-v4 when None; sizes of states and actions differ from id to id.
-        size: pixels of a side of the pictures.
+        size: pixels of a side of the images.
         horizon: control steps of an episode; that of the id when None.
-        shadows: whether pictures have shadows and smooth edges, which takes a software renderer many times as long.
+        shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of the environment, such as reward_type.
 
     Returns:

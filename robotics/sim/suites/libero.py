@@ -6,7 +6,7 @@ once for each task and only its state is set after that; the seed before each re
 not part of a stored state, where they belong.
 
 State (8,): position of the gripper m (3), its axis-angle rad (3), finger positions m (2). Actions (7,): position (3),
-axis-angle (3), gripper (-1 opens, 1 closes). Pictures are turned by 180 degrees, as those that policies were trained
+axis-angle (3), gripper (-1 opens, 1 closes). Images are turned by 180 degrees, as those that policies were trained
 on are.
 
 Environment variables: LIBERO_ASSETS, the folder `libero/libero/assets` of the public repository, which the package
@@ -60,11 +60,11 @@ def make(
     Args:
         suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
         tasks: names of some of its tasks; all when None.
-        size: pixels of a side of the pictures.
+        size: pixels of a side of the images.
         horizon: control steps of an episode after the settling; the suite's usual number when None.
         held_out_states: how many of the 50 stored states, the last ones, are the split held_out; the others are
             train, and the split all has all of them in their order, as published numbers do.
-        shadows: whether pictures have shadows, as those of the published demonstrations; without them drawing is
+        shadows: whether images have shadows, as those of the published demonstrations; without them drawing is
             faster.
         camera: agentview, frontview, birdview, sideview or robot0_eye_in_hand.
         config_folder: where LIBERO's config.yaml is written; a temporary folder when None.
@@ -151,10 +151,10 @@ class LiberoRow:
         return np.concatenate([seen["robot0_eef_pos"], turn, seen["robot0_gripper_qpos"]]).astype(np.float32)
 
     def render(self) -> np.ndarray:
-        """(size, size, 3) picture, turned by 180 degrees."""
+        """(size, size, 3) image, turned by 180 degrees."""
         height, width = self.image_size
-        picture = self._env.sim.render(camera_name=self._camera, height=height, width=width, depth=False)
-        return np.asarray(picture, np.uint8)[::-1, ::-1]
+        image = self._env.sim.render(camera_name=self._camera, height=height, width=width, depth=False)
+        return np.asarray(image, np.uint8)[::-1, ::-1]
 
     def describe(self) -> Mapping[str, Any]:
         """Versions, camera, control rate and what the suite leaves open."""
@@ -192,7 +192,7 @@ class LiberoRow:
                 camera_names=[self._camera],
                 camera_heights=height,
                 camera_widths=width,
-                # Pictures are drawn where somebody looks, not at every step.
+                # Images are drawn where somebody looks, not at every step.
                 use_camera_obs=False,
                 hard_reset=False,
                 horizon=self.horizon + SETTLING_STEPS + 1,

@@ -18,7 +18,7 @@ __all__ = ["MetaWorldRow", "SuiteError", "make"]
 
 LAYOUTS = 1 << 30
 STATE_SIZE = 39
-# Cameras that are mounted upside down; their pictures are turned by 180 degrees.
+# Cameras that are mounted upside down; their images are turned by 180 degrees.
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 
 
@@ -40,9 +40,9 @@ def make(
     Args:
         tasks: names such as `reach`, without the version; all 50 when None.
         camera: name of a camera of the scenes.
-        size: pixels of a side of the pictures.
+        size: pixels of a side of the images.
         horizon: control steps of an episode, at most 500.
-        shadows: whether pictures have shadows and smooth edges, which takes a software renderer many times as long.
+        shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
 
     Returns:
         The row; a task's scene is loaded with its first episode.
@@ -98,9 +98,9 @@ class MetaWorldRow:
         return np.asarray(self._observation, np.float32)
 
     def render(self) -> np.ndarray:
-        """(size, size, 3) picture."""
-        picture = np.asarray(self._env.render(), np.uint8)
-        return picture[::-1, ::-1] if self._camera in UPSIDE_DOWN else picture
+        """(size, size, 3) image."""
+        image = np.asarray(self._env.render(), np.uint8)
+        return image[::-1, ::-1] if self._camera in UPSIDE_DOWN else image
 
     def expert(self) -> np.ndarray:
         """(4,) action of the task's scripted policy, clipped."""
@@ -128,7 +128,7 @@ class MetaWorldRow:
         height, width = self.image_size
         kind = ALL_V3_ENVIRONMENTS[task + "-v3"]
         env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
-        # What the class with the visible goal does, which takes no size of the pictures.
+        # What the class with the visible goal does, which takes no size of the images.
         env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
         env.__dict__.pop("sawyer_observation_space", None)
         env._set_task_called = True

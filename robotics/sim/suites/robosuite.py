@@ -41,11 +41,11 @@ def make(
     Args:
         tasks: one environment, Lift when None; sizes of states differ from one to the other.
         robots: name of the arm, or several with a comma between for tasks of two arms.
-        camera: camera of the pictures.
-        size: pixels of a side of the pictures.
+        camera: camera of the images.
+        size: pixels of a side of the images.
         horizon: control steps of an episode.
         state: full, with the poses of the objects, or proprio.
-        shadows: whether pictures have shadows and smooth edges, which takes a software renderer many times as long.
+        shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of `robosuite.make`, such as reward_shaping or controller_configs.
 
     Returns:
