@@ -1,6 +1,6 @@
 """MuJoCo simulation: which renderer works, fast images, many scenes at once, tasks, experts, and workers.
 
-Importing this package does not import mujoco; that happens when a model is loaded or an image is drawn.
+Importing this package does not import mujoco; that happens when a model is loaded or an image is rendered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which OpenGL draws the images: tried in a process of its own first, because a broken driver may crash its process.
+"""Choice of the OpenGL renderer: each is tried in a process of its own, because a broken driver may crash it.
 
 MuJoCo reads `MUJOCO_GL` when it is imported and takes a window library when it is not set, which fails on a machine
 without a screen. Here the contexts are opened directly, so the choice may also be made after the import.
@@ -27,23 +27,23 @@ DEBIAN_PACKAGES = {"egl": "libegl1", "osmesa": "libosmesa6"}
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to draw that has been seen to work in this environment."""
+    """A renderer that works in this environment."""
 
     name: str
-    """egl, osmesa, glfw or cgl: what `MUJOCO_GL` is called for it."""
+    """egl, osmesa, glfw or cgl: its value of `MUJOCO_GL`."""
     device: str
-    """What OpenGL says of itself, such as `llvmpipe (LLVM 15.0.6, 256 bits), 4.5 ... Mesa 22.3.6`."""
+    """OpenGL's description of the device, such as `llvmpipe (LLVM 15.0.6, 256 bits), 4.5 ... Mesa 22.3.6`."""
 
 
 def find_backend(preferred: str | None = None) -> Backend | None:
-    """Choose how to draw and set `MUJOCO_GL` to it, for child processes and for mujoco's own renderer.
+    """Choose a renderer and set `MUJOCO_GL` to it, for child processes and for mujoco's own renderer.
 
     Args:
         preferred: the only one to try; that of `MUJOCO_GL` when None, and where neither is set those that this
             system can have, EGL before OSMesa.
 
     Returns:
-        The first one that drew an image in a process of its own; None when none did or `MUJOCO_GL` says off.
+        The first that rendered an image in a process of its own; None if none did or `MUJOCO_GL` is off.
 
     Raises:
         UserError: there is no backend of the preferred name.
@@ -57,7 +57,7 @@ def find_backend(preferred: str | None = None) -> Backend | None:
 
 
 def require_backend(preferred: str | None = None) -> Backend:
-    """Choose how to draw, or say what was tried.
+    """Choose a renderer, or list what was tried.
 
     Args:
         preferred: as in `find_backend`.
@@ -88,9 +88,9 @@ PROBED = "MMRL_PROBED_RENDERER"
 
 @functools.cache
 def probe_backend(name: str) -> tuple[Backend | None, str]:
-    """Draw a small image in a process of its own; each name is tried once.
+    """Render a small image in a process of its own; each name is tried once.
 
-    A process whose parent has done so is told by the variable MMRL_PROBED_RENDERER and does not draw again.
+    A process whose parent has done so finds the result in the variable MMRL_PROBED_RENDERER.
 
     Args:
         name: egl, osmesa, glfw or cgl.
@@ -116,7 +116,7 @@ def probe_backend(name: str) -> tuple[Backend | None, str]:
     except subprocess.TimeoutExpired:
         return None, f"hung for {PROBE_SECONDS:.0f} s"
     found = [line.removeprefix("device: ") for line in done.stdout.splitlines() if line.startswith("device: ")]
-    # A driver that drew but dies when its process ends would take a training run's exit code with it.
+    # A driver that rendered but dies when its process ends would take a training run's exit code with it.
     if done.returncode == 0 and found:
         return Backend(name, found[0]), ""
     return None, _why(done.returncode, done.stderr)

@@ -1,7 +1,7 @@
-"""Many tabletop episodes side by side in the threads of one process; the simulator that training uses.
+"""Many tabletop episodes at once in the threads of one process: the simulator for training.
 
-The actions of a chunk are turned into joint targets first, as these do not depend on the physics; then the physics of
-the whole chunk runs in one call a row (`ImageRollout`), and only what a policy or a video will look at is drawn. Rows
+The actions of a chunk are first turned into joint targets, which do not depend on the physics; then the physics of the
+whole chunk runs in one call a row (`ImageRollout`), and only images that a policy or a video needs are rendered. Rows
 may have different tasks. Their trajectories are those of `TabletopEnv` with the same layouts and actions, bit for bit.
 """
 
@@ -37,18 +37,18 @@ STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What the rows observe and how they are rewarded."""
+    """Observations and rewards of the rows."""
 
     image_size: tuple[int, int] | None = (64, 64)
     """(H, W) pixels; None for states only."""
     camera: str = "front"
     """front or wrist."""
     state: str = choice("full", STATES)
-    """full, with the poses of the pieces, or proprio, what a robot knows of itself."""
+    """full, with the poses of the pieces, or proprio, the robot's own state."""
     reward: str = "sparse"
     """sparse, 1 with the step that solves the task, or dense in 0..1."""
     horizon: int | None = bounded(None, at_least=1)
-    """Control steps after which an episode is truncated; that of each task when None."""
+    """Control steps after which an episode is truncated; None = each task's own horizon."""
     control: ControlSettings = field(default_factory=ControlSettings)
     """Step sizes and workspace."""
 
@@ -63,7 +63,7 @@ class _Group:
 
 
 class TabletopBatch:
-    """Runs episodes of the tabletop tasks; fulfils `RobotSim`.
+    """Runs episodes of the tabletop tasks; implements `RobotSim`.
 
     The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10.
 
@@ -150,11 +150,11 @@ class TabletopBatch:
         """Step the live rows.
 
         Args:
-            actions: (L, K, 5) dx, dy, dz, dyaw, gripper of the live rows; what lies outside -1..1 is clipped.
-            record: rows of which every control step is drawn.
+            actions: (L, K, 5) dx, dy, dz, dyaw, gripper of the live rows; values outside -1..1 are clipped.
+            record: rows of which every control step is rendered.
 
         Returns:
-            What happened; rows that ended or failed have left `live`.
+            The result; rows that ended or failed are no longer in `live`.
 
         Raises:
             UserError: the shape does not fit, an action is not finite, no row is live, or there are no images to
@@ -183,7 +183,7 @@ class TabletopBatch:
         return self._finish(output, frames)
 
     def full_state(self) -> NDArray[np.float32]:
-        """What a scripted expert needs, whatever the policy is given.
+        """Full state for scripted experts, whatever the policy observes.
 
         Returns:
             (L, 22) state of the live rows as they were last observed.
@@ -191,7 +191,7 @@ class TabletopBatch:
         return self._full[self.live]
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a number measured here depends on."""
+        """Everything that a measured number depends on."""
         import mujoco
 
         settings = asdict(self.settings)
@@ -271,7 +271,7 @@ class TabletopBatch:
         sound: NDArray[np.bool_],
         out: ChunkResult,
     ) -> None:
-        """Enter what the sound scenes of a group look like; those that failed stay zero."""
+        """Enter the observations of a group's scenes; failed ones stay zero."""
         rows = group.rows[seen.scenes[sound]]
         places = np.searchsorted(out.rows, rows)
         state = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
@@ -291,7 +291,7 @@ class TabletopBatch:
         broken = [int(row) for row in output.rows[output.failed]]
         self.counts["diverged"] += len(broken)
         self.counts["dropped"] += len(broken)
-        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of numbers that blow up or of a full buffer")
+        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
 
 

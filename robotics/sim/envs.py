@@ -36,13 +36,13 @@ CONTROL_HZ = 10
 
 
 class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
-    """The numbers of a simulation blew up; the episode has no result."""
+    """A simulation diverged; its episode has no result."""
 
 
 class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     """One tabletop task with one arm.
 
-    Observations are a dictionary with the kinds that were asked for: `state` (22,) float32, see `SceneSensors.state`;
+    Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`;
     `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
     `segmentation` (H, W, 2) int32 object number and type, -1 where there is nothing.
     `info` has success, instruction, layout, split and dense_reward.
@@ -51,7 +51,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         task: key in `TASKS`.
         arm: key in `ARMS`.
         observation: kinds, see above.
-        image_size: (H, W) pixels of what is observed.
+        image_size: (H, W) pixels of observed images.
         camera: front or wrist.
         horizon: control steps until truncation; that of the task when None.
         render_mode: rgb_array or None.
@@ -87,8 +87,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.split, self.reward = split, reward
         self.horizon = horizon or scene.task.horizon
         self.render_mode = _check_render_mode(render_mode)
-        draws = render_mode is not None or any(KINDS[kind].drawn for kind in self.kinds)
-        self._backend = require_backend().name if draws else ""
+        renders = render_mode is not None or any(KINDS[kind].rendered for kind in self.kinds)
+        self._backend = require_backend().name if renders else ""
 
         import mujoco
 
@@ -113,8 +113,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Begin an episode.
 
         Args:
-            seed: of the draw of the layout.
-            options: layout, its number, drawn when missing; split, the environment's own when missing.
+            seed: for drawing the layout.
+            options: layout, a number, drawn if missing; split, the environment's own if missing.
 
         Returns:
             Observation and info.
@@ -145,11 +145,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             action: (5,) dx, dy, dz, dyaw, gripper; clipped to -1..1.
 
         Returns:
-            Observation, reward, whether the task is done, whether the horizon cut the episode off, info.
+            Observation, reward, terminated (the task is solved), truncated (by the horizon), info.
 
         Raises:
-            UserError: the action's shape is another or it is not finite, or no episode runs.
-            SimulationDiverged: MuJoCo warned; reset to go on.
+            UserError: the action has another shape or is not finite, or no episode runs.
+            SimulationDiverged: MuJoCo gave a warning; call reset to continue.
         """
         given = np.asarray(action)
         if given.shape != (ACTION_SIZE,):
@@ -170,10 +170,10 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observe(), reward, success, truncated, self._info(success, dense)
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """Draw the scene as it is.
+        """Render the scene.
 
         Returns:
-            (H, W, 3) RGB; None where the environment was made without a render mode.
+            (H, W, 3) RGB; None if the environment has no render mode.
         """
         if self.render_mode is None:
             return None
@@ -192,7 +192,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @property
     def state(self) -> NDArray[np.float32]:
-        """(22,) everything that is known of the scene, also where it is not observed."""
+        """(22,) full state of the scene, whether observed or not."""
         return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
     def _success_and_reward(self) -> tuple[bool, float]:
@@ -220,7 +220,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         }
 
     def _observe(self) -> dict[str, Any]:
-        if any(KINDS[kind].drawn for kind in self.kinds):
+        if any(KINDS[kind].rendered for kind in self.kinds):
             update_poses(self.model, self.data)
         return {kind: KINDS[kind].observe(self) for kind in self.kinds}
 
@@ -232,11 +232,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of observation: its space by the size of images, how it is made, and whether that draws."""
+    """One kind of observation: its space by image size, its function, and whether it renders."""
 
     space: Callable[[tuple[int, int]], spaces.Box]
     observe: Callable[[TabletopEnv], Any]
-    drawn: bool
+    rendered: bool
 
 
 def _check_kinds(observation: Sequence[str]) -> tuple[str, ...]:
@@ -261,21 +261,21 @@ LARGEST_ID = 2**24
 OBSERVATIONS = ("state", "proprio", "rgb", "depth", "segmentation")
 
 KINDS: dict[str, _Kind] = {
-    "state": _Kind(lambda size: _numbers(STATE_SIZE), lambda env: env.state, drawn=False),
-    "proprio": _Kind(lambda size: _numbers(PROPRIO_SIZE), lambda env: env.state[:PROPRIO_SIZE], drawn=False),
+    "state": _Kind(lambda size: _numbers(STATE_SIZE), lambda env: env.state, rendered=False),
+    "proprio": _Kind(lambda size: _numbers(PROPRIO_SIZE), lambda env: env.state[:PROPRIO_SIZE], rendered=False),
     "rgb": _Kind(
         lambda size: spaces.Box(0, 255, (*size, 3), np.uint8),
         lambda env: env._renderer("observe").rgb(env.data).copy(),
-        drawn=True,
+        rendered=True,
     ),
     "depth": _Kind(
         lambda size: spaces.Box(0.0, np.inf, size, np.float32),
         lambda env: env._renderer("observe").depth(env.data),
-        drawn=True,
+        rendered=True,
     ),
     "segmentation": _Kind(
         lambda size: spaces.Box(-1, LARGEST_ID, (*size, 2), np.int32),
         lambda env: env._renderer("observe").segmentation(env.data),
-        drawn=True,
+        rendered=True,
     ),
 }

@@ -1,8 +1,8 @@
-"""What a simulator of many episodes shows a policy, whatever engine or process it runs in.
+"""Interface of simulators of many episodes, whatever engine or process they run in.
 
-R episodes run side by side, each in a row. Actions are given a chunk at a time: K control steps, held open loop, after
-which the rows that go on are observed. A row whose environment failed has no result: its reward is NaN and it must not
-be taken for an episode without success.
+R episodes run at the same time, each in a row. Actions come in chunks of K control steps that run open loop, after
+which the live rows are observed. A row whose environment failed has no result: its reward is NaN, and it does not count
+as an episode without success.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ __all__ = ["ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"]
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """One episode to run; equal ones start from the same bits."""
+    """One episode to run; equal specifications start from the same state, bit for bit."""
 
     task: str
-    """Name of a task that the simulator knows."""
+    """Name of a task of the simulator."""
     instruction: str
     """Language instruction."""
     layout: int
     """Number of the initial state within its split."""
     split: str = "train"
-    """train or held_out; no layout of one is a layout of the other."""
+    """train or held_out, which share no layout."""
 
 
 @dataclass(frozen=True)
 class RobotObservation:
-    """What some rows look like at one moment; the arrays are the caller's to keep."""
+    """Observation of some rows; the arrays belong to the caller."""
 
     rows: NDArray[np.int64]
     """(R,) numbers of the episodes, ascending."""
     state: NDArray[np.float32]
-    """(R, S) proprioception and whatever else the simulator counts as state; its docstring names the entries."""
+    """(R, S) proprioception and other state; the simulator's docstring names the entries."""
     images: NDArray[np.uint8] | None
     """(R, H, W, 3) RGB; None without images."""
 
@@ -51,7 +51,7 @@ class RobotObservation:
             rows: numbers that are in this observation, ascending.
 
         Returns:
-            Observation of these, sharing memory where it is all of them.
+            Their observation, which shares memory if it is all rows.
         """
         wanted = np.asarray(rows, np.int64)
         if np.array_equal(wanted, self.rows):
@@ -62,16 +62,16 @@ class RobotObservation:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What L rows did with a chunk of K actions each; control steps after the end of an episode do not count."""
+    """Result of a chunk of K actions in L rows; control steps after the end of an episode do not count."""
 
     rows: NDArray[np.int64]
     """(L,) numbers of the episodes, ascending."""
     rewards: NDArray[np.float64]
-    """(L, K) of the environment; 0 after the end, NaN throughout where the environment failed."""
+    """(L, K) the environment's rewards; 0 after the end, all NaN where the environment failed."""
     steps: NDArray[np.int64]
     """(L,) control steps that count; 0 where the environment failed."""
     success: NDArray[np.bool_]
-    """(L,) whether the task was done at one of these control steps."""
+    """(L,) whether the task was solved at one of these control steps."""
     terminated: NDArray[np.bool_]
     """(L,) whether the task itself ended the episode, with or without success."""
     truncated: NDArray[np.bool_]
@@ -79,17 +79,17 @@ class ChunkResult:
     failed: NDArray[np.bool_]
     """(L,) whether the environment failed: raised, hung, died or diverged."""
     observation: RobotObservation
-    """At the end of the chunk or of the episode, a row for each of `rows`; zeros where the environment failed."""
+    """Observation of `rows` at the end of the chunk or of the episode; zeros where the environment failed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """Why a row failed, or what the environment says of its end, by row."""
+    """By row, why it failed or how the environment explains its end."""
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """(steps, H, W, 3) an image of each control step, by row that is recorded."""
+    """By recorded row, the frames (steps, H, W, 3) of its control steps."""
 
     @classmethod
     def empty(
         cls, rows: NDArray[np.int64], length: int, state_size: int, image_size: tuple[int, int] | None
     ) -> ChunkResult:
-        """Zeros, to be filled in.
+        """Make a result of zeros.
 
         Args:
             rows: (L,) numbers of the episodes, ascending.
@@ -132,15 +132,15 @@ class RobotSim(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Most episodes at once; None for any number."""
+        """Largest number of episodes at once; None for any number."""
 
     @property
     def live(self) -> NDArray[np.int64]:
-        """Rows whose episodes go on, ascending."""
+        """Rows whose episodes have not ended, ascending."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often what went wrong since the start: crashed, hung, raised, restarted, dropped, diverged."""
+        """Failures since the start by kind: crashed, hung, raised, restarted, dropped, diverged."""
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
@@ -154,10 +154,10 @@ class RobotSim(Protocol):
         """Begin episodes in rows 0..R-1, ending those that still run.
 
         Args:
-            episodes: R of them, at most `capacity`.
+            episodes: R episodes, at most `capacity`.
 
         Returns:
-            Result of a chunk of no steps: `rewards` is (R, 0), `failed` marks what could not start.
+            Result of a chunk of no steps: `rewards` is (R, 0), `failed` marks rows that could not start.
         """
         ...
 
@@ -165,16 +165,16 @@ class RobotSim(Protocol):
         """Step the live rows.
 
         Args:
-            actions: (L, K, A) in -1..1, in the order of `live`; what lies outside is clipped.
-            record: rows of which every control step is drawn.
+            actions: (L, K, A) in -1..1, in the order of `live`; values outside are clipped.
+            record: rows of which every control step is rendered.
 
         Returns:
-            What happened; rows that ended or failed have left `live`.
+            The result; rows that ended or failed are no longer in `live`.
         """
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a number measured here depends on: renderer, versions, horizon, camera, control rate."""
+        """Everything that a measured number depends on: renderer, versions, horizon, camera, control rate."""
         ...
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class Scene:
     command_yaw: float
     """Turn it was sent to."""
     closing: bool
-    """Whether the gripper was told to close."""
+    """Whether the gripper is commanded to close."""
     first: NDArray[np.float64]
     """(3,) piece that is acted on."""
     first_yaw: float

@@ -1,7 +1,7 @@
 """Any Gymnasium environment with continuous actions as the `RowEnv` of a worker.
 
-Loaded by its path in the environment's own Python, so it asks for Python 3.8 and numpy; it never imports gymnasium but
-takes an environment that is there. Spaces are told apart by their names, which gym and gymnasium share.
+Loaded by its path in the environment's own Python, so it needs only Python 3.8 and numpy; it never imports gymnasium
+but is given an environment. Spaces are recognised by their class names, which gym and gymnasium share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LAYOUTS = 1 << 30
 
 
 class EnvError(Exception):
-    """An environment that cannot be used as it was asked for; the message names the culprit and what is allowed."""
+    """An environment that cannot be used as requested; the message names the cause and what is allowed."""
 
     for_user = True
 
@@ -27,22 +27,21 @@ class GymRow:
 
     Args:
         env: gymnasium.Env with a Box of actions. Its `metadata` may have `instruction`, and `image_size`, the (H, W) of
-            what `render` returns; without the latter an image is drawn to find it out. `info` says whether the task is
-            done, or one of the next options does.
+            what `render` returns; without it an image is rendered to find out. `info` reports success, unless
+            `success_reward` is given.
         task: name of its only task; the id it was made by when None.
         instruction: language instruction; that of the environment's `metadata` when None.
-        state_keys: entries of a Dict observation that are the state, in this order; all that are no images when
-            None. An entry that is a Dict itself gives all of its own.
-        image_key: entry of a Dict observation that is the image (H, W, 3) uint8; the first such one when None,
-            `env.render()` where there is none.
+        state_keys: entries of a Dict observation that make the state, in this order; None = all but images. An entry that
+            is a Dict itself contributes all of its entries.
+        image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, or
+            `env.render()` without one.
         size: side in pixels to which images are resized, by averaging areas; they stay as they are drawn when None.
-        success_key: entry of `info` that says whether the task is done; `success` or `is_success` when None, one of
-            which `info` has to have by the end of the first episode; "" for these two where they may be missing, which
-            then means that the task is not done.
-        success_reward: a control step with at least this reward has done the task; for environments whose `info` says
-            nothing.
-        horizon: control steps of an episode; that of the registered id when None.
-        layout_options: whether `reset` is given the options layout and split beside the seed.
+        success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
+            `info` by the end of the first episode; "" = these two, and no success where they are missing.
+        success_reward: a control step with at least this reward solves the task; for environments that do not report
+            success.
+        horizon: control steps of an episode; None = that of the registered id.
+        layout_options: whether to pass `reset` the options layout and split beside the seed.
 
     Raises:
         EnvError: actions are not continuous or have no bounds, a key does not exist or is no image, there is no
@@ -117,7 +116,7 @@ class GymRow:
         return np.concatenate([np.zeros(0), *_leaves(parts)]).astype(np.float32)
 
     def render(self) -> np.ndarray:
-        """(H, W, 3) image of the observation, or what the environment draws."""
+        """(H, W, 3) image of the observation, or of `render`."""
         picture = self._picture()
         if self._size is None or picture.shape[:2] == (self._size, self._size):
             return picture

@@ -28,16 +28,16 @@ class SimConfig:
     camera: str = ""
     """Camera of the images; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
     horizon: int = bounded(0, at_least=0)
-    """Control steps after which an episode is cut off; 0 = that of the task."""
+    """Control steps after which an episode is truncated; 0 = the task's own horizon."""
     workers: int = bounded(0, at_least=0)
-    """Threads (tabletop) or processes; 0 = the usable cores."""
+    """Threads (tabletop) or processes; 0 = one for each usable core."""
     arm: str = "panda"
     """tabletop: panda or ur5e."""
     state: str = "proprio"
-    """tabletop: proprio, what a robot knows of itself, or full, with the poses of all pieces."""
+    """tabletop: proprio, the robot's own state, or full, with the poses of all pieces."""
     env: str = ""
-    """gymnasium: id of a registered environment, with `module:` in front where one registers it, or module:function or
-    file.py:function that returns one."""
+    """gymnasium: id of a registered environment, with a prefix `module:` for the module that registers it, or
+    module:function or file.py:function that returns an environment."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the simulator, such as suite, held_out_states and shadows; gymnasium: arguments of the
     environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
@@ -59,13 +59,13 @@ def open_sim(config: SimConfig) -> RobotSim:
     """Start a simulator.
 
     Args:
-        config: which one.
+        config: kind of simulator and its options.
 
     Returns:
-        The simulator; its owner closes it.
+        The simulator; the caller closes it.
 
     Raises:
-        UserError: something that the configuration names does not exist, or an option is unknown.
+        UserError: a part of the configuration does not exist, or an option is unknown.
         RunError: it cannot be started.
     """
     if config.kind in SIMULATORS:
@@ -103,7 +103,7 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
         options["id"] = config.env
     if config.horizon:
         adapter["horizon"] = config.horizon
-        if by_id:  # what is registered would end the episode earlier
+        if by_id:  # the registered limit would end the episode earlier
             options.setdefault("max_episode_steps", config.horizon)
     if config.image_size:
         adapter.setdefault("size", config.image_size)

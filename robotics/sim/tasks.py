@@ -196,7 +196,7 @@ def draw_layout(task: TabletopTask, split: str, rng: np.random.Generator) -> Lay
     Args:
         task: whose pieces.
         split: train or held_out.
-        rng: source of the draws.
+        rng: random generator.
 
     Returns:
         x, y, yaw of each piece.
