@@ -102,7 +102,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         }
         self._renderers: dict[str, FrameRenderer] = {}
         for settings in self._settings.values():
-            check_fields(settings, "picture")
+            check_fields(settings, "image")
         self._layout, self._elapsed, self._over = -1, 0, True
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = spaces.Dict({kind: KINDS[kind].space(image_size) for kind in self.kinds})

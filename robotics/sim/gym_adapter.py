@@ -31,8 +31,8 @@ class GymRow:
             `success_reward` is given.
         task: name of its only task; the id it was made by when None.
         instruction: language instruction; that of the environment's `metadata` when None.
-        state_keys: entries of a Dict observation that make the state, in this order; None = all but images. An entry that
-            is a Dict itself contributes all of its entries.
+        state_keys: entries of a Dict observation that make the state, in this order; None = all but images. All entries
+            of an entry that is a Dict itself are used.
         image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, or
             `env.render()` without one.
         size: side in pixels to which images are resized, by averaging areas; they stay as they are drawn when None.
@@ -117,12 +117,12 @@ class GymRow:
 
     def render(self) -> np.ndarray:
         """(H, W, 3) image of the observation, or of `render`."""
-        picture = self._picture()
-        if self._size is None or picture.shape[:2] == (self._size, self._size):
-            return picture
-        return resize(picture, self._size)
+        image = self._raw_image()
+        if self._size is None or image.shape[:2] == (self._size, self._size):
+            return image
+        return resize(image, self._size)
 
-    def _picture(self) -> np.ndarray:
+    def _raw_image(self) -> np.ndarray:
         if self._image_key is not None:
             return np.asarray(self._observation[self._image_key] if self._image_key else self._observation, np.uint8)
         return np.asarray(self._env.render(), np.uint8)
@@ -162,7 +162,7 @@ class GymRow:
         return any(found)
 
 
-def resize(picture: np.ndarray, size: int) -> np.ndarray:
+def resize(image: np.ndarray, size: int) -> np.ndarray:
     """Resize an image to a square; each pixel is the mean of the area that it covers.
 
     Args:
@@ -172,8 +172,8 @@ def resize(picture: np.ndarray, size: int) -> np.ndarray:
     Returns:
         (size, size, C) uint8.
     """
-    height, width = picture.shape[:2]
-    rows = np.tensordot(_shares(height, size), picture, 1)
+    height, width = image.shape[:2]
+    rows = np.tensordot(_shares(height, size), image, 1)
     both = np.tensordot(_shares(width, size), rows, (1, 1))
     return np.rint(both).astype(np.uint8).transpose(1, 0, 2)
 
@@ -206,7 +206,7 @@ def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def _is_picture(space: Any) -> bool:
+def _is_image(space: Any) -> bool:
     shape = tuple(getattr(space, "shape", None) or ())
     return len(shape) == 3 and shape[2] == 3 and getattr(space, "dtype", None) == np.uint8
 
@@ -218,21 +218,21 @@ def _split_keys(
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")
-        return None, "" if _is_picture(space) else None
+        return None, "" if _is_image(space) else None
     parts = space.spaces
     for key in [*(state_keys or ()), *([image_key] if image_key else ())]:
         if key not in parts:
             raise EnvError(f"observations have no {key!r}; they have: {', '.join(parts)}")
-    pictures = [key for key in parts if _is_picture(parts[key])]
-    if image_key and image_key not in pictures:
+    images = [key for key in parts if _is_image(parts[key])]
+    if image_key and image_key not in images:
         raise EnvError(
             f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of the shape (H, W, 3), uint8. There "
-            f"are: {', '.join(pictures) or 'none'}"
+            f"are: {', '.join(images) or 'none'}"
         )
-    image = image_key or (pictures[0] if pictures else None)
+    image = image_key or (images[0] if images else None)
     chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
     for key in chosen:
-        if any(_is_picture(leaf) for leaf in _inner_spaces(parts[key])):
+        if any(_is_image(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
                 f"the entry {key!r} of the state holds an image; leave it out with state_keys, or wrap the "
                 "environment so that the image is an entry of its own"

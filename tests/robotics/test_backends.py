@@ -43,7 +43,7 @@ def test_the_choice_of_the_user_is_the_only_one_tried(monkeypatch):
     [
         ("import os; os.abort()", "crashed with SIGABRT"),
         ("import time; time.sleep(60)", "hung for 1 s"),
-        ("raise SystemExit(3)", "ended with code 3 without a picture"),
+        ("raise SystemExit(3)", "ended with code 3 without an image"),
         ("import os; print('device: x', flush=True); os._exit(5)", "ended with code 5"),
     ],
 )

@@ -272,13 +272,13 @@ def test_demonstrations_that_cannot_be_used_are_named(tmp_path, filmed, about, m
 
 def test_data_without_a_success_is_refused(tmp_path):
     folder = demonstrate(tmp_path / "failed", episodes=2, failures=[0, 1])
-    with pytest.raises(UserError, match="no episode that can be learnt from; 2 were left out"):
+    with pytest.raises(UserError, match="has no usable episode; 2 were left out"):
         CloneRecipe(clone(tmp_path, folder))
 
 
 def test_empty_data_set_is_refused(tmp_path):
     folder = demonstrate(tmp_path / "empty", episodes=0)
-    with pytest.raises(UserError, match="no episode that can be learnt from"):
+    with pytest.raises(UserError, match="has no usable episode"):
         CloneRecipe(clone(tmp_path, folder))
 
 
@@ -365,11 +365,11 @@ def test_a_gripper_outside_the_mask_is_left_alone_and_what_is_too_large_is_cut_o
 
 
 def test_a_policy_without_statistics_cannot_be_scaled():
-    with pytest.raises(UserError, match=r"acting\.scale is 'bounds_q99', but the policy has no statistics"):
+    with pytest.raises(UserError, match=r"acting\.scale is 'bounds_q99', but the policy has no action statistics"):
         acted(Fixed([[0.5]]), LineSim(), NORMALISED)
     policy = Fixed([[0.5]])
     policy.statistics = statistics([-1.0, -1.0], [1.0, 1.0], [True, True])
-    with pytest.raises(UserError, match="statistics are of 2 entries, its actions have 1"):
+    with pytest.raises(UserError, match="statistics have 2 entries, its actions 1"):
         acted(policy, LineSim(), NORMALISED)
 
 
@@ -399,7 +399,7 @@ def test_entries_that_are_not_scaled_keep_their_units(tmp_path, stretched):
 def test_a_policy_that_is_not_scaled_has_no_statistics(tmp_path, stretched):
     recipe = CloneRecipe(clone(tmp_path, stretched))
     assert recipe.policy.statistics is None
-    with pytest.raises(ValueError, match=r"demonstrations\.unscaled means nothing with acting\.scale none"):
+    with pytest.raises(ValueError, match=r"demonstrations\.unscaled has no effect with acting\.scale=none"):
         clone(tmp_path, stretched, demonstrations={"unscaled": [-1]}).validate()
 
 
@@ -416,7 +416,10 @@ def test_a_policy_cloned_on_normalised_actions_goes_on_in_the_simulator(tmp_path
     found, _ = acted(recipe.policy, recipe.sim, NORMALISED, layouts=4)
     for actions in found.actions:
         np.testing.assert_allclose(actions, 0.25 * SPEED, atol=0.02)
-    with pytest.raises(UserError, match=r"'none', but the policy has the statistics .*; set acting\.scale=bounds_q99"):
+    with pytest.raises(
+        UserError,
+        match=r"'none', but the policy predicts normalised actions: .*; set acting\.scale=bounds_q99",
+    ):
         acted(recipe.policy, recipe.sim, ActingSettings())
     recipe.policy.statistics = statistics([-9.0], [9.0], [True])
     recipe.policy.load_weights(saved.path)  # a checkpoint brings its own

@@ -134,7 +134,7 @@ def test_a_replay_is_cut_into_chunks_and_one_that_breaks_down_is_no_film():
     assert len(frames) == len(found.actions[0]) + 1
     still = np.zeros((12, 1), np.float32)
     for broken, reason in (({"breaks": [0]}, "it broke"), ({"never_starts": [0]}, "would not start")):
-        with pytest.raises(RunError, match=f"the environment broke down: {reason}"):
+        with pytest.raises(RunError, match=f"the environment failed: {reason}"):
             replay_episode(LineSim(**broken), specs(1)[0], still)
 
 

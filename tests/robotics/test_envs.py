@@ -185,7 +185,7 @@ def test_a_simulation_that_blows_up_is_no_failure_of_the_policy():
     env = TabletopEnv("push", observation="state")
     env.reset(seed=0)
     env.data.qvel[0] = 1e12
-    with pytest.raises(SimulationDiverged, match="push broke down in control step 1 of layout") as caught:
+    with pytest.raises(SimulationDiverged, match="push failed in control step 1 of layout") as caught:
         env.step(np.zeros(5))
     assert isinstance(caught.value, RunError)
     with pytest.raises(UserError, match="call reset first"):
@@ -221,7 +221,7 @@ def test_bad_actions_are_named(action, message):
         ({"render_mode": "human"}, "there are rgb_array and None"),
         ({"split": "test"}, "there are train and held_out"),
         ({"reward": "dens"}, "there are sparse and dense"),
-        ({"image_size": (0, 4)}, "picture.height is 0; must be at least 1|picture.width is 0; must be at least 1"),
+        ({"image_size": (0, 4)}, "image.height is 0; must be at least 1|image.width is 0; must be at least 1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -212,7 +212,7 @@ def test_pictures_are_no_state():
     inner = spaces.Dict({"rgb": spaces.Box(0, 255, (4, 6, 3), np.uint8)})
     observation = spaces.Dict({"cam": inner, "zeta": spaces.Box(-1, 1, (2,))})
     for options in ({}, {"state_keys": ["zeta", "cam"]}):
-        with pytest.raises(EnvError, match="the entry 'cam' of the state holds a picture"):
+        with pytest.raises(EnvError, match="the entry 'cam' of the state holds an image"):
             row(Arm(observation), **options)
 
 
@@ -223,5 +223,5 @@ def test_an_entry_that_is_no_picture_is_not_drawn():
         def _observe(self):
             return {"float": np.ones((4, 6, 3), np.float32), "zeta": np.zeros(2)}
 
-    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; a picture is a Box .* uint8\. There are: none"):
+    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; an image is a Box .* uint8\. There are: none"):
         row(Floats(space), image_key="float", state_keys=["zeta"])

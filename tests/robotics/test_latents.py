@@ -183,7 +183,7 @@ def test_states_of_one_moment_and_their_statistics():
     assert std == pytest.approx([np.sqrt(8 / 3), 0])
     latent = StateLatent(StateSettings(mean, std, points=2))
     np.testing.assert_allclose(latent.embed([None], paths[1:]).latents[0].reshape(3, 2)[:, 0], 2 / np.sqrt(8 / 3))
-    with pytest.raises(UserError, match="no trajectory"):
+    with pytest.raises(UserError, match="at least one trajectory"):
         state_statistics([])
 
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_embedded_is_invalid_with_its_reason(video_encoder):
     assert np.isnan(outcome.latents[1:]).all()
     assert np.isfinite(outcome.latents[0]).all()
     assert list(outcome.reasons) == [1, 2, 3, 4]
-    assert "no pictures" in outcome.reasons[1]
+    assert "no images" in outcome.reasons[1]
     assert "float32" in outcome.reasons[3]
     assert latent.counts["invalid"] == 4
 
@@ -260,11 +260,11 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
     ("config", "message"),
     [
         (LatentConfig("jepa"), "allowed: vjepa2, video, pixels, state"),
-        (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; the latent pixels has: side"),
+        (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig("pixels", options={"side": 0}), "at least 1"),
         (LatentConfig("pixels", frames="all"), "allowed: step, chunk"),
-        (LatentConfig("video"), "video needs `path`"),
-        (LatentConfig("vjepa2"), "vjepa2 needs `path`"),
+        (LatentConfig("video"), "latent.kind=video needs latent.path"),
+        (LatentConfig("vjepa2"), "latent.kind=vjepa2 needs latent.path"),
         (LatentConfig("vjepa2", options={"path": "x", "pad": "zero"}), "cycle, edge"),
         (LatentConfig("video", options={"path": "x", "batch_size": 0}), "batch_size is 0; must be at least 1"),
         (LatentConfig("state"), "needs the mean and std"),

@@ -442,7 +442,7 @@ STATES, ACTIONS, PICTURES, TASK, SUCCESS = made_episode(0)
         ({"actions": np.full((5, 2), np.nan)}, "action has values that are not finite"),
         ({"images": {}}, VIDEO),
         ({"images": {"side": PICTURES["front"]}}, "no camera side; the dataset has front"),
-        ({"images": {"front": PICTURES["front"] / 255.0}}, "pictures are uint8"),
+        ({"images": {"front": PICTURES["front"] / 255.0}}, "images are uint8"),
         ({"states": STATES[:0], "actions": ACTIONS[:0], "images": {"front": PICTURES["front"][:0]}}, "at least one"),
         ({"states": None}, "observation.state"),
         ({"extra": {"mood": np.zeros(5)}}, "mood"),

@@ -218,8 +218,8 @@ def test_unknown_options_name_what_is_allowed(kind, options, message):
     ("sim", "message"),
     [
         (TwoArms(), "actions have 1 entries, those of the simulator 2"),
-        (WideSim(), r"pictures of \(32, 32\) pixels, the simulator draws \(64, 32\)"),
-        (BlindSim(), r"pictures of \(32, 32\) pixels, the simulator draws None"),
+        (WideSim(), r"images of \(32, 32\) pixels, the simulator renders \(64, 32\)"),
+        (BlindSim(), r"images of \(32, 32\) pixels, the simulator renders None"),
     ],
 )
 def test_a_policy_of_another_simulator_does_not_fit(sim, message):

@@ -406,7 +406,7 @@ def test_states_are_scaled_by_the_data_sets_statistics():
     policy.scale_states(StateStatistics(mean, std))
     raw = batch.state * torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0]) + torch.from_numpy(mean).float()
     torch.testing.assert_close(policy.logits(PolicyInputs(batch.images, raw, TEXTS)), before, atol=1e-4, rtol=1e-4)
-    with pytest.raises(UserError, match=f"of 2 state entries, the policy has {S}"):
+    with pytest.raises(UserError, match=f"2 state entries, the policy has {S}"):
         policy.scale_states(StateStatistics(np.zeros(2), np.ones(2)))
 
 
@@ -423,9 +423,9 @@ def test_a_policy_may_see_only_a_state_or_only_pictures():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (make_inputs(64), r"pictures of \(32, 32\) pixels, it is given \(64, 64\)"),
-        (PolicyInputs(None, torch.zeros(1, S), TEXTS[:1]), "it is given none"),
-        (PolicyInputs(make_inputs().images, torch.zeros(B, 2), TEXTS), f"state of {S} entries, it is given 2"),
+        (make_inputs(64), r"images of \(32, 32\) pixels, got \(64, 64\)"),
+        (PolicyInputs(None, torch.zeros(1, S), TEXTS[:1]), "got none"),
+        (PolicyInputs(make_inputs().images, torch.zeros(B, 2), TEXTS), f"state of {S} entries, got 2"),
         (PolicyInputs(make_inputs().images[:1], torch.zeros(1, S), ("word " * 33,)), "33 words; must be 1 to 32"),
     ],
 )
@@ -513,7 +513,7 @@ def test_flow_matching_is_the_error_of_the_velocity():
     noisy = (1 - time[:, None]) * clean + time[:, None] * noise
     error = (policy.velocity(policy.encoder(batch).flatten(1), noisy, time) - (noise - clean)).square()
     torch.testing.assert_close(loss, error[mask.repeat_interleave(D, 1).bool()].mean())
-    with pytest.raises(ValueError, match="give bc_loss a generator"):
+    with pytest.raises(ValueError, match="pass bc_loss a generator"):
         policy.bc_loss(batch, actions, mask)
 
 
@@ -559,7 +559,7 @@ def test_the_model_sees_picture_state_and_instruction(policies):
 def test_a_model_may_go_without_pictures_but_not_without_its_state(policies):
     blind = PolicyInputs(None, torch.zeros(1, S), TEXTS[:1])
     assert bool(policies["vlm_learned"].logits(blind).isfinite().all())
-    with pytest.raises(UserError, match=f"state of {S} entries, it is given none"):
+    with pytest.raises(UserError, match=f"state of {S} entries, got none"):
         policies["vlm_learned"].logits(PolicyInputs(None, None, TEXTS[:1]))
 
 
@@ -627,9 +627,9 @@ def test_the_least_module_will_do():
     logp, entropy = policy.log_probs(make_inputs(), choice.decisions)
     assert entropy is None
     torch.testing.assert_close(logp, choice.logp)
-    with pytest.raises(UserError, match=r"Plain.act is asked for greedy=True but takes no argument 'greedy'"):
+    with pytest.raises(UserError, match=r"greedy is True, but Plain.act takes no argument 'greedy'"):
         draw(policy, greedy=True)
-    with pytest.raises(UserError, match=r"Plain.log_probs is asked for temperature=2.0"):
+    with pytest.raises(UserError, match=r"temperature is 2.0, but Plain.log_probs takes no argument"):
         policy.log_probs(make_inputs(), choice.decisions, 2.0)
 
 

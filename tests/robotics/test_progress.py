@@ -278,7 +278,7 @@ def test_settings_out_of_range_are_refused(changed, message):
 
 def test_rows_that_do_not_belong_together_are_refused():
     latents, success, valid, tasks = on_a_line([1.0, 2.0])
-    with pytest.raises(ValueError, match="do not belong to the same rows"):
+    with pytest.raises(ValueError, match="do not describe the same rows"):
         progress_rewards(latents, success, valid, tasks[:2], ProgressSettings())
     with pytest.raises(ValueError, match="references of shape"):
         progress_rewards(latents, success, valid, tasks, ProgressSettings(), {"a": np.zeros((1, 4))})

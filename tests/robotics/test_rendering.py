@@ -255,7 +255,7 @@ def test_mistakes_are_named(model, small):
         FrameRenderer(model, RenderSettings(camera="side"))
     with pytest.raises(UserError, match="no camera 1"):
         FrameRenderer(model, RenderSettings(camera=1))
-    with pytest.raises(UserError, match="width of a picture is 0"):
+    with pytest.raises(UserError, match=r"image\.width is 0"):
         FrameRenderer(model, RenderSettings(width=0))
     renderer = FrameRenderer(model, small)
     renderer.close()

@@ -401,7 +401,10 @@ def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
             {"trainer": trainer(samples_per_task=1)},
             "samples_per_task is 1, but the advantage 'group_mean_std'",
         ),
-        ({"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED}, "acting.ensemble is 0.1, which is of greedy"),
+        (
+            {"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED},
+            "ensemble is 0.1, which is for greedy",
+        ),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
         ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, flow, vlm"),
@@ -425,7 +428,7 @@ def test_bad_settings(tmp_path, changes, message):
     [
         (
             EpisodeSetConfig(split="held_out", layouts=8, first=493),
-            "first=493 and layouts=8 go beyond .* has 500",
+            "first=493 and layouts=8 exceed the 500 layouts",
         ),
         (EpisodeSetConfig(split="all"), "there is no split all; this simulator has: train, held_out"),
     ],

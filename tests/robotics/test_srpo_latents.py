@@ -104,7 +104,7 @@ class BlindSim(LineSim):
 
 
 def test_pictures_cannot_be_compared_where_none_are_drawn(tmp_path, folders):
-    with pytest.raises(UserError, match=r"latent\.kind is 'pixels', but the simulator draws no pictures"):
+    with pytest.raises(UserError, match=r"latent\.kind is 'pixels', but the simulator renders no images"):
         SrpoRecipe(srpo(tmp_path, latent=latent_of("pixels", folders)), sim=BlindSim())
 
 
@@ -133,12 +133,12 @@ def test_a_step_without_any_latent_stops_with_the_reason(tmp_path, folders, monk
     monkeypatch.setattr(recipe.latent, "_prepare", fails)
     with pytest.raises(RunError, match=r"no episode of this step has a latent: out of memory; latent\.kind is pixels"):
         collected(recipe)
-    assert "an episode has no latent and teaches nothing: out of memory" in caplog.text
+    assert "an episode has no latent and is left out of the update: out of memory" in caplog.text
 
 
 def test_a_latent_of_other_states_is_refused_at_the_start(tmp_path):
     scale = {"mean": [0.0] * 3, "std": [1.0] * 3}
-    message = r"made for the 3 entries of latent\.options; the simulator's state has 2"
+    message = r"scaled to the 3 entries of latent\.options; the simulator's state has 2"
     with pytest.raises(UserError, match=message):
         SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="state", options=scale)))
 
@@ -156,8 +156,8 @@ def test_remembered_successes_survive_an_interruption(tmp_path):
     ("latent", "message"),
     [
         (LatentConfig(kind="smell"), "latent.kind is 'smell'; allowed: vjepa2, video, pixels, state"),
-        (LatentConfig(kind="pixels", options={"sides": 3}), "latent.options has sides; the latent pixels has: side"),
-        (LatentConfig(kind="video"), "the latent video needs `path`"),
+        (LatentConfig(kind="pixels", options={"sides": 3}), "latent.options has sides; options of pixels are: side"),
+        (LatentConfig(kind="video"), "latent.kind=video needs latent.path"),
         (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; allowed: step, chunk"),
     ],
 )
