@@ -27,7 +27,7 @@ class FluxTransformer:
 
     Args:
         transformer: the module, plain or with adapters.
-        guidance_embedding: guidance scale that a guidance-distilled transformer is told; others take none.
+        guidance_embedding: guidance scale, an input of guidance-distilled transformers; others ignore it.
 
     Source: black-forest-labs/flux src/flux/sampling.py (`prepare`, `denoise`, `unpack`).
     """

@@ -264,7 +264,7 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
 
 
 def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path | None) -> list[str]:
-    """Parts that the index leaves out; diffusers has to be told of each of them."""
+    """Parts that the index leaves out; diffusers needs each of them named."""
     import diffusers
 
     names = list(inspect.signature(getattr(diffusers, family).__init__).parameters)[1:]

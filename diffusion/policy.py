@@ -97,7 +97,7 @@ class ModelConfig:
     """Image width in pixels; empty: the size that the pipeline was trained for."""
 
     guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
-    """Guidance scale that a guidance-distilled FLUX is told; other transformers have no such input."""
+    """Guidance scale, an input of guidance-distilled FLUX transformers; others have none."""
 
     max_sequence_length: int | None = bounded(None, at_least=1)
     """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""

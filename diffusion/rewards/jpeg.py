@@ -21,7 +21,7 @@ def jpeg_incompressibility(prompts: Sequence[str], completions: Sequence[NDArray
     """Reward pictures whose JPEG file is large.
 
     Args:
-        prompts: B captions, not looked at.
+        prompts: B captions, not used.
         completions: B pictures (H, W, 3) uint8.
 
     Returns:
@@ -38,7 +38,7 @@ def jpeg_compressibility(
     """Reward pictures whose JPEG file is small.
 
     Args:
-        prompts: B captions, not looked at.
+        prompts: B captions, not used.
         completions: B pictures (H, W, 3) uint8.
         scale: "ddpo" for -kB, "flow_grpo" for -kB / 500.
 

@@ -127,7 +127,7 @@ def aesthetic(
     """Score how beautiful a picture is, whatever it shows: a small linear network on CLIP's image features.
 
     Args:
-        prompts: B captions, not looked at.
+        prompts: B captions, not used.
         completions: B pictures (H, W, 3) uint8.
         path: folder of CLIP ViT-L/14.
         head: file of the network's weights; None looks for one of `HEAD_FILES` in the folder.

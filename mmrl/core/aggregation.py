@@ -61,7 +61,7 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float = 0.0) -> Denominat
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum where the mask is 1; whatever stands elsewhere, even NaN, counts nothing.
+    """Sum where the mask is 1; values elsewhere, even NaN, are ignored.
 
     Args:
         x: (B, T).
@@ -74,7 +74,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row where the mask is 1; whatever stands elsewhere counts nothing.
+    """Mean of each row where the mask is 1; values elsewhere are ignored.
 
     Args:
         x: (B, T).

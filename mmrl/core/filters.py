@@ -1,4 +1,4 @@
-"""Which groups can teach something, and the bookkeeping of dropping or resampling the others."""
+"""Which groups have a gradient, and the bookkeeping of dropping or resampling the others."""
 
 from __future__ import annotations
 

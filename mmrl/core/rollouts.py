@@ -81,7 +81,7 @@ class Rollouts:
         for name, value in (*self.reward_terms.items(), *self.extras.items()):
             if tuple(value.shape) not in ((rows,), shape):
                 raise ValueError(
-                    f"'{name}' has shape {tuple(value.shape)}; data that travels with {rows} rows of {shape[1]} "
+                    f"'{name}' has shape {tuple(value.shape)}; data of {rows} rows of {shape[1]} "
                     f"decisions has shape ({rows},) or {shape}."
                 )
 
@@ -124,7 +124,7 @@ class Rollouts:
         return self.replace(**move_fields(self, device))
 
     def select(self, rows: Tensor) -> Rollouts:
-        """Keep some rows, number their groups anew and drop the prompts nobody uses any more.
+        """Keep some rows, number their groups anew and drop the prompts that are no longer used.
 
         Args:
             rows: (b,) int64 row indices or (B,) bool; the order is kept.

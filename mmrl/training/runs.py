@@ -48,8 +48,8 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
     accelerator, recipe = _build(entry, config)
     main = accelerator.is_main_process
     if main and changed:
-        told = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-        LOGGER.warning("resuming with other settings than before: %s", told)
+        listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+        LOGGER.warning("resuming with other settings than before: %s", listed)
     tracker: Tracker | None = None
     try:
         if main:

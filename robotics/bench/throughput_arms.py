@@ -214,7 +214,7 @@ def _physics_of(env: TabletopEnv) -> NDArray[np.float64]:
 
 
 def _cpu_seconds(processes: Sequence[int]) -> float:
-    """CPU seconds so far of this process and of others; NaN where the system does not tell those of others."""
+    """CPU seconds so far of this process and of others; NaN where the system does not report those of others."""
     if processes and sys.platform != "linux":
         return float("nan")
     # The number of a process's clock as clock_getcpuclockid(3) makes it; /proc counts in steps of 10 ms only.

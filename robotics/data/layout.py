@@ -4,7 +4,7 @@ A dataset is a folder. `meta/info.json` names the features and the file patterns
 `meta/episodes/` holds a row for each episode that says where its frames lie, `data/` the frames without images and
 `videos/<feature>/` the images; a file holds many episodes, in their order.
 
-Followed is lerobot 0.4.4 (codebase version v3.0), whose default limits are 100 MB for data and 200 MB for videos.
+This follows lerobot 0.4.4 (codebase version v3.0), whose default limits are 100 MB for data and 200 MB for videos.
 Beyond it every dataset has the feature `next.success` and the episode column `success`.
 
 Source: huggingface/lerobot, src/lerobot/datasets/utils.py, lerobot_dataset.py; docs/source/lerobot-dataset-v3.mdx.

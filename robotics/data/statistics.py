@@ -49,7 +49,7 @@ def image_statistics(frames: NDArray[np.uint8]) -> Statistics:
         frames: (T, H, W, 3) uint8, T >= 1.
 
     Returns:
-        Each (3, 1, 1) float64 in 0..1; count (1,), the number of frames looked at.
+        Each (3, 1, 1) float64 in 0..1; count (1,), the number of frames used.
     """
     length, height, width, _ = frames.shape
     chosen = frames[np.round(np.linspace(0, length - 1, sampled_frames(length))).astype(int)]

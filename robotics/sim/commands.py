@@ -1,4 +1,4 @@
-"""What `mmrl sim` does: install suites of others, and check simulators with their scripted experts."""
+"""What `mmrl sim` does: install simulator suites, and check simulators with their scripted experts."""
 
 from __future__ import annotations
 

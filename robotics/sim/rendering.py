@@ -237,7 +237,7 @@ class FrameRenderer:
     def _open(self) -> tuple[Any, Any]:
         settings, library = self.settings, self._lib
         visual = fast_visuals(copy.copy(self._model), settings)
-        # A buffer of the image's own size, and none for shadows that nobody asked for (64 MB by default).
+        # A buffer of the image's own size, and none for shadows that are off (64 MB by default).
         visual.vis.global_.offwidth, visual.vis.global_.offheight = settings.width, settings.height
         visual.vis.quality.shadowsize = visual.vis.quality.shadowsize if settings.shadows else 0
         gl = open_context(self.backend, settings.width, settings.height)

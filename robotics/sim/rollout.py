@@ -3,7 +3,7 @@
 Each scene keeps its own MjData, each worker thread its own renderer, and an idle worker takes the next scene that is
 still running. Both the physics (`mujoco.rollout`, one call a chunk) and the drawing release Python's lock. Which worker
 takes a scene changes nothing in it: the same seeds and actions give the same bits with any number of workers, the bits
-of a plain `mj_step` loop. `mujoco.rollout` starts its contact solver from zero in each call unless it is told
+of a plain `mj_step` loop. `mujoco.rollout` starts its contact solver from zero in each call unless it is given
 otherwise, so every call is given the accelerations that the scene's last step left.
 
 What differs from such a loop: images show the poses of the state they come with, where a loop that draws after
