@@ -4,7 +4,7 @@ Positive and negative samples are treated differently inside GRPO:
 
 - DADS, difficulty-adaptive divergence shaping: the KL penalty of positive samples is weighted by
   w = 1 - exp(-e (1 - d)), d the share of wrong answers in the group; 1 for negatives and for d in {0, 1}.
-- STCR, suboptimal  complexity regularisation: the advantage of a wrong sample longer than the mean correct
+- STCR, suboptimal complexity regularisation: the advantage of a wrong sample longer than the mean correct
   one by delta tokens is multiplied by 1 + (1 - base^-delta).
 
 The policy term is a token mean, the KL (k3, unclamped) a mean of per-sample means, as in the code. Difference from
@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mmrl.core.blocks import GroupMeanStd
+from mmrl.core.groups import group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
@@ -81,16 +82,17 @@ def difficulty(correct: Tensor, group: Tensor) -> Tensor:
     """Share of wrong samples in each row's group.
 
     Args:
-        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be judged, which do not count.
+        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be scored, which do not count.
         group: (B,) group of each row.
 
     Returns:
-        (B,) d in [0, 1]; 1 where no sample of the group was judged.
+        (B,) d in [0, 1]; 1 where no sample of the group was scored.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
-    judged = torch.isfinite(correct).to(correct.dtype)
-    return 1.0 - _group_sum(correct.nan_to_num(), group) / _group_sum(judged, group).clamp(min=1)
+    scored = torch.isfinite(correct).to(correct.dtype)
+    solved, count = group_sum(correct.nan_to_num(), group), group_sum(scored, group)
+    return (1.0 - solved / count.clamp(min=1))[group]
 
 
 def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: float) -> Tensor:
@@ -98,19 +100,19 @@ def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: fl
 
     Args:
         lengths: (B,) response tokens with the end token.
-        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be judged, which do not count.
+        correct: (B,) 1 for right, 0 for wrong, NaN for samples that could not be scored, which do not count.
         group: (B,) group of each row.
         base: b of 1 - b^-delta.
 
     Returns:
-        (B,) 1 + s, s in [0, 1); 1 in groups without a correct sample and where nobody judged.
+        (B,) 1 + s, s in [0, 1); 1 in groups without a correct sample and where nothing was scored.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
     lengths = lengths.to(torch.float32)
     right, wrong = (correct == 1.0).to(lengths.dtype), (correct == 0.0).to(lengths.dtype)
-    solved = _group_sum(right, group)
-    mean_correct = _group_sum(lengths * right, group) / (solved + 1e-9)
+    solved = group_sum(right, group)[group]
+    mean_correct = group_sum(lengths * right, group)[group] / (solved + 1e-9)
     excess = ((lengths - mean_correct) * wrong).clamp(min=0.0)
     extra = -torch.expm1(-excess * math.log(base))
     return 1.0 + torch.where(solved > 0, extra, torch.zeros_like(extra))
@@ -141,9 +143,8 @@ class ApoRecipe(VlmRecipe):
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Group advantages times the STCR factor, with the DADS weights beside them."""
         rollouts = super().advantages(rollouts, accelerator)
-        term = self.config.accuracy_reward or self.config.rewards[-1].name
-        judged = rollouts.scored & torch.isfinite(rollouts.reward_terms[term])
-        correct = torch.where(judged, (rollouts.reward_terms[term] == 1.0).to(torch.float32), float("nan"))
+        scored = rollouts.scored & torch.isfinite(rollouts.reward_terms[self.accuracy_term])
+        correct = torch.where(scored, self.correct(rollouts).to(torch.float32), float("nan"))
         factor = length_multipliers(rollouts.mask.sum(1), correct, rollouts.group, self.config.apo.stcr_base)
         assert rollouts.advantage is not None
         advantage = rollouts.advantage * factor[:, None]
@@ -176,11 +177,6 @@ class ApoRecipe(VlmRecipe):
     def _shape(self) -> Callable[[Tensor], Tensor]:
         name = self.config.apo.dads
         return DADS_SHAPES[name] if name in DADS_SHAPES else load_function(name, what="apo.dads")
-
-
-def _group_sum(values: Tensor, group: Tensor) -> Tensor:
-    sums = values.new_zeros(int(group.max()) + 1).index_add_(0, group, values)
-    return sums[group]
 
 
 DADS_SHAPES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import vision_info
 from mmrl.vlm.payload import Prompt
+from mmrl.vlm.rotary import rotary_positions, split_frames
 from mmrl.vlm.task import TaskError, VlmTask
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 __all__ = ["PROMPT_ERRORS", "PromptLayout", "PromptTooLong", "encode_prompt"]
 
@@ -50,8 +49,10 @@ class PromptLayout:
     """Longest prompt in tokens."""
     limit_source: str
     """Name of the setting that `max_tokens` comes from, for errors."""
-    rope_index: Callable[..., tuple[Tensor, Tensor]]
-    """The model's own function from token types and grids to rotary positions."""
+    merge_size: int
+    """Patches on a side that the vision tower merges into one token."""
+    tokens_per_second: float | None
+    """Rotary positions that a video advances in a second; None where timestamps stand between its frames."""
 
 
 def encode_prompt(
@@ -148,14 +149,14 @@ def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], fr
 
 
 def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:
-    positions, _ = layout.rope_index(
-        inputs["input_ids"],
-        inputs["mm_token_type_ids"],
-        image_grid_thw=inputs.get("image_grid_thw"),
-        video_grid_thw=inputs.get("video_grid_thw"),
-        second_per_grid_ts=inputs.get("second_per_grid_ts"),
-    )
-    return positions[:, 0].contiguous()
+    videos, steps = inputs.get("video_grid_thw"), []
+    if videos is not None and layout.tokens_per_second is not None:
+        seconds = inputs.get("second_per_grid_ts")
+        steps = [layout.tokens_per_second * s for s in ([1] * len(videos) if seconds is None else seconds)]
+    elif videos is not None:
+        videos = split_frames(videos)
+    types = inputs["mm_token_type_ids"][0]
+    return rotary_positions(types, layout.merge_size, inputs.get("image_grid_thw"), videos, steps)
 
 
 PROMPT_ERRORS: dict[str, str] = {

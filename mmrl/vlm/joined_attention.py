@@ -1,10 +1,10 @@
 """Attention of responses that share a prompt: the prompt's keys and values exist once for the whole group.
 
-A response attends to its prompt and to itself. The two parts run as two ordinary attention kernels and are joined
-through their log-sum-exps; in the backward pass each part's own backward kernel is given the joined output and
+A response attends to its prompt and to itself. The two parts run as two ordinary attention kernels and are merged
+through their log-sum-exps; in the backward pass each part's own backward kernel gets the merged output and
 log-sum-exp, so that its softmax is that of the whole and the gradients of the two parts add up.
 
-Source: the joining rule of blockwise attention (Liu et al., Ring Attention, arXiv 2310.01889, section 3); one prefix
+Source: the merging rule of blockwise attention (Liu et al., Ring Attention, arXiv 2310.01889, section 3); one prefix
 for many continuations as in Hydragen (arXiv 2402.05099) and Prefix Grouper (arXiv 2506.05433).
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-__all__ = ["joined_attention"]
+__all__ = ["joined_attention", "merge_attention"]
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -48,6 +48,31 @@ def joined_attention(
     if kernels is None:
         return _dense(q, k, v, prompt_k, prompt_v, prompt_real, scale)
     return _Joined.apply(q, k, v, prompt_k, prompt_v, _bias(prompt_real, q), scale, kernels)  # type: ignore[no-any-return]
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention of the same queries to two sets of keys into the attention to both sets.
+
+    With o the output of a softmax over some keys and l the log-sum-exp of its products, the softmax over both sets has
+
+        l = log(exp(l_a) + exp(l_b)),    o = w o_a + (1 - w) o_b,    w = sigmoid(l_a - l_b) = exp(l_a - l).
+
+    Args:
+        out_a: (..., d) attention to the first set of keys.
+        lse_a: (...) log-sum-exp of its scaled products, float32 or float64.
+        out_b: (..., d) attention to the second set.
+        lse_b: (...) log-sum-exp of its scaled products.
+
+    Returns:
+        (..., d) attention to both sets in the type of `lse_a`, and (...) its log-sum-exp.
+
+    Gradient: through all four.
+
+    Source: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Juravsky et al., Hydragen, arXiv 2402.05099.
+    """
+    share = torch.sigmoid(lse_a - lse_b)[..., None]
+    merged = torch.lerp(out_b.to(lse_a.dtype), out_a.to(lse_a.dtype), share)
+    return merged, torch.logaddexp(lse_a, lse_b)
 
 
 class Part(NamedTuple):
@@ -93,11 +118,10 @@ class _Joined(torch.autograd.Function):
         to_prompt, to_self = _parts(q, k, v, prompt_k, prompt_v, bias, scale)
         far, far_lse, far_rest = kernels.forward(to_prompt)
         near, near_lse, near_rest = kernels.forward(to_self)
-        far_lse, near_lse = _unfold_lse(far_lse, shape, heads), near_lse.unflatten(0, shape[:2])
-        lse = torch.logaddexp(far_lse, near_lse)  # (N, G, H, T)
-        share = torch.sigmoid(far_lse - near_lse).transpose(2, 3)[..., None]  # of the prompt in the softmax
-        near = near.transpose(1, 2).unflatten(0, shape[:2])
-        out = torch.lerp(near.to(lse.dtype), _unfold(far, shape, heads).to(lse.dtype), share).to(q.dtype)
+        far_lse, near_lse = _unfold_lse(far_lse, shape, heads), near_lse.unflatten(0, shape[:2])  # (N, G, H, T)
+        far, near = _unfold(far, shape, heads).transpose(2, 3), near.unflatten(0, shape[:2])  # (N, G, H, T, d)
+        merged, lse = merge_attention(far, far_lse, near, near_lse)
+        out = merged.transpose(2, 3).to(q.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, bias, out, lse, *far_rest, *near_rest)
         ctx.options = (scale, kernels, len(far_rest))
         return out

@@ -207,8 +207,7 @@ class PapoRecipe(VlmRecipe):
         rollouts = super().compute_logprobs(policy, reference, rollouts)
         extras = dict(rollouts.extras)
         if self.config.papo.apply == "correct_only":
-            term = self.config.accuracy_reward or self.config.rewards[-1].name
-            extras["papo_weight"] = extras["papo_weight"] * (rollouts.reward_terms[term] == 1.0)
+            extras["papo_weight"] = extras["papo_weight"] * self.correct(rollouts)
         if not self.config.papo.recompute_masked:
             with stopwatch("masked_logp"):
                 scores = self.scores_in_chunks(policy, rollouts, self._masked_outputs, self.masked_scores)
@@ -310,6 +309,5 @@ class PapoRecipe(VlmRecipe):
         return -scores.logp if scores.entropy is None or not self._full_entropy else scores.entropy
 
     def _correct_nll(self, logp: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
-        term = self.config.accuracy_reward or self.config.rewards[-1].name
-        correct = (minibatch.reward_terms[term] == 1.0).to(logp.dtype)
+        correct = self.correct(minibatch).to(logp.dtype)
         return token_mean(-logp * correct[:, None], minibatch.loss_mask, denominators)

@@ -124,7 +124,8 @@ class VlmPolicy(nn.Module):
             patch_size=int(network.config.vision_config.patch_size),
             max_tokens=limit if own and limit is not None else longest,
             limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
-            rope_index=network.model.get_rope_index,
+            merge_size=int(network.config.vision_config.spatial_merge_size),
+            tokens_per_second=getattr(network.config.vision_config, "tokens_per_second", None),
         )
 
     def encode(self, task: VlmTask, images: Sequence[Image.Image] | None = None) -> Prompt:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -142,7 +142,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         )
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """Weighted sum of the reward functions; a row with a failed term keeps NaN and teaches nothing."""
+        """Weighted sum of the reward functions; a row with a failed term keeps NaN and is left out of the loss."""
         payload = VlmPayload.of(rollouts)
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
         prompts = [payload.prompts[group].text for group in rollouts.group.tolist()]
@@ -179,7 +179,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             policy=policy,
             encode=self.encode,
             rewards=self.rewards,
-            accuracy_reward=config.accuracy_reward or config.rewards[-1].name,
+            accuracy_reward=self.accuracy_term,
             evaluation=config.evaluation,
             sampler=config.sampler,
             seed=config.seed,
@@ -272,6 +272,15 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         if self._controller is not None and state["adaptive_kl"] is not None:
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)
+
+    @property
+    def accuracy_term(self) -> str:
+        """Reward term whose value 1 counts as a right answer."""
+        return self.config.accuracy_reward or self.config.rewards[-1].name
+
+    def correct(self, rollouts: Rollouts) -> Tensor:
+        """(B,) bool, rows with a right answer."""
+        return rollouts.reward_terms[self.accuracy_term] == 1.0
 
     def _keep_prefill(self) -> KeepPrefill:
         """What sampling leaves of the prompts' prefill for the update.

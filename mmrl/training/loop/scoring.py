@@ -39,7 +39,7 @@ class Scored(Protocol):
 
 
 def with_rewards(rollouts: Rollouts, result: Scored) -> Rollouts:
-    """Fill the rewards of rollouts; a row with a failed term keeps NaN and teaches nothing.
+    """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss.
 
     Args:
         rollouts: B rows.
