@@ -98,7 +98,7 @@ def encode_prompt(
 def _render(task: VlmTask, processor: Any) -> str:
     try:
         return str(processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template may raise what it likes, for instance on a role that it does not know
+    except Exception as error:  # templates raise their own errors, for instance on an unknown role
         raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
 
 

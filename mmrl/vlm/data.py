@@ -62,7 +62,7 @@ class DataConfig:
     """Column of the question; empty: the first of prompt, problem, question that exists."""
 
     answer_key: str | None = None
-    """Column of the answer (dots reach into nested columns), handed to the rewards as `answer`; empty: the
+    """Column of the answer (dots reach into nested columns), passed to the rewards as `answer`; empty: the
     first of answer, solution, ground_truth that exists."""
 
     image_key: str | None = None

@@ -25,7 +25,7 @@ class PrefixDecoder:
 
     Args:
         weights: the decoder.
-        prefix: what N prompts left, without history.
+        prefix: keys, values and last states of N prompts, without history.
         prompt: (b,) int64, ascending, the prompt of each row; each of the N has a row.
         steps: most tokens that will be read.
         banned: (K,) int64, tokens that cannot be drawn.
@@ -91,14 +91,14 @@ class _GroupAttention:
     """Attention of rows to the prompt of their group, `far`, and to themselves, `near`, in float32.
 
     The rows of a prompt have slots side by side, as many for each of the N prompts as the largest group has rows, R;
-    slots that are left over repeat row 0 and nobody reads them.
+    unused slots repeat row 0 and are never read.
     """
 
     def __init__(self, weights: LeanWeights, prefix: Prefix, prompt: Tensor, steps: int) -> None:
         self.heads, self.kv_heads, self.head_dim = weights.heads, weights.kv_heads, weights.head_dim
         self.frequencies, self.rotary_scale = weights.frequencies, weights.rotary_scale
         self.lengths, self.next_position = prefix.lengths, prefix.next_position
-        # (N * Hk, d, P) and (N * Hk, P, d): products with what lies in this order are the fastest
+        # (N * Hk, d, P) and (N * Hk, P, d): matrix products are the fastest in this order
         self.prefix_keys = [x.transpose(2, 3).float().contiguous().flatten(0, 1) for x in prefix.keys]
         self.prefix_values = [x.float().contiguous().flatten(0, 1) for x in prefix.values]
         self.step, self.steps, self.room = -1, steps, 0  # the step that runs, the most, those with room
@@ -144,7 +144,7 @@ class _GroupAttention:
         self.near_values = [values.narrow(3, 0, seen).flatten(0, 2) for values in self.values]
 
     def __call__(self, layer: int) -> Tensor:
-        """Attention of one layer for what lies in `incoming`.
+        """Attention of one layer for the projections in `incoming`.
 
         Args:
             layer: its number.

@@ -23,7 +23,7 @@ def run(output_dir: Path) -> list[str]:
         output_dir: folder for data, model and the two runs.
 
     Returns:
-        Lines to print: held-out accuracy before SFT, after SFT and after RL, and where the report lies.
+        Lines to print: held-out accuracy before SFT, after SFT and after RL, and the path of the report.
 
     Raises:
         UserError: not called from the root of a checkout.

@@ -33,7 +33,7 @@ class KeptPrefill:
 
     Sampling computes keys, values and last states of every prompt. Until the first optimiser step the weights do not
     change, so the passes before it need not read the prompts again, and a step with one update on all rows can even
-    backpropagate through the very prefill that sampling made. A prefix with history serves one pass with gradient and
+    backpropagate through the prefill that sampling made. A prefix with history serves one pass with gradient and
     is then forgotten, because a graph can be run backwards once.
     """
 

@@ -1,4 +1,4 @@
-"""The weights of a text decoder as the lean decoder reads them: no copy where the model's own tensors will do."""
+"""The weights of a text decoder as the lean decoder reads them; the model's own tensors, not copied, where possible."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def unsupported_reason(policy: VlmPolicy) -> str | None:
     model = network.model.language_model
     if type(model.embed_tokens) is not nn.Embedding or type(network.lm_head) is not nn.Linear:
         return "the embedding or the head is not an ordinary layer"
-    reasons = (_linear_obstacle(linear) for layer in model.layers for linear in _linears(layer))
+    reasons = (_unsupported_linear(linear) for layer in model.layers for linear in _linears(layer))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -245,7 +245,7 @@ def _linears(layer: Any) -> tuple[Any, ...]:
     return (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
-def _linear_obstacle(linear: Any) -> str | None:
+def _unsupported_linear(linear: Any) -> str | None:
     if type(linear) is nn.Linear:
         return None
     if type(_base(linear)) is not nn.Linear or not hasattr(linear, "lora_A"):

@@ -1,4 +1,4 @@
-"""The transformers model behind a policy: where it lies, whether it is supported, and loading it."""
+"""The transformers model behind a policy: its folder, whether it is supported, and loading it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
         table: the prompts.
         group: (B,) int64, the prompt of each row.
         responses: (B, T) int64, response tokens.
-        lengths: (B,) int64, response tokens of each row that are fed to the model.
+        lengths: (B,) int64, response tokens of each row that the model reads.
         pad_id: token of the padding.
 
     Returns:
@@ -134,15 +134,15 @@ def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -
 
     Args:
         responses: (B, T) int64.
-        lengths: (B,) int64, tokens of each response that are fed to the model.
+        lengths: (B,) int64, tokens of each response that the model reads.
         first_position: (B,) int64, rotary position of each response's first token.
 
     Returns:
         One row of all their tokens, without padding.
     """
     column = torch.arange(responses.shape[1], device=responses.device)
-    fed = column < lengths[:, None]
-    positions = (first_position[:, None] + column)[fed]
-    ids = responses[fed][None]
+    read = column < lengths[:, None]
+    positions = (first_position[:, None] + column)[read]
+    ids = responses[read][None]
     nothing = torch.zeros(0, dtype=torch.int64, device=ids.device)
     return PackedRows(ids, positions.expand(3, 1, -1), torch.zeros_like(ids, dtype=torch.bool), nothing)

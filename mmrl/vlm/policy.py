@@ -319,7 +319,7 @@ class VlmPolicy(nn.Module):
         save_policy(self, Path(path))
 
     def load_weights(self, path: Path | str) -> None:
-        """Read the very bits that `save_pretrained` wrote into the present parameters.
+        """Load the weights that `save_pretrained` wrote into the existing parameters, bit for bit.
 
         Args:
             path: folder written by `save_pretrained` of a policy of the same shape.

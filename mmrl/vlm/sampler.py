@@ -45,7 +45,7 @@ class PolicySampler:
         self._policy: VlmPolicy | None = None
 
     def load(self, weights: VlmPolicy, version: int) -> None:
-        """Sample from this policy; its weights are read where they lie, so every version is the present one."""
+        """Sample from this policy; it is read in place, so it always has the newest weights."""
         self._policy = weights
 
     def sample(self, tasks: Sequence[Prompt], n: int, generator: torch.Generator) -> Samples:
@@ -68,7 +68,7 @@ def sample(
     """Draw responses.
 
     Args:
-        policy: the model; it samples in evaluation mode and is handed back in the mode that it came in.
+        policy: the model; it samples in evaluation mode; its own mode is restored.
         prompts: N prompts.
         samples_per_prompt: G.
         config: lengths, temperature and truncation.

@@ -1,7 +1,7 @@
-"""How prompts and responses lie in packed rows, and what the language model's attention does with such a row.
+"""Packed rows of prompts and of responses, and the language model's attention over them.
 
 All prompts of a batch pass the language model end to end in one row, all responses in another; only inside attention
-do they become padded tables. The layout travels to the attention layers as the argument `shared`.
+do they become padded tables. The attention layers get the layout as the argument `shared`.
 """
 
 from __future__ import annotations

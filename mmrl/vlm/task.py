@@ -34,7 +34,7 @@ class TaskError(Exception):
 
 
 class StoredImage(Protocol):
-    """An image that stays in its data set until somebody asks for it."""
+    """An image that is read from its data set when it is needed."""
 
     def read(self) -> Any:
         """Return what the data set holds: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""

@@ -130,10 +130,7 @@ def build_tiny_vlm(
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": max_positions,
         "initializer_range": initializer_range,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": _rope(hidden // heads),
+        **_text_constants(tokenizer, hidden // heads),
     }
     vision: dict[str, Any] = {
         "depth": vision_depth,
@@ -141,10 +138,9 @@ def build_tiny_vlm(
         "intermediate_size": vision_intermediate or 2 * vision_hidden,
         "num_heads": vision_heads,
         "patch_size": patch,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
         "out_hidden_size": hidden,
         "initializer_range": initializer_range,
+        **VISION_CONSTANTS,
     }
     if family == "qwen2_5_vl":
         vision["fullatt_block_indexes"] = list(range(vision_depth) if full_attention is None else full_attention)
@@ -177,6 +173,15 @@ def _check_tower(hidden: int, heads: int, depth: int) -> None:
         raise UserError("vision_hidden, vision_heads and vision_depth must be at least 1")
     if hidden % (4 * heads):
         raise UserError(f"vision_hidden={hidden} must be a multiple of 4*heads={4 * heads}")
+
+
+def _text_constants(tokenizer: Any, head_dim: int) -> dict[str, Any]:
+    return {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": _rope(head_dim),
+    }
 
 
 def _rope(head_dim: int) -> dict[str, Any]:
@@ -305,6 +310,8 @@ def _save_processor(family: str, tokenizer: Any, patch: int, pixels: dict[str, i
     )
     processor.save_pretrained(path)
 
+
+VISION_CONSTANTS = {"spatial_merge_size": MERGE, "temporal_patch_size": 2}
 
 DEFAULT_PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 

@@ -31,7 +31,7 @@ __all__ = [
 
 ItemT = TypeVar("ItemT")
 BUCKET_ELEMENTS = 2**24
-"""Gradient entries that travel in one message."""
+"""Gradient entries in one message between processes."""
 
 
 def make_accelerator(mixed_precision: str = "none") -> Accelerator:
@@ -142,7 +142,7 @@ def global_advantages(
 ) -> Rollouts:
     """Run an advantage estimator over the rows of all processes and keep this process's part.
 
-    Only rewards, masks and per-decision numbers travel; prompts and images stay where they are.
+    Only rewards, masks and per-decision numbers are sent; prompts and images stay with their process.
 
     Args:
         estimate: function from rollouts to rollouts with `advantage` (and `returns`) set.

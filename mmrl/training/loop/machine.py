@@ -24,7 +24,7 @@ def avoid_refused_instructions() -> None:
     """Keep bfloat16 arithmetic on the CPU from ending the process.
 
     Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
-    process of its own, before the first product here; if so, oneDNN is told to do without. A limit that the user has
+    process of its own, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
     set stays, and machines without AMX or with a GPU are left alone.
     """
     if LIMIT in os.environ or torch.cuda.is_available() or not _announces_amx():

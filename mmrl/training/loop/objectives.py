@@ -85,7 +85,7 @@ def check_objective(
         objective: the objective.
         scores: what the recipe's policies can score beside log-probabilities, see `Block.needs`.
         samples_per_task: rows of a group; None where the recipe does not compare them.
-        reward_terms: names of the reward terms that the filter may look at; None where it may be any.
+        reward_terms: names of the reward terms that the filter may use; None allows any.
 
     Raises:
         ValueError: the message names what is missing and what the recipe can use.

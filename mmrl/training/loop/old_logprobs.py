@@ -1,4 +1,4 @@
-"""Where the log-probabilities of the old policy come from, the denominator of the importance ratio."""
+"""The log-probabilities of the old policy, the denominator of the importance ratio, and where they come from."""
 
 from __future__ import annotations
 

@@ -98,16 +98,16 @@ def _frozen_copy(policy: nn.Module) -> nn.Module:
 
 
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
-    """Build the reference that the configuration and the objective ask for.
+    """Build the reference policy of a run.
 
     Args:
         config: kind and decay.
         policy: the trained policy, unwrapped.
         needed: whether the objective has a term on the reference.
-        start: the policy as it was at the start, where somebody keeps it.
+        start: the policy as it was at the start, where the recipe keeps it anyway.
 
     Returns:
-        The reference; of kind none where nothing needs one, `start` where it is of the kind asked for.
+        The reference: `start` where it is of the configured kind, and one of kind none where nothing needs it.
 
     Raises:
         UserError: the kind does not fit the policy or the objective.

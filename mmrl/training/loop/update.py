@@ -252,7 +252,7 @@ class Updater:
 
 
 def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics as Python numbers: tensors of two devices cannot be added after they have travelled."""
+    """Metrics as Python numbers: tensors of two devices cannot be added."""
     return {name: Metric(float(m.total), float(m.weight), m.kind) for name, m in metrics.items()}
 
 
