@@ -48,8 +48,8 @@ from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
+from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import LossTerms
 from mmrl.training.loop.settings import TrainerConfig
 
 __all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]

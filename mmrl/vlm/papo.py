@@ -35,8 +35,8 @@ from mmrl.core.objective import PolicyOutputs
 from mmrl.core.regularizers import k3
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
+from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.recipe import LossTerms
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.payload import Prompt, VlmPayload

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -15,19 +14,19 @@ from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_sum
-from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation
+from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["LossTerms", "NoUsableTasksError", "PrefixScope", "Recipe", "Scorer"]
+__all__ = ["NoUsableTasksError", "PrefixScope", "Recipe", "Scorer"]
 
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
@@ -37,28 +36,6 @@ Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
 
 class NoUsableTasksError(RunError):
     """None of the tasks of a draw could be used; the loop draws others a few times before it gives up."""
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """What a recipe adds to the loss of its objective."""
-
-    terms: Mapping[str, Tensor] = field(default_factory=dict)
-    """Scalars by metric name such as "loss/perception", each with its weight, divided like the objective's terms."""
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Further metrics; the terms themselves are logged under their names."""
-    in_total: bool = True
-    """Whether the metric loss/total counts the terms; they are in the loss either way."""
-
-    def added_to(self, output: LossOutput) -> LossOutput:
-        """The objective's loss plus these terms."""
-        if not self.terms:
-            return LossOutput(output.loss, output.metrics | dict(self.metrics))
-        total = output.loss + torch.stack(list(self.terms.values())).sum()
-        metrics = output.metrics | {name: Metric.summed(term.detach()) for name, term in self.terms.items()}
-        if self.in_total:
-            metrics["loss/total"] = Metric.summed(total.detach())
-        return LossOutput(total, metrics | dict(self.metrics))
 
 
 class PrefixScope(Protocol):

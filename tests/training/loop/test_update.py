@@ -43,7 +43,7 @@ def test_what_micro_batches_share_is_computed_once_and_changes_nothing(make_trai
     assert cut.reference._copy.computed == 1
 
 
-def test_shared_work_ends_with_the_optimiser_step_even_when_it_fails(make_trainer, monkeypatch):
+def test_a_prefix_scope_ends_with_the_optimiser_step_even_when_it_fails(make_trainer, monkeypatch):
     trainer = make_trainer(recipe=SharingRecipe, micro_batch=4)
     rollouts = prepared(trainer)
     monkeypatch.setattr(trainer.accelerator, "backward", lambda loss: 1 / 0)

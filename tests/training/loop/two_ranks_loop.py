@@ -16,7 +16,7 @@ from torch import nn
 
 from mmrl.core.aggregation import token_mean
 from mmrl.training.loop.distributed import leave, make_accelerator
-from mmrl.training.loop.recipe import LossTerms
+from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.loop.trainer import Trainer
 from tests.training.toy import LENGTH, ToyConfig, ToyPolicy, ToyRecipe
