@@ -146,13 +146,6 @@ def _leave_out(message: str, kind: str, config: PromptConfig, loaded: LoadedProm
 
 
 def columns_of(tasks: Sequence[DiffusionTask]) -> dict[str, list[Any]]:
-    """Columns of rows as lists for the rewards.
-
-    Args:
-        tasks: the task of each row.
-
-    Returns:
-        Every column that any task has; None where a task lacks it.
-    """
+    """Columns of rows as lists for the rewards, from the task of each row; None where a task lacks a column."""
     names = sorted({name for task in tasks for name in task.columns})
     return {name: [task.columns.get(name) for task in tasks] for name in names}

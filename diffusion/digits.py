@@ -34,14 +34,7 @@ def build_prompts(path: str) -> Path:
 
 
 def build_images(path: str) -> Path:
-    """Write all scans with their captions.
-
-    Args:
-        path: .npz file to write.
-
-    Returns:
-        The file.
-    """
+    """Write all scans with their captions as one .npz file."""
     from diffusion.images import write_images
 
     images, labels = _scans()

@@ -82,11 +82,7 @@ class PromptHistory:
         return {"rewards": {prompt: list(kept) for prompt, kept in self._rewards.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is remembered; a shorter buffer keeps the latest rewards.
-
-        Args:
-            state: of `state_dict`.
-        """
+        """Restore `state_dict`; a shorter buffer keeps the latest rewards."""
         self._rewards = {
             prompt: deque((float(reward) for reward in kept), maxlen=self.buffer_size)
             for prompt, kept in state["rewards"].items()

@@ -185,15 +185,7 @@ def latent_shape(pipeline: Any, height: int | None = None, width: int | None = N
 
 
 def image_tokens(pipeline: Any, shape: tuple[int, int, int]) -> int:
-    """Tokens that the transformer sees of one image.
-
-    Args:
-        pipeline: the pipeline.
-        shape: C, H, W as `latent_shape` gives it.
-
-    Returns:
-        H * W / patch ** 2.
-    """
+    """Tokens that the transformer sees of one image with latents of `shape` C, H, W: H * W / patch ** 2."""
     return shape[1] * shape[2] // PIPELINES[_family(pipeline)](pipeline).patch ** 2
 
 

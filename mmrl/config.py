@@ -65,12 +65,7 @@ def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ())
 
 
 def save(config: Any, path: Path) -> None:
-    """Write a resolved configuration as YAML.
-
-    Args:
-        config: dataclass instance as returned by `load`.
-        path: file to write.
-    """
+    """Write a configuration, as `load` returns it, to a YAML file."""
     from omegaconf import OmegaConf
 
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(config))), encoding="utf-8")

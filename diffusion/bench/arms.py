@@ -54,14 +54,7 @@ class RowCount:
         self.calls = 0
 
     def per_image(self, images: int) -> dict[str, float]:
-        """Rows for each image and calls of the transformer.
-
-        Args:
-            images: images that were made or trained on.
-
-        Returns:
-            forward_rows, train_rows, text_rows for each image; transformer_calls in all.
-        """
+        """Rows of each kind per image that was made or trained on, and the transformer's calls in all."""
         return {f"{name}_rows": count / images for name, count in self.rows.items()} | {"transformer_calls": self.calls}
 
     def _transformer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,15 +13,7 @@ __all__ = ["answer_to", "main"]
 
 
 def main(request: str, result: str) -> int:
-    """Answer the request in one file with another file.
-
-    Args:
-        request: JSON file, see `answer_to`.
-        result: JSON file to write.
-
-    Returns:
-        The exit code: 0 done, 1 the function raised.
-    """
+    """Answer the request in one JSON file with another; returns the exit code, 1 where the function raised."""
     answer = answer_to(json.loads(Path(request).read_text(encoding="utf-8")))
     Path(result).write_text(json.dumps(answer), encoding="utf-8")
     return 1 if "error" in answer else 0

@@ -107,15 +107,7 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def camera_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Names of the features that are images.
-
-    Args:
-        features: of a dataset.
-        dtypes: which ones, of video and image.
-
-    Returns:
-        Names in the order of the features.
-    """
+    """Names of the features that are stored as one of `dtypes`, in their order."""
     return [key for key, feature in features.items() if feature["dtype"] in dtypes]
 
 
@@ -163,12 +155,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(content: Any, path: Path) -> None:
-    """Write a JSON file; replaces what is there at once.
-
-    Args:
-        content: what `json` can write.
-        path: of the file.
-    """
+    """Write a JSON file, replacing what is there in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")

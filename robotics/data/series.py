@@ -53,26 +53,12 @@ class FileSeries:
         return sum(segment.size for segment in self.tail)
 
     def path(self, number: int) -> Path:
-        """Path of a file.
-
-        Args:
-            number: of the file, counted through all chunks.
-
-        Returns:
-            `<prefix>/chunk-XXX/file-YYY<suffix>` in the dataset.
-        """
+        """Path of a file by its number through all chunks: `<prefix>/chunk-XXX/file-YYY<suffix>`."""
         chunk, file = divmod(number, self.chunk)
         return self.folder / self.prefix / f"chunk-{chunk:03d}" / f"file-{file:03d}{self.suffix}"
 
     def pointers(self, number: int) -> dict[str, int]:
-        """Columns of an episode that lies in a file.
-
-        Args:
-            number: of the file.
-
-        Returns:
-            `<prefix>/chunk_index` and `<prefix>/file_index`.
-        """
+        """Columns of an episode that point to a file: `<prefix>/chunk_index` and `<prefix>/file_index`."""
         chunk, file = divmod(number, self.chunk)
         return {f"{self.prefix}/chunk_index": chunk, f"{self.prefix}/file_index": file}
 
@@ -81,22 +67,14 @@ class FileSeries:
         return int(row[f"{self.prefix}/chunk_index"] * self.chunk + row[f"{self.prefix}/file_index"])
 
     def append(self, row: dict[str, Any]) -> None:
-        """Take the file with the next number, which has been written, into the tail.
-
-        Args:
-            row: of its episode; gets the columns that point to it.
-        """
+        """Take the file with the next number, which has been written, into the tail; `row` gets the columns to it."""
         path = self.path(self.number)
         row |= self.pointers(self.number) | self._times(0, row["length"])
         self.tail.append(_Segment(path, path.stat().st_size, row))
         self.number += 1
 
     def undo(self, row: Mapping[str, Any]) -> None:
-        """Drop the last file where it is the one of an episode that was not finished.
-
-        Args:
-            row: of the episode.
-        """
+        """Drop the last file where it is the one of an episode, `row`, that was not finished."""
         if self.tail and self.tail[-1].row is row:
             self.tail.pop().path.unlink(missing_ok=True)
             self.number -= 1

@@ -136,18 +136,7 @@ def task_texts(table: pa.Table) -> list[str]:
 
 
 def read_table(path: Path, **options: Any) -> pa.Table:
-    """Read a parquet file.
-
-    Args:
-        path: of the file.
-        options: of `pyarrow.parquet.read_table`.
-
-    Returns:
-        Its table.
-
-    Raises:
-        UserError: the file is not there or cannot be read.
-    """
+    """Read a parquet file, with options of `pyarrow.parquet`; raises UserError where it cannot be read."""
     import pyarrow.parquet as pq
 
     with _named_errors(path):
@@ -155,32 +144,12 @@ def read_table(path: Path, **options: Any) -> pa.Table:
 
 
 def count_rows(path: Path) -> int:
-    """Number of rows of a parquet file.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The number, from the description at its end.
-
-    Raises:
-        UserError: the file is not there or cannot be read.
-    """
+    """Number of rows of a parquet file, from the description at its end; raises UserError where it cannot be read."""
     return int(_description(path).num_rows)
 
 
 def column_names(path: Path) -> list[str]:
-    """Names of the columns of a parquet file.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The names.
-
-    Raises:
-        UserError: the file is not there or cannot be read.
-    """
+    """Names of the columns of a parquet file; raises UserError where it cannot be read."""
     return list(_description(path).schema.to_arrow_schema().names)
 
 

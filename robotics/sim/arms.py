@@ -54,11 +54,7 @@ class ArmModel:
         return ASSETS / self.file
 
     def load(self) -> mujoco.MjModel:
-        """Load the arm alone.
-
-        Returns:
-            MjModel with the arm's joints and actuators, without table and light.
-        """
+        """Load the arm alone, its joints and actuators without table and light."""
         import mujoco
 
         return mujoco.MjModel.from_xml_path(str(self.path))
@@ -115,17 +111,7 @@ class ForwardKinematics:
 
 
 def find_arm(name: str) -> ArmModel:
-    """Look an arm up.
-
-    Args:
-        name: key in `ARMS`.
-
-    Returns:
-        Its description.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """Row of `ARMS` with a name; raises UserError where there is none."""
     if name not in ARMS:
         raise UserError(f"arm is {name!r}; there are {', '.join(ARMS)}")
     return ARMS[name]

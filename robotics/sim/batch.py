@@ -183,11 +183,7 @@ class TabletopBatch:
         return self._finish(output, frames)
 
     def full_state(self) -> NDArray[np.float32]:
-        """Full state for scripted experts, whatever the policy observes.
-
-        Returns:
-            (L, 22) state of the live rows as they were last observed.
-        """
+        """Full state (L, 22) of the live rows as last observed, for scripted experts, whatever the policy observes."""
         return self._full[self.live]
 
     def describe(self) -> Mapping[str, Any]:

@@ -91,11 +91,7 @@ class CartesianController:
         self._command = np.empty((0, COMMAND_SIZE))
 
     def reset(self, rows: int) -> None:
-        """Begin with all rows at home and the gripper open.
-
-        Args:
-            rows: how many.
-        """
+        """Begin with so many rows, all at home with the gripper open."""
         self._joint_rad = np.tile(self._home, (rows, 1))
         self._command = np.tile(self.home_command, (rows, 1))
 

@@ -170,11 +170,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observe(), reward, success, truncated, self._info(success, dense)
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """Render the scene.
-
-        Returns:
-            (H, W, 3) RGB; None if the environment has no render mode.
-        """
+        """Render the scene as (H, W, 3) RGB; None if the environment has no render mode."""
         if self.render_mode is None:
             return None
         update_poses(self.model, self.data)

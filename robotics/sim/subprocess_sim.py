@@ -38,14 +38,7 @@ HELD_OUT_SEED = 1 << 30
 
 
 def layout_seed(episode: EpisodeSpec) -> int:
-    """Seed of an episode: the layout's number, in a range of its own for every split.
-
-    Args:
-        episode: what is to begin.
-
-    Returns:
-        Seed below 2**32; that of `train` is the layout itself.
-    """
+    """Seed of an episode below 2**32: the layout's number, in a range of its own for every split."""
     known = {"train": 0, "held_out": HELD_OUT_SEED}
     start = known[episode.split] if episode.split in known else 2 * HELD_OUT_SEED + zlib.crc32(episode.split.encode())
     return (start + episode.layout) % (1 << 32)

@@ -155,17 +155,7 @@ class TabletopScene:
 
 
 def find_task(name: str) -> TabletopTask:
-    """Look a task up.
-
-    Args:
-        name: key in `TASKS`.
-
-    Returns:
-        The task.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """Row of `TASKS` with a name; raises UserError where there is none."""
     if name not in TASKS:
         raise UserError(f"task is {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]

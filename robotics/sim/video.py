@@ -169,14 +169,7 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
 
 
 def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Repeat the last row and column where their number is odd.
-
-    Args:
-        frame: (H, W, 3) uint8.
-
-    Returns:
-        (H or H + 1, W or W + 1, 3), the same array where both are even.
-    """
+    """Repeat the last row and column of (H, W, 3) uint8 where their number is odd."""
     height, width, _ = frame.shape
     if height % 2 == 0 and width % 2 == 0:
         return frame

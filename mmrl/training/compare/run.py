@@ -33,15 +33,7 @@ CommandBuilder = Callable[[RunPlan, bool], Sequence[str]]
 
 
 def train_command(plan: RunPlan, resume: bool) -> list[str]:
-    """Command that trains one run.
-
-    Args:
-        plan: The run.
-        resume: Whether to continue from its last checkpoint.
-
-    Returns:
-        Program and arguments.
-    """
+    """Program and arguments that train one run, or continue it from its last checkpoint."""
     command = [sys.executable, "-m", "mmrl.cli", "train", str(plan.config), *plan.overrides]
     return [*command, f"output_dir={plan.run_dir}", *(["--resume"] if resume else [])]
 

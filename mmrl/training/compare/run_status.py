@@ -78,12 +78,7 @@ def prepare_folder(plan: RunPlan) -> bool:
 
 
 def mark(plan: RunPlan, failed: str | None = None) -> None:
-    """Note in the run's folder which settings it was started with and how it failed.
-
-    Args:
-        plan: The run.
-        failed: Reason of the failure; None at the start.
-    """
+    """Note in the run's folder which settings it was started with and, where it failed, why."""
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     content = {**plan.fingerprint(), "config": str(plan.config), "failed": failed}
     write_atomically(plan.run_dir / MARKER, json.dumps(content, indent=1) + "\n")

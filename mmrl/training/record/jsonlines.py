@@ -35,11 +35,7 @@ class JsonLines:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop records of later steps, so that a resumed run writes them once.
-
-        Args:
-            step: Last step whose records stay; records without a step stay too.
-        """
+        """Drop records of later steps, so that a resumed run writes them once; those without a step stay."""
         self.close()
         self._rewrite(lambda record: record.get("step", step) <= step)
 
@@ -60,26 +56,14 @@ class JsonLines:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read every whole record of a JSON Lines file, skipping a torn line.
-
-    Args:
-        path: The file; a missing one has no records.
-
-    Returns:
-        The records in file order.
-    """
+    """Read every whole record of a JSON Lines file in order; a torn line is skipped, a missing file has none."""
     if not path.exists():
         return []
     return [record for _, record in _parsed_lines(path.read_text(encoding="utf-8", errors="replace"))]
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one step, so that a reader or a kill never sees half of it.
-
-    Args:
-        path: The file; its folder must exist.
-        text: The new content.
-    """
+    """Replace a text file in one step, so that a reader or a kill never sees half of it; its folder must exist."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

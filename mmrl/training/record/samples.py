@@ -109,15 +109,7 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
 
 
 def sample_steps(run_dir: Path, split: str) -> list[int]:
-    """Steps that have samples of a split.
-
-    Args:
-        run_dir: The run folder.
-        split: "train" or "eval".
-
-    Returns:
-        The steps in rising order.
-    """
+    """Steps, in rising order, that have samples of a split, "train" or "eval"."""
     folders = (Path(run_dir) / "samples").glob("step-*")
     matches = [(_STEP_FOLDER.fullmatch(folder.name), folder) for folder in folders]
     return sorted(int(match[1]) for match, folder in matches if match and (folder / f"{split}.jsonl").exists())

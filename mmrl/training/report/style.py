@@ -44,12 +44,7 @@ def draw_legend(axes: Axes) -> None:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, replacing an earlier file in one step.
-
-    Args:
-        figure: The figure.
-        path: The PNG file.
-    """
+    """Write a figure as PNG, replacing an earlier file in one step."""
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, format="png", dpi=130)
     partial.replace(path)
