@@ -17,7 +17,7 @@ from diffusion.forward_process import matched_velocities, stack_timesteps
 from diffusion.guidance import GuidedVelocity
 from diffusion.pipelines import decode_latents
 from diffusion.policy import DiffusionPolicy
-from diffusion.sampler import SamplerConfig, sample_latents
+from diffusion.sampler import SamplerConfig, sample_latents, text_of
 from mmrl.rewards import RewardResult
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
@@ -83,7 +83,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         """Draw and score the images of some prompts."""
         count = self.evaluation.samples
         tasks = [trial.task for trial in batch]
-        text = self._text(tasks)
+        text = text_of(self.policy, tasks, torch.arange(len(tasks)).repeat_interleave(count))
         latents = self._latents(text, torch.cat([self._seeds(trial.index) for trial in batch]))
         images, finite = decode_latents(self.policy.pipeline, latents, batch=self.sampler.batch_rows)
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
@@ -134,10 +134,6 @@ class ImageMeasure(Measure[DiffusionTask]):
             reward=float(np.mean(row["total"][shown])),
             terms={name: float(np.mean(values[shown])) for name, values in row["terms"].items()},
         )
-
-    def _text(self, tasks: Sequence[DiffusionTask]) -> TextRows:
-        embedded = self.policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
-        return embedded.select(torch.arange(len(tasks)).repeat_interleave(self.evaluation.samples))
 
     def _seeds(self, index: int) -> Tensor:
         generator = make_generator(self.seed, "evaluate", self.split, index)

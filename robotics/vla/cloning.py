@@ -110,11 +110,11 @@ class CloneRecipe(RobotRecipe):
         """Every moment of the demonstrations."""
         return self.demonstrations.moments
 
-    def rollout(self, policy: nn.Module, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Look up observations and actions; nothing is simulated."""
-        device = self.policy.device
+        device = policy.device
         observed = self.demonstrations.observations(tasks)
-        done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, self.policy.chunk))
+        done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, policy.chunk))
         actions = done if self.scale is None else self.scale.normalise(done)
         rows = len(tasks)
         seeds = torch.randint(2**62, (rows,), generator=generator)
@@ -122,7 +122,7 @@ class CloneRecipe(RobotRecipe):
         zeros = torch.zeros_like(payload.mask)
         return Rollouts(
             group=torch.arange(rows, device=device),
-            mask=self._counted(payload.mask),
+            mask=_trained_steps(policy, payload.mask),
             logp_old=zeros,
             reward=zeros[:, 0],
             advantage=zeros,
@@ -171,7 +171,8 @@ class CloneRecipe(RobotRecipe):
             "data/skipped": float(self.demonstrations.skipped),
         }
 
-    def _counted(self, mask: Tensor) -> Tensor:
-        """(B, K) control steps over which the policy's loss is a mean; 0 in chunks that it cannot use."""
-        # a single log-probability of a chunk has no value for its first steps alone, see `ModuleAdapter.bc_loss`
-        return mask * mask.prod(1, keepdim=True) if self.policy.decisions == 1 else mask
+
+def _trained_steps(policy: ActionPolicy, mask: Tensor) -> Tensor:
+    """(B, K) control steps over which the policy's loss is a mean; 0 in chunks that it cannot use."""
+    # a single log-probability of a chunk has no value for its first steps alone, see `ModuleAdapter.bc_loss`
+    return mask * mask.prod(1, keepdim=True) if policy.decisions == 1 else mask
