@@ -127,7 +127,7 @@ class _Output:
 
 
 class ImageRollout:
-    """Steps scenes of one model in parallel and draws them where somebody looks.
+    """Steps scenes of one model in parallel and renders images on demand.
 
         with ImageRollout(model, ReachCube(model), scenes=16, settings=RenderSettings(camera="front")) as sim:
             observation = sim.reset(seeds=range(16))
@@ -224,7 +224,7 @@ class ImageRollout:
 
         Args:
             actions: (L, K, nu) controls of the L live scenes, each held for `substeps` physics steps.
-            record: numbers of scenes of which every control step is drawn.
+            record: numbers of scenes of which every control step is rendered.
 
         Returns:
             Rewards, ends and the observation at the end of the chunk.

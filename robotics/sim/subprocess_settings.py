@@ -65,7 +65,7 @@ class SubprocessSettings:
 
 
 def choose_renderer(settings: SubprocessSettings) -> Backend | None:
-    """Find the renderer that draws here; a foreign Python's own mujoco uses the same OpenGL libraries.
+    """Find a renderer that works here; a foreign Python's own mujoco uses the same OpenGL libraries.
 
     Args:
         settings: `renderer` names one.
@@ -89,7 +89,7 @@ def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> Worke
 
     Args:
         settings: environment and time limits.
-        renderer: what draws.
+        renderer: name of the renderer.
 
     Returns:
         What `mmrl.workers.WorkerPool` takes.

@@ -116,7 +116,7 @@ class SubprocessSim:
 
         Args:
             actions: (L, K, A) in -1..1, in the order of `live`; what lies outside is clipped.
-            record: rows of which every control step is drawn.
+            record: rows of which every control step is rendered.
 
         Returns:
             What happened; rows that ended or failed have left `live`.

@@ -1,9 +1,9 @@
-"""Actions as tokens: bins with their inverse, and drawing, scoring and imitating them.
+"""Actions as tokens: bins with their inverse, sampling, scoring and the cloning loss.
 
 Shapes: B rows, T tokens of a chunk, n bins, ... any leading dimensions. A token is named by its index 0..n-1 among the
 action tokens; `to_ids` says which ids of a language model's vocabulary of V entries these are, its last n.
 
-Log-probabilities are those of log_softmax(logits / temperature) in float32, the same expression while drawing and while
+Log-probabilities are those of log_softmax(logits / temperature) in float32, the same expression in sampling and in
 training, so that an update starts at ratio 1.
 """
 
@@ -38,7 +38,7 @@ class ActionTokenizer:
     """
 
     bins: int = 256
-    """n, tokens of the vocabulary that stand for actions."""
+    """n, tokens of the vocabulary that are used for actions."""
     mode: str = "openvla"
     """openvla or uniform."""
 
@@ -61,7 +61,7 @@ class ActionTokenizer:
         """Find the bin of each number.
 
         Args:
-            actions: any shape, float; what lies outside -1..1 is clipped.
+            actions: any shape, float; values outside -1..1 are clipped.
 
         Returns:
             Indices of the same shape, int64.
@@ -120,11 +120,11 @@ class ActionTokenizer:
 def draw_tokens(
     logits: Tensor, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of logits.
+    """Sample one token from each row of logits.
 
     Args:
         logits: (..., n), any float dtype.
-        generator: source of the draws; one number a token, drawn on its own device also when greedy.
+        generator: for sampling; advances by one number a token, on its own device, also when greedy.
         temperature: divides the logits.
         greedy: take the most likely token; its log-probability is still that of the distribution.
 
@@ -154,7 +154,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tu
     Args:
         logits: (..., n), any float dtype.
         tokens: (...) int64 indices.
-        temperature: divides the logits; must be the one that the tokens were drawn with.
+        temperature: divides the logits; must be that of sampling.
 
     Returns:
         Log-probability and entropy (...), float32, nats.
@@ -172,16 +172,16 @@ def score_tokens(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tu
 
 
 def token_loss(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of demonstrated tokens, a mean over those that count.
+    """Mean cross-entropy of demonstrated tokens under a mask.
 
     Args:
         logits: (B, T, n), any float dtype.
-        targets: (B, T) int64 indices, or (B, T, n) float, how likely each token should be.
+        targets: (B, T) int64 indices, or (B, T, n) float, a target distribution over tokens.
         mask: (B, T), 1 where the demonstration has a token.
         smoothing: share of the target that is spread over all n tokens.
 
     Returns:
-        () float32; 0 where nothing counts.
+        () float32; 0 if the mask is empty.
 
     Gradient: through the logits.
     """

@@ -1,4 +1,4 @@
-"""What policies on the observation encoder share: building, saving and loading."""
+"""Base of the policies on the observation encoder: building, saving and loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EncodedPolicy(ActionPolicy):
 
     @classmethod
     def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:
-        """Make a policy that knows the words of some instructions."""
+        """Make a policy with the words of some instructions as its vocabulary."""
         return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
 
     def scale_states(self, statistics: StateStatistics) -> None:

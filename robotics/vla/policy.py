@@ -348,10 +348,10 @@ class ModuleAdapter(ActionPolicy):
         with torch.no_grad():
             answer = method(_as_dict(batch), generator, **_accepted(method, temperature, greedy, f"{self._name}.act"))
         actions, logp = _pair(answer, f"{self._name}.act")
-        drawn = self._checked_actions(actions, len(batch))
+        sampled = self._checked_actions(actions, len(batch))
         return ActionChoice(
-            actions=drawn.clamp(-1, 1),
-            decisions=drawn.reshape(len(batch), self.decisions, -1),
+            actions=sampled.clamp(-1, 1),
+            decisions=sampled.reshape(len(batch), self.decisions, -1),
             logp=self._checked_scores(logp, len(batch), f"{self._name}.act", "logp"),
         )
 

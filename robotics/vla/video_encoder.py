@@ -1,20 +1,20 @@
-"""A small video encoder that learns by itself, from unlabelled trajectories, how far along a moment is.
+"""A small self-supervised video encoder whose latents measure progress along a trajectory.
 
-Each frame gets a latent, and latents of two moments of one trajectory are trained to lie as far apart as the moments
-are in time, as a share of the trajectory: ||z_i - z_j|| = scale * |t_i - t_j|. What tells one layout from another but
-does not change in an episode, what moves without direction and what is noise cannot help with that, so little of it is
-kept; what the robot changes on the way is. The latent space is then a map on which a length is a share of the way, and
-that is what a distance to successful trajectories should measure. Nothing collapses, because equal latents are wrong
-wherever time passes; no negatives, following copy or regularisers are needed, and one to two minutes on two cores do.
+Each frame has a latent, and the latents of two moments of a trajectory are trained to be as far apart as the moments
+are in time, as a share of the trajectory: ||z_i - z_j|| = scale * |t_i - t_j|. The layout, which is constant in an
+episode, motion without direction and noise do not help with that, so the latents keep little of them; they keep what
+the robot changes. A distance in latent space is then a share of the way, which is what a distance to successful
+trajectories should measure. Latents do not collapse, because equal latents are wrong wherever time passes; no
+negatives, target network or regularisers are needed, and training takes one to two minutes on two cores.
 
 Other objectives were tried for 200 steps each, untuned, on synthetic clips with distractors. Masked prediction of
-latents with a following copy and VICReg's terms ranked failures by progress no better than random weights (to vary is
-all that it asks of a latent, and distractors vary), cycle consistency and contrasts between neighbours in time less
-well than this. Lengths in frames instead of shares of the trajectory came out near chance where failures stand still
-until the end, since these then last longest.
+latents with a target network and VICReg's terms ranked failures by progress no better than random weights (it only
+asks latents to vary, and distractors vary); cycle consistency and contrasts between neighbours in time did less well
+than this. Distances in frames instead of shares of the trajectory came out near chance where failures stand still until
+the end, since these then last longest.
 
-Frames do not see each other on the way to their latents: an encoder that mixes them reads the time off their number.
-Order enters through the pooling.
+Latents are computed frame by frame: an encoder that mixes frames could read the time off their number. Order enters
+through the pooling.
 
 Source: distances in time as a latent metric: dynamical distance learning, arXiv 1907.08225; the distance to the goal's
 latent as a reward: XIRL, arXiv 2106.03911. Both learn from other signals than this regression.
@@ -68,9 +68,9 @@ class VideoEncoderConfig:
     """Sizes of a video encoder; the defaults have 0.2 million parameters."""
 
     height: int = bounded(64, at_least=1, multiple_of=DOWNSCALE)
-    """Pixels of the frames that it sees, a multiple of 8; others are resized to it."""
+    """Height of the frames in pixels, a multiple of 8; frames of other sizes are resized."""
     width: int = bounded(64, at_least=1, multiple_of=DOWNSCALE)
-    """Pixels, a multiple of 8."""
+    """Width in pixels, a multiple of 8."""
     channels: int = bounded(16, at_least=1, multiple_of=NORM_GROUPS)
     """Channels after the first convolution, a multiple of 4; the next two have 2 and 4 times as many."""
     frame_channels: int = bounded(16, at_least=1)
@@ -78,7 +78,7 @@ class VideoEncoderConfig:
     size: int = bounded(64, at_least=1)
     """Entries of a moment's latent."""
     clip_frames: int = bounded(16, at_least=2)
-    """Frames taken of a trajectory, evenly over its length, to embed it."""
+    """Frames of a trajectory, evenly spaced, from which it is embedded."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class VideoTraining:
     batch: int = bounded(16, at_least=1)
     """Trajectories a step."""
     moments: int = bounded(12, at_least=2)
-    """Frames of each, at random times; every pair of them is one example."""
+    """Frames of each trajectory, at random times; every pair of them is one example."""
     scale: float = bounded(4.0, above=0, finite=True)
     """Distance of the latents of the two ends of a trajectory."""
     learning_rate: float = bounded(1e-3, at_least=0, finite=True)
-    """Peak, after a tenth of the steps of warm-up; falls to 0 along a cosine."""
+    """Peak learning rate, after a warm-up of a tenth of the steps; then a cosine to 0."""
     weight_decay: float = bounded(0.01, at_least=0, finite=True)
     """Of AdamW."""
     pixel_noise: float = bounded(0.05, at_least=0, finite=True)
     """Standard deviation of the noise added to the frames, pixels being in 0..1."""
     seed: int = 0
-    """Of the first weights, the frames and the noise."""
+    """Seed of the weights, the choice of frames and the noise."""
 
 
 class VideoEncoder(nn.Module):
@@ -138,7 +138,7 @@ class VideoEncoder(nn.Module):
             (B, T, size) float32.
 
         Raises:
-            ValueError: another shape, or H and W of another size than the encoder's.
+            ValueError: the shape is another, or H and W are not the encoder's.
         """
         config = self.config
         if clips.ndim != 5 or tuple(clips.shape[2:]) != (config.height, config.width, 3):
@@ -153,8 +153,8 @@ class VideoEncoder(nn.Module):
 
         Args:
             clips: (B, T, H, W, 3) uint8, or float32 in 0..1.
-            pooling: a name of `POOLINGS`: "mean" over time says where the time was spent, "end" averages the last
-                quarter, "mean_and_end" puts both side by side.
+            pooling: a name of `POOLINGS`: "mean" over time, "end" the mean of the last quarter, "mean_and_end" both,
+                concatenated.
 
         Returns:
             (B, latent_size(pooling)) float32.
@@ -172,7 +172,7 @@ class VideoEncoder(nn.Module):
         """Write weights and sizes.
 
         Args:
-            folder: made where it is missing.
+            folder: created if it is missing.
         """
         from safetensors.torch import save_file
 
@@ -220,8 +220,8 @@ def train_video_encoder(
         frames: of each trajectory, (F_i, H, W, 3) uint8 with F_i >= 2; resized to the encoder's size.
         config: sizes; the defaults when None.
         training: steps and rates; the defaults when None.
-        on_step: called after each step with its number from 1 and the step's `loss` and `explained`, the share of the
-            variance of the pairs' distances in time that the latents account for.
+        on_step: called after each step with its number, from 1, its `loss` and `explained`, the share of the variance
+            of distances in time that the latents explain.
 
     Returns:
         The trained encoder in evaluation mode; equal arguments give equal weights.
@@ -308,7 +308,7 @@ def _draw_moments(videos: list[Tensor], how: VideoTraining, generator: torch.Gen
 
 def _prepare_videos(frames: Sequence[NDArray[np.uint8]], config: VideoEncoderConfig) -> list[Tensor]:
     if not len(frames):
-        raise UserError("there is no trajectory to train the video encoder on")
+        raise UserError("the video encoder needs at least one trajectory to train on")
     videos = []
     for number, video in enumerate(frames):
         array = np.asarray(video)
@@ -328,7 +328,7 @@ def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
         config: the encoder's sizes.
 
     Returns:
-        (F, height, width, 3) uint8; the same numbers where the size is already right.
+        (F, height, width, 3) uint8; unchanged if the size is right.
     """
     images = torch.from_numpy(np.ascontiguousarray(frames))
     wanted = (config.height, config.width)

@@ -1,4 +1,4 @@
-"""The latent of V-JEPA 2: the mean over all tokens that its encoder makes of a clip of the trajectory.
+"""The latent of V-JEPA 2: the mean over all tokens of its encoder for a clip of the trajectory.
 
 Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (frames, crop and mean of SRPO's release).
 """
@@ -35,13 +35,13 @@ class Vjepa2Settings:
     path: str = ""
     """Folder or hub name of a V-JEPA 2 model for transformers, e.g. facebook/vjepa2-vitg-fpc64-384."""
     pad: str = choice("cycle", PADS)
-    """What fills up a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
+    """Padding of a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
     batch_size: int = bounded(1, at_least=1)
     """Trajectories at once."""
     device: str = "cpu"
     """Where the model runs; in float16 on a GPU, in float32 on the CPU."""
     cache: int = bounded(4096, at_least=0)
-    """Latents kept by content."""
+    """Latents in the cache."""
 
     def validate(self) -> None:
         """Refuse an empty path; raises UserError."""
@@ -111,11 +111,11 @@ def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.in
 
 
 def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
-    """Resize, crop and standardise the frames of a clip as V-JEPA 2 is given them.
+    """Resize, crop and standardise the frames of a clip for V-JEPA 2.
 
     Args:
         frames: (T, H, W, 3) uint8.
-        side: pixels of the square that the model sees; the short side is first brought to int(256 / 224 * side).
+        side: of the model's square images; the short side is first resized to int(256 / 224 * side).
 
     Returns:
         (T, 3, side, side) float32 in units of ImageNet's standard deviations.

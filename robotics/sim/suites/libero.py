@@ -192,7 +192,7 @@ class LiberoRow:
                 camera_names=[self._camera],
                 camera_heights=height,
                 camera_widths=width,
-                # Images are drawn where somebody looks, not at every step.
+                # Images are rendered on demand, not at every step.
                 use_camera_obs=False,
                 hard_reset=False,
                 horizon=self.horizon + SETTLING_STEPS + 1,
