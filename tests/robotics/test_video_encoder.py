@@ -194,7 +194,7 @@ def test_training_out_of_range_is_refused(changed):
 
 
 def test_what_is_no_trajectory_is_refused():
-    with pytest.raises(UserError, match="no trajectory"):
+    with pytest.raises(UserError, match="at least one trajectory"):
         train_video_encoder([], TINY)
     with pytest.raises(UserError, match="trajectory 1 is float32"):
         train_video_encoder([random_films(1)[0], np.zeros((4, 16, 8, 3), np.float32)], TINY)
