@@ -1,4 +1,4 @@
-"""PAPO's terms against its public code."""
+"""PAPO's loss against its public code."""
 
 from __future__ import annotations
 
@@ -6,41 +6,62 @@ import pytest
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from mmrl.vlm.papo import PapoSettings, perception_terms
+from mmrl.rewards import RewardConfig
+from mmrl.training.loop.settings import TrainerConfig
+from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
-
-def token_mean(x, mask):
-    return (x * mask).sum() / mask.sum()
-
-
-BOTH = pytest.mark.xfail(
-    strict=True, reason="the public code picks the largest terms before it clips them, PAPO here after"
-)
+STEPS = 4
+DIFFERENT = {
+    "share and clip": "the public code picks the largest terms before it clips them, PAPO here afterwards",
+    "likelihood": "the public code divides by the tokens of correct samples, PAPO here by all tokens",
+}
+"""Options whose numbers differ from the public code's."""
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, pytest.param(3, marks=BOTH)])
-def test_papo_is_its_public_code(number):
-    b, peer = inputs_of("papo"), load("papo").peers[number]
-    options = peer["options"]
-    logp = b.logp.requires_grad_()
+def recipe_of(options) -> PapoRecipe:
+    """The recipe without its model, at the step where the perception term weighs what it does in the peer's numbers."""
     settings = PapoSettings(
-        token_share=options.get("kl_prcp_token_level_mask_top_p", 1.0), term_clip=options.get("kl_prcp_clipping")
+        gamma=0.02,
+        schedule="annealing",
+        annealing_ratio=1.0,
+        token_share=options.get("kl_prcp_token_level_mask_top_p", 1.0),
+        term_clip=options.get("kl_prcp_clipping"),
+        entropy_policy=options.get("ori_entropy_loss_coef", 0.0),
+        entropy_masked=options.get("aug_entropy_loss_coef", 0.0),
+        sft_coef=options.get("sft_loss_coef", 0.0),
     )
-    objective = get("papo")
+    recipe = object.__new__(PapoRecipe)
+    recipe.config = PapoConfig(papo=settings, rewards=[RewardConfig(name="exact")], trainer=TrainerConfig(steps=STEPS))
+    recipe.objective, recipe._step = get("papo"), 0 if options["coef"] == settings.gamma else STEPS // 2
+    assert recipe.gamma == pytest.approx(options["coef"])
+    return recipe
+
+
+def marked(peer):
+    reason = DIFFERENT.get(peer["case"])
+    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
+    return pytest.param(peer, marks=marks, id=peer["case"])
+
+
+@pytest.mark.parametrize("peer", map(marked, load("papo").peers))
+def test_papo_is_its_public_code(peer):
+    b, recipe = inputs_of("papo"), recipe_of(peer["options"])
+    logp = b.logp.requires_grad_()
     rollouts = Rollouts(
-        b.group, b.mask, b.logp_old, torch.zeros(12, dtype=torch.float64), logp_ref=b.logp_ref, advantage=b.advantage
+        group=b.group,
+        mask=b.mask,
+        logp_old=b.logp_old,
+        reward=b.reward,
+        logp_ref=b.logp_ref,
+        advantage=b.advantage,
+        reward_terms={"exact": b.correct},
+        extras={"papo_weight": b.weight, "logp_masked": b.logp_masked},
     )
-    loss = objective.loss(PolicyOutputs(logp), rollouts, objective.denominators(rollouts)).loss
-    loss = loss - options["coef"] * token_mean(
-        perception_terms(logp, b.logp_masked, b.mask, b.weight, settings), b.mask
-    )
-    # the entropies anneal with the weight of the perception term, 0.02 at first
-    annealed = options["coef"] / 0.02
-    loss = loss - annealed * options.get("aug_entropy_loss_coef", 0.0) * token_mean(b.logp_masked, b.mask)
-    loss = loss - annealed * options.get("ori_entropy_loss_coef", 0.0) * token_mean(logp, b.mask)
-    correct = b.mask * b.correct[:, None]
-    loss = loss - options.get("sft_loss_coef", 0.0) * (logp * correct).sum() / correct.sum()
+    outputs, denominators = PolicyOutputs(logp), recipe.objective.denominators(rollouts)
+    loss = recipe.objective.loss(outputs, rollouts, denominators).loss
+    for term in recipe.loss_terms(None, rollouts, outputs, denominators).terms.values():
+        loss = loss + term
     (gradient,) = torch.autograd.grad(loss, logp)
     assert_agrees(loss, peer, "loss", size=float(gradient.abs().sum()))
     assert_agrees(gradient, peer, "gradient")

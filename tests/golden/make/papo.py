@@ -32,15 +32,13 @@ SCRIPT = {
     "use_sft_loss": False,
 }
 """The constants of PAPO_G's script."""
-OTHERS = {
+ENTROPY = {
     "use_aug_entropy_loss": True,
     "aug_entropy_loss_coef": 0.05,
     "use_ori_entropy_loss": True,
     "ori_entropy_loss_coef": 0.03,
-    "use_sft_loss": True,
-    "sft_loss_coef": 1e-3,
 }
-"""Its further terms."""
+LIKELIHOOD = {"use_sft_loss": True, "sft_loss_coef": 1e-3}
 SHARE = {"use_kl_prcp_token_level_mask": True, "kl_prcp_token_level_mask_top_p": 0.2}
 CLIP = {"use_kl_prcp_clipping": True, "kl_prcp_clipping": 0.2}
 
@@ -50,10 +48,12 @@ def main() -> None:
     inputs = batch() | {"logp_masked": numbers(6, 12, 6, low=-3.5, high=-0.3)}
     inputs |= {"weight": [1.0] * 8 + [0.0] * 4, "correct": [1.0, 0.0, 0.0, 0.0] * 2 + [0.0, 1.0, 1.0, 0.0]}
     advantage = Verl(inputs).advantage("compute_grpo_outcome_advantage")
-    # the last three half way through the annealing
+    # all but the first half way through the annealing
+    cases = {"entropies, share": ENTROPY | SHARE, "entropies, clip": ENTROPY | CLIP}
+    cases |= {"share and clip": SHARE | CLIP, "likelihood": LIKELIHOOD}
     with doubles():
-        peers = [run(clone, inputs, advantage, {}, 0.02)]
-        peers += [run(clone, inputs, advantage, OTHERS | more, 0.01) for more in (SHARE, CLIP, SHARE | CLIP)]
+        peers = [run(clone, inputs, advantage, {}, 0.02) | {"case": "script"}]
+        peers += [run(clone, inputs, advantage, more, 0.01) | {"case": case} for case, more in cases.items()]
     write("papo", "PAPO, arXiv 2507.06448", inputs | {"advantage": advantage.tolist()}, peers, clone)
 
 
