@@ -1,8 +1,7 @@
-import time
-
 import pytest
 
 from mmrl.rewards.choice import choice_reward
+from tests.growth import assert_no_worse_than_linear
 
 QUESTION = "Which animal is shown?\nA. cat\nB. dog\nC. fish\nD. bird\nAnswer like <answer>B</answer>."
 
@@ -128,10 +127,9 @@ def test_article_is_no_letter():
 @pytest.mark.parametrize(
     "piece", [" ", "\n", "< ", "< /", "<answer>", "A ", "<answer>B</answer>", "\\boxed{", "</think>", "(", "B. "]
 )
-def test_huge_input_is_quick(piece):
-    start = time.perf_counter()
+def test_time_grows_with_the_length_of_the_input(piece):
+    assert_no_worse_than_linear(score, lambda count: piece * count)
+    assert_no_worse_than_linear(score, lambda count: "<" + piece * count + "x")
     value = score(piece * 50_000)
-    score("<" + piece * 50_000 + "x")
-    assert time.perf_counter() - start < 3.0
     assert value in (0.0, 1.0)
     assert piece == "<answer>B</answer>" or value == 0.0

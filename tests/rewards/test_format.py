@@ -1,9 +1,9 @@
 import re
-import time
 
 import pytest
 
 from mmrl.rewards.format import format_reward
+from tests.growth import assert_no_worse_than_linear
 
 GOOD = "<think>two and two</think><answer>4</answer>"
 EASYR1_TAGS = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
@@ -103,11 +103,9 @@ def test_open_think_for_templates_that_write_the_tag():
 @pytest.mark.parametrize(
     "piece", [" ", "\n", "< ", "< /", "<think>", "</think>\\boxed{", "<think></think><answer>", "x", " <", "{"]
 )
-def test_huge_input_is_quick(style, rule, piece):
-    start = time.perf_counter()
-    score("<think>" + piece * 50_000, style=style, rule=rule)
-    score(piece * 50_000 + "x", style=style, rule=rule)
-    assert time.perf_counter() - start < 2.0
+def test_time_grows_with_the_length_of_the_input(style, rule, piece):
+    for text in (lambda count: "<think>" + piece * count, lambda count: piece * count + "x"):
+        assert_no_worse_than_linear(lambda given: score(given, style=style, rule=rule), text)
 
 
 def test_chat_completions_and_unknown_options():

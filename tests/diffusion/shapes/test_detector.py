@@ -99,12 +99,13 @@ def test_blank_image_has_no_objects():
         assert detect(np.full((32, 32, 3), value, np.uint8)) == []
 
 
-def test_detection_is_fast():
+def test_detection_takes_no_longer_than_a_few_renderings():
+    started = time.process_time()
     images, _ = render_dataset(all_scenes(["count"]), 50, seed=0)
-    start = time.process_time()
+    rendered = time.process_time()
     for image in images:
         detect(image)
-    assert (time.process_time() - start) / len(images) < 0.004
+    assert time.process_time() - rendered < 10 * (rendered - started)
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,9 @@ def test_cpu_seconds_count_other_processes():
         spent, own = throughput_arms._cpu_seconds([busy.pid]) - before, time.process_time() - own
         busy.kill()
     assert spent >= 0.2
-    assert own < 0.1
-    assert throughput_arms._cpu_seconds([]) == pytest.approx(time.process_time(), abs=0.05)
+    assert own < spent, "mostly asleep meanwhile"
+    before, found, after = time.process_time(), throughput_arms._cpu_seconds([]), time.process_time()
+    assert before <= found <= after
 
 
 def test_ratios_are_those_of_steps_per_second(monkeypatch):

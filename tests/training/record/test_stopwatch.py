@@ -87,6 +87,7 @@ def test_steps_say_where_their_seconds_went(make_trainer):
         checkpoint=CheckpointConfig(every=1),
     )
     trainer.log.tracker = Tracker(trainer.run_dir, strict=True)
+    peak = peak_memory_mb(torch.device("cpu"))
     result = trainer.run()
     records = read_metrics(trainer.run_dir)
     for record in records:
@@ -99,7 +100,7 @@ def test_steps_say_where_their_seconds_went(make_trainer):
         # prefills of the evaluation before the step are the evaluation's
         assert 0 < record["time/prefill"] <= record["time/rollout"]
         assert record["time/evaluate"] >= 0.05
-        assert record["memory/peak_mb"] > 10
+        assert record["memory/peak_mb"] > 0.95 * peak
     assert records[0]["time/checkpoint"] == 0 < records[1]["time/checkpoint"]
     assert result["seconds"] == pytest.approx(sum(record["time/step"] for record in records))
 
@@ -118,6 +119,7 @@ def test_peak_memory_is_no_less_than_what_is_in_use():
     block = torch.ones(64_000_000)  # 256 MB
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     peak = peak_memory_mb(torch.device("cpu"))
-    assert block.nbytes / 1e6 < resident < peak + 10
+    # the system counts in lumps, which are small beside the block
+    assert block.nbytes / 1e6 < resident < 1.05 * peak
     del block
-    assert peak_memory_mb(torch.device("cpu")) > peak - 10  # the system counts in lumps
+    assert peak_memory_mb(torch.device("cpu")) > 0.95 * peak
