@@ -17,7 +17,8 @@ only average (a baseline a prompt and time) and discount what it cannot predict:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
-from diffusion.data import DiffusionTask
 from diffusion.flow_matching import (
     FlowMatching,
     TimestepConfig,
@@ -42,7 +42,7 @@ from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig
 from diffusion.shaping import RewardShaping, ShapingConfig
 from mmrl.core.aggregation import Denominators
-from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, make_objective
@@ -91,26 +91,22 @@ class AcFlowRecipe(DiffusionRecipe):
     """Critic-weighted matching of the policy's own images; see the module."""
 
     config: AcFlowConfig
+    process: FlowMatching
     loss_name: ClassVar[str | None] = "ac_flow"
     has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: AcFlowConfig) -> None:
         super().__init__(config)
-        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
         self.shaping = RewardShaping(config.shaping, self.objective)
         self.critic = self._make_critic() if config.critic.enabled else None
         self._step = 0
         self._critic_metrics: dict[str, float] = {}
 
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """G images of each task, drawn with `last_policy`, and their noisy versions."""
-        with self.last_policy.applied(policy):
-            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version."""
-        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Those of the last refresh."""
+        return self.last_policy.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Weights f(clip(R - V, +-k)) of the matching errors; none of them counts while the critic warms up."""
@@ -139,8 +135,8 @@ class AcFlowRecipe(DiffusionRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
-        matching = self.flow_matching.evaluate(policy, minibatch)
-        anchor = self.flow_matching.reference_term(
+        matching = self.process.evaluate(policy, minibatch)
+        anchor = self.process.reference_term(
             matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
         )
         return weighted_matching_loss(matching, minibatch, denominators, anchor)
@@ -180,7 +176,7 @@ class AcFlowRecipe(DiffusionRecipe):
 
     def _critic_inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Latents, times and pooled text of the noisy versions, and their places (M,) in the flattened (B, T)."""
-        versions = self.flow_matching.noisy(rollouts)
+        versions = self.process.noisy(rollouts)
         noisy = versions.rows
         text = self.text_of(DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
         return (noisy.latents.float(), noisy.sigma, text.expanded()[1].float()), versions.decisions.index

@@ -18,15 +18,14 @@ Defaults are those of the GenEval preset of config/dgx_awm.py after 2026-03-27, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from diffusion.data import DiffusionTask
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights, kl_ema_decay
 from diffusion.flow_matching import (
@@ -114,28 +113,28 @@ class AwmRecipe(DiffusionRecipe):
     """Advantage weighted matching; see the module."""
 
     config: AwmConfig
+    process: FlowMatching
     has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: AwmConfig) -> None:
         super().__init__(_with_ratio(config))
-        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         needs_ema = config.awm.ema_coef > 0 or config.awm.off_policy
         self.kl_ema = EMAWeights(self.policy) if needs_ema else None
 
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """G images of each task and their noisy versions, off policy drawn with the moving average."""
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Those of the moving average off policy, else the policy's own."""
         average = self.kl_ema if self.config.awm.off_policy else None
-        with nullcontext() if average is None else average.applied(policy):
-            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+        return nullcontext() if average is None else average.applied(policy)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
-        versions, kind = self.flow_matching.noisy(rollouts), self.config.awm.kl_kind
+        versions, kind = self.process.noisy(rollouts), self.config.awm.kl_kind
         with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
             ema = self._ema_velocity(rollouts, versions.rows) if "kl_ema" in outputs else None
             reference = self.loss_reference if "kl_ref" in outputs else None
-            ref = self.flow_matching.reference_velocity(reference, rollouts, versions.rows)
-        matching = self.flow_matching.evaluate(policy, rollouts, versions)
+            ref = self.process.reference_velocity(reference, rollouts, versions.rows)
+        matching = self.process.evaluate(policy, rollouts, versions)
         return AwmScores(
             logp=self._logp(matching),
             kl_ref=None if ref is None else matching.distance(ref, kind),
@@ -195,7 +194,7 @@ class AwmRecipe(DiffusionRecipe):
         if self.kl_ema is None:
             return None
         with self.kl_ema.applied():
-            return self.flow_matching.velocity(self.policy, minibatch, noisy)
+            return self.process.velocity(self.policy, minibatch, noisy)
 
 
 def _with_ratio(config: AwmConfig) -> AwmConfig:

@@ -11,23 +11,18 @@ Defaults: clip 1e-4, guidance 5 with gradient through both halves, history 16 of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
-from diffusion.data import DiffusionTask
 from diffusion.history import PromptHistory
 from diffusion.payload import DiffusionPayload
-from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig
 from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
-from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.loop.distributed import merge_lists
@@ -77,22 +72,12 @@ class DdpoRecipe(DiffusionRecipe):
     """Policy gradient with per-prompt reward statistics; see the module."""
 
     config: DdpoConfig
+    process: Trajectories
 
     def __init__(self, config: DdpoConfig) -> None:
         super().__init__(config)
-        precision = config.trainer.mixed_precision
-        self.trajectories = Trajectories(self.policy, config.sampler, config.step, precision)
+        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
         self.history = PromptHistory(config.history.size, config.history.min_count)
-
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """Stochastic trajectories of G images of each task."""
-        return self.trajectories.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-density of each trained step, and with "kl_ref" its divergence from the reference."""
-        found = self.trajectories.evaluate(policy, rollouts)
-        kl_ref = self.trajectories.kl(found, self.loss_reference) if "kl_ref" in outputs else None
-        return PolicyOutputs(logp=found.steps.decisions.scatter(found.logp), kl_ref=kl_ref)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Rewards against the history of their prompts; every process keeps the whole history."""

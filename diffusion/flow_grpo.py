@@ -17,19 +17,11 @@ Methods that are this code with other constants are rows of `diffusion/presets.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
-
-from diffusion.data import DiffusionTask
-from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.settings import DiffusionConfig
 from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
-from mmrl.core.objective import PolicyOutputs
-from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["FlowGrpoConfig", "FlowGrpoRecipe", "flow_grpo_objective"]
@@ -59,18 +51,8 @@ class FlowGrpoRecipe(DiffusionRecipe):
     """Group-relative policy optimisation over stochastic denoising steps; see the module."""
 
     config: FlowGrpoConfig
+    process: Trajectories
 
     def __init__(self, config: FlowGrpoConfig) -> None:
         super().__init__(config)
-        precision = config.trainer.mixed_precision
-        self.trajectories = Trajectories(self.policy, config.sampler, config.step, precision)
-
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """Stochastic trajectories of G images of each task."""
-        return self.trajectories.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-density of each trained step, and with "kl_ref" its divergence from the reference."""
-        found = self.trajectories.evaluate(policy, rollouts)
-        kl_ref = self.trajectories.kl(found, self.loss_reference) if "kl_ref" in outputs else None
-        return PolicyOutputs(logp=found.steps.decisions.scatter(found.logp), kl_ref=kl_ref)
+        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)

@@ -29,6 +29,7 @@ from diffusion.schedule import sigma_grid
 from diffusion.settings import image_trainer
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.reference import Reference
@@ -217,6 +218,12 @@ class FlowMatching:
         velocity = self.velocity(model, rollouts, versions.rows)
         clean = DiffusionPayload.of(rollouts).latents.float()[versions.decisions.row]
         return Matching(versions.decisions, versions.rows, clean, velocity)
+
+    def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
+        """Minus the matching error as log-likelihood of each noisy version; the velocity distance to a reference."""
+        matching = self.evaluate(model, rollouts)
+        anchor = self.reference_velocity(reference, rollouts, matching.noisy)
+        return PolicyOutputs(-matching.errors, kl_ref=None if anchor is None else matching.distance(anchor))
 
     def reference_velocity(self, reference: Reference | None, rollouts: Rollouts, noisy: NoisyRows) -> Tensor | None:
         """Velocity (M, C, H, W) of the reference on noisy rows; None without one."""

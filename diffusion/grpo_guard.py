@@ -11,16 +11,12 @@ which is 0 on average and of one scale at all times. The gradient of each step i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from diffusion.data import DiffusionTask
 from diffusion.flow_grpo import flow_grpo_objective
 from diffusion.payload import DiffusionPayload
-from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.settings import DiffusionConfig
 from diffusion.steps import guard_log_ratio
@@ -55,23 +51,20 @@ class GrpoGuardRecipe(DiffusionRecipe):
     """Flow-GRPO with normalised ratios; see the module."""
 
     config: GrpoGuardConfig
+    process: Trajectories
 
     def __init__(self, config: GrpoGuardConfig) -> None:
         super().__init__(config)
         precision = config.trainer.mixed_precision
-        self.trajectories = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
-
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """Stochastic trajectories of G images of each task, with the means of their steps."""
-        return self.trajectories.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+        self.process = Trajectories(self.policy, config.sampler, config.step, precision, keep_mean=True)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Old log-density plus the normalised log-ratio, so that the objective's ratio is GRPO-Guard's."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.mean_old is not None
-        found = self.trajectories.evaluate(policy, rollouts)
+        found = self.process.evaluate(policy, rollouts)
         decisions = found.steps.decisions
         logp_old = decisions.gather(rollouts.logp_old)
         ratio = guard_log_ratio(found.logp, logp_old, found.mean, decisions.gather(payload.mean_old), found.std)
-        kl_ref = self.trajectories.kl(found, self.loss_reference) if "kl_ref" in outputs else None
+        kl_ref = self.process.kl(found, self.loss_reference) if "kl_ref" in outputs else None
         return PolicyOutputs(logp=decisions.scatter(logp_old + ratio), kl_ref=kl_ref)

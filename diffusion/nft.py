@@ -15,7 +15,8 @@ image, `old` schedule 1, evaluation average 0.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,7 +24,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.data import DiffusionTask
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import NFT_SCHEDULES, EMAWeights, nft_old_decay
 from diffusion.flow_matching import FlowMatching, TimestepConfig, check_matching, matching_trainer
@@ -34,7 +34,7 @@ from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig, EvalEmaConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -82,22 +82,18 @@ class DiffusionNftRecipe(DiffusionRecipe):
     """Two-sided matching around an old policy; see the module."""
 
     config: DiffusionNftConfig
+    process: FlowMatching
     loss_name: ClassVar[str | None] = "diffusion_nft"
     has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: DiffusionNftConfig) -> None:
         super().__init__(config)
-        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         self.old = EMAWeights(self.policy)
 
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """G images of each task, drawn with the old policy, and their noisy versions."""
-        with self.old.applied(policy):
-            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version."""
-        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Those of the old policy."""
+        return self.old.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Advantages in the configured mode."""
@@ -107,15 +103,15 @@ class DiffusionNftRecipe(DiffusionRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Two-sided matching loss and the distance to the start model."""
-        versions = self.flow_matching.noisy(minibatch)
+        versions = self.process.noisy(minibatch)
         with torch.no_grad(), self.old.applied():  # before the policy's own pass, whose graph must not see a swap
-            old = self.flow_matching.velocity(self.policy, minibatch, versions.rows)
-        matching = self.flow_matching.evaluate(policy, minibatch, versions)
+            old = self.process.velocity(self.policy, minibatch, versions.rows)
+        matching = self.process.evaluate(policy, minibatch, versions)
         assert minibatch.advantage is not None
         weight = nft_weight(matching.decisions.gather(minibatch.advantage))
         rows = nft_loss(matching.velocity, old, matching.noisy, matching.clean, weight, self.config.nft.beta)
         policy_term = mean_over_decisions(matching.decisions.scatter(rows), minibatch, denominators)
-        anchor, metrics = self.flow_matching.reference_term(
+        anchor, metrics = self.process.reference_term(
             matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
         )
         metrics |= {

@@ -17,7 +17,7 @@ they are independent, as for its Stable Diffusion 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -26,7 +26,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.data import DiffusionTask
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights
 from diffusion.flow_matching import (
@@ -44,7 +43,7 @@ from diffusion.settings import DiffusionConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.distributed import merge_lists
@@ -190,22 +189,18 @@ class OrwRecipe(DiffusionRecipe):
     """Reward-weighted matching of the policy's own images; see the module."""
 
     config: OrwConfig
+    process: FlowMatching
     loss_name: ClassVar[str | None] = "orw_cfm_w2"
     has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: OrwConfig) -> None:
         super().__init__(config)
-        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
         self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
 
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], generator: torch.Generator) -> Rollouts:
-        """G images of each task, drawn with `last_policy`, and their noisy versions."""
-        with self.last_policy.applied(policy):
-            return self.flow_matching.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version."""
-        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Those of the last refresh."""
+        return self.last_policy.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Weights (B, T) of the matching errors, made of the rewards, in the place of advantages."""
@@ -217,8 +212,8 @@ class OrwRecipe(DiffusionRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
-        matching = self.flow_matching.evaluate(policy, minibatch)
-        anchor = self.flow_matching.reference_term(
+        matching = self.process.evaluate(policy, minibatch)
+        anchor = self.process.reference_term(
             matching, minibatch, denominators, self.loss_reference, self.objective.kl_coef
         )
         return weighted_matching_loss(matching, minibatch, denominators, anchor)

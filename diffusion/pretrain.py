@@ -31,7 +31,7 @@ from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig, full_model
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
-from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.loop.objectives import ObjectiveConfig
@@ -94,13 +94,14 @@ class PretrainRecipe(DiffusionRecipe):
     """Flow matching on given images; see the module."""
 
     config: PretrainConfig
+    process: FlowMatching
     loss_name: ClassVar[str | None] = "flow_matching"
     has_loss_terms: ClassVar[bool] = True
     uses_rewards: ClassVar[bool] = False
 
     def __init__(self, config: PretrainConfig) -> None:
         super().__init__(config)
-        self.flow_matching = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The captioned images."""
@@ -111,10 +112,6 @@ class PretrainRecipe(DiffusionRecipe):
         return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
 
     def rollout(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
-        """The images of a step, given and not drawn."""
-        return self.draw(policy, tasks, generator)
-
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], generator: torch.Generator) -> Rollouts:
         """Encode the images of a step, and draw which of them lose their caption."""
         pixels = _pixels(tasks)
         latents = encode_images(policy.pipeline, pixels, batch=self.config.sampler.batch_rows)
@@ -133,15 +130,11 @@ class PretrainRecipe(DiffusionRecipe):
                 tasks=shown,
                 latents=latents.to(policy.device, policy.dtype),
                 images=pixels,
-                sigma=self.flow_matching.times(rows, 1, generator).to(latents.device),
+                sigma=self.process.times(rows, 1, generator).to(latents.device),
                 noise_seed=torch.randint(2**62, (rows,), generator=generator).to(latents.device),
                 finite=[True] * rows,
             ),
         )
-
-    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version."""
-        return PolicyOutputs(logp=-self.flow_matching.evaluate(policy, rollouts).errors)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Given images have no reward."""
@@ -157,7 +150,7 @@ class PretrainRecipe(DiffusionRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Mean matching error."""
-        errors = self.flow_matching.evaluate(policy, minibatch).errors
+        errors = self.process.evaluate(policy, minibatch).errors
         loss = mean_over_decisions(errors, minibatch, denominators)
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 

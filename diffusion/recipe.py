@@ -1,24 +1,23 @@
 """What every diffusion recipe shares: prompts, images, rewards, held-out evaluation, and the count of what it cost.
 
-A method supplies `draw` (how latents are sampled), `scores` and, where it is not the objective's, `loss`. It holds a
-`Trajectories` (a log-density for each denoising step) or a `FlowMatching` (noisy versions of the finished images).
+A method supplies the process whose decisions are trained, `Trajectories` (denoising, a log-density for each step) or
+`FlowMatching` (noisy versions of the finished images), and what its paper changes: advantages, scores or the loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, load_prompts
@@ -30,7 +29,7 @@ from diffusion.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.scoring import load_rewards, score_images
 from diffusion.sampler import text_of
 from diffusion.settings import DiffusionConfig
-from mmrl.core.objective import Objective
+from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardResult
@@ -43,9 +42,27 @@ from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["DiffusionRecipe"]
+__all__ = ["DiffusionRecipe", "Process"]
 
 LOGGER = logging.getLogger("mmrl")
+
+
+class Process(Protocol):
+    """What draws images and evaluates models on their decisions.
+
+    Denoising as `Trajectories` has it (a decision is a step), or noising again as `FlowMatching` has it (a decision is
+    a noisy version of the image).
+    """
+
+    def draw(
+        self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
+    ) -> Rollouts:
+        """Draw the latents of G images for each task, without images and rewards."""
+        ...
+
+    def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
+        """Log-density (B, T) of each decision under a model, and its divergence from a reference."""
+        ...
 
 
 class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
@@ -60,6 +77,8 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
 
     config: DiffusionConfig
     policy: DiffusionPolicy
+    process: Process
+    """The process whose decisions are trained; a method sets it when it is built."""
     start: Reference
     loss_name: ClassVar[str | None] = None
     """Name of a loss of the recipe's own, which takes only advantages and coefficients from the objective."""
@@ -90,13 +109,14 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         self.skipped.update(loaded.skipped)
         return loaded.tasks
 
-    @abstractmethod
-    def draw(self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Draw the latents of G images for each task, without images and rewards."""
+    def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
+        """Give the policy the weights that images are drawn with; its own unless a method samples with others."""
+        return nullcontext()
 
     def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
-        rollouts = self.draw(policy, tasks, generator)
+        with self.sampling_weights(policy):
+            rollouts = self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
         payload = DiffusionPayload.of(rollouts)
         with stopwatch("decode"):
             decoded = decode_latents(policy.pipeline, payload.latents, batch=self.config.sampler.batch_rows)
@@ -124,6 +144,10 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         result = score_images(self.rewards, tasks, images, finite)
         note_errors(self.errors, result)
         return result
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-density of each decision, and with "kl_ref" its divergence from the reference."""
+        return self.process.scores(policy, rollouts, self.loss_reference if "kl_ref" in outputs else None)
 
     def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Keep the reference for the loss, which compares with it exactly, state by state; nothing is scored here."""

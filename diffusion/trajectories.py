@@ -34,6 +34,7 @@ from diffusion.sampler import (
 )
 from diffusion.schedule import sigma_grid
 from diffusion.steps import flow_grpo_head_kl, gaussian_kl
+from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import choice
 from mmrl.training.loop.reference import Reference
@@ -183,6 +184,11 @@ class Trajectories:
         steps = self._trained_steps(rollouts)
         velocity, mean, std = self._transition(model, steps, self.step.detach_negative)
         return StepScores(steps, velocity, mean, std, self.kernel.log_prob(steps.reached, mean, std))
+
+    def scores(self, model: nn.Module, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
+        """Log-density of each trained step, and its divergence from a reference where there is one."""
+        found = self.evaluate(model, rollouts)
+        return PolicyOutputs(found.steps.decisions.scatter(found.logp), kl_ref=self.kl(found, reference))
 
     def kl(self, scores: StepScores, reference: Reference | None) -> Tensor | None:
         """Divergence (B, T) of the policy's steps from those of the reference, in the form of `StepConfig.kl_form`.

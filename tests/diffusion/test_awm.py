@@ -178,7 +178,7 @@ def test_times_are_shared_as_configured(share, distinct, tmp_path):
     config.sampler.steps = 14
     config.timesteps = dataclasses.replace(config.timesteps, count=6, fraction=0.9, share_times=share)
     recipe = build(config)
-    times = recipe.flow_matching.times(2, 4, torch.Generator().manual_seed(0))
+    times = recipe.process.times(2, 4, torch.Generator().manual_seed(0))
     assert times.shape == (8, 6)
     assert len({tuple(row) for row in times.tolist()}) == distinct
     grid = sigma_grid(recipe.policy.pipeline.scheduler, 14, recipe.policy.image_tokens)
@@ -200,7 +200,7 @@ def test_noisy_versions_are_those_of_the_formula_and_follow_the_mask(tmp_path):
     rollouts = collected(recipe)
     mask = torch.ones(8, 3)
     mask[0], mask[2, 1] = 0, 0
-    versions = recipe.flow_matching.noisy(rollouts.replace(mask=mask))
+    versions = recipe.process.noisy(rollouts.replace(mask=mask))
     noisy, chosen = versions.rows, versions.decisions.index
     assert chosen.tolist() == [n for n in range(24) if n >= 3 and n != 7]
     assert noisy.image.tolist() == [n // 3 for n in chosen.tolist()]

@@ -31,8 +31,8 @@ WANT = frozenset({"logp"})
 
 def policy_kl(recipe, rollouts):
     """The divergence (B, T) that the loss takes."""
-    found = recipe.trajectories.evaluate(recipe.policy, rollouts)
-    return recipe.trajectories.kl(found, recipe.start).detach()
+    found = recipe.process.evaluate(recipe.policy, rollouts)
+    return recipe.process.kl(found, recipe.start).detach()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -63,7 +63,7 @@ def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_sam
     assert rollouts.payload.states.dtype == torch.bfloat16
     text = recipe.text_of(rollouts.payload.tasks, rollouts.group)
     kernel = make_kernel(config.sampler, sigma_grid(recipe.policy.pipeline.scheduler, 4, recipe.policy.image_tokens))
-    apart = {"together": recipe.trajectories.halves_together}
+    apart = {"together": recipe.process.halves_together}
     velocity_of = guided(recipe.policy, recipe.policy, text, config.sampler.guidance, "", **apart)
     for step in range(rollouts.num_decisions):
         before, after = rollouts.payload.states[:, step], rollouts.payload.states[:, step + 1]
@@ -120,8 +120,8 @@ def test_divergences_are_closed_forms_and_stand_in_their_relations(tmp_path):
     # |dt| / 2 (g (1 - s) / (2 s) + 1 / g)^2 |v - v_ref|^2, the paper's form
     weight = dt / 2 * (noise * (1 - s) / (2 * s) + 1 / noise) ** 2
     np.testing.assert_allclose(found["exact"], weight * found["velocity"], rtol=2e-4)
-    steps = recipe.trajectories.evaluate(recipe.policy, rollouts)
-    base = recipe.start.score(lambda module: recipe.trajectories.evaluate(module, rollouts))
+    steps = recipe.process.evaluate(recipe.policy, rollouts)
+    base = recipe.start.score(lambda module: recipe.process.evaluate(module, rollouts))
     squares = (steps.velocity.detach() - base.velocity).double().square().flatten(1).mean(1).numpy()
     np.testing.assert_allclose(found["velocity"].flatten(), squares, rtol=1e-5)
 
@@ -148,7 +148,7 @@ def test_guard_ratio_is_that_of_the_means(tmp_path):
     assert rollouts.payload.mean_old is not None
     disturb(recipe.policy)
     with torch.no_grad():
-        steps = recipe.trajectories.evaluate(recipe.policy, rollouts)
+        steps = recipe.process.evaluate(recipe.policy, rollouts)
         ratio = recipe.scores(recipe.policy, rollouts, WANT).logp - rollouts.logp_old
     reached = rollouts.payload.states[:, 1:].flatten(0, 1).double()
     old, new = rollouts.payload.mean_old.flatten(0, 1).double(), steps.mean.double()
@@ -289,11 +289,11 @@ def test_scores_of_a_step_are_those_of_its_gaussian(tmp_path):
     recipe = build(config)
     rollouts = collected(recipe)
     with torch.no_grad():
-        steps = recipe.trajectories.evaluate(recipe.policy, rollouts)
+        steps = recipe.process.evaluate(recipe.policy, rollouts)
     reached = rollouts.payload.states[:, 1:].flatten(0, 1).double()
     std = steps.std.double()[:, None]
     miss = (reached - steps.mean.double()).flatten(1)
     density = (-(miss**2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).mean(1)
     np.testing.assert_allclose(steps.logp.numpy(), density.numpy(), rtol=1e-4, atol=1e-5)
-    assert isinstance(recipe.trajectories.kernel, FlowSdeStep)
+    assert isinstance(recipe.process.kernel, FlowSdeStep)
     assert isinstance(recipe.scores(recipe.policy, rollouts, WANT), PolicyOutputs)
