@@ -8,23 +8,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import MISSING
 from torch import Tensor, nn
 
 from diffusion.conditioning import PromptEmbeddings
 from diffusion.flux import FluxTransformer
 from diffusion.guidance import Sd3Transformer, VelocityModel
+from diffusion.lora import add_adapter
+from diffusion.model import DTYPES, ModelConfig
 from diffusion.pipelines import image_tokens, latent_shape, load_pipeline, quiet_diffusers
 from diffusion.saved import (
-    ADAPTER,
     BASE_FILE,
     copy_into,
     guarded,
@@ -35,75 +33,12 @@ from diffusion.saved import (
     save_adapter,
 )
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import check_config
 from mmrl.hub.building import build_if_missing
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.hub.compat import quiet_transformers
 from mmrl.training.loop.machine import avoid_refused_instructions
 
-__all__ = ["DiffusionPolicy", "LoraSettings", "ModelConfig", "load_policy"]
-
-
-@dataclass
-class LoraSettings:
-    """Low-rank adapters in place of full fine-tuning; rank, alpha and targets are those of Flow-GRPO and AWM."""
-
-    enabled: bool = True
-    """Train adapters and keep every weight of the transformer as it is."""
-
-    rank: int = bounded(32, at_least=1)
-    """Width of the adapters."""
-
-    alpha: int = bounded(64, at_least=1)
-    """The adapters' output is scaled by alpha / rank."""
-
-    dropout: float = bounded(0.0, at_least=0, below=1)
-    """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
-
-    targets: list[str] | None = None
-    """Linear layers that get an adapter, by the end of their name; empty: all attention projections of both streams."""
-
-    def validate(self) -> None:
-        """Refuse an empty list of layers; raises UserError."""
-        if self.targets is not None and not self.targets:
-            raise UserError("model.lora.targets names no layer; leave it out for all attention projections")
-
-
-@dataclass
-class ModelConfig:
-    """Which pipeline is trained and how it is held in memory."""
-
-    path: str = MISSING
-    """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, or folder of saved weights of either."""
-
-    build: str | None = None
-    """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-
-    build_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the build function."""
-
-    dtype: str = choice("float32", lambda: DTYPES)
-    """Precision of all weights but the adapters, which are float32: float32 or bfloat16."""
-
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapters in place of full fine-tuning."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-    height: int | None = bounded(None, at_least=1)
-    """Image height in pixels; empty: the size that the pipeline was trained for."""
-
-    width: int | None = bounded(None, at_least=1)
-    """Image width in pixels; empty: the size that the pipeline was trained for."""
-
-    guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
-    """Guidance scale, an input of guidance-distilled FLUX transformers; others have none."""
-
-    max_sequence_length: int | None = bounded(None, at_least=1)
-    """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""
-
-    free_text_encoders: bool = False
-    """Embed all prompts of the run at its start and let the text encoders go; no other prompt can be drawn then."""
+__all__ = ["DiffusionPolicy", "load_policy"]
 
 
 class DiffusionPolicy(nn.Module):
@@ -141,7 +76,7 @@ class DiffusionPolicy(nn.Module):
         """Rows that went through the transformer without and with a graph, copies of the policy included."""
         self.embeddings = PromptEmbeddings(pipeline, max_sequence_length=config.max_sequence_length)
         if config.lora.enabled:
-            _add_adapter(self.transformer, config.lora, seed)
+            add_adapter(self.transformer, config.lora, seed)
         else:
             self.transformer.requires_grad_(True)
         if config.gradient_checkpointing:
@@ -333,45 +268,6 @@ def _find_start(path: str, dtype: torch.dtype) -> _Start:
     return below._replace(base=str(file.parent.absolute()))
 
 
-def _add_adapter(transformer: Any, settings: LoraSettings, seed: int) -> None:
-    """Put adapters beside linear layers; the random half is Gaussian, and both are float32."""
-    ensure_torchvision()
-    import peft
-
-    targets = _targets(transformer, settings.targets)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer.add_adapter(
-            peft.LoraConfig(
-                r=settings.rank,
-                lora_alpha=settings.alpha,
-                lora_dropout=settings.dropout,
-                init_lora_weights="gaussian",
-                target_modules=targets,
-            ),
-            ADAPTER,
-        )
-    for weight in transformer.parameters():
-        if weight.requires_grad:
-            # optimiser steps are smaller than bfloat16 can add
-            weight.data = weight.data.float()
-
-
-def _targets(transformer: Any, wanted: list[str] | None) -> list[str]:
-    layers = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-
-    def exists(target: str) -> bool:
-        return any(f".{name}".endswith(f".{target}") for name in layers)
-
-    if wanted is None:
-        return [target for target in ATTENTION_PROJECTIONS if exists(target)]
-    unknown = [target for target in wanted if not exists(target)]
-    if unknown:
-        known = dict.fromkeys(re.sub(r"^.*blocks\.\d+\.", "", name) for name in layers if "blocks." in name)
-        raise UserError(f"model.lora.targets names {unknown}; a block of the transformer has: {', '.join(known)}")
-    return wanted
-
-
 def _base(policy: DiffusionPolicy) -> dict[str, Any]:
     """What the saved weights belong to."""
     lora = policy.config.lora
@@ -397,32 +293,8 @@ def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
         raise UserError(f"the weights in {folder} do not fit this policy: they have {said}; adapt model.lora")
 
 
-def _sd3_velocity(transformer: Any, config: ModelConfig) -> VelocityModel:
-    return Sd3Transformer(transformer)
-
-
-def _flux_velocity(transformer: Any, config: ModelConfig) -> VelocityModel:
-    return FluxTransformer(transformer, config.guidance_embedding)
-
-
 TRANSFORMERS: dict[str, Callable[[Any, ModelConfig], VelocityModel]] = {
-    "SD3Transformer2DModel": _sd3_velocity,
-    "FluxTransformer2DModel": _flux_velocity,
+    "SD3Transformer2DModel": lambda transformer, config: Sd3Transformer(transformer),
+    "FluxTransformer2DModel": lambda transformer, config: FluxTransformer(transformer, config.guidance_embedding),
 }
 """Transformers by class name, and how each is called."""
-
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-ATTENTION_PROJECTIONS = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)
-"""Of the image stream and of the text stream.
-
-Source: yifan123/flow_grpo scripts/train_sd3.py, scxue/advantage_weighted_matching."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 from diffusion.flow_grpo import FlowGrpoConfig
+from diffusion.model import full_model
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import full_model, image_trainer
+from diffusion.settings import image_trainer
 from mmrl.training.loop.objectives import ObjectiveConfig
 
 __all__ = ["dance_grpo", "flow_grpo_fast"]

@@ -23,12 +23,13 @@ from diffusion.data import DiffusionTask, PromptConfig
 from diffusion.decisions import mean_over_decisions
 from diffusion.flow_matching import FlowMatching, TimestepConfig, check_matching
 from diffusion.images import CaptionedImage, ImageDataConfig, load_images
+from diffusion.model import ModelConfig, full_model
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
-from diffusion.policy import DiffusionPolicy, ModelConfig
+from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig, full_model
+from diffusion.settings import DiffusionConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput

@@ -7,23 +7,18 @@ from typing import ClassVar
 
 from diffusion.data import PromptConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
-from diffusion.policy import LoraSettings, ModelConfig
+from diffusion.model import ModelConfig
 from diffusion.sampler import SamplerConfig
 from mmrl.fields import bounded, choice
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 
-__all__ = ["DiffusionConfig", "EvalEmaConfig", "full_model", "image_trainer"]
+__all__ = ["DiffusionConfig", "EvalEmaConfig", "image_trainer"]
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
 """What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""
-
-
-def full_model() -> ModelConfig:
-    """Every weight of the transformer is trained."""
-    return ModelConfig(lora=LoraSettings(enabled=False))
 
 
 def image_trainer() -> TrainerConfig:

@@ -59,7 +59,8 @@ def _vlm_results(folder: Path) -> None:
 
 
 def _diffusion_results(folder: Path) -> None:
-    from diffusion.policy import LoraSettings, ModelConfig, load_policy
+    from diffusion.model import LoraSettings, ModelConfig
+    from diffusion.policy import load_policy
     from diffusion.tiny import TinySd3Sizes, build_tiny_sd3
 
     base = build_tiny_sd3(folder / "runs/shapes/pipeline", corpus=list(CAPTIONS), sizes=TinySd3Sizes(layers=1))

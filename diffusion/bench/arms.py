@@ -361,7 +361,7 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
 def _step_config(defaults: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
     from diffusion.data import PromptConfig
-    from diffusion.policy import ModelConfig
+    from diffusion.model import ModelConfig
     from mmrl.rewards import RewardConfig
     from mmrl.training.record.tracking import TrackingConfig
 

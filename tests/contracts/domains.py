@@ -116,7 +116,7 @@ def _diffusion(name: str, folder: Path) -> Any:
 
 def _pretraining(name: str, folder: Path) -> Any:
     from diffusion.images import ImageDataConfig, write_images
-    from diffusion.policy import LoraSettings, ModelConfig
+    from diffusion.model import LoraSettings, ModelConfig
     from mmrl.rewards import RewardConfig
     from tests.diffusion.runs import tiny_model
 

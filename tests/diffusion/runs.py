@@ -14,7 +14,7 @@ import torch
 
 from diffusion.data import PromptConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
-from diffusion.policy import LoraSettings, ModelConfig
+from diffusion.model import LoraSettings, ModelConfig
 from diffusion.shapes import building
 from mmrl.core.rollouts import Rollouts
 from mmrl.recipes import RECIPES

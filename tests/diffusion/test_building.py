@@ -9,7 +9,8 @@ import pytest
 
 from diffusion import digits
 from diffusion.images import ImageDataConfig, load_images
-from diffusion.policy import LoraSettings, ModelConfig, load_policy
+from diffusion.model import LoraSettings, ModelConfig
+from diffusion.policy import load_policy
 from diffusion.rewards import load_image_rewards
 from diffusion.shapes import building
 from mmrl.errors import UserError

@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.flux import FluxTransformer
 from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
+from diffusion.lora import ATTENTION_PROJECTIONS
+from diffusion.model import LoraSettings, ModelConfig
 from diffusion.pipelines import load_pipeline
-from diffusion.policy import ATTENTION_PROJECTIONS, DiffusionPolicy, LoraSettings, ModelConfig, load_policy
+from diffusion.policy import DiffusionPolicy, load_policy
 from diffusion.tiny import build_tiny_flux
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -439,13 +441,13 @@ def test_size_is_that_of_the_settings(folder):
 @pytest.mark.parametrize(
     ("change", "culprit"),
     [
-        ({"dtype": "float16"}, r"model\.dtype='float16'"),
-        ({"height": 0}, r"model\.height=0"),
-        ({"guidance_embedding": float("nan")}, r"model\.guidance_embedding=nan"),
-        ({"max_sequence_length": 0}, r"model\.max_sequence_length=0"),
-        ({"lora": LoraSettings(rank=0)}, r"model\.lora\.rank=0"),
-        ({"lora": LoraSettings(alpha=-1)}, r"model\.lora\.alpha=-1"),
-        ({"lora": LoraSettings(dropout=1.0)}, r"model\.lora\.dropout=1.0"),
+        ({"dtype": "float16"}, r"model\.dtype is 'float16'"),
+        ({"height": 0}, r"model\.height is 0"),
+        ({"guidance_embedding": float("nan")}, r"model\.guidance_embedding is nan"),
+        ({"max_sequence_length": 0}, r"model\.max_sequence_length is 0"),
+        ({"lora": LoraSettings(rank=0)}, r"model\.lora\.rank is 0"),
+        ({"lora": LoraSettings(alpha=-1)}, r"model\.lora\.alpha is -1"),
+        ({"lora": LoraSettings(dropout=1.0)}, r"model\.lora\.dropout is 1.0"),
         ({"lora": LoraSettings(targets=[])}, r"model\.lora\.targets names no layer"),
     ],
 )

@@ -10,8 +10,8 @@ from diffusion import digits
 from diffusion.data import PromptConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
 from diffusion.images import ImageDataConfig, write_images
+from diffusion.model import LoraSettings, ModelConfig
 from diffusion.pipelines import encode_images
-from diffusion.policy import LoraSettings, ModelConfig
 from diffusion.pretrain import PretrainConfig
 from diffusion.sampler import SamplerConfig, row_noise
 from mmrl.core.metrics import metric_values

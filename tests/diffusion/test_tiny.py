@@ -7,15 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffusion.tiny import (
-    TinyFluxSizes,
-    TinySd3Sizes,
-    build_tiny_flux,
-    build_tiny_sd3,
-    clip_tokenizer,
-    learn_merges,
-    t5_tokenizer,
-)
+from diffusion.tiny import TinyFluxSizes, TinySd3Sizes, build_tiny_flux, build_tiny_sd3
+from diffusion.tiny_text import clip_tokenizer, learn_merges, t5_tokenizer
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, SIZES, T5_TOKENS, load_sd3

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from diffusion.rewards import plugins
 from diffusion.rewards.image_reward import image_reward
 from diffusion.rewards.plugins import HPS_FILE, aesthetic, clip_score, hpsv2, pickscore
-from diffusion.tiny import clip_tokenizer
+from diffusion.tiny_text import clip_tokenizer
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
