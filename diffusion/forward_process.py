@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["NoisyRows", "matched_velocities", "mix", "stack_timesteps"]
+__all__ = ["NoisyRows", "matched_velocities", "mix", "stack_timesteps", "stratified"]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(latents (R, C, H, W), sigma (R,)) -> velocity (R, C, H, W)."""
@@ -82,7 +82,7 @@ def stack_timesteps(
         )
     count = len(images)
     sources, source = (count, torch.arange(count)) if group is None else _groups(group, count)
-    times = _stratified(draws, sources, generator)[:, source] if sigma is None else _checked(sigma, draws, count)
+    times = stratified(draws, sources, generator)[:, source] if sigma is None else _checked(sigma, draws, count)
     shape = (draws, sources, *images.shape[1:])
     noise = torch.randn(shape, generator=generator, device=generator.device)[:, source]
     noise, times = noise.to(images.device), times.to(images.device)
@@ -136,7 +136,7 @@ def _groups(group: Tensor, count: int) -> tuple[int, Tensor]:
     return len(distinct), source
 
 
-def _stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
+def stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:
     """One time in each of K equal intervals of 0..1 for each source (K, count)."""
     offset = torch.rand(draws, count, generator=generator, device=generator.device)
     lower = torch.arange(draws, device=generator.device)[:, None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffusion.forward_process import NoisyRows
+from diffusion.forward_process import NoisyRows, stratified
 from diffusion.schedule import shift_sigmas
 from mmrl.errors import UserError
 
@@ -284,23 +284,16 @@ def _usable_grid(given: _Draws, first: int) -> Tensor:
 
 def _logit_normal(given: _Draws) -> Tensor:
     device = given.generator.device
-    normal = torch.special.ndtri(_strata(given, 1)[:, 0])
+    normal = torch.special.ndtri(stratified(given.draws, 1, given.generator)[:, 0])
     times = shift_sigmas(normal.sigmoid(), given.shift).clamp(min=LOWEST_TIME)
     return times[torch.randperm(given.draws, generator=given.generator, device=device)]
 
 
 def _uniform(given: _Draws) -> Tensor:
-    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * _strata(given, given.count)
+    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * stratified(given.draws, given.count, given.generator)
     device = given.generator.device
     order = torch.rand(given.draws, given.count, generator=given.generator, device=device).argsort(0)
     return shift_sigmas(times.gather(0, order), given.shift)
-
-
-def _strata(given: _Draws, count: int) -> Tensor:
-    """A number of each of K equal intervals of 0..1 for each source (K, count)."""
-    device = given.generator.device
-    offset = torch.rand(given.draws, count, generator=given.generator, device=device)
-    return (torch.arange(given.draws, device=device)[:, None] + offset) / given.draws
 
 
 def _elbo_weight(sigma: Tensor) -> Tensor:

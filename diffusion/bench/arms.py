@@ -1,90 +1,21 @@
-"""Arms of `mmrl bench diffusion`: sampling, embedding, guidance, stacking and the passes of whole recipes.
-
-Every arm counts the rows that it sends through the transformer and the text encoders, per image.
-"""
+"""Arms of `mmrl bench diffusion` on one pipeline: sampling, embedding, guidance, stacking and the cost of a row."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diffusion.bench.pipeline import OTHER_PROMPT, PROMPT, RowCount, noise, open_pipeline, sigma_grid
 from diffusion.conditioning import PromptEmbeddings
-from diffusion.forward_process import matched_velocities, stack_timesteps
+from diffusion.forward_process import stack_timesteps
 from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
 from mmrl.bench.measure import Stopwatch, repeat
-from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
-__all__ = [
-    "cost_arm",
-    "encode_arm",
-    "guidance_arm",
-    "open_pipeline",
-    "recipe_arm",
-    "rollout_arm",
-    "stack_arm",
-    "step_arm",
-]
-
-PROMPT = "a red circle and a blue square"
-OTHER_PROMPT = "three green triangles"
-TRAINED_STEPS = {"flow-grpo": 9, "flow-grpo-fast": 2}
-"""Steps of the rollout that are trained: 0.99 of 10, and the window of the fast variant."""
-AWM_STEPS, AWM_DRAWS = 14, 6
-"""Solver steps of an AWM rollout and draws of time and noise for each image."""
-
-
-class RowCount:
-    """Rows that go through a pipeline's transformer, with and without a graph, and through its text encoders."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self.rows = {"forward": 0, "train": 0, "text": 0}
-        self.calls = 0
-        pipeline.transformer.register_forward_pre_hook(self._transformer, with_kwargs=True)
-        pipeline.text_encoder.register_forward_pre_hook(self._encoder, with_kwargs=True)
-
-    def reset(self) -> None:
-        """Count from here."""
-        self.rows = dict.fromkeys(self.rows, 0)
-        self.calls = 0
-
-    def per_image(self, images: int) -> dict[str, float]:
-        """Rows of each kind per image that was made or trained on, and the transformer's calls in all."""
-        return {f"{name}_rows": count / images for name, count in self.rows.items()} | {"transformer_calls": self.calls}
-
-    def _transformer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.rows["train" if torch.is_grad_enabled() else "forward"] += len(kwargs["hidden_states"])
-        self.calls += 1
-
-    def _encoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.rows["text"] += len(args[0])
-
-
-def open_pipeline(options: dict[str, Any]) -> Any:
-    """Load the benchmark's pipeline with frozen text encoders.
-
-    Args:
-        options: model (folder), device.
-
-    Returns:
-        StableDiffusion3Pipeline.
-    """
-    ensure_torchvision()
-    from diffusers import StableDiffusion3Pipeline
-    from diffusers.utils import logging
-
-    logging.disable_progress_bar()
-    with quiet_transformers():
-        pipeline: Any = StableDiffusion3Pipeline.from_pretrained(options["model"])
-    for module in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3, pipeline.vae):
-        module.requires_grad_(False)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(options["device"])
+__all__ = ["cost_arm", "encode_arm", "guidance_arm", "rollout_arm", "stack_arm"]
 
 
 def rollout_arm(options: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +28,7 @@ def rollout_arm(options: dict[str, Any]) -> dict[str, Any]:
         Measurements; the latents are in the file.
     """
     pipeline = open_pipeline(options)
-    counted, start = RowCount(pipeline), _noise(pipeline, options["images"])
+    counted, start = RowCount(pipeline), noise(pipeline, options["images"])
     drawn: dict[str, Tensor] = {}
 
     def once(watch: Stopwatch) -> None:
@@ -152,7 +83,7 @@ def _rollout_shared(pipeline: Any, start: Tensor, options: dict[str, Any], watch
     with watch.stage("embed"):
         cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
         text, negative = cache.rows([PROMPT], samples=len(start)), cache.negative()
-    sigmas = _sigmas(pipeline, options["steps"])
+    sigmas = sigma_grid(pipeline, options["steps"])
     model = Sd3Transformer(pipeline.transformer)
     found = []
     for rows in torch.arange(len(start)).split(options["image_batch"]):
@@ -204,7 +135,7 @@ def guidance_arm(options: dict[str, Any]) -> dict[str, Any]:
         Measurements; the velocity, or the gradient, is in the file.
     """
     pipeline = open_pipeline(options)
-    counted, latents = RowCount(pipeline), _noise(pipeline, options["rows"])
+    counted, latents = RowCount(pipeline), noise(pipeline, options["rows"])
     cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
     text, negative = cache.rows([PROMPT], samples=len(latents)), cache.negative()
     sigma = torch.linspace(0.9, 0.3, len(latents), device=latents.device)
@@ -251,7 +182,7 @@ def stack_arm(options: dict[str, Any]) -> dict[str, Any]:
         Measurements; the gradient is in the file.
     """
     pipeline = open_pipeline(options)
-    counted, images, draws = RowCount(pipeline), _noise(pipeline, options["rows"]), options["draws"]
+    counted, images, draws = RowCount(pipeline), noise(pipeline, options["rows"]), options["draws"]
     text = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"]).rows([PROMPT], samples=len(images))
     model = Sd3Transformer(pipeline.transformer)
     together = len(images) * (draws if options["way"] == "stacked" else 1)
@@ -270,125 +201,6 @@ def stack_arm(options: dict[str, Any]) -> dict[str, Any]:
     return measured | {"counts": counted.per_image(len(images))}
 
 
-def recipe_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """The transformer passes of one epoch of a published recipe, on a few images of one prompt.
-
-    Args:
-        options: model, way (row of `RECIPES`), rows (images), steps, scale, text_tokens.
-
-    Returns:
-        Measurements.
-    """
-    pipeline = open_pipeline(options)
-    counted, start = RowCount(pipeline), _noise(pipeline, options["rows"])
-    passes = RECIPES[options["way"]]
-
-    def once(watch: Stopwatch) -> None:
-        counted.reset()
-        pipeline.transformer.zero_grad()
-        passes(pipeline, start, options, watch)
-
-    return repeat(once, options["repetitions"], options["device"]) | {"counts": counted.per_image(len(start))}
-
-
-def _trajectory_passes(pipeline: Any, start: Tensor, options: dict[str, Any], watch: Stopwatch) -> None:
-    """Flow-GRPO: guided steps, then for each trained step the policy with a graph and the reference without."""
-    cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
-    text = cache.rows([PROMPT], samples=len(start))
-    velocity = GuidedVelocity(Sd3Transformer(pipeline.transformer), text, cache.negative(), options["scale"])
-    sigmas = _sigmas(pipeline, options["steps"])
-    with watch.stage("rollout"), torch.no_grad():
-        euler_ode(velocity, start, sigmas)
-    trained = min(TRAINED_STEPS[options["way"]], options["steps"] - 1)
-    with watch.stage("update"):
-        for sigma in sigmas[:trained]:
-            with torch.no_grad():
-                reference = velocity(start, sigma.to(start.device))
-            policy = velocity(start, sigma.to(start.device))
-            ((policy - reference).square().mean() + policy.mean()).backward()
-
-
-def _matching_passes(pipeline: Any, start: Tensor, options: dict[str, Any], watch: Stopwatch) -> None:
-    """AWM: steps without guidance, then K draws of each image through policy, reference and EMA as one batch."""
-    text = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"]).rows([PROMPT], samples=len(start))
-    model = Sd3Transformer(pipeline.transformer)
-    steps, draws = (AWM_STEPS, AWM_DRAWS) if options["steps"] >= 10 else (options["steps"], 2)
-    with watch.stage("rollout"), torch.no_grad():
-        images = euler_ode(GuidedVelocity(model, text), start, _sigmas(pipeline, steps))
-    with watch.stage("update"):
-        noisy = stack_timesteps(images, draws, generator=torch.Generator().manual_seed(1))
-        velocity = GuidedVelocity(model, text.select(noisy.image))
-        policy, anchors = matched_velocities(velocity, {"reference": velocity, "ema": velocity}, noisy)
-        drift = sum((policy - anchor).square().mean() for anchor in anchors.values())
-        (noisy.matching_error(policy).mean() + drift).backward()
-
-
-def step_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Whole steps of a recipe in the suite's own loop: images of two prompts, reward, advantages, updates with LoRA.
-
-    Args:
-        options: model (folder), way (name of a recipe), images (an even number), micro_batch, steps (of the solver;
-            0: the recipe's), folder (to write to), device.
-
-    Returns:
-        Measurements, rows that the transformer evaluated for an image, and parameters of the transformer.
-    """
-    from mmrl.recipes import RECIPES
-    from mmrl.training.loop.distributed import make_accelerator
-    from mmrl.training.loop.trainer import Trainer
-
-    ensure_torchvision()
-    folder = Path(options["folder"]) / options["way"]
-    entry = RECIPES[options["way"]]
-    config = _step_config(entry.default_config(), folder, options)
-    recipe: Any = entry.load_recipe_class()(config)
-    accelerator = make_accelerator(config.trainer.mixed_precision)
-    recipe.policy.to(accelerator.device)
-    loop = Trainer(recipe, config, folder / "run", accelerator, None)
-    counts: dict[str, float] = {}
-
-    def once(watch: Stopwatch) -> None:
-        before = dict(recipe.policy.cost)
-        loop.train_step()
-        for name in ("forward_rows", "train_rows"):
-            counts[name] = (recipe.policy.cost[name] - before.get(name, 0)) / options["images"]
-
-    measured = repeat(once, options["repetitions"], options["device"])
-    weights = sum(weight.numel() for weight in recipe.policy.pipeline.transformer.parameters())
-    return measured | {"counts": counts | {"transformer_parameters": weights}}
-
-
-def _step_config(defaults: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """Configuration of a run on two prompts whose reward differs from image to image whatever the weights are."""
-    from diffusion.data import PromptConfig
-    from diffusion.model import ModelConfig
-    from mmrl.rewards import RewardConfig
-    from mmrl.training.record.tracking import TrackingConfig
-
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = folder / "prompts.txt"
-    prompts.write_text(f"{PROMPT}\n{OTHER_PROMPT}\n", encoding="utf-8")
-    cuda = options["device"] == "cuda"
-    dtype = "bfloat16" if cuda else "float32"
-    config = dataclasses.replace(
-        defaults,
-        recipe=options["way"],
-        output_dir=str(folder / "run"),
-        model=ModelConfig(options["model"], dtype=dtype, gradient_checkpointing=cuda, free_text_encoders=True),
-        data=PromptConfig(path=str(prompts)),
-        rewards=[RewardConfig(name="caption_colour")],
-        heldout_rewards=[RewardConfig(name="jpeg_compressibility")],
-        tracking=TrackingConfig(quiet=True, tensorboard=False),
-    )
-    trainer = config.trainer
-    trainer.tasks_per_step, trainer.samples_per_task = 2, options["images"] // 2
-    trainer.micro_batch, trainer.mixed_precision = options["micro_batch"], "bf16" if cuda else "none"
-    config.sampler.batch_rows = options["micro_batch"]
-    config.sampler.steps = options["steps"] or config.sampler.steps
-    config.validate()
-    return config
-
-
 def cost_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Count the operations of one row: transformer forward, forward and backward, and text encoders.
 
@@ -401,7 +213,7 @@ def cost_arm(options: dict[str, Any]) -> dict[str, Any]:
     """
     pipeline = open_pipeline(options)
     cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
-    latents, sigma = _noise(pipeline, 1), torch.tensor(0.5)
+    latents, sigma = noise(pipeline, 1), torch.tensor(0.5)
     mine, other = (
         GuidedVelocity(Sd3Transformer(pipeline.transformer), cache.rows([prompt])) for prompt in (PROMPT, OTHER_PROMPT)
     )
@@ -428,18 +240,6 @@ def _flops(work: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-def _noise(pipeline: Any, rows: int) -> Tensor:
-    config = pipeline.transformer.config
-    shape = (rows, config.in_channels, config.sample_size, config.sample_size)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(pipeline.device)
-
-
-def _sigmas(pipeline: Any, steps: int) -> Tensor:
-    pipeline.scheduler.set_timesteps(steps)
-    sigmas: Tensor = pipeline.scheduler.sigmas
-    return sigmas
-
-
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_inference_steps": options["steps"],
@@ -459,6 +259,3 @@ ROLLOUTS = {
     "shared": _rollout_shared,
 }
 """Ways to sample a group."""
-
-RECIPES = {"flow-grpo": _trajectory_passes, "flow-grpo-fast": _trajectory_passes, "awm": _matching_passes}
-"""Recipes whose passes are timed."""

@@ -18,6 +18,9 @@ from mmrl.errors import UserError
 __all__ = ["NAMES", "compare"]
 
 ARMS = "diffusion.bench.arms"
+RECIPE_ARMS = "diffusion.bench.recipes"
+ON_RECIPES = ("recipe_arm", "step_arm")
+"""Arms that lie in the second module."""
 CORPUS = ["a red circle and a blue square", "three green triangles", *map(str, range(10))]
 LATENT_LIMIT = 2e-4
 """Largest difference of sampled latents, whose standard deviation is about 1, after 10 guided steps in float32."""
@@ -97,8 +100,9 @@ class _Work:
 
     def arm(self, name: str, function: str, **changes: Any) -> Arm:
         """An arm whose result lies in a file of its own."""
+        module = RECIPE_ARMS if function in ON_RECIPES else ARMS
         result = str(self.place / f"{function}-{name.replace(' ', '_')}.pt")
-        return Arm(name, f"{ARMS}:{function}", self._common() | {"result": result} | changes)
+        return Arm(name, f"{module}:{function}", self._common() | {"result": result} | changes)
 
     def flops(self, runs: Mapping[str, dict[str, Any]]) -> dict[str, float]:
         """Operations of each arm for one image, from the rows that it counted."""
@@ -288,7 +292,7 @@ def _recipes(work: _Work) -> dict[str, Any]:
         runs,
         ratios={
             "awm for flow-grpo": work.ratio(
-                runs, "flow-grpo", "awm", **({} if work.options.quick else {"minimum": 2.0})
+                runs, "flow-grpo", "awm", **({} if work.options.quick else {"minimum": RECIPE_MINIMUM})
             ),
             "awm for flow-grpo-fast": work.ratio(runs, "flow-grpo-fast", "awm"),
         },

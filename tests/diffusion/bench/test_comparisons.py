@@ -80,7 +80,7 @@ def test_stacked_draws_are_one_call(comparisons):
 
 
 def test_recipe_passes_at_published_sizes_are_those_counted_by_hand(folder):
-    from diffusion.bench.arms import recipe_arm
+    from diffusion.bench.recipes import recipe_arm
 
     options = diffusion.QUICK | {"steps": 10, "rows": 1, "model": str(folder), "device": "cpu", "repetitions": 1}
     rows = {way: recipe_arm(options | {"way": way})["counts"] for way in ("flow-grpo", "flow-grpo-fast", "awm")}
