@@ -8,8 +8,8 @@ reconstructed here:
     R = shape(reward),    A = clip(R - V(x_t, t, c), +-k),    w = f(A),
     L = mean w |v - (noise - x_0)|^2 + alpha mean |v - v_ref|^2,    L_V = mean (V(x_t, t, c) - R)^2.
 
-Each noisy version x_t of an image is a state on its way; all of them return the image's shaped reward. V is asked
-before it has seen the rewards of the step, then trained on them. Until `critic.warmup_updates` only the critic is
+Each noisy version x_t of an image is a state; the return of all of them is the image's shaped reward. V is evaluated
+before it is trained on the rewards of the step. Until `critic.warmup_updates` only the critic is
 trained. The states are re-noised images rather than those of the sampler, which makes any solver usable and ORW-CFM-W2
 the exact special case. With a deterministic sampler the value of a state is decided by the start noise, so a critic can
 only average (a baseline a prompt and time) and discount what it cannot predict: expect little over a group baseline.
@@ -206,5 +206,5 @@ def _explained(returns: Tensor, values: Tensor, mask: Tensor) -> float:
     """Share of the returns' variance (B, T) that the values explain, over the trained decisions."""
     target, found = returns[mask > 0], values[mask > 0]
     variance = float(target.var(correction=0)) if len(target) else 0.0
-    missed = float((target - found).var(correction=0)) if len(target) else 0.0
-    return 1 - missed / variance if variance > 0 else 0.0
+    unexplained = float((target - found).var(correction=0)) if len(target) else 0.0
+    return 1 - unexplained / variance if variance > 0 else 0.0

@@ -89,7 +89,7 @@ class TextRows:
 
 @dataclass
 class EmbeddingCounts:
-    """What a `PromptEmbeddings` has done so far."""
+    """Counts of a `PromptEmbeddings` so far."""
 
     encoded: int = 0
     """Prompts that went through the text encoders."""

@@ -1,4 +1,4 @@
-"""Prompts to draw images for, with what the rewards need to know about them."""
+"""Prompts to draw images for, with the columns that rewards read."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Embedding(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a tokenizer drops of a prompt."""
+    """The end of a prompt that a tokenizer drops."""
 
     tokenizer: str
     """Name of the tokenizer in the pipeline."""
@@ -102,7 +102,7 @@ class TextEncoders:
         return Embedding(tokens[0], pooled[0])
 
     def cuts(self, prompt: str) -> list[Cut]:
-        """What diffusers drops of a prompt, with no more than a warning.
+        """Find the ends of a prompt that diffusers would drop with only a warning.
 
         Args:
             prompt: the prompt.

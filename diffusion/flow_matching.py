@@ -83,7 +83,7 @@ def matching_trainer() -> TrainerConfig:
 def check_matching(trainer: TrainerConfig) -> None:
     """Refuse old log-probs of the sampler, which has none; raises ValueError."""
     if trainer.old_logp != "recompute":
-        raise ValueError("trainer.old_logp must be 'recompute'; the sampler knows no likelihood of noisy versions")
+        raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ LOWEST_UNIFORM_TIME = 0.2
 
 
 @dataclass(frozen=True)
-class _Draws:
-    """What a time sampler sees."""
+class _TimeOptions:
+    """Arguments of a time sampler."""
 
     draws: int
     count: int
@@ -48,7 +48,7 @@ class _Draws:
 
 
 def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber", power: float = 0.25) -> Tensor:
-    """Turn matching errors into what takes the place of a log-probability in AWM.
+    """Turn matching errors into the pseudo log-likelihoods that AWM uses as log-probabilities.
 
     With l = error, t = sigma, e = 1e-10 and p = power:
 
@@ -125,7 +125,7 @@ def sample_times(
         raise UserError(f"there is no time sampler '{kind}'; available: {', '.join(TIME_SAMPLERS)}")
     if draws < 1 or count < 1:
         raise UserError(f"draws={draws} and count={count}; both must be at least 1")
-    return TIME_SAMPLERS[kind](_Draws(draws, count, generator, grid, fraction, shift))
+    return TIME_SAMPLERS[kind](_TimeOptions(draws, count, generator, grid, fraction, shift))
 
 
 def nft_weight(advantage: Tensor) -> Tensor:
@@ -246,54 +246,56 @@ def _ghuber_weighting(error: Tensor, sigma: Tensor, power: float) -> Tensor:
     return -sigma / power * ((error + ERROR_FLOOR) ** power - ERROR_FLOOR**power)
 
 
-def _discrete(given: _Draws) -> Tensor:
-    return _grid_times(given, given.draws, first=0)
+def _discrete(options: _TimeOptions) -> Tensor:
+    return _grid_times(options, options.draws, first=0)
 
 
-def _discrete_wo_init(given: _Draws) -> Tensor:
-    return _grid_times(given, given.draws, first=1)
+def _discrete_wo_init(options: _TimeOptions) -> Tensor:
+    return _grid_times(options, options.draws, first=1)
 
 
-def _discrete_with_init(given: _Draws) -> Tensor:
-    initial = _usable_grid(given, first=0)[:1]
-    if given.draws == 1:
+def _discrete_with_init(options: _TimeOptions) -> Tensor:
+    initial = _usable_grid(options, first=0)[:1]
+    if options.draws == 1:
         return initial
-    return torch.cat([initial, _grid_times(given, given.draws - 1, first=1)])
+    return torch.cat([initial, _grid_times(options, options.draws - 1, first=1)])
 
 
-def _grid_times(given: _Draws, strata: int, first: int) -> Tensor:
+def _grid_times(options: _TimeOptions, strata: int, first: int) -> Tensor:
     """One index of each stratum of first..int(fraction * S) - 1; strata without an index take the nearest below."""
-    times = _usable_grid(given, first)
-    device = given.generator.device
+    times = _usable_grid(options, first)
+    device = options.generator.device
     edges = torch.arange(strata + 1, device=device) * (len(times) - first) // strata + first
-    offset = torch.rand(strata, generator=given.generator, device=device) * (edges[1:] - edges[:-1])
+    offset = torch.rand(strata, generator=options.generator, device=device) * (edges[1:] - edges[:-1])
     return times.to(device)[edges[:-1] + offset.long()]
 
 
-def _usable_grid(given: _Draws, first: int) -> Tensor:
-    if given.grid is None:
+def _usable_grid(options: _TimeOptions, first: int) -> Tensor:
+    if options.grid is None:
         raise UserError("the discrete time samplers need grid, the times of the sampler; logit_normal needs none")
-    last = int((len(given.grid) - 1) * given.fraction)
-    if not (0 < given.fraction <= 1 and last > first):
+    last = int((len(options.grid) - 1) * options.fraction)
+    if not (0 < options.fraction <= 1 and last > first):
         raise UserError(
-            f"fraction={given.fraction} of a grid of {len(given.grid) - 1} steps leaves no time to draw from; use "
+            f"fraction={options.fraction} of a grid of {len(options.grid) - 1} steps leaves no time to draw from; use "
             "more steps or a fraction nearer to 1"
         )
-    return given.grid[:last].float()
+    return options.grid[:last].float()
 
 
-def _logit_normal(given: _Draws) -> Tensor:
-    device = given.generator.device
-    normal = torch.special.ndtri(stratified(given.draws, 1, given.generator)[:, 0])
-    times = shift_sigmas(normal.sigmoid(), given.shift).clamp(min=LOWEST_TIME)
-    return times[torch.randperm(given.draws, generator=given.generator, device=device)]
+def _logit_normal(options: _TimeOptions) -> Tensor:
+    device = options.generator.device
+    normal = torch.special.ndtri(stratified(options.draws, 1, options.generator)[:, 0])
+    times = shift_sigmas(normal.sigmoid(), options.shift).clamp(min=LOWEST_TIME)
+    return times[torch.randperm(options.draws, generator=options.generator, device=device)]
 
 
-def _uniform(given: _Draws) -> Tensor:
-    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * stratified(given.draws, given.count, given.generator)
-    device = given.generator.device
-    order = torch.rand(given.draws, given.count, generator=given.generator, device=device).argsort(0)
-    return shift_sigmas(times.gather(0, order), given.shift)
+def _uniform(options: _TimeOptions) -> Tensor:
+    times = LOWEST_UNIFORM_TIME + (1 - LOWEST_UNIFORM_TIME) * stratified(
+        options.draws, options.count, options.generator
+    )
+    device = options.generator.device
+    order = torch.rand(options.draws, options.count, generator=options.generator, device=device).argsort(0)
+    return shift_sigmas(times.gather(0, order), options.shift)
 
 
 def _elbo_weight(sigma: Tensor) -> Tensor:
@@ -308,7 +310,7 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "ghuber": _ghuber_weighting,
 }
 
-TIME_SAMPLERS: dict[str, Callable[[_Draws], Tensor]] = {
+TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
     "discrete": _discrete,
     "discrete_wo_init": _discrete_wo_init,
     "discrete_with_init": _discrete_with_init,

@@ -6,7 +6,7 @@ to the start model keeps the policy from collapsing onto the best image:
     L = mean w |v - (noise - x_0)|^2 + alpha mean |v - v_ref|^2,    w = exp(tau R).
 
 W_2^2(p, p_ref) is at most e^{2L} times the integral of E |v - v_ref|^2 over time for L-Lipschitz velocities, which is
-what the second term bounds. The paper's time runs from noise to image; here it runs the other way.
+what the second term bounds. The paper's time runs from noise to image; here it runs from image to noise.
 
 Faithful defaults: tau 0.5, alpha 1, raw rewards, no normalisation; `last_policy` is refreshed every `refresh_every`
 steps (10 000 in the public CIFAR script, 1 here). With tau times the range of R far below 1 all weights are nearly

@@ -50,7 +50,7 @@ class DiffusionPolicy(nn.Module):
 
     Args:
         pipeline: Stable Diffusion 3 or FLUX pipeline, frozen, as `load_pipeline` gives it; its transformer is trained.
-        config: how; its path is only noted in what is saved.
+        config: how it is trained; the path is only recorded beside saved weights.
         seed: seed of the adapters' random half; the other half starts at zero, so the policy is the pipeline at first.
             The global generator is left alone.
 
@@ -237,7 +237,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
 
 
 class _Start(NamedTuple):
-    """Where a policy begins."""
+    """Pipeline and weights that a policy starts from."""
 
     pipeline: Any
     """Pipeline with the transformer that adapters go on top of."""
@@ -269,7 +269,7 @@ def _find_start(path: str, dtype: torch.dtype) -> _Start:
 
 
 def _base(policy: DiffusionPolicy) -> dict[str, Any]:
-    """What the saved weights belong to."""
+    """Pipeline, transformer and adapter that saved weights need."""
     lora = policy.config.lora
     base: dict[str, Any] = {
         "path": policy.base_path,

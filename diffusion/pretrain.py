@@ -1,4 +1,4 @@
-"""Flow matching on captioned images: how a tiny pipeline learns to draw before it is improved with rewards.
+"""Flow matching on captioned images: the supervised start of a tiny pipeline before it is trained with rewards.
 
     L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
 

@@ -1,4 +1,4 @@
-"""What every diffusion recipe shares: prompts, images, rewards, held-out evaluation, and the count of what it cost.
+"""What every diffusion recipe shares: prompts, images, rewards, held-out evaluation and cost metrics.
 
 A method supplies the process whose decisions are trained, `Trajectories` (denoising, a log-density for each step) or
 `FlowMatching` (noisy versions of the finished images), and what its paper changes: advantages, scores or the loss.
@@ -168,7 +168,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             return self.estimate(rollouts, accelerator)
         total = torch.zeros_like(rollouts.mask)
         for reward in self.config.rewards:
-            # where a term does not apply it is NaN: no reward of 0, which would move the others' mean and deviation
+            # NaN where a term does not apply; a reward of 0 would change the mean and deviation of the others
             values = torch.where(rollouts.scored, rollouts.reward_terms[reward.name], torch.nan)
             part = self.estimate(rollouts.replace(reward=values), accelerator).advantage
             assert part is not None
@@ -222,7 +222,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         return found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Skipped prompts, reward errors so far, and what the run has cost."""
+        """Skipped prompts, reward errors and cost of the run so far."""
         return {
             "data/skipped": float(sum(self.skipped.values())),
             **{f"cost/{name}": float(value) for name, value in self.policy.cost.items()},
@@ -283,7 +283,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         LOGGER.info("text encoders freed: %.0f MB", embeddings.free_encoders() / 1e6)
 
     def prompts_of(self, task: Any) -> list[str]:
-        """Texts that a training or evaluation task can ask for."""
+        """Prompts that a training or evaluation task needs."""
         return [task.prompt]
 
     def _load(self, data: PromptConfig, key: str) -> LoadedPrompts:

@@ -85,7 +85,7 @@ class SamplerConfig:
 
 @dataclass
 class Trajectory:
-    """Denoising runs, with what is needed to score their trained steps again."""
+    """Denoising runs, with the states and times at which their trained steps are evaluated again."""
 
     latents: Tensor
     """x_0 (B, C, H, W)."""

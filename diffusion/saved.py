@@ -31,7 +31,7 @@ ADAPTER = "default"
 
 
 def read_base(file: Path) -> dict[str, Any]:
-    """What the saved weights of a folder belong to; raises UserError where the file is damaged."""
+    """Read which base pipeline the saved weights of a folder belong to; raises UserError where the file is damaged."""
     try:
         saved = dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -98,7 +98,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def read_transformer(transformer: Any, folder: Path) -> dict[str, Tensor]:
-    """Weights of a transformer folder, through diffusers, which knows sharded files."""
+    """Weights of a transformer folder, through diffusers, which reads sharded files."""
     with quiet_diffusers():
         saved, report = type(transformer).from_pretrained(
             folder, torch_dtype=transformer.dtype, local_files_only=True, output_loading_info=True

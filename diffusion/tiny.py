@@ -151,8 +151,8 @@ def build_tiny_sd3(
         autoencoder: one that is ready, such as a `PatchAutoencoder`; None is a random AutoencoderKL.
 
     Returns:
-        The folder, which `StableDiffusion3Pipeline.from_pretrained` loads; without a T5 encoder only when it is told
-        `text_encoder_3=None, tokenizer_3=None`, as with a released folder without one.
+        The folder, which `StableDiffusion3Pipeline.from_pretrained` loads; without a T5 encoder it needs
+        `text_encoder_3=None, tokenizer_3=None`, as a released folder without one does.
 
     Raises:
         UserError: sizes that do not fit together.

@@ -130,7 +130,7 @@ class Trajectories:
         """Whether the two halves of guidance go through the model in one call.
 
         In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
-        the two ways round differently, by more than a clip range of 1e-4.
+        rounding makes the two differ by more than a clip range of 1e-4.
         """
         return not (self._low_precision and self.step.detach_negative)
 
