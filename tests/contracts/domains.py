@@ -179,6 +179,6 @@ def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
 
 DOMAINS = {
     "vlm": Domain("vlm", "mmrl.vlm.recipe", _vlm),
-    "diffusion": Domain("flow_grpo", "diffusion.recipe", _diffusion, needs=("diffusers",)),
+    "diffusion": Domain("flow_grpo", "diffusion.settings", _diffusion, needs=("diffusers",)),
     "robotics": Domain("robot_grpo", "robotics.vla.recipe", _robotics),
 }
