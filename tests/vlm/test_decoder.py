@@ -14,6 +14,7 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prefix import Prefix
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
+from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import make_rollouts, ragged_tasks
 
 STEPS = 10
@@ -86,7 +87,7 @@ def test_same_tokens_and_log_probs_as_through_the_modules(sharp, group, monkeypa
     monkeypatch.setattr(lean_weights, "BLOCK", 16)  # 8 rows take the blocks, 4 and 16 do not
     lean, modules = draw_both(sharp, group)
     assert torch.equal(lean.response_ids, modules.response_ids)
-    assert (lean.logp - modules.logp).abs().max() < 5e-6  # float32 numbers near -8 are 1e-6 apart
+    assert_equal_up_to_rounding(lean.logp, modules.logp)
 
 
 def test_recorded_log_probs_are_those_of_scoring(sharp):
@@ -163,7 +164,7 @@ def test_a_changed_weight_is_seen(sharp):
             layer.mlp.down_proj.weight.mul_(1.5)
     after, modules = draw_both(sharp)
     assert torch.equal(after.response_ids, modules.response_ids)
-    assert (after.logp - modules.logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(after.logp, modules.logp)
     assert not torch.equal(before.response_ids, after.response_ids)
 
 
@@ -185,7 +186,7 @@ def test_adapters_on_and_off(adapted):
         with context:
             lean, modules = draw_both(adapted)
         assert torch.equal(lean.response_ids, modules.response_ids)
-        assert (lean.logp - modules.logp).abs().max() < 5e-6
+        assert_equal_up_to_rounding(lean.logp, modules.logp)
         drawn.append(lean)
     assert not torch.equal(drawn[0].response_ids, drawn[1].response_ids)
 
@@ -231,14 +232,14 @@ def test_biases_everywhere_in_attention(tiny_folders):
             linear.bias = torch.nn.Parameter(torch.randn(linear.out_features))
     lean, modules = draw_both(policy)
     assert torch.equal(lean.response_ids, modules.response_ids)
-    assert (lean.logp - modules.logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(lean.logp, modules.logp)
 
 
 def test_a_scaled_rotation_is_respected(sharp):
     sharp.network.model.language_model.rotary_emb.attention_scaling = 1.3
     lean, modules = draw_both(sharp)
     assert torch.equal(lean.response_ids, modules.response_ids)
-    assert (lean.logp - modules.logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(lean.logp, modules.logp)
 
 
 @pytest.mark.parametrize("rows", [4, 5, 8, 15, 16])

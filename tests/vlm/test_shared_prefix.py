@@ -13,6 +13,7 @@ from mmrl.vlm.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
+from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_task, ragged_tasks
 
 CPU = KERNELS["cpu"]
@@ -89,7 +90,7 @@ def test_logp_and_gradients_are_those_of_flat_rows(family, folder, sampled, vari
     assert not flat.shares_prefix
     logp, gradient = backward(shared, [(rollouts, weights(rollouts))])
     expected_logp, expected = backward(flat, [(rollouts, weights(rollouts))])
-    assert (logp - expected_logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(logp, expected_logp)
     assert relative(gradient, expected) < 1e-5
 
 
@@ -152,7 +153,7 @@ def test_micro_batches_share_the_prompt_of_their_group(folder, sampled, family, 
     with torch.no_grad(), policy.prefixes.open():
         logp = [policy(part, temperature=0.7).logp for part, _ in parts]
     padded = [torch.nn.functional.pad(part, (0, expected_logp.shape[1] - part.shape[1])) for part in logp]
-    assert (torch.cat(padded) - expected_logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(torch.cat(padded), expected_logp)
 
 
 def test_rows_need_not_be_in_the_order_of_their_groups(folder, sampled, family):
@@ -161,7 +162,7 @@ def test_rows_need_not_be_in_the_order_of_their_groups(folder, sampled, family):
     order = torch.randperm(rollouts.num_rows, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         whole, mixed = policy(rollouts).logp, policy(rollouts.select(order)).logp
-    assert (mixed - whole[order]).abs().max() < 5e-6
+    assert_equal_up_to_rounding(mixed, whole[order])
 
 
 def test_responses_of_one_token_need_no_pass_of_their_own(folder, sampled, family):
@@ -170,7 +171,7 @@ def test_responses_of_one_token_need_no_pass_of_their_own(folder, sampled, famil
     shared, flat = load(folder), load(folder, shared_prefix=False)
     logp, gradient = backward(shared, [(short, weights(short))])
     expected_logp, expected = backward(flat, [(short, weights(short))])
-    assert (logp - expected_logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(logp, expected_logp)
     assert relative(gradient, expected) < 1e-5
 
 
@@ -178,7 +179,7 @@ def test_groups_may_differ_in_size(folder, sampled, family):
     rows = sampled[family].select(torch.tensor([0, 3, 4, 5, 9, 11]))
     shared, flat = load(folder), load(folder, shared_prefix=False)
     (logp, gradient), (expected_logp, expected) = (backward(p, [(rows, weights(rows))]) for p in (shared, flat))
-    assert (logp - expected_logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(logp, expected_logp)
     assert relative(gradient, expected) < 1e-5
 
 
@@ -200,7 +201,7 @@ def test_kept_prefixes_serve_until_the_weights_change(folder, sampled, family):
     hook = policy.network.model.visual.register_forward_hook(lambda *_: passes.append(1))
     policy.prefixes.keep(prompts, policy.encode_prefix(prompts))
     with torch.no_grad():
-        assert (policy(rollouts, temperature=0.7).logp - fresh).abs().max() < 5e-6
+        assert_equal_up_to_rounding(policy(rollouts, temperature=0.7).logp, fresh)
     _, gradient = backward(policy, [(rollouts, weights(rollouts))])
     assert len(passes) == 1
     assert relative(gradient, expected) < 1e-5
@@ -245,7 +246,7 @@ def test_no_more_is_kept_than_there_is_room_for(folder, sampled, family, monkeyp
         policy.prefixes.get(prompts[1:3], "original")
         assert read == [2]
         monkeypatch.undo()
-        assert (policy(sampled[family]).logp - expected).abs().max() < 5e-6
+        assert_equal_up_to_rounding(policy(sampled[family]).logp, expected)
 
 
 def test_some_of_the_kept_prompts_can_be_taken(folder, sampled, family):
@@ -257,7 +258,7 @@ def test_some_of_the_kept_prompts_can_be_taken(folder, sampled, family):
         expected = policy(some).logp
         policy.prefixes.keep(prompts[:2], policy.encode_prefix(prompts[:2]))
         policy.prefixes.keep(prompts[2:], policy.encode_prefix(prompts[2:]))
-        assert (policy(some).logp - expected).abs().max() < 5e-6
+        assert_equal_up_to_rounding(policy(some).logp, expected)
 
 
 @pytest.mark.parametrize(
@@ -316,5 +317,5 @@ def test_a_prompt_of_one_group_is_packed_as_it_is(folder, family):
     policy, flat = load(folder), load(folder, shared_prefix=False)
     rollouts = draw(policy, [make_task("one", "Sum?", [(64, 96)])], group=4)
     (logp, gradient), (expected_logp, expected) = (backward(p, [(rollouts, weights(rollouts))]) for p in (policy, flat))
-    assert (logp - expected_logp).abs().max() < 5e-6
+    assert_equal_up_to_rounding(logp, expected_logp)
     assert relative(gradient, expected) < 1e-5
