@@ -5,7 +5,7 @@ from torch import Tensor
 
 ULPS = 2**5
 """Units in the last place of the largest number: sums of some hundred terms, layer after layer, whose order depends on
-the batch, the kernel and the CPU. A mistake such as a wrong position or a missing adapter is larger by a factor of 100."""
+the batch, the kernel and the CPU. A mistake such as a wrong position or a missing adapter is 100 times larger."""
 
 
 def assert_equal_up_to_rounding(found: Tensor, expected: Tensor) -> None:
