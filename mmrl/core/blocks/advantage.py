@@ -29,6 +29,8 @@ __all__ = [
     "leave_one_out",
 ]
 
+SINGLETONS = ("zero", "keep")
+
 
 def group_mean_std(
     reward: Tensor, group: Tensor, *, ddof: int = 1, eps: float = 1e-6, valid: Tensor | None = None
@@ -97,94 +99,70 @@ class Advantage(Block):
 
 
 @dataclass(frozen=True)
-class GroupBaseline(Advantage):
-    """An estimator that compares the rows of a group and gives each row one number."""
-
-    needs = frozenset({"samples"})
-    singleton: str = choice("zero", ("zero", "keep"))
-    """A group with one scored row gets: "zero" advantage 0, "keep" its raw reward (verl)."""
-
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
-        usual = self.per_row(rollouts.reward, rollouts.group, rollouts.scored)
-        if self.singleton == "keep":
-            several = group_count(rollouts.group, rollouts.scored) > 1
-            usual = torch.where(several, usual, self.alone(rollouts.reward))
-        return torch.where(rollouts.loss_mask > 0, usual.detach()[:, None], 0.0)
-
-    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """Advantage of each row (B,)."""
-        raise NotImplementedError
-
-    def alone(self, reward: Tensor) -> Tensor:
-        """Advantage of rows that are alone in their group, with singleton "keep"."""
-        return reward
-
-    def formula(self) -> str:
-        """See `Block`."""
-        kept = "0" if self.singleton == "zero" else "its raw reward"
-        return f"A_it = {self.rule()}; a group with one scored row gets {kept}"
-
-    def rule(self) -> str:
-        """Right-hand side of the formula."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class GroupMeanStd(GroupBaseline):
-    """Reward minus group mean, over the group's standard deviation; see `group_mean_std`."""
+class GroupMeanStd(Advantage):
+    """See `group_mean_std`."""
 
     kind = "group_mean_std"
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", SINGLETONS)
+    """A group with one scored row gets: "zero" advantage 0, "keep" its raw reward (verl)."""
     ddof: int = choice(1, (0, 1))
     """1 divides the variance by n - 1 (DeepSeekMath, verl, TRL), 0 by n."""
     eps: float = bounded(1e-6, at_least=0)
     """Added to the standard deviation (verl 1e-6; TRL, Flow-GRPO 1e-4)."""
 
-    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """See `group_mean_std`."""
-        return group_mean_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`; alone in its group, a reward is divided by a standard deviation of 1."""
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        usual = group_mean_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
+        return _spread(usual, rollouts, self.singleton, alone=reward / (1.0 + self.eps))
 
-    def alone(self, reward: Tensor) -> Tensor:
-        """The standard deviation of one reward counts as 1."""
-        return reward / (1.0 + self.eps)
-
-    def rule(self) -> str:
-        """See `GroupBaseline`."""
-        return f"(R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof {self.ddof}"
+    def formula(self) -> str:
+        """See `Block`."""
+        rule = f"(R_i - mean_g R) / (std_g R + {self.eps:g}), std with ddof {self.ddof}"
+        return _group_formula(rule, self.singleton)
 
 
 @dataclass(frozen=True)
-class GroupMean(GroupBaseline):
-    """Reward minus group mean; see `group_mean`."""
+class GroupMean(Advantage):
+    """See `group_mean`."""
 
     kind = "group_mean"
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", SINGLETONS)
+    """As in `GroupMeanStd`."""
 
-    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """See `group_mean`."""
-        return group_mean(reward, group, valid=valid)
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
+        return _spread(usual, rollouts, self.singleton)
 
-    def rule(self) -> str:
-        """See `GroupBaseline`."""
-        return "R_i - mean_g R"
+    def formula(self) -> str:
+        """See `Block`."""
+        return _group_formula("R_i - mean_g R", self.singleton)
 
 
 @dataclass(frozen=True)
-class LeaveOneOut(GroupBaseline):
-    """Reward minus the mean of the group's other rows; see `leave_one_out`."""
+class LeaveOneOut(Advantage):
+    """See `leave_one_out`."""
 
     kind = "leave_one_out"
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", SINGLETONS)
+    """As in `GroupMeanStd`."""
 
-    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """See `leave_one_out`."""
-        return leave_one_out(reward, group, valid=valid)
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        usual = leave_one_out(rollouts.reward, rollouts.group, valid=rollouts.scored)
+        return _spread(usual, rollouts, self.singleton)
 
-    def rule(self) -> str:
-        """See `GroupBaseline`."""
-        return "R_i - mean of the other rows of the group"
+    def formula(self) -> str:
+        """See `Block`."""
+        return _group_formula("R_i - mean of the other rows of the group", self.singleton)
 
 
 @dataclass(frozen=True)
-class GroupMeanBatchStd(GroupMean):
+class GroupMeanBatchStd(Advantage):
     """Reward minus group mean, whitened over all trained decisions.
 
     The whitening subtracts the mean over decisions, so groups with equal rewards come out near 0 but not at 0 when rows
@@ -195,31 +173,52 @@ class GroupMeanBatchStd(GroupMean):
     """
 
     kind = "group_mean_batch_std"
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", SINGLETONS)
+    """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        return masked_whiten(super().__call__(rollouts), rollouts.loss_mask)
+        usual = group_mean(rollouts.reward, rollouts.group, valid=rollouts.scored)
+        return masked_whiten(_spread(usual, rollouts, self.singleton), rollouts.loss_mask)
 
-    def rule(self) -> str:
-        """See `GroupBaseline`."""
-        return "whiten_batch(R_i - mean_g R)"
+    def formula(self) -> str:
+        """See `Block`."""
+        return _group_formula("whiten_batch(R_i - mean_g R)", self.singleton)
 
 
 @dataclass(frozen=True)
-class GroupMeanGlobalStd(GroupBaseline):
-    """Reward minus group mean, over the standard deviation of all rewards; see `group_mean_global_std`."""
+class GroupMeanGlobalStd(Advantage):
+    """See `group_mean_global_std`."""
 
     kind = "group_mean_global_std"
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", SINGLETONS)
+    """As in `GroupMeanStd`."""
     eps: float = bounded(1e-6, at_least=0)
     """Added to the standard deviation (Flow-GRPO 1e-4)."""
 
-    def per_row(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """See `group_mean_global_std`."""
-        return group_mean_global_std(reward, group, eps=self.eps, valid=valid)
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        usual = group_mean_global_std(rollouts.reward, rollouts.group, eps=self.eps, valid=rollouts.scored)
+        return _spread(usual, rollouts, self.singleton)
 
-    def rule(self) -> str:
-        """See `GroupBaseline`."""
-        return f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof 0"
+    def formula(self) -> str:
+        """See `Block`."""
+        return _group_formula(f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof 0", self.singleton)
+
+
+def _spread(usual: Tensor, rollouts: Rollouts, singleton: str, alone: Tensor | None = None) -> Tensor:
+    """One number a row (B,) at its trained decisions (B, T); `alone` is for rows alone in their group."""
+    if singleton == "keep":
+        several = group_count(rollouts.group, rollouts.scored) > 1
+        usual = torch.where(several, usual, rollouts.reward if alone is None else alone)
+    return torch.where(rollouts.loss_mask > 0, usual.detach()[:, None], 0.0)
+
+
+def _group_formula(rule: str, singleton: str) -> str:
+    kept = "0" if singleton == "zero" else "its raw reward"
+    return f"A_it = {rule}; a group with one scored row gets {kept}"
 
 
 def _all_rows(reward: Tensor, valid: Tensor | None) -> Tensor:

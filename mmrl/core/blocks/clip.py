@@ -107,68 +107,62 @@ class Clip(Block):
         yield from ()
 
 
-@dataclass(frozen=True)
-class BoundedClip(Clip):
-    """A rule that bounds the ratio from both sides."""
+def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | None = None) -> dict[str, Tensor]:
+    """Where the bounds act (B, T); with advantages `signed`, only where they also stop the gradient."""
+    ratio = ratio.detach()
+    below, above = ratio < 1.0 - low, ratio > 1.0 + high
+    if signed is not None:
+        below, above = below & (signed < 0), above & (signed > 0)
+    return {
+        "policy/clip_fraction_low": below.to(ratio.dtype),
+        "policy/clip_fraction_high": above.to(ratio.dtype),
+    }
 
+
+@dataclass(frozen=True)
+class PpoClip(Clip):
+    """Clipped surrogate with an optional dual clip; see `clipped_loss`."""
+
+    kind = "ppo_clip"
     low: float = bounded(0.2, at_least=0, at_most=1)
     """The ratio is bounded below by 1 - low."""
     high: float = bounded(0.2, at_least=0)
     """The ratio is bounded above by 1 + high."""
-
-    def indicators(self, ratio: Tensor, signed: Tensor | None = None) -> dict[str, Tensor]:
-        """Where the bounds act (B, T); with advantages `signed`, only where they also stop the gradient."""
-        ratio = ratio.detach()
-        low, high = ratio < 1.0 - self.low, ratio > 1.0 + self.high
-        if signed is not None:
-            low, high = low & (signed < 0), high & (signed > 0)
-        return {
-            "policy/clip_fraction_low": low.to(ratio.dtype),
-            "policy/clip_fraction_high": high.to(ratio.dtype),
-        }
-
-    @property
-    def bounds(self) -> str:
-        """The bounds as text."""
-        return f"{1 - self.low:g}, {1 + self.high:g}"
-
-
-@dataclass(frozen=True)
-class PpoClip(BoundedClip):
-    """Clipped surrogate with an optional dual clip; see `clipped_loss`."""
-
-    kind = "ppo_clip"
     dual: float | None = bounded(None, above=1)
     """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
         """See `Clip`."""
         loss = clipped_loss(log_ratio, advantage, self.low, self.high, self.dual)
-        return loss, self.indicators(log_ratio.exp(), signed=advantage.detach())
+        return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
 
     def formula(self) -> str:
         """See `Block`."""
-        clipped = f"max(-A_it r_it, -A_it clip(r_it, {self.bounds}))"
+        clipped = f"max(-A_it r_it, -A_it clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
         return clipped if self.dual is None else f"[{clipped}, where A_it < 0 at most -{self.dual:g} A_it]"
 
 
 @dataclass(frozen=True)
-class GspoClip(BoundedClip):
+class GspoClip(Clip):
     """Clipped surrogate on the ratio of a whole row, so that all its decisions are clipped at once.
 
     Source: GSPO, arXiv 2507.18071, eq. 5 (sequence) and 13 (token form).
     """
 
     kind = "gspo"
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """The ratio is bounded below by 1 - low."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
         """See `Clip`."""
         loss = clipped_loss(log_ratio, advantage, self.low, self.high)
-        return loss, self.indicators(log_ratio.exp(), signed=advantage.detach())
+        return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
 
     def formula(self) -> str:
         """See `Block`."""
-        return f"max(-A_it r_it, -A_it clip(r_it, {self.bounds}))"
+        return f"max(-A_it r_it, -A_it clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         """See `Clip`."""
@@ -177,7 +171,7 @@ class GspoClip(BoundedClip):
 
 
 @dataclass(frozen=True)
-class Cispo(BoundedClip):
+class Cispo(Clip):
     """Policy gradient weighted by the clipped, detached ratio: -sg(clip(r)) A logp.
 
     The bounds are relative to 1 as in all other rules. TRL's `epsilon_high` for this loss is the bound itself: its 5.0
@@ -189,16 +183,20 @@ class Cispo(BoundedClip):
     """
 
     kind = "cispo"
+    low: float = bounded(0.2, at_least=0, at_most=1)
+    """The ratio is bounded below by 1 - low."""
+    high: float = bounded(0.2, at_least=0)
+    """The ratio is bounded above by 1 + high."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
         """See `Clip`; the indicators do not depend on the sign of the advantage."""
         ratio = log_ratio.detach().exp()
         bounded_ratio = ratio.clamp(1.0 - self.low, 1.0 + self.high)
-        return -bounded_ratio * advantage.detach() * logp, self.indicators(ratio)
+        return -bounded_ratio * advantage.detach() * logp, clip_indicators(ratio, self.low, self.high)
 
     def formula(self) -> str:
         """See `Block`."""
-        return f"-stopgrad(clip(r_it, {self.bounds})) A_it logp_it"
+        return f"-stopgrad(clip(r_it, {1 - self.low:g}, {1 + self.high:g})) A_it logp_it"
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         """See `Clip`."""

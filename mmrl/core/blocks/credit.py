@@ -77,7 +77,7 @@ class Gae(Advantage):
 
 
 @dataclass(frozen=True)
-class TurnGae(Gae):
+class TurnGae(Advantage):
     """Generalised advantage estimation over turns; see `mmrl.core.returns.gae_over_turns`.
 
     gamma and lambda count turns, and all decisions of a turn share its advantage.
@@ -85,6 +85,10 @@ class TurnGae(Gae):
 
     kind = "gae_turn"
     needs = frozenset({"values", "turns"})
+    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    """Discount per turn."""
+    lam: float = bounded(1.0, at_least=0, at_most=1)
+    """Weight of longer returns, lambda."""
 
     @property
     def level(self) -> str:

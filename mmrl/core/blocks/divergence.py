@@ -137,11 +137,13 @@ class K1StraightThrough(Divergence):
 
 
 @dataclass(frozen=True)
-class K3StraightThrough(K3):
+class K3StraightThrough(Divergence):
     """The value of k3 with the gradient of k2."""
 
     kind = "k3p"
     only_gradient = True
+    clamp: bool = True
+    """As in `K3`."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
         """See `Divergence`."""

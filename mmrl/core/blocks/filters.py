@@ -66,37 +66,27 @@ class DropGroups(GroupFilter):
     high: float | None = None
     """Keep groups whose mean of `key` lies strictly below."""
 
-    def kept(self, rollouts: Rollouts) -> Tensor:
-        """See `GroupFilter`."""
-        return zero_variance_groups(rollouts, self.key, self.low, self.high)
-
     @property
     def reward_key(self) -> str:
         """See `GroupFilter`."""
         return self.key
 
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        """See `GroupFilter`."""
+        return zero_variance_groups(rollouts, self.key, self.low, self.high)
+
     def formula(self) -> str:
         """See `Block`."""
-        rule = f"groups whose {self.key} is the same in all rows"
-        if self.low is not None or self.high is not None:
-            low = "-inf" if self.low is None else f"{self.low:g}"
-            high = "inf" if self.high is None else f"{self.high:g}"
-            rule = f"groups whose mean {self.key} is not strictly between {low} and {high}"
-        return f"{rule} {self.action()}"
-
-    def action(self) -> str:
-        """What happens to the other groups."""
-        return "are dropped"
+        return f"{_rule(self.key, self.low, self.high)} are dropped"
 
     def problems(self, where: str) -> Iterator[str]:
         """See `Block`."""
         yield from super().problems(where)
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            yield f"{where}.low {self.low} must lie below {where}.high {self.high}; no group could be kept."
+        yield from _order_problems(self.low, self.high, where)
 
 
 @dataclass(frozen=True)
-class ResampleGroups(DropGroups):
+class ResampleGroups(GroupFilter):
     """Dynamic sampling: replaces the groups that `DropGroups` drops by sampling further tasks.
 
     Source: DAPO, arXiv 2503.14476, eq. 11; bounds on the mean as in EasyR1 filter_low and filter_high.
@@ -104,6 +94,12 @@ class ResampleGroups(DropGroups):
 
     kind = "resample"
     resamples = True
+    key: str = "reward"
+    """`reward`, or the name of a reward term."""
+    low: float | None = None
+    """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
+    high: float | None = None
+    """Keep groups whose mean of `key` lies strictly below."""
     max_tries: int = bounded(20, at_least=1)
     """Sampling rounds before the step goes on with what there is (EasyR1: 20)."""
 
@@ -112,9 +108,35 @@ class ResampleGroups(DropGroups):
         """See `GroupFilter`."""
         return self.max_tries
 
-    def action(self) -> str:
-        """See `DropGroups`."""
-        return "are replaced by sampling further tasks"
+    @property
+    def reward_key(self) -> str:
+        """See `GroupFilter`."""
+        return self.key
+
+    def kept(self, rollouts: Rollouts) -> Tensor:
+        """See `GroupFilter`."""
+        return zero_variance_groups(rollouts, self.key, self.low, self.high)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"{_rule(self.key, self.low, self.high)} are replaced by sampling further tasks"
+
+    def problems(self, where: str) -> Iterator[str]:
+        """See `Block`."""
+        yield from super().problems(where)
+        yield from _order_problems(self.low, self.high, where)
+
+
+def _rule(key: str, low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return f"groups whose {key} is the same in all rows"
+    shown = ("-inf" if low is None else f"{low:g}", "inf" if high is None else f"{high:g}")
+    return f"groups whose mean {key} is not strictly between {shown[0]} and {shown[1]}"
+
+
+def _order_problems(low: float | None, high: float | None, where: str) -> Iterator[str]:
+    if low is not None and high is not None and low >= high:
+        yield f"{where}.low {low} must lie below {where}.high {high}; no group could be kept."
 
 
 FILTERS: dict[str, type[GroupFilter]] = {block.kind: block for block in (KeepAll, DropGroups, ResampleGroups)}
