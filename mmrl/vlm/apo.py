@@ -8,8 +8,8 @@ Positive and negative samples are treated differently inside GRPO:
   one by delta tokens is multiplied by 1 + (1 - base^-delta).
 
 The policy term is a token mean, the KL (k3, unclamped) a mean of per-sample means, as in the code. Difference from
-the code: correctness is the reward term named by `accuracy_reward`, not the truncated total reward. With the published base
-1.00001 STCR is almost inert (1000 tokens too long multiply by 1.00995); `apo/length_multiplier_mean` shows it.
+the code: correctness is the reward term named by `accuracy_reward`, not the truncated total reward. With the published
+base 1.00001 STCR is almost inert (1000 tokens too long multiply by 1.00995); `apo/length_multiplier_mean` shows it.
 Defaults follow examples/scripts/train_grpo.sh: clip 0.2, KL 1e-3, std epsilon 1e-9.
 """
 
