@@ -43,9 +43,11 @@ def run(pool, names, timeout_s=20.0, **options):
 
 
 def is_gone(pid):
+    """Whether the process ended with all its threads: its first thread may be a zombie while others still end."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 

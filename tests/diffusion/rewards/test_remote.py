@@ -108,7 +108,7 @@ def test_a_failure_costs_its_own_row_only(server):
     rewards = RewardSum([RewardConfig("judge", options={"url": url})], functions={"judge": unified_reward})
     result = rewards.score(["a", "b", "c"], pictures(3), {})
     assert result.total == [0.8, pytest.approx(float("nan"), nan_ok=True), 0.6]
-    assert result.errors == {"heldout/raised": 1}
+    assert result.errors == {"judge/raised": 1}
 
 
 def test_wrong_options_are_named():
