@@ -322,7 +322,7 @@ def test_the_search_in_blocks_is_that_of_the_whole_distribution_function(size):
 
 
 @pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.5}])
-def test_the_kept_mass_is_that_of_the_tokens_that_can_be_drawn(options):
+def test_the_nucleus_mass_is_that_of_the_tokens_that_can_be_drawn(options):
     logp = peaked(3, 300, seed=1)
     uniforms = torch.linspace(0, 1, 4001)[:-1]
     for row in logp:
@@ -344,7 +344,7 @@ def test_a_token_without_probability_is_never_chosen():
     assert set(token.tolist()) <= {1, 3}
 
 
-def test_kept_mass_is_recorded(policy):
+def test_nucleus_mass_is_recorded(policy):
     samples = run(policy, top_k=5)
     drawn = samples.mask.bool()
     assert (samples.nucleus_mass[~drawn] == 1).all()

@@ -47,11 +47,6 @@ class AdvantageScaling(Block):
             advantage = advantage.clamp(-self.clip, self.clip)
         return advantage * self.scale
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether the advantages stay as they are."""
-        return self == AdvantageScaling()
-
     def needed_turns(self) -> frozenset[str]:
         """What whitening needs."""
         return frozenset({"turns"}) if self.whiten == "turns" else frozenset()
