@@ -1,7 +1,8 @@
 """The `mmrl` command: reads the arguments, runs one of `mmrl.commands`, turns errors into exit codes.
 
-Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 130 interrupted. Nothing heavy is imported
-before a command runs, so that `mmrl --help` answers at once.
+Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 130 interrupted. An exception that nothing expected
+is a failed run too: one line, and the traceback in a file. Nothing heavy is imported before a command runs, so that
+`mmrl --help` answers at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 from mmrl.commands import COMMANDS, is_first_process, say
+from mmrl.crash import describe_crash
 from mmrl.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace()
     try:
         args = _parse(arguments)
         _quieten_libraries()
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         return _complain(f"interrupted; {_how_to_continue(arguments)}", code=130)
+    except Exception as error:
+        return _complain(f"run failed: {describe_crash(error, arguments, getattr(args, 'run_dir', None))}", code=1)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,7 +144,7 @@ class _LogLines(logging.Handler):
         if record.levelno < logging.WARNING:
             say(text)
         else:
-            sys.stderr.write(f"mmrl: {record.levelname.lower()}: {' '.join(text.split())}\n")
+            say(f"mmrl: {record.levelname.lower()}: {' '.join(text.split())}", sys.stderr)
 
 
 def _show_log() -> None:
@@ -160,7 +165,7 @@ def _how_to_continue(arguments: list[str]) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    sys.stderr.write(f"mmrl: {' '.join(message.split())}\n")
+    say(f"mmrl: {' '.join(message.split())}", sys.stderr)
     return code
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from mmrl.errors import UserError
 
@@ -41,10 +41,13 @@ class Command(NamedTuple):
     """Whether `a.b=c` may stand anywhere among its arguments."""
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, on standard output unless told otherwise; what it cannot show is escaped."""
+    out = stream or sys.stdout
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    # paths that are not UTF-8 and texts of data sets hold lone surrogates, which a strict stream refuses
+    out.write(f"{text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
+    out.flush()
 
 
 def is_first_process() -> bool:
@@ -71,6 +74,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     from mmrl.training.loop.distributed import leave
     from mmrl.training.runs import train
 
+    args.run_dir = Path(config.output_dir)  # where a crash leaves its traceback
+
     if is_first_process():
         say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
     run_dir = train(entry, config, resume=args.resume)
@@ -89,6 +94,7 @@ def evaluate(args: argparse.Namespace) -> int:
     entry, config = load_run(run_dir / "config.yaml" if run_dir else args.target, args.overrides)
     from mmrl.training.runs import evaluate
 
+    args.run_dir = run_dir or Path(config.output_dir)
     if run_dir and not any(text.startswith("output_dir=") for text in args.overrides):
         config.output_dir = str(run_dir)  # the folder may have been moved since it was written
     metrics = evaluate(entry, config, run_dir)
@@ -107,6 +113,7 @@ def _existing_run(folder: Path) -> Path:
 def report(args: argparse.Namespace) -> int:
     """Write report.html of the last run folder; earlier ones are the stages before it."""
     *chain, run_dir = [_existing_run(folder) for folder in args.run_dirs]
+    args.run_dir = run_dir
     from mmrl.training.report.page import write_report
 
     say(f"report: {write_report(run_dir, chain=chain)}")
@@ -122,6 +129,7 @@ def compare(args: argparse.Namespace) -> int:
     from mmrl.training.compare.run import run_experiment
 
     output = args.output or Path("runs") / args.experiment.stem
+    args.run_dir = output
     folder = run_experiment(args.experiment, output, jobs=args.jobs, only_report=args.only_report)
     say(f"comparison: {folder / 'comparison.json'}")
     return 0

@@ -231,10 +231,46 @@ def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkey
     assert one_error_line(capsys).endswith(f"continue with: mmrl compare {experiment} --jobs 2")
 
 
-def test_unexpected_error_keeps_its_traceback(toy_config, recorded_train):
+class _TextlessError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (ZeroDivisionError("a bug\nin two lines \ud800"), "ZeroDivisionError: a bug in two lines"),
+        (MemoryError(), "MemoryError: no message"),
+        (_TextlessError(), "_TextlessError: no message"),
+        (ValueError("x" * 10_000), "ValueError: " + "x" * 300 + "..."),
+    ],
+)
+@pytest.mark.parametrize("place", ["run", "."])
+def test_unexpected_error_is_one_line_and_a_file(
+    place, outcome, message, toy_config, recorded_train, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / place).mkdir(exist_ok=True)
+    recorded_train.outcome = outcome
+    assert main(["train", str(toy_config)]) == 1
+    line = one_error_line(capsys)
+    assert line.startswith(f"mmrl: run failed: {message}")
+    (file,) = (tmp_path / place).glob("mmrl-crash-*.txt")
+    assert line.endswith(f"; traceback in {file}")
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith(f"mmrl train {toy_config}\n")
+    assert "Traceback (most recent call last)" in text
+    assert "in _run_training" in text
+
+
+def test_unexpected_error_where_nothing_can_be_written(toy_config, recorded_train, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise OSError("read-only")
+
     recorded_train.outcome = ZeroDivisionError("a bug")
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        main(["train", str(toy_config)])
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert main(["train", str(toy_config)]) == 1
+    assert one_error_line(capsys).endswith("the traceback could not be written anywhere")
 
 
 def test_user_environment_wins_over_quietness(toy_config, recorded_train, monkeypatch):
