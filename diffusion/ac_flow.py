@@ -39,7 +39,7 @@ from diffusion.payload import DiffusionPayload
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import SCORES, DiffusionConfig
 from diffusion.shaping import RewardShaping, ShapingConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
@@ -80,7 +80,7 @@ class AcFlowConfig(DiffusionConfig):
         super().validate()
         check_matching(self.trainer)
         if self.shaping.kind == "group_z":
-            check_group_size(self.trainer.samples_per_task, make_objective(self.objective))
+            check_group_size(self.trainer.samples_per_task, make_objective(self.objective), SCORES)
         if self.orw.center:
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
         if self.combine != "sum":

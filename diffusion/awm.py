@@ -151,7 +151,7 @@ class AwmRecipe(DiffusionRecipe):
     def loss_terms(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
     ) -> LossTerms:
-        """The distance to the moving average of past policies, which loss/total leaves out."""
+        """The distance to the moving average of past policies."""
         assert isinstance(scores, AwmScores)
         mask = minibatch.loss_mask
         metrics = {"awm/error": mean_metric(scores.error, mask)}
@@ -161,7 +161,7 @@ class AwmRecipe(DiffusionRecipe):
             return LossTerms(metrics=metrics)
         term = self.config.awm.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, denominators)
         metrics["policy/kl_ema"] = mean_metric(scores.kl_ema.detach(), mask)
-        return LossTerms({"loss/kl_ema": term}, metrics, in_total=False)
+        return LossTerms({"loss/kl_ema": term}, metrics)
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""

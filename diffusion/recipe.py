@@ -7,6 +7,7 @@ A method supplies the process whose decisions are trained, `Trajectories` (denoi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from diffusion.policy import DiffusionPolicy, load_policy
 from diffusion.rewards.scoring import load_rewards, score_images
 from diffusion.sampler import text_of
 from diffusion.settings import DiffusionConfig
+from mmrl.core.decoupled import decoupled_advantages
 from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -160,23 +162,15 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         return super().loss_outputs | ({"kl_ref"} if self.objective.needs_reference else set())
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Advantages of the summed reward, or with `combine: gdpo` the weighted sum of each reward's own.
-
-        Source: reward-decoupled normalisation (GDPO), X-GenGroup/Flow-Factory.
-        """
+        """Advantages of the summed reward, or with `combine: gdpo` the normalised sum of each reward's own."""
         if self.config.combine == "sum":
             return self.estimate(rollouts, accelerator)
-        total = torch.zeros_like(rollouts.mask)
-        for reward in self.config.rewards:
-            # NaN where a term does not apply; a reward of 0 would change the mean and deviation of the others
-            values = torch.where(rollouts.scored, rollouts.reward_terms[reward.name], torch.nan)
-            part = self.estimate(rollouts.replace(reward=values), accelerator).advantage
-            assert part is not None
-            total = total + reward.weight * part
-        return rollouts.replace(advantage=total)
+        weights = {reward.name: reward.weight for reward in self.config.rewards}
+        estimate = functools.partial(decoupled_advantages, self.objective, weights=weights)
+        return global_advantages(estimate, rollouts, accelerator)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Advantages of one reward with the objective's estimator, over all processes."""
+        """Advantages of the summed reward with the objective's estimator, over all processes."""
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
     def evaluate(self, policy: DiffusionPolicy, split: str, accelerator: Accelerator) -> Evaluation:

@@ -14,7 +14,7 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 
-__all__ = ["DiffusionConfig", "EvalEmaConfig", "image_trainer"]
+__all__ = ["SCORES", "DiffusionConfig", "EvalEmaConfig", "image_trainer"]
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
@@ -60,7 +60,8 @@ class DiffusionConfig(RunConfig):
     heldout_rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms that are never optimised and always reported beside the others; at least one."""
     combine: str = choice("sum", COMBINATIONS)
-    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, then the sum."""
+    """sum: weighted sum of the rewards, then one advantage; gdpo: an advantage of each reward, their weighted sum
+    normalised over the batch, then the objective's bound and factor."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
     eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)

@@ -119,7 +119,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
         merged = OmegaConf.merge(structured, _without_nulls(schema, values))
         filled = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
-        raise UserError(f"{where}: {_unknown_key(error)}") from error
+        raise UserError(f"{where}: {_unknown_key(error, structured)}") from error
     except MissingMandatoryValue as error:
         raise UserError(f"{where}: '{error.full_key}' must be given") from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
@@ -150,14 +150,19 @@ def _validated(config: Any, where: str) -> Any:
     return config
 
 
-def _unknown_key(error: Any) -> str:
+def _unknown_key(error: Any, structured: Any) -> str:
     """Name the key and the keys that exist beside it, also inside lists and dictionaries."""
+    from omegaconf import OmegaConf
+
     full_key = str(error.full_key)
     parent, _, key = full_key.rpartition(".")
     kind = error.object_type
     known = [item.name for item in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
+    elsewhere = NAMES_ELSEWHERE.get(key)
+    if elsewhere is not None and OmegaConf.select(structured, elsewhere[0]) is not None:
+        hint = f"that is {elsewhere[0]} here{elsewhere[1]}; "
     place = f" under '{parent}'" if parent else ""
     return f"unknown key '{full_key}'; {hint}known keys{place}: {', '.join(known)}"
 
@@ -205,3 +210,20 @@ def _wrong_key(structured: Any, values: Any) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
+    "gradient_accumulation_steps": ("trainer.micro_batch", ", the rows that fit into memory at once"),
+    "per_device_train_batch_size": ("trainer.micro_batch", ", the rows that fit into memory at once"),
+    "num_generations": ("trainer.samples_per_task", ""),
+    "num_iterations": ("trainer.epochs", ""),
+    "max_steps": ("trainer.steps", ""),
+    "max_completion_length": ("sampler.max_new_tokens", ""),
+    "beta": ("objective.kl", ": {kind: k3, coef: ...}"),
+    "epsilon": ("objective.clip", ": {low: ..., high: ...}"),
+    "epsilon_high": ("objective.clip", ": {high: ...}"),
+    "loss_type": ("objective.aggregation", ": {kind: ...}"),
+    "scale_rewards": ("objective.advantage", ": {kind: ...}"),
+    "importance_sampling_level": ("objective.ratio", ": {kind: ...}"),
+}
+"""Options of TRL and transformers that have another name here: the key, and what to add about it."""

@@ -72,9 +72,25 @@ def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
         return RECIPES[name]
     if name.count(":") == 2:
         return _user_recipe(name, where)
-    close = difflib.get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
-    raise UserError(f"{where}: unknown recipe '{name}'; {hint}there are: {', '.join(RECIPES)}, or module:Recipe:Config")
+    raise UserError(
+        f"{where}: unknown recipe '{name}'; {_hint(name)}there are: {', '.join(RECIPES)}, or module:Recipe:Config"
+    )
+
+
+def _hint(name: str) -> str:
+    """The closest recipe, or where the closest objective of the catalogue belongs."""
+    from mmrl.core.catalogue import CATALOGUE  # loads torch, which listing the recipes must not
+
+    close = difflib.get_close_matches(name, [*RECIPES, *CATALOGUE], n=1)
+    if not close:
+        return ""
+    if close[0] in RECIPES:
+        return f"did you mean '{close[0]}'? "
+    meant = "" if close[0] == name else f"did you mean '{close[0]}'? "
+    return (
+        f"{meant}{close[0]} is an objective: use recipe: vlm (robot_grpo for robots) with "
+        f"objective: {{preset: {close[0]}}}; "
+    )
 
 
 def _user_recipe(name: str, where: str) -> RecipeEntry:

@@ -1,4 +1,8 @@
-"""Does the picture show what the caption asks for? GenEval's rules, with the detector of coloured shapes."""
+"""Does the picture show what the caption asks for? Descriptions in GenEval's layout, rules stricter than its own.
+
+GenEval (djghosh13/geneval evaluation/evaluate_images.py) accepts more objects than were asked for and anything else in
+the picture, unless the description excludes it. Here every count is exact and nothing else may be there.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +60,9 @@ def shapes_geneval(
         UserError: no metadata and a prompt that is not a caption of shapes.
         ValueError: a picture of another shape or type.
 
-    Source: GenEval, arXiv 2310.11513; graded as in yifan123/flow_grpo, with two differences: a wrong count never gives
-        less than 0, and the share of asked-for objects among all that are seen is a part of its own.
+    Source: after GenEval, arXiv 2310.11513, but stricter, see the module; graded as in yifan123/flow_grpo, with two
+        differences: a wrong count never gives less than 0, and the share of asked-for objects among all that are seen
+        is a part of its own.
     """
     verdicts = [
         judge_scene(detect(image), wanted["include"], compat=compat)

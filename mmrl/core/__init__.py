@@ -5,6 +5,7 @@ from mmrl.core.blocks.advantage import group_mean, group_mean_global_std, group_
 from mmrl.core.blocks.clip import clipped_loss, policy_loss
 from mmrl.core.blocks.value import value_loss
 from mmrl.core.catalogue import CATALOGUE, get
+from mmrl.core.decoupled import decoupled_advantages
 from mmrl.core.filters import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
 from mmrl.core.groups import group_center, group_std, masked_whiten
 from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs, logprobs_from_logits
@@ -33,6 +34,7 @@ __all__ = [
     "clipped_loss",
     "count",
     "decision_rewards",
+    "decoupled_advantages",
     "drop",
     "entropy_from_logits",
     "entropy_sampled",

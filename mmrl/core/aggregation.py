@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,16 +33,22 @@ class Denominators:
     """Constant divisor a row of "fixed_length"; 0 where that mode is not used."""
     turns: float = 0.0
     """Turns with at least one trained decision; only the value loss of a turn-level critic needs it."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Counts that a recipe's own terms are divided by, by name."""
 
     @staticmethod
     def total(parts: Iterable[Denominators]) -> Denominators:
         """Add the counts of several batches or ranks; the constant length stays."""
         listed = list(parts)
+        others: Counter[str] = Counter()
+        for part in listed:
+            others.update(part.others)
         return Denominators(
             tokens=sum(part.tokens for part in listed),
             rows=sum(part.rows for part in listed),
             length=max((part.length for part in listed), default=0.0),
             turns=sum(part.turns for part in listed),
+            others=dict(others),
         )
 
 

@@ -35,7 +35,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, mask_carry: str =
         rewards: (B, T).
         mask: (B, T) {0, 1}.
         gamma: Discount per trained decision.
-        mask_carry: "skip" carries the sum across decisions with mask 0, "reset" restarts it there (verl).
+        mask_carry: "skip" carries the sum across decisions with mask 0, "reset" restarts it there.
 
     Returns:
         (B, T), 0 where the mask is 0.

@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from mmrl.core.aggregation import Denominators, token_mean
+from mmrl.core.aggregation import Denominators, masked_sum, token_mean
 from mmrl.core.metrics import mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.regularizers import k3
@@ -47,6 +47,7 @@ from mmrl.vlm.task import VlmTask
 __all__ = ["PapoConfig", "PapoRecipe", "PapoSettings", "blacken_patches", "gamma_at", "perception_terms"]
 
 MASKED = "masked"
+CORRECT_TOKENS = "correct_tokens"
 
 
 @dataclass
@@ -78,11 +79,12 @@ class PapoSettings:
     apply: str = choice("all", ("all", "correct_only"))
     """Samples that get the term: all, or correct_only."""
     term_clip: float | None = None
-    """Upper bound of the per-token term; the public code's experiment uses 0.2."""
+    """Upper bound of the per-token term, after `token_share`; the public code's experiment uses 0.2."""
     token_share: float = bounded(1.0, above=0, at_most=1)
     """Keep, in each sample, this share of tokens with the largest term; the public code's experiment uses 0.2."""
     sft_coef: float = 0.0
-    """Weight of the negative log-likelihood of correct samples; the public code's experiment uses 1e-3."""
+    """Weight of the mean negative log-likelihood of the tokens of correct samples; the public code's experiment uses
+    1e-3."""
 
 
 def _papo_objective() -> ObjectiveConfig:
@@ -158,11 +160,10 @@ def perception_terms(logp: Tensor, logp_masked: Tensor, mask: Tensor, weight: Te
     Source: PAPO, eq. 5; MikeWangWZHL/PAPO verl/workers/actor/dp_actor.py.
     """
     terms = k3(logp, logp_masked) if settings.orientation == "code" else k3(logp_masked, logp)
-    if settings.term_clip is not None:
-        terms = terms.clamp(0.0, settings.term_clip)
+    terms = terms * weight[:, None]
     if settings.token_share < 1.0:
         terms = terms * _largest_share(terms.detach(), mask, settings.token_share)
-    return terms * weight[:, None]
+    return terms if settings.term_clip is None else terms.clamp(0.0, settings.term_clip)
 
 
 def _largest_share(terms: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -221,6 +222,13 @@ class PapoRecipe(VlmRecipe):
         """The objective's outputs, and the full entropy where the double entropy is over the vocabulary."""
         return super().loss_outputs | ({"entropy"} if self._full_entropy else set())
 
+    def denominators(self, minibatch: Rollouts) -> Denominators:
+        """Adds the tokens of correct samples, which their likelihood is divided by."""
+        counts = super().denominators(minibatch)
+        if not self.config.papo.sft_coef:
+            return counts
+        return dataclasses.replace(counts, others={CORRECT_TOKENS: float(self._correct_mask(minibatch).sum())})
+
     def loss_terms(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
     ) -> LossTerms:
@@ -254,7 +262,7 @@ class PapoRecipe(VlmRecipe):
             inside = "exp(l_it - a_it) - (l_it - a_it) - 1"
         lines = [
             f"PAPO adds, with l = logp and a = logp with {settings.mask_ratio:.0%} of the patches black:",
-            f"          - {settings.gamma:g} * mean {inside}"
+            f"          - {settings.gamma:g} * mean ({inside})"
             + (f", weight falling to {settings.gamma_end:g}" if settings.schedule == "annealing" else ""),
         ]
         names = {"entropy_policy": "H(policy)", "entropy_masked": "H(masked)", "sft_coef": "nll of correct samples"}
@@ -309,5 +317,9 @@ class PapoRecipe(VlmRecipe):
         return -scores.logp if scores.entropy is None or not self._full_entropy else scores.entropy
 
     def _correct_nll(self, logp: Tensor, minibatch: Rollouts, denominators: Denominators) -> Tensor:
-        correct = self.correct(minibatch).to(logp.dtype)
-        return token_mean(-logp * correct[:, None], minibatch.loss_mask, denominators)
+        """Share of the mean over the tokens of all correct samples of the optimiser step."""
+        total = masked_sum(-logp, self._correct_mask(minibatch)).sum()
+        return total / max(denominators.others[CORRECT_TOKENS], 1.0)
+
+    def _correct_mask(self, rollouts: Rollouts) -> Tensor:
+        return rollouts.loss_mask * self.correct(rollouts).to(rollouts.loss_mask.dtype)[:, None]

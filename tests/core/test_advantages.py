@@ -196,14 +196,21 @@ def test_whitening():
 @pytest.mark.parametrize("name", [name for name, block in ADVANTAGES.items() if "samples" in block.needs])
 def test_group_estimators_refuse_one_sample(name):
     objective = Objective("mine", ADVANTAGES[name]())
+    everything = ("values", "turns")
     with pytest.raises(ValueError, match=f"samples_per_task is 1.*'{name}'.*gae, gae_turn, whitened_returns"):
-        check_group_size(1, objective)
-    check_group_size(2, objective)
+        check_group_size(1, objective, everything)
+    check_group_size(2, objective, everything)
+
+
+def test_one_sample_advises_only_what_the_room_can_score():
+    for scores, advised in (((), "whitened_returns"), (("values",), "gae, whitened_returns")):
+        with pytest.raises(ValueError, match=f"works with one sample: {advised}$"):
+            check_group_size(1, Objective("mine"), scores)
 
 
 @pytest.mark.parametrize("name", ["whitened_returns", "gae", "gae_turn"])
 def test_other_estimators_work_with_one_sample(name):
-    check_group_size(1, Objective("mine", ADVANTAGES[name]()))
+    check_group_size(1, Objective("mine", ADVANTAGES[name]()), ())
 
 
 def test_missing_values_and_turns_are_named():

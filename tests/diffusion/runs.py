@@ -102,7 +102,7 @@ def collected(recipe: Any, step: int = 0, count: int = 2) -> Rollouts:
 def gradients(recipe: Any, rollouts: Rollouts, rows: int = 0) -> tuple[float, torch.Tensor]:
     """Loss and its gradient with respect to all trained weights, summed over micro-batches of so many rows."""
     recipe.policy.zero_grad()
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     total = 0.0
     for chunk in rollouts.micro_batches(rows or rollouts.num_rows):
         output = recipe.loss(recipe.policy, chunk, denominators)

@@ -105,6 +105,19 @@ def test_each_anchor_stands_for_itself(beta, ema, kind, tmp_path):
     assert (expected > 0) == (beta + ema > 0)
 
 
+def test_the_total_is_the_loss_and_counts_both_anchors(tmp_path):
+    config = awm(tmp_path, ema_coef=0.7)
+    config.objective.kl = {"coef": 0.4}
+    recipe = build(config)
+    rollouts = collected(recipe)
+    disturb(recipe.policy, 0.1, seed=1)
+    output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
+    parts = [output.metrics[name].value for name in ("loss/policy", "loss/kl", "loss/kl_ema")]
+    assert parts[2] > 0
+    assert output.metrics["loss/total"].value == pytest.approx(float(output.loss.detach()), rel=1e-6)
+    assert sum(parts) == pytest.approx(float(output.loss.detach()), rel=1e-5)
+
+
 def test_gradient_on_policy_is_advantage_times_that_of_the_likelihood(tmp_path):
     config = awm(tmp_path, ema_coef=0.0)
     config.objective.kl = {"coef": 0.0}

@@ -74,7 +74,7 @@ def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     config.timesteps.count = 2
     recipe = build(config)
     rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:6], make_generator(0, "rollout"))
-    output = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts))
+    output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
     payload = rollouts.payload
     clean = encode_images(recipe.policy.pipeline, payload.images).double().numpy()[:, None]
     noise = row_noise(payload.noise_seed, 2, (1, 8, 8)).double().numpy()

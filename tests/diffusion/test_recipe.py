@@ -191,7 +191,7 @@ def scored(group, rewards, **terms):
     )
 
 
-def test_gdpo_sums_the_advantages_of_each_reward(tmp_path):
+def test_gdpo_normalises_the_sum_of_the_advantages_of_each_reward(tmp_path):
     config = run_config("flow_grpo", tmp_path)
     config.rewards = [
         RewardConfig(name="caption_colour", weight=2.0),
@@ -209,7 +209,8 @@ def test_gdpo_sums_the_advantages_of_each_reward(tmp_path):
     one = (own - [1, 1, 1, 5.5, 5.5]) / (own.std() + 1e-4)
     spread = np.array([10, 30, 5, 5]).std() + 1e-4
     other = np.array([-10, 10, 0, 0, 0]) / spread
-    expected = [*(2.0 * one.clip(-5, 5) + 0.5 * other), 0.0]
+    summed = 2.0 * one + 0.5 * other
+    expected = [*((summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)), 0.0]
     np.testing.assert_allclose(found.numpy(), np.repeat(np.array(expected)[:, None], 2, 1), rtol=1e-5, atol=1e-7)
 
 
@@ -221,8 +222,19 @@ def test_gdpo_with_a_reward_that_applies_nowhere_is_the_other_alone(tmp_path):
     rollouts = scored([0, 0, 0], [1.0, 2.0, 6.0], caption_colour=[1.0, 2.0, 6.0], caption_position=[NAN] * 3)
     found = recipe.advantages(rollouts, make_accelerator()).advantage
     alone = recipe.estimate(rollouts, make_accelerator()).advantage
-    torch.testing.assert_close(found, alone)
+    torch.testing.assert_close(found, alone / (alone[:, 0].std() + 1e-4))
     assert bool(found.isfinite().all())
+
+
+def test_the_bound_of_awm_holds_for_the_sum_of_several_rewards(tmp_path):
+    config = run_config("awm", tmp_path)
+    config.rewards = [RewardConfig(name=name, weight=3.0) for name in ("caption_colour", "caption_position")]
+    config.combine = "gdpo"
+    recipe = build(config)
+    one = [0.0] * 63 + [1.0]  # the last image is far above all others in both rewards
+    rollouts = scored([0] * 64, [6 * x for x in one], caption_colour=one, caption_position=one)
+    found = recipe.advantages(rollouts, make_accelerator()).advantage
+    assert float(found.abs().max()) == 1.0
 
 
 def test_columns_of_rows_without_an_image_are_still_known(tmp_path):

@@ -12,11 +12,6 @@ from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 STEPS = 4
-DIFFERENT = {
-    "share and clip": "the public code picks the largest terms before it clips them, PAPO here afterwards",
-    "likelihood": "the public code divides by the tokens of correct samples, PAPO here by all tokens",
-}
-"""Options whose numbers differ from the public code's."""
 
 
 def recipe_of(options) -> PapoRecipe:
@@ -38,13 +33,7 @@ def recipe_of(options) -> PapoRecipe:
     return recipe
 
 
-def marked(peer):
-    reason = DIFFERENT.get(peer["case"])
-    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
-    return pytest.param(peer, marks=marks, id=peer["case"])
-
-
-@pytest.mark.parametrize("peer", map(marked, load("papo").peers))
+@pytest.mark.parametrize("peer", load("papo").peers, ids=lambda peer: peer["case"])
 def test_papo_is_its_public_code(peer):
     b, recipe = inputs_of("papo"), recipe_of(peer["options"])
     logp = b.logp.requires_grad_()
@@ -58,7 +47,7 @@ def test_papo_is_its_public_code(peer):
         reward_terms={"exact": b.correct},
         extras={"papo_weight": b.weight, "logp_masked": b.logp_masked},
     )
-    outputs, denominators = PolicyOutputs(logp), recipe.objective.denominators(rollouts)
+    outputs, denominators = PolicyOutputs(logp), recipe.denominators(rollouts)
     loss = recipe.objective.loss(outputs, rollouts, denominators).loss
     for term in recipe.loss_terms(None, rollouts, outputs, denominators).terms.values():
         loss = loss + term

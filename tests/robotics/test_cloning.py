@@ -103,7 +103,7 @@ def test_loss_is_that_of_the_policy(tmp_path, demos):
     recipe = CloneRecipe(clone(tmp_path, demos))
     rollouts = collected(recipe)
     payload = rollouts.payload
-    output = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts))
+    output = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts))
     logits = recipe.policy.logits(payload.inputs).detach().numpy().astype(np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -118,7 +118,7 @@ def test_loss_is_that_of_the_policy(tmp_path, demos):
 def test_what_lies_behind_the_end_of_an_episode_does_not_count(tmp_path, demos):
     recipe = CloneRecipe(clone(tmp_path, demos))
     rollouts = collected(recipe)
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     before = recipe.loss(recipe.policy, rollouts, denominators).loss
     behind = rollouts.payload.mask == 0
     assert behind.any()
@@ -138,7 +138,7 @@ def test_what_lies_behind_the_end_of_an_episode_does_not_count(tmp_path, demos):
 def test_micro_batches_change_nothing(tmp_path, demos, model):
     recipe = CloneRecipe(clone(tmp_path, demos, model=model))
     rollouts = collected(recipe)
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     gradients, losses = [], []
     for micro in (rollouts.num_rows, 5, 1):
         recipe.policy.zero_grad()
@@ -254,7 +254,7 @@ def test_decoded_pictures_are_mapped_from_the_cache(tmp_path, filmed, monkeypatc
 
 def _with_denominators(recipe):
     rollouts = collected(recipe, recipe.train_tasks[:4])
-    return rollouts, recipe.objective.denominators(rollouts)
+    return rollouts, recipe.denominators(rollouts)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_micro_batches_change_nothing(tmp_path):
     for micro in (0, 6, 2):
         recipe = RobotGrpoRecipe(grpo(tmp_path, trainer=trainer(micro_batch=micro)))
         rollouts = recipe.advantages(collected(recipe), make_accelerator())
-        denominators = recipe.objective.denominators(rollouts)
+        denominators = recipe.denominators(rollouts)
         for chunk in rollouts.micro_batches(micro or rollouts.num_rows):
             recipe.loss(recipe.policy, chunk, denominators).loss.backward()
         gradients.append(torch.cat([weight.grad.flatten() for weight in recipe.policy.parameters()]))
@@ -99,7 +99,7 @@ def test_micro_batches_change_nothing(tmp_path):
 def test_loss_is_the_mean_of_episode_means(tmp_path):
     recipe = RobotGrpoRecipe(grpo(tmp_path))
     rollouts = recipe.advantages(collected(recipe), make_accelerator())
-    loss = recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts)).loss
+    loss = recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss
     per_episode = []
     for row in range(rollouts.num_rows):
         count = int(rollouts.mask[row].sum())

@@ -60,7 +60,7 @@ def test_recipe_weights_the_kl_of_positive_samples(tmp_path, tiny_folders):
     rollouts = recipe.advantages(rollouts.replace(logp_ref=rollouts.logp_ref - 0.5), make_accelerator())
     assert float(rollouts.extras["kl_weight"][0]) == pytest.approx(1 - math.exp(-math.e * 0.25), rel=1e-5)
     assert rollouts.extras["kl_weight"][1:4].tolist() == [1.0] * 3
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     weighted = recipe.loss(recipe.policy, rollouts, denominators).loss
     plain = recipe.loss(recipe.policy, rollouts.replace(extras={}), denominators).loss
     k3 = math.exp(-0.5) + 0.5 - 1

@@ -55,6 +55,13 @@ def test_perception_terms_by_hand():
     assert float(clipped.max()) == pytest.approx(0.1)
 
 
+def test_the_largest_terms_are_picked_before_they_are_clipped():
+    logp, masked = torch.zeros(1, 5), -torch.arange(5.0)[None]
+    settings = PapoSettings(token_share=0.2, term_clip=0.1)
+    terms = perception_terms(logp, masked, torch.ones(1, 5), torch.ones(1), settings)
+    assert (terms > 0).sum() == 1  # bounded first, four terms would be equal and all be picked
+
+
 def test_perception_gradient_is_that_of_the_spec():
     logp = torch.tensor([[-1.0, -0.5, -3.0]], requires_grad=True)
     masked = torch.tensor([[-1.7, -0.2, -1.5]])
@@ -94,7 +101,7 @@ def prepared(recipe: PapoRecipe):
 
 def gradient(recipe: PapoRecipe, rollouts) -> torch.Tensor:
     recipe.policy.zero_grad()
-    recipe.loss(recipe.policy, rollouts, recipe.objective.denominators(rollouts)).loss.backward()
+    recipe.loss(recipe.policy, rollouts, recipe.denominators(rollouts)).loss.backward()
     return recipe.policy.network.lm_head.weight.grad.clone()
 
 
@@ -120,13 +127,26 @@ def test_the_gradient_is_linear_in_gamma_and_zero_gamma_is_the_base_objective(pa
 def test_loss_is_the_sum_of_its_named_parts(papo):
     recipe = papo(gamma=0.1, entropy_policy=0.03, entropy_masked=0.05, sft_coef=0.01)
     rollouts = prepared(recipe)
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     output = recipe.loss(recipe.policy, rollouts, denominators)
     parts = ["loss/policy", "loss/kl", "loss/perception", "loss/entropy_policy", "loss/entropy_masked", "loss/sft"]
     total = sum(output.metrics[name].value for name in parts)
     assert float(output.loss.detach()) == pytest.approx(total, abs=1e-6)
     entropy = -(rollouts.extras["logp_masked"] * rollouts.mask).sum() / rollouts.mask.sum()
     assert output.metrics["loss/entropy_masked"].value == pytest.approx(0.05 * float(entropy), rel=1e-4)
+
+
+def test_the_likelihood_is_a_mean_over_the_tokens_of_correct_samples_of_the_whole_step(papo):
+    recipe = papo(gamma=0.0, sft_coef=1.0)
+    rollouts = prepared(recipe)
+    correct = (torch.arange(rollouts.num_rows) % 4 == 0).float()
+    rollouts = rollouts.replace(reward_terms=rollouts.reward_terms | {recipe.accuracy_term: correct})
+    denominators = recipe.denominators(rollouts)
+    parts = [recipe.loss(recipe.policy, part, denominators) for part in rollouts.micro_batches(3)]
+    logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp.detach()
+    tokens = rollouts.mask * correct[:, None]
+    expected = -float((logp * tokens).sum() / tokens.sum())
+    assert sum(part.metrics["loss/sft"].value for part in parts) == pytest.approx(expected, rel=1e-4)
 
 
 def test_masked_pass_has_no_gradient_unless_recomputed(papo):
@@ -171,7 +191,7 @@ def test_questions_without_image_weigh_nothing(papo, tmp_path):
 def test_entropy_anneals_with_gamma(papo):
     recipe = papo(gamma=0.02, schedule="annealing", annealing_ratio=1.0, entropy_policy=0.1)
     rollouts = prepared(recipe)
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     first = recipe.loss(recipe.policy, rollouts, denominators).metrics["loss/entropy_policy"].value
     recipe.on_step_end(recipe.config.trainer.steps // 2, {})
     half = recipe.loss(recipe.policy, rollouts, denominators).metrics["loss/entropy_policy"].value

@@ -248,7 +248,7 @@ class Bgpo(Clip):
     never below -A exp(mean d), because exp(x) >= 1 + x and by Jensen; at d = 0 value and gradient are the same. As each
     sample enters on its own, samples may be backpropagated one at a time. The gradient is not bounded.
 
-    Source: BGPO, arXiv 2510.11683; rebuilt from the properties that its abstract states.
+    Source: BGPO, arXiv 2510.11683.
     """
 
     kind = "bgpo"

@@ -19,16 +19,15 @@ __all__ = ["Gae", "TurnGae", "WhitenedReturns"]
 class WhitenedReturns(Advantage):
     """Discounted sum of rewards to go, whitened over all trained decisions; groups are not looked at.
 
-    Source: REINFORCE++, arXiv 2501.03262; volcengine/verl compute_reinforce_plus_plus_outcome_advantage (its carry is
-        mask_carry="reset").
+    Source: REINFORCE++, arXiv 2501.03262; verl 0.9.1 compute_reinforce_plus_plus_outcome_advantage.
     """
 
     kind = "whitened_returns"
     gamma: float = bounded(1.0, at_least=0, at_most=1)
     """Discount per decision."""
     mask_carry: str = choice("skip", ("skip", "reset"))
-    """Untrained decisions such as tool output: "skip" carries the return across them, as GAE does; "reset" drops it
-    there as verl does, so that only the decisions after the last of them see the reward."""
+    """Untrained decisions such as tool output: "skip" carries the return across them, as GAE and verl do; "reset" drops
+    it there, as verl did before, so that only the decisions after the last of them see the reward."""
 
     @property
     def level(self) -> str:

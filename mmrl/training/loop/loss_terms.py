@@ -22,8 +22,6 @@ class LossTerms:
     """Scalars by metric name such as "loss/perception", each with its weight, divided like the objective's terms."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Further metrics; the terms themselves are logged under their names."""
-    in_total: bool = True
-    """Whether the metric loss/total counts the terms; they are in the loss either way."""
 
     def added_to(self, output: LossOutput) -> LossOutput:
         """The objective's loss plus these terms."""
@@ -31,6 +29,5 @@ class LossTerms:
             return LossOutput(output.loss, output.metrics | dict(self.metrics))
         total = output.loss + torch.stack(list(self.terms.values())).sum()
         metrics = output.metrics | {name: Metric.summed(term.detach()) for name, term in self.terms.items()}
-        if self.in_total:
-            metrics["loss/total"] = Metric.summed(total.detach())
+        metrics["loss/total"] = Metric.summed(total.detach())
         return LossOutput(total, metrics | dict(self.metrics))

@@ -97,16 +97,25 @@ def check_objective(
             tip = f"use {', '.join(usable)}" if usable else "leave it out"
             raise ValueError(f"objective.{key} is '{block.kind}', which needs {SCORES[missing[0]]}; {tip}")
     if samples_per_task is not None:
-        check_group_size(samples_per_task, objective)
+        check_group_size(samples_per_task, objective, scores)
     key = objective.filter.reward_key
     if reward_terms is not None and key not in ("reward", *reward_terms):
         raise ValueError(f"objective.filter.key is '{key}'; allowed: reward, {', '.join(reward_terms)}")
 
 
-def check_group_size(samples_per_task: int, objective: Objective) -> None:
-    """Refuse an estimator that compares the samples of a group where groups have one; raises ValueError."""
+def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
+    """Refuse an estimator that compares the samples of a group where groups have one.
+
+    Args:
+        samples_per_task: rows of a group.
+        objective: the objective.
+        scores: as in `check_objective`; only estimators that these can serve are advised.
+
+    Raises:
+        ValueError: the message names the estimators that work with one sample.
+    """
     if "samples" in objective.advantage.needs and samples_per_task < 2:
-        alone = sorted(kind for kind, block in ADVANTAGES.items() if "samples" not in block.needs)
+        alone = sorted(kind for kind, block in ADVANTAGES.items() if block.needs <= set(scores))
         raise ValueError(
             f"samples_per_task is {samples_per_task}, but the advantage '{objective.advantage.kind}' compares the "
             f"samples of a group, so every advantage would be 0; use 2 or more, or an estimator that works "

@@ -132,6 +132,17 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Turn rewards into per-decision advantages with the objective's estimator, over all processes."""
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
+    def denominators(self, minibatch: Rollouts) -> Denominators:
+        """Count what the loss of an optimiser step is divided by; a recipe adds what its own terms need.
+
+        Args:
+            minibatch: everything of this process that goes into one optimiser step.
+
+        Returns:
+            The counts of this process.
+        """
+        return self.objective.denominators(minibatch)
+
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Loss of one micro-batch, already divided by the counts of the whole optimiser step.
 

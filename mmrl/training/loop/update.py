@@ -153,7 +153,7 @@ class Updater:
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
         """
-        denominators = global_denominators(self.recipe.objective.denominators(minibatch), self.accelerator)
+        denominators = global_denominators(self.recipe.denominators(minibatch), self.accelerator)
         if denominators.tokens == 0:
             return None
         self._set_rate()

@@ -321,7 +321,7 @@ def _open_recipe(common: dict[str, Any], papo: bool, apart: bool) -> VlmRecipe:
 
 
 def _forward_backward(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int, watch: measure.Stopwatch) -> None:
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
     with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
         for chunk in chunks:

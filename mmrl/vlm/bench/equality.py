@@ -85,7 +85,7 @@ def _measure(recipe: VlmRecipe, run: Callable[[], Tensor]) -> _Pass:
 
 def _differentiate(recipe: VlmRecipe, rollouts: Rollouts, micro_batch: int = 0) -> Tensor:
     """Gradient of the loss as the update computes it; returns the log-probs."""
-    denominators = recipe.objective.denominators(rollouts)
+    denominators = recipe.denominators(rollouts)
     chunks = list(rollouts.micro_batches(micro_batch or rollouts.num_rows))
     with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
         for chunk in chunks:
@@ -98,9 +98,7 @@ def _differentiate_leaking(recipe: VlmRecipe, rollouts: Rollouts) -> Tensor:
     """The same loss on log-probs of completions that see those before them in their group."""
     parts = [_leaking_logp(recipe, rollouts.select_groups(torch.tensor([group]))) for group in range(TASKS)]
     logp = torch.cat(parts)
-    loss = recipe.objective.loss(
-        PolicyOutputs(logp, None, None), rollouts, recipe.objective.denominators(rollouts)
-    ).loss
+    loss = recipe.objective.loss(PolicyOutputs(logp, None, None), rollouts, recipe.denominators(rollouts)).loss
     loss.backward()
     return logp.detach()
 

@@ -154,7 +154,7 @@ def test_unscored_rows_teach_nothing_and_are_counted(make_trainer):
     assert metrics["reward/errors"] == 3
     rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)
     assert bool((rollouts.advantage[::4] == 0).all())
-    assert trainer.recipe.objective.denominators(rollouts).rows == 9
+    assert trainer.recipe.denominators(rollouts).rows == 9
 
 
 @pytest.mark.parametrize(("kind", "groups"), [("none", 3), ("drop", None), ("resample", 3)])
@@ -244,6 +244,6 @@ def test_task_stream_visits_each_task_once_an_epoch():
 def test_denominators_are_counted_over_the_optimiser_step(make_trainer):
     trainer = make_trainer(minibatches_per_step=3)
     rollouts, _ = trainer.collect()
-    parts = [trainer.recipe.objective.denominators(part) for part in rollouts.minibatches(3, None)]
+    parts = [trainer.recipe.denominators(part) for part in rollouts.minibatches(3, None)]
     whole = Denominators.total(parts)
     assert (whole.tokens, whole.rows) == (36, 12)
