@@ -353,6 +353,15 @@ def test_a_reward_that_always_fails_ends_the_run(lab, mmrl):
     assert "always_raises/raised: RuntimeError: out of order (rewards.py:" in lines[-1]
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_reward_that_always_fails_ends_the_first_evaluation(samples, lab, mmrl):
+    evaluation = ["evaluation.at_start=true", f"evaluation.samples={samples}"]
+    code, lines = mmrl("train", lab.config, f"rewards=[{{name: '{lab.folder}/rewards.py:always_raises'}}]", *evaluation)
+    assert code == 1
+    assert lines[-1].startswith("mmrl: run failed: ")
+    assert "RuntimeError: out of order (rewards.py:" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 
 import torch
@@ -41,14 +41,14 @@ class KeptPrefill:
         self._found: weakref.WeakKeyDictionary[Prompt, tuple[Prefix, int]] = weakref.WeakKeyDictionary()
         self._weights: Hashable = None
 
-    def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Hashable) -> None:
+    def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Callable[[], Hashable]) -> None:
         """Remember the prefix of prompts that were just sampled from.
 
         Args:
             prompts: N prompts.
             prefix: theirs, with or without history. Without history it is only remembered while all that are take
                 less than `KEPT_BYTES`.
-            weights: changes whenever the same prompts would be computed to other numbers.
+            weights: returns what changes whenever the same prompts would be computed to other numbers.
         """
         self._forget_outdated(weights)
         held = {id(kept): kept for kept, _ in self._found.values()}
@@ -58,7 +58,7 @@ class KeptPrefill:
         for index, prompt in enumerate(prompts):
             self._found[prompt] = (prefix, index)
 
-    def take(self, prompts: Sequence[Prompt], weights: Hashable) -> Prefix | None:
+    def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Prefix | None:
         """Return the prefix of some prompts, with history where gradients are enabled.
 
         Args:
@@ -68,6 +68,8 @@ class KeptPrefill:
         Returns:
             The prefix, or None where one of the prompts is missing, or has no history although gradients are enabled.
         """
+        if not any(prompt in self._found for prompt in prompts):
+            return None  # before the weights are read, which takes time
         self._forget_outdated(weights)
         found = [self._found[prompt] for prompt in prompts if prompt in self._found]
         if len(found) < len(prompts):
@@ -81,10 +83,11 @@ class KeptPrefill:
             return Prefix.concat(parts)
         return Prefix.concat([part.detach() for part in parts])
 
-    def _forget_outdated(self, weights: Hashable) -> None:
-        if weights != self._weights:
+    def _forget_outdated(self, weights: Callable[[], Hashable]) -> None:
+        now = weights()
+        if now != self._weights:
             self._found.clear()
-            self._weights = weights
+            self._weights = now
 
 
 def _select_runs(found: Sequence[tuple[Prefix, int]]) -> list[Prefix]:

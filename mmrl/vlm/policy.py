@@ -27,6 +27,7 @@ from mmrl.vlm.special_tokens import banned_ids, eos_ids
 from mmrl.vlm.storage import load_policy_weights, save_policy
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
+from mmrl.vlm.weights_state import weights_state
 
 __all__ = ["VlmPolicy"]
 
@@ -214,7 +215,7 @@ class VlmPolicy(nn.Module):
         """Changes whenever the same prompt would be computed to other numbers: weights, adapter, precision."""
         kind = self.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return sum(p._version for p in self.parameters()), self._adapter_off, precision
+        return weights_state(self.parameters()), self._adapter_off, precision
 
     def _flat_states(self, batch: ScoringBatch) -> Tensor:
         """States before the chosen tokens, every row with a prompt of its own."""

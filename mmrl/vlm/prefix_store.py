@@ -65,7 +65,7 @@ class PrefixStore:
 
     def keep(self, prompts: Sequence[Prompt], prefix: Prefix) -> None:
         """Keep the prefix of prompts that were just sampled from; see `KeptPrefill.put`."""
-        self._kept.put(prompts, prefix, self._encoder.weights_state())
+        self._kept.put(prompts, prefix, self._encoder.weights_state)
 
     @property
     def is_open(self) -> bool:
@@ -117,7 +117,7 @@ class PrefixStore:
         return shared[view].leaves
 
     def _from_kept(self, prompts: Sequence[Prompt]) -> Prefix | None:
-        return self._kept.take(prompts, self._encoder.weights_state())
+        return self._kept.take(prompts, self._encoder.weights_state)
 
     @property
     def _encoder(self) -> PrefixEncoder:

