@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-robot test test-slow lint format docs clean
+.PHONY: help setup demo demo-robot test test-slow test-faults lint format docs clean
 
 help:
 	@echo "make setup      create $(VENV) and install everything the targets below need"
@@ -14,6 +14,7 @@ help:
 	@echo "make demo-robot a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
 	@echo "make test       lint, then the test suite"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-faults kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
 	@echo "make lint       ruff (rules and formatting) and mypy"
 	@echo "make format     let ruff fix and format"
 	@echo "make docs       rewrite the tables of README.md and docs/ that are generated from the code"
@@ -33,6 +34,9 @@ test: lint
 
 test-slow: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+test-faults: setup
+	@$(BIN)/python -m tests.faults $(FAULTS)
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -1,0 +1,218 @@
+"""Forked children: a run in a process of its own without importing torch anew, killed, timed and cleaned up after."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Child", "Ending", "Nursery", "import_modules", "write_loaded_modules"]
+
+PR_SET_CHILD_SUBREAPER = 36
+LINGER_SECONDS = 15.0
+"""How long a process may outlive the child that started it; workers notice their closed pipe well before."""
+NOTE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended."""
+
+    code: int | None
+    """Exit code; None where a signal ended it."""
+    signal: int
+    """The signal that ended it; 0 without one."""
+    hung: bool
+    """Whether it was ended because its time was up."""
+    seconds: float
+    stage: str
+    """Where it was, as it last noted."""
+    output: str
+    """Everything that it printed."""
+
+    @property
+    def killed(self) -> bool:
+        """Whether SIGKILL ended it as planned."""
+        return self.signal == signal.SIGKILL and not self.hung
+
+    def last_line(self) -> str:
+        """The last line that it printed."""
+        return next(iter(self.output.strip().splitlines()[::-1]), "")
+
+
+class Child:
+    """The child's own side: it notes where it is and may ask to be killed.
+
+    Args:
+        shared: memory that the parent reads.
+        requests: pipe on which a kill is asked for.
+    """
+
+    def __init__(self, shared: mmap.mmap, requests: int) -> None:
+        self._shared = shared
+        self._requests = requests
+
+    def note(self, stage: str) -> None:
+        """Say where the run is."""
+        self._shared[:NOTE_BYTES] = stage.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
+
+    def die(self, delay_s: float = 0.0) -> None:
+        """End by SIGKILL, at once or a moment later while the work goes on."""
+        if delay_s <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(self._requests, struct.pack("d", delay_s))
+
+
+@dataclass
+class Nursery:
+    """Starts children one at a time, adopts what they leave behind and counts what does not end by itself."""
+
+    folder: Path
+    """Where their output is kept."""
+    left_behind: list[str] = field(default_factory=list)
+    """Command lines of processes that outlived their child for too long."""
+    _adopted: dict[int, float] = field(default_factory=dict)
+    _others: set[int] = field(default_factory=set)
+    """Children that this process had before."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._others = set(_children())
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def run(self, action: Callable[[Child], int], limit_s: float, kill_after_s: float | None = None) -> Ending:
+        """Run an action in a forked child and wait for its end.
+
+        Args:
+            action: returns the exit code.
+            limit_s: after which it counts as hanging.
+            kill_after_s: when the parent sends SIGKILL.
+        """
+        shared, (reads, writes) = mmap.mmap(-1, NOTE_BYTES), os.pipe()
+        output = self.folder / "output.txt"
+        started = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reads)
+            _become_child(action, Child(shared, writes), output)
+        os.close(writes)
+        hung = _await(pid, reads, started + limit_s, None if kill_after_s is None else started + kill_after_s)
+        _, status = os.waitpid(pid, 0)
+        seconds = time.monotonic() - started
+        os.close(reads)
+        stage = shared[:NOTE_BYTES].rstrip(b"\0").decode()
+        shared.close()
+        self.look_after_orphans()
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        return Ending(code, ended_by, hung, seconds, stage, output.read_text(errors="replace"))
+
+    def look_after_orphans(self) -> None:
+        """Reap the processes that lost their parent; end and note those that have lived on for too long."""
+        now = time.monotonic()
+        for pid in self._orphans():
+            since = self._adopted.setdefault(pid, now)
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                    continue
+            if now - since > LINGER_SECONDS:
+                self.left_behind.append(_command_line(pid))
+                os.kill(pid, signal.SIGKILL)
+
+    def _orphans(self) -> list[int]:
+        return [pid for pid in _children() if pid not in self._others]
+
+    def close(self) -> None:
+        """Wait until every orphan has ended, or is noted as left behind."""
+        while self._orphans():
+            self.look_after_orphans()
+            time.sleep(0.1)
+
+
+def write_loaded_modules(path: Path) -> None:
+    """In a child: note which modules it has loaded."""
+    path.write_text("\n".join(name for name in list(sys.modules) if name != "__main__"))
+
+
+def import_modules(path: Path) -> None:
+    """In the parent: import what a child noted, so that the next child finds it loaded."""
+    for name in path.read_text().split():
+        with contextlib.suppress(Exception):  # what only looks like a module
+            importlib.import_module(name)
+
+
+def _become_child(action: Callable[[Child], int], child: Child, output: Path) -> None:
+    """Never returns: the fork shares nothing with its parent but what it was handed."""
+    code = 70
+    try:
+        os.setsid()
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        code = action(child)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _await(pid: int, requests: int, deadline: float, kill_at: float | None) -> bool:
+    """Wait for the end of a child, killing it when it is due; whether its time was up."""
+    with _pidfd(pid) as ended:
+        waiting = [ended, requests]
+        while True:
+            until = deadline if kill_at is None else min(deadline, kill_at)
+            ready, _, _ = select.select(waiting, [], [], max(0.0, until - time.monotonic()))
+            if ended in ready:
+                return False
+            if requests in ready:
+                asked = os.read(requests, 8)
+                if len(asked) == 8:
+                    kill_at = time.monotonic() + struct.unpack("d", asked)[0]
+                else:
+                    waiting = [ended]
+            elif time.monotonic() >= until:
+                os.kill(pid, signal.SIGKILL)
+                if kill_at is None or deadline < kill_at:
+                    os.killpg(pid, signal.SIGKILL)
+                    return True
+                kill_at = None
+
+
+@contextlib.contextmanager
+def _pidfd(pid: int) -> Iterator[int]:
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _children() -> list[int]:
+    """Direct children of this process, adopted ones included."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return str(pid)

@@ -1,0 +1,10 @@
+"""Everything that is damaged; `KINDS` lists it."""
+
+from __future__ import annotations
+
+from tests.faults.batches import Kind
+from tests.faults.inputs import answers, configs, datasets, questions, run_folders
+
+__all__ = ["KINDS"]
+
+KINDS: tuple[Kind, ...] = (*configs.KINDS, *questions.KINDS, *answers.KINDS, *datasets.KINDS, *run_folders.KINDS)

@@ -1,0 +1,90 @@
+"""What differs between two run folders, apart from times, memory and paths."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+__all__ = ["differences"]
+
+MEASURED = ("time", "seconds", "memory", "tokens/per_second", "cost/seconds", "output_dir")
+"""Keys, or what stands before their slash, that no two runs share."""
+NOT_COMPARED = ("tensorboard", "report.html", "config.yaml")
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Names of the files that differ, or that only one of the two runs has.
+
+    Args:
+        first: folder of a run.
+        second: folder of another.
+    """
+    names = [_files(folder) for folder in (first, second)]
+    found = [f"{name} only in {first.name}" for name in sorted(names[0] - names[1])]
+    found += [f"{name} only in {second.name}" for name in sorted(names[1] - names[0])]
+    for name in sorted(names[0] & names[1]):
+        reason = _difference(first / name, second / name)
+        found += [f"{name}: {reason}"] if reason else []
+    return found
+
+
+def _files(folder: Path) -> set[str]:
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in paths if path.parts[0] not in NOT_COMPARED}
+
+
+def _difference(first: Path, second: Path) -> str:
+    if first.read_bytes() == second.read_bytes():
+        return ""
+    if first.name == "manifest.json":  # sizes and checksums follow from the files, whose contents are compared
+        return _unequal(*(sorted(json.loads(path.read_text())) for path in (first, second)), "")
+    if first.suffix == ".jsonl":
+        rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in (first, second)]
+        return _unequal(*rows, "")
+    if first.suffix == ".json":
+        return _unequal(*(json.loads(path.read_text()) for path in (first, second)), "")
+    if first.suffix == ".pt":
+        return _unequal(*(torch.load(path, weights_only=True) for path in (first, second)), "")
+    if first.suffix == ".safetensors":
+        return _unequal(*(load_file(path) for path in (first, second)), "")
+    return "other bytes"
+
+
+def _unequal(first: Any, second: Any, where: str) -> str:
+    """The first place where two values differ; empty where they are equal bit for bit."""
+    if type(first) is not type(second):
+        return f"{where}: {type(first).__name__} and {type(second).__name__}"
+    if isinstance(first, dict):
+        keys = [{key for key in value if not _is_measured(key)} for value in (first, second)]
+        if keys[0] != keys[1]:
+            return f"{where}: only one has {sorted(map(str, keys[0] ^ keys[1]))}"
+        return _first_of(_unequal(first[key], second[key], f"{where}.{key}") for key in first if key in keys[0])
+    if isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return f"{where}: {len(first)} and {len(second)} entries"
+        return _first_of(
+            _unequal(a, b, f"{where}[{index}]") for index, (a, b) in enumerate(zip(first, second, strict=True))
+        )
+    if isinstance(first, torch.Tensor):
+        same = first.dtype == second.dtype and first.shape == second.shape
+        return "" if same and _bits(first) == _bits(second) else f"{where}: other numbers"
+    both_nan = isinstance(first, float) and math.isnan(first) and math.isnan(second)
+    return "" if both_nan or first == second else f"{where}: {str(first)[:60]} and {str(second)[:60]}"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return np.ascontiguousarray(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).tobytes()
+
+
+def _is_measured(key: Any) -> bool:
+    return isinstance(key, str) and (key in MEASURED or key.partition("/")[0] in MEASURED)
+
+
+def _first_of(reasons: Any) -> str:
+    return next((reason for reason in reasons if reason), "")

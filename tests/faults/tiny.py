@@ -1,0 +1,77 @@
+"""A run of every recipe that takes a second or two: tiny models, five steps, evaluations and checkpoints between."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import save
+from mmrl.recipes import RECIPES
+from tests.contracts.domains import domain_of
+
+__all__ = ["STEPS", "draw_no_charts", "write_run"]
+
+STEPS = 5
+ISOLATED = ("papo", "sft", "ddpo")
+"""Recipes whose rewards run in worker processes, so that kills leave some behind."""
+
+
+def write_run(recipe: str, folder: Path) -> Path:
+    """Write a recipe's configuration, data and model.
+
+    Args:
+        recipe: name in `RECIPES`.
+        folder: where they go.
+
+    Returns:
+        The YAML file.
+    """
+    config = domain_of(recipe).make_config(recipe, folder / "data")
+    config.trainer.steps = STEPS
+    config.checkpoint = dataclasses.replace(config.checkpoint, every=2, keep=2)
+    room = RECIPES[recipe].module.partition(".")[0]
+    {"mmrl": _vlm, "diffusion": _diffusion, "robotics": _robotics}[room](config, folder / "data")
+    config.evaluation = dataclasses.replace(config.evaluation, every=2, records=2)
+    config.validate()
+    path = folder / "run.yaml"
+    save(config, path)
+    return path
+
+
+def draw_no_charts() -> None:
+    """In a child: leave the charts out of reports."""
+    from mmrl.training.report import charts
+
+    charts._svg = lambda figure: b"<svg></svg>"
+
+
+def _vlm(config: Any, folder: Path) -> None:
+    from mmrl.rewards import RewardConfig
+
+    config.eval_data = {"held_out": dataclasses.replace(config.data)}
+    config.evaluation.max_tasks = 3
+    isolate = config.recipe in ISOLATED
+    config.rewards = [
+        RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=isolate),
+        RewardConfig(name="exact", weight=0.5),
+    ]
+
+
+def _diffusion(config: Any, folder: Path) -> None:
+    from diffusion.data import PromptConfig
+    from mmrl.rewards import RewardConfig
+    from tests.diffusion.runs import write_prompts
+
+    config.eval_data = {"held_out": PromptConfig(path=str(write_prompts(folder / "held_out.txt")))}
+    config.evaluation = dataclasses.replace(config.evaluation, samples=1)
+    config.sampler.eval_steps = 2
+    if config.recipe in ISOLATED:
+        config.rewards += [RewardConfig(name="tests/faults/user_rewards.py:brightness", weight=0.5)]
+
+
+def _robotics(config: Any, folder: Path) -> None:
+    from robotics.vla.tasks import EpisodeSetConfig
+
+    config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right", "left"], split="held_out", layouts=2)}
+    config.evaluation = dataclasses.replace(config.evaluation, videos=1)
