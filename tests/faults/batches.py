@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
 import resource
 import shutil
@@ -187,6 +188,7 @@ def _judged_line(outcome: str, line: str) -> Verdict:
 def _attempt(kind: Kind, prepared: Any, number: int, seed: int, place: Path) -> Verdict:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
+    os.chdir(place)  # what a damaged path makes stays in the case's own folder
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, kind.limit_s + GRACE_S)  # its default action ends the process from outside
     try:

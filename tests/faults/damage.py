@@ -73,27 +73,32 @@ STRANGE: tuple[Any, ...] = (
 """Values that a field may hold by mistake."""
 
 
-def strange_value(rng: random.Random) -> Any:
-    """A value of any type; nested at times."""
+def strange_value(rng: random.Random, largest: float = float("inf")) -> Any:
+    """A value of any type, nested at times, a number up to `largest`."""
     value = copy.deepcopy(rng.choice(STRANGE))
+    if isinstance(value, int | float) and largest < value < float("inf"):
+        value = 3
     return [value] if rng.random() < 0.05 else {"x": value} if rng.random() < 0.05 else value
 
 
-def damage_tree(rng: random.Random, tree: Any, keys: tuple[str, ...] = ("extra",)) -> Any:
+def damage_tree(
+    rng: random.Random, tree: Any, keys: tuple[str, ...] = ("extra",), largest: float = float("inf")
+) -> Any:
     """A copy of nested lists and dictionaries with one to three faults.
 
     Args:
         rng: what to do where.
         tree: anything that JSON can hold.
         keys: names that an added or renamed key may get.
+        largest: of the finite numbers that are put in.
     """
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = list(_places(tree))
         if not places:
-            return strange_value(rng)
+            return strange_value(rng, largest)
         holder, key = rng.choice(places)
-        rng.choice(_TREE_FAULTS)(rng, holder, key, places, keys)
+        rng.choice(_TREE_FAULTS)(rng, holder, key, places, keys, largest)
     return tree
 
 
@@ -129,34 +134,34 @@ def _places(tree: Any) -> Any:
         yield from _places(value)
 
 
-def _replace(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any) -> None:
-    holder[key] = strange_value(rng)
+def _replace(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any, largest: float) -> None:
+    holder[key] = strange_value(rng, largest)
 
 
-def _remove(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any) -> None:
+def _remove(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any, largest: float) -> None:
     if key in holder if isinstance(holder, dict) else key < len(holder):
         del holder[key]
 
 
-def _rename(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any) -> None:
+def _rename(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any, largest: float) -> None:
     if isinstance(holder, dict) and key in holder:
         name = rng.choice([*keys, damage_text(rng, str(key)), str(key).upper(), "", " "])
         holder[name] = holder.pop(key)
 
 
-def _add(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any) -> None:
+def _add(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any, largest: float) -> None:
     if isinstance(holder, dict):
-        holder[rng.choice([*keys, "x", "", "a.b", "__class__", "0"])] = strange_value(rng)
+        holder[rng.choice([*keys, "x", "", "a.b", "__class__", "0"])] = strange_value(rng, largest)
     else:
-        holder.insert(rng.randint(0, len(holder)), strange_value(rng))
+        holder.insert(rng.randint(0, len(holder)), strange_value(rng, largest))
 
 
-def _swap(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any) -> None:
+def _swap(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any, largest: float) -> None:
     other, other_key = rng.choice(places)
     holder[key] = copy.deepcopy(other[other_key])
 
 
-def _deepen(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any) -> None:
+def _deepen(rng: random.Random, holder: Any, key: Any, places: Any, keys: Any, largest: float) -> None:
     depth = rng.choice((1, 1, 2, 50))
     for _ in range(depth):
         holder[key] = [holder[key]] if rng.random() < 0.5 else {rng.choice(("a", "path", "0")): holder[key]}

@@ -15,7 +15,8 @@ __all__ = ["differences"]
 
 MEASURED = ("time", "seconds", "memory", "tokens/per_second", "cost/seconds", "output_dir")
 """Keys, or what stands before their slash, that no two runs share."""
-NOT_COMPARED = ("tensorboard", "report.html", "config.yaml")
+NOT_COMPARED = ("tensorboard", "report.html", "config.yaml", "earlier", "run.lock")
+"""`earlier` holds what a run had written that was killed before its first checkpoint."""
 
 
 def differences(first: Path, second: Path) -> list[str]:

@@ -12,6 +12,7 @@ from tests.contracts.domains import domain_of
 
 __all__ = ["STEPS", "draw_no_charts", "write_run"]
 
+ROOT = Path(__file__).parents[2]
 STEPS = 5
 ISOLATED = ("papo", "sft", "ddpo")
 """Recipes whose rewards run in worker processes, so that kills leave some behind."""
@@ -53,7 +54,7 @@ def _vlm(config: Any, folder: Path) -> None:
     config.evaluation.max_tasks = 3
     isolate = config.recipe in ISOLATED
     config.rewards = [
-        RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=isolate),
+        RewardConfig(name=f"{ROOT}/tests/vlm/user_reward.py:letters", isolate=isolate),
         RewardConfig(name="exact", weight=0.5),
     ]
 
@@ -67,7 +68,7 @@ def _diffusion(config: Any, folder: Path) -> None:
     config.evaluation = dataclasses.replace(config.evaluation, samples=1)
     config.sampler.eval_steps = 2
     if config.recipe in ISOLATED:
-        config.rewards += [RewardConfig(name="tests/faults/user_rewards.py:brightness", weight=0.5)]
+        config.rewards += [RewardConfig(name=f"{ROOT}/tests/faults/user_rewards.py:brightness", weight=0.5)]
 
 
 def _robotics(config: Any, folder: Path) -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from tests.faults.batches import Kind
-from tests.faults.inputs import answers, configs, datasets, questions, run_folders
+from tests.faults.inputs import answers, configs, datasets, questions, run_folders, tiny_runs
 
 __all__ = ["KINDS"]
 
-KINDS: tuple[Kind, ...] = (*configs.KINDS, *questions.KINDS, *answers.KINDS, *datasets.KINDS, *run_folders.KINDS)
+KINDS: tuple[Kind, ...] = (
+    *configs.KINDS,
+    *questions.KINDS,
+    *answers.KINDS,
+    *datasets.KINDS,
+    *run_folders.KINDS,
+    *tiny_runs.KINDS,
+)

@@ -126,9 +126,9 @@ def _captions(_: None, rng: random.Random, folder: Path) -> Verdict:
 
 
 KINDS = (
-    Kind("answers", _nothing, _rewards, share=5),
+    Kind("answers", _nothing, _rewards, share=6),
     Kind("answers to math", _nothing, _maths, share=0.1, limit_s=90),
     Kind("answers of a judge", _nothing, _judge, share=1),
-    Kind("captions", _nothing, _captions, share=1),
-    Kind("messages of workers", _nothing, _messages, share=3),
+    Kind("captions", _nothing, _captions, share=1.5),
+    Kind("messages of workers", _nothing, _messages, share=4),
 )

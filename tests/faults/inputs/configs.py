@@ -100,8 +100,8 @@ def _dotted(tree: Any, prefix: str) -> list[str]:
 
 
 KINDS = (
-    Kind("config values", _prepare, _values, share=4),
-    Kind("config, all values", _prepare_whole, _all_values, share=3),
+    Kind("config values", _prepare, _values, share=2.5),
+    Kind("config, all values", _prepare_whole, _all_values, share=2),
     Kind("config text", _prepare, _text, share=2),
-    Kind("config overrides", _prepare_whole, _override, share=2),
+    Kind("config overrides", _prepare_whole, _override, share=1.5),
 )

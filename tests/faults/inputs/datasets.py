@@ -120,14 +120,14 @@ def _damage_table(rng: random.Random, file: Path) -> None:
 
 
 def _use(demonstrations: Any) -> None:
-    moments = demonstrations.moments()[:3]
+    moments = demonstrations.moments[:3]
     demonstrations.observations(moments)
     demonstrations.chunks(moments, 2)
     demonstrations.statistics()
 
 
 KINDS = (
-    Kind("prompts", _nothing, _prompts, share=2),
-    Kind("captioned images", _nothing, _images, share=2),
+    Kind("prompts", _nothing, _prompts, share=3),
+    Kind("captioned images", _nothing, _images, share=3),
     Kind("demonstrations", _prepare_demonstrations, _demonstrations, share=2),
 )

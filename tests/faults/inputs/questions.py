@@ -139,8 +139,8 @@ def _videos(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
 
 
 KINDS = (
-    Kind("rows", _prepare, _rows, share=5),
+    Kind("rows", _prepare, _rows, share=6),
     Kind("encoded rows", _prepare_model, _encoded_rows, share=1),
-    Kind("pictures", _prepare, _pictures, share=4),
+    Kind("pictures", _prepare, _pictures, share=5),
     Kind("videos", _prepare_videos, _videos, share=0.5),
 )

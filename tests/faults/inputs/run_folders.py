@@ -160,7 +160,7 @@ KINDS = (
     Kind("checkpoints, resume", _prepare("robot_grpo"), _resume, share=0.5, limit_s=30),
     Kind("checkpoints, resume an adapter", _prepare("awm"), _resume, share=0.1, limit_s=60),
     Kind("checkpoints, evaluate", _prepare("robot_clone"), _evaluate, share=0.5, limit_s=30),
-    Kind("logs, report", _prepare("robot_grpo"), _report, share=2, limit_s=30),
+    Kind("logs, report", _prepare("robot_grpo"), _report, share=1, limit_s=30),
     Kind("experiments", lambda folder: None, _experiments, share=1),
     Kind("records of experiments", lambda folder: None, _records, share=1),
 )
