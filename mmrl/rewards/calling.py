@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from mmrl.workers.wire import error_text
 
 __all__ = ["FAILURE_KINDS", "Batch", "Failure", "Outcome", "Signature", "call", "signature_of"]
 
@@ -85,20 +88,31 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
 
     Returns:
         One outcome a row, or one failure for the whole call.
+
+    Raises:
+        KeyboardInterrupt: in the main program, where it is the user's Ctrl-C; in a worker it is the function's own.
     """
     try:
         values = function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **options)
+        return _check_values(values, len(batch))
     except TimeoutError as error:
         return Failure("timeout", _describe(error))
-    except (Exception, SystemExit) as error:  # sys.exit() in a reward must not end the training
+    except KeyboardInterrupt as error:
+        if not _ignores_interrupts():
+            raise
         return Failure("raised", _describe(error))
-    return _check_values(values, len(batch))
+    except BaseException as error:  # sys.exit() in a reward must not end the training
+        return Failure("raised", _describe(error))
+
+
+def _ignores_interrupts() -> bool:
+    return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS] + place
+    return f"{type(error).__name__}: {error_text(error)}"[:MAX_MESSAGE_CHARS] + place
 
 
 def _check_values(values: Any, rows: int) -> list[Outcome] | Failure:
@@ -118,8 +132,9 @@ def _check_value(value: Any) -> Outcome:
         return Failure("not_a_number", f"returned {value[:60]!r}")
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return Failure("not_a_number", f"returned a {type(value).__name__}")
+    except BaseException as error:  # its __float__ is the user's
+        reason = "" if isinstance(error, TypeError | ValueError | OverflowError) else f", {_describe(error)}"
+        return Failure("not_a_number", f"returned a {type(value).__name__}{reason}")
     if not math.isfinite(number):
         return Failure("nan", f"returned {number}")
     return number
@@ -129,6 +144,7 @@ FAILURE_KINDS: dict[str, str] = {
     "raised": "The function raised an exception.",
     "timeout": "The function took longer than timeout_s and was stopped.",
     "crashed": "The worker process ended while the function ran.",
+    "memory": "The worker process held more memory than memory_mb and was stopped.",
     "nan": "The function returned NaN or infinity.",
     "not_a_number": "The function returned something that is no number.",
     "wrong_length": "The function returned no list, or not one value a row.",

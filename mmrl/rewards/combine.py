@@ -40,12 +40,15 @@ class RewardSum:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         workers: int | None = None,
     ) -> None:
-        self._workers = RewardWorkers(workers)
+        self._workers: dict[tuple[float | None, str], RewardWorkers] = {}
+        self._size = workers
         names = [config.name for config in configs]
         for config in configs:
             _check_config(config, names)
         try:
-            self._terms: list[Term] = [make_term(config, self._workers, functions or {}) for config in configs]
+            self._terms: list[Term] = [
+                make_term(config, self._workers_for(config), functions or {}) for config in configs
+            ]
         except BaseException:
             self.close()
             raise
@@ -96,7 +99,15 @@ class RewardSum:
 
     def close(self) -> None:
         """Stop the worker processes."""
-        self._workers.close()
+        for workers in self._workers.values():
+            workers.close()
+
+    def _workers_for(self, config: RewardConfig) -> RewardWorkers:
+        """The workers that terms with these limits share."""
+        key = (config.memory_mb, _strict_function(config))
+        if key not in self._workers:
+            self._workers[key] = RewardWorkers(self._size, *key)
+        return self._workers[key]
 
 
 def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
@@ -106,6 +117,11 @@ def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
         raise UserError(f"two rewards are called {config.name!r}; give one another name and set its function")
     for problem in field_problems(config):
         raise UserError(f"reward {config.name!r}: {problem}")
+
+
+def _strict_function(config: RewardConfig) -> str:
+    """The function of a strict term, which shares its processes with no other; empty for any other term."""
+    return (config.function or config.name) if config.sandbox == "strict" else ""
 
 
 def _make_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Batch:

@@ -9,6 +9,7 @@ from mmrl.fields import bounded, choice
 
 __all__ = ["RewardConfig", "RewardResult"]
 
+SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
 
 
@@ -30,10 +31,24 @@ class RewardConfig:
     """Keyword arguments of the function, the same for all rows."""
 
     timeout_s: float = bounded(10.0, above=0)
-    """Seconds that one call in a worker process may take; what takes longer is stopped and counted."""
+    """Seconds that one call in a worker process may take, modules that it imports not counted; what takes longer is
+    stopped and counted."""
+
+    batch_timeout_s: float | None = bounded(None, above=0)
+    """Seconds for all rows of a call of the sum together, after which those without an answer count as hung; empty:
+    timeout_s x (10 + rows / workers), in which every row may hang."""
+
+    memory_mb: float | None = bounded(None, above=0)
+    """MiB that a worker process may hold with what it starts; a row that makes it hold more is stopped and counted.
+    Empty: half of the machine's or container's memory, and with sandbox=strict 4096."""
 
     isolate: bool | None = None
     """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
+
+    sandbox: str = choice("none", SANDBOXES)
+    """none: the function runs with your rights, in a process that may fail; strict: for functions that run code a model
+    wrote: no network, writes only in a temporary folder, bounded memory, CPU time, files and processes, none of your
+    environment variables, no sight of other processes (Linux; refused where a promise cannot be kept)."""
 
     rows: str = choice("auto", ROWS)
     """auto: users' functions get all rows in one call and, if that fails, each row alone; independent: each row

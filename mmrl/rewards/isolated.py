@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.rewards.calling import Batch, Failure, Outcome, Signature
+from mmrl.rewards.calling import FAILURE_KINDS, Batch, Failure, Outcome, Signature
 from mmrl.workers.engine import WorkerSpec
 from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.memory import machine_bytes
 from mmrl.workers.pool import WorkerPool
+from mmrl.workers.sandbox import Limits, require_strict
 from mmrl.workers.values import encode
 from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Preparation, Request
@@ -21,6 +26,10 @@ __all__ = ["RewardWorkers", "default_workers"]
 
 SERVICE = Path(__file__).resolve().with_name("service.py")
 LOAD_SECONDS = 120.0
+MESSAGE_CHARS = 500
+STRICT_MEMORY_MB, STRICT_CPU_SECONDS = 4096.0, 600.0
+REPLY_BYTES = 64 << 20
+"""Of a worker's answer, numbers and reasons."""
 
 
 def default_workers() -> int:
@@ -34,19 +43,31 @@ class RewardWorkers:
 
     Args:
         size: Most workers at a time; None for `default_workers`.
+        memory_mb: MiB that a worker may hold with what it starts; None for half of the machine's memory.
+        strict: The only function that they call, shut in as `mmrl.workers.sandbox` promises, in processes that end with
+            the call; empty for plain workers.
+
+    Raises:
+        UserError: Strict processes cannot be run here.
     """
 
-    def __init__(self, size: int | None = None) -> None:
+    def __init__(self, size: int | None = None, memory_mb: float | None = None, strict: str = "") -> None:
         spec = WorkerSpec(
             f"{SERVICE}:make",
             purpose="rewards",
             environment={"OMP_NUM_THREADS": "1"},
             start_timeout_s=LOAD_SECONDS,
             heartbeat_timeout_s=None,  # timeout_s bounds each call, and C code may keep Python's lock as long
-            capture_output=False,
+            capture_output=bool(strict),  # a terminal is no place for what a model's code prints
             closing_s=0.0,
+            memory_bytes=_memory_bytes(memory_mb),
+            max_reply_bytes=REPLY_BYTES,
         )
-        self._pool = WorkerPool(spec, size or default_workers())
+        self.strict = bool(strict)
+        if strict:
+            spec = _strictly(spec, memory_mb, strict)
+        self.size = size or default_workers()
+        self._pool = WorkerPool(spec, self.size)
 
     def load(self, function: str, what: str) -> Signature:
         """Import a function in a worker.
@@ -64,9 +85,10 @@ class RewardWorkers:
         answer = self._pool.prepare(_loading(function, what))
         if isinstance(answer, WorkerFailure):
             raise UserError(f"{what}: {function} cannot be loaded: {_failure(answer).message}")
-        fields = answer.fields
-        names = {name: tuple(fields[name]) for name in ("required", "optional", "refused")}
-        return Signature(takes_all=bool(fields["takes_all"]), **names)
+        try:
+            return _signature(answer.fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{what}: {function}: the worker's reply is broken: {error!r}") from None
 
     def call_together(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float
@@ -92,7 +114,7 @@ class RewardWorkers:
         return _outcomes(answer, function, len(batch))
 
     def call_rows(
-        self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float | None = None
+        self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float
     ) -> list[Outcome]:
         """Call a function row by row on all workers; a row that hangs or crashes costs itself only.
 
@@ -101,7 +123,7 @@ class RewardWorkers:
             options: Keyword arguments.
             batch: Rows.
             limit_s: Seconds for one row.
-            total_s: Seconds after which the remaining rows are given up.
+            total_s: Seconds for all; the rows that remain are given up.
 
         Returns:
             One outcome a row.
@@ -137,19 +159,59 @@ def _outcomes(answer: Answer, function: str, rows: int) -> list[Outcome] | Failu
         return _failure(answer, function)
     try:
         if "failure" in answer.fields:
-            return Failure(**answer.fields["failure"])
-        found = [Failure(**each) if isinstance(each, dict) else each for each in answer.fields["outcomes"]]
-    except (KeyError, TypeError) as error:
-        return Failure("crashed", f"the worker's reply is broken: {error!r}")
-    if len(found) != rows or not all(each is None or isinstance(each, float | Failure) for each in found):
+            return _reported(answer.fields["failure"])
+        found = [_reported(each) if isinstance(each, dict) else each for each in answer.fields["outcomes"]]
+    except (KeyError, TypeError, ValueError) as error:
+        return Failure("crashed", f"the worker's reply is broken: {error!r}"[:MESSAGE_CHARS])
+    if len(found) != rows or not all(each is None or isinstance(each, Failure) or _is_finite(each) for each in found):
         return Failure("crashed", f"the worker's reply is broken: {answer.fields!r:.200}")
     return found
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _reported(fields: Mapping[str, Any]) -> Failure:
+    """A failure that a worker reports; raises where it is none."""
+    kind, message = fields["kind"], fields["message"]
+    if not isinstance(kind, str) or kind not in FAILURE_KINDS or not isinstance(message, str):
+        raise ValueError(f"{kind!r:.80} is no kind of failure")
+    return Failure(kind, message[:MESSAGE_CHARS])
+
+
+def _signature(fields: Mapping[str, Any]) -> Signature:
+    names = {name: tuple(map(str, fields[name])) for name in ("required", "optional", "refused")}
+    return Signature(takes_all=bool(fields["takes_all"]), **names)
+
+
+def _strictly(spec: WorkerSpec, memory_mb: float | None, function: str) -> WorkerSpec:
+    """The same workers, shut in; they find the function's file and what lies beside it."""
+    require_strict()
+    place = function.rpartition(":")[0]
+    folder = Path(place).expanduser().resolve().parent if place.endswith(".py") else Path.cwd()
+    paths = os.pathsep.join([*map(os.path.abspath, sys.path), str(folder)])
+    limits = Limits(memory_mb=memory_mb or STRICT_MEMORY_MB, cpu_s=STRICT_CPU_SECONDS)
+    return replace(
+        spec,
+        strict=limits,
+        readable=(str(folder),) if place else (),
+        memory_bytes=int(limits.memory_mb * (1 << 20)),
+        environment={**spec.environment, "PYTHONPATH": paths},
+    )
+
+
+def _memory_bytes(memory_mb: float | None) -> int | None:
+    if memory_mb is not None:
+        return int(memory_mb * (1 << 20))
+    machine = machine_bytes()
+    return None if machine is None else machine // 2
 
 
 def _failure(failure: WorkerFailure, function: str = "") -> Failure:
     """Say in terms of rewards why a worker gave no answer."""
     if failure.stage == "total":
-        return Failure("timeout", "given up: the rows together took too long; raise timeout_s if they are only slow")
+        return Failure("timeout", "given up: the rows together took longer than batch_timeout_s")
     if failure.stage == "send":
         return Failure("raised", f"the row cannot be sent to a worker: {failure.reason}")
     if failure.for_user:  # it could be loaded before, so the machine is to blame
@@ -159,6 +221,8 @@ def _failure(failure: WorkerFailure, function: str = "") -> Failure:
         kind, message = "timeout", f"no result after {failure.limit_s:g} s; the worker was stopped"
     elif failure.kind == "raised":
         kind, message = "raised", failure.reason
+    elif failure.kind == "memory":
+        kind, message = "memory", f"{failure.reason} (memory_mb); the worker was stopped"
     elif failure.exit_code is not None and failure.exit_code < 0:
         message = f"the worker was ended by signal {signal.Signals(-failure.exit_code).name}"
     elif failure.exit_code is not None:

@@ -11,6 +11,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.calling import Batch, Failure, Outcome, call, signature_of
 from mmrl.rewards.loading import load_function
 from mmrl.workers.values import decode
+from mmrl.workers.wire import error_text
 
 __all__ = ["RewardService", "make"]
 
@@ -50,8 +51,9 @@ class RewardService:
             self._functions[function] = load_function(function, what=what)
         except UserError as error:
             raise LoadError(str(error)) from error
-        except (Exception, SystemExit) as error:
-            raise LoadError(f"{what}: {function} cannot be loaded: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error_text(error)}"
+            raise LoadError(f"{what}: {function} cannot be loaded: {reason}") from error
         return asdict(signature_of(self._functions[function]))
 
 

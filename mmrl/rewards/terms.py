@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
@@ -17,8 +19,8 @@ from mmrl.rewards.loading import load_function
 __all__ = ["Term", "make_term"]
 
 ROW_COLUMNS = ("answer", "completion_lengths")
-RETRY_LIMITS = 10.0
-"""Rows tried one by one after a failed call may together take so many times timeout_s."""
+SPARE_LIMITS = 10.0
+"""All rows may together take so many times timeout_s beside one time for each row that a worker gets."""
 
 
 class Term(ABC):
@@ -45,15 +47,15 @@ class Term(ABC):
         """Return one outcome a row, whatever the function does."""
         if len(batch) == 0:
             return []
-        batch = self._arguments(batch)
+        batch, started = self._arguments(batch), time.monotonic()
         if self.rows == "independent":
-            return self.call_each(batch, None)
+            return self.call_each(batch, started)
         outcomes = self.call_together(batch)
         if not isinstance(outcomes, Failure):
             return outcomes
         if self.rows == "together" or len(batch) == 1:
             return [outcomes] * len(batch)
-        return self.call_each(batch, RETRY_LIMITS * self.config.timeout_s)
+        return self.call_each(batch, started)
 
     def _arguments(self, batch: Batch) -> Batch:
         """Keep the columns that the function takes and that its options do not replace."""
@@ -74,8 +76,8 @@ class Term(ABC):
         """Call the function once with all rows."""
 
     @abstractmethod
-    def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
-        """Call the function row by row."""
+    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+        """Call the function row by row; the batch's time has begun at `time.monotonic() == started`."""
 
 
 class _LocalTerm(Term):
@@ -88,7 +90,7 @@ class _LocalTerm(Term):
     def call_together(self, batch: Batch) -> list[Outcome] | Failure:
         return call(self.function, batch, self.options)
 
-    def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
+    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for row in range(len(batch)):
             outcome = call(self.function, batch.select([row]), self.options)
@@ -100,15 +102,29 @@ class _IsolatedTerm(Term):
     """A function that runs in worker processes."""
 
     def __init__(self, config: RewardConfig, function: str, workers: RewardWorkers) -> None:
-        super().__init__(config, workers.load(function, f"reward {config.name!r}"))
-        self.function = function
+        self.function = _absolute(function) if workers.strict else function
+        super().__init__(config, workers.load(self.function, f"reward {config.name!r}"))
         self.workers = workers
 
-    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
-        return self.workers.call_together(self.function, self.options, batch, self.config.timeout_s)
+    def score(self, batch: Batch) -> list[Outcome]:
+        try:
+            return super().score(batch)
+        finally:
+            if self.workers.strict:  # nothing that a row left running goes on beside the training
+                self.workers.close()
 
-    def call_each(self, batch: Batch, total_s: float | None) -> list[Outcome]:
-        return self.workers.call_rows(self.function, self.options, batch, self.config.timeout_s, total_s)
+    def call_together(self, batch: Batch) -> list[Outcome] | Failure:
+        limit_s = min(self.config.timeout_s, self._batch_seconds(len(batch)))
+        return self.workers.call_together(self.function, self.options, batch, limit_s)
+
+    def call_each(self, batch: Batch, started: float) -> list[Outcome]:
+        left_s = max(0.0, self._batch_seconds(len(batch)) - (time.monotonic() - started))
+        return self.workers.call_rows(self.function, self.options, batch, self.config.timeout_s, left_s)
+
+    def _batch_seconds(self, rows: int) -> float:
+        if self.config.batch_timeout_s is not None:
+            return self.config.batch_timeout_s
+        return self.config.timeout_s * (SPARE_LIMITS + rows / self.workers.size)
 
 
 def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[str, Callable[..., Any]]) -> Term:
@@ -124,7 +140,7 @@ def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[s
     """
     wanted = config.function or config.name
     if wanted in functions:
-        if config.isolate:
+        if config.isolate or config.sandbox == "strict":
             raise UserError(f"reward {config.name!r}: only module:function can run in a worker process")
         return _LocalTerm(config, functions[wanted])
     if wanted in REWARDS:
@@ -132,6 +148,7 @@ def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[s
     if ":" not in wanted:
         raise UserError(_unknown(config, wanted, functions))
     if config.isolate is False:
+        _refuse_strict(config)
         return _LocalTerm(config, load_function(wanted, what=f"reward {config.name!r}"))
     return _IsolatedTerm(config, wanted, workers)
 
@@ -140,7 +157,9 @@ def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Te
     entry = REWARDS[name]
     if entry.isolate and config.isolate is False:
         raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
-    if entry.isolate or config.isolate:
+    if config.isolate is False:
+        _refuse_strict(config)
+    if entry.isolate or config.isolate or config.sandbox == "strict":
         term: Term = _IsolatedTerm(config, entry.function, workers)
         if config.rows == "auto":
             term.rows = "independent"
@@ -148,6 +167,17 @@ def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Te
         term = _LocalTerm(config, load_function(entry.function, what=f"reward {name!r}"))
     _try_options(term)
     return term
+
+
+def _refuse_strict(config: RewardConfig) -> None:
+    if config.sandbox == "strict":
+        raise UserError(f"reward {config.name!r}: sandbox=strict needs a worker process; remove isolate=false")
+
+
+def _absolute(function: str) -> str:
+    """A file's function by its whole path: a strict worker has another working directory."""
+    place, _, name = function.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else function
 
 
 def _try_options(term: Term) -> None:

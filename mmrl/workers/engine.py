@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from mmrl.workers.sandbox import Limits
     from mmrl.workers.wire import Message
 
 __all__ = ["Ending", "Engine", "WorkerHandle", "WorkerSpec"]
@@ -42,6 +43,15 @@ class WorkerSpec:
     error."""
     closing_s: float = 2.0
     """Seconds that `close` leaves a service to close by itself; 0 = it is killed at once."""
+    memory_bytes: int | None = None
+    """Memory that a worker and what it starts may hold, looked at while answers are awaited; None for any."""
+    max_reply_bytes: int = 1 << 30
+    """Bytes of one message of a worker."""
+    strict: Limits | None = None
+    """What the worker may use where it runs code that nobody has read; see `mmrl.workers.sandbox`. None for a plain
+    process."""
+    readable: tuple[str, ...] = ()
+    """Files and folders that a strict worker needs beside the modules that this process finds."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class WorkerHandle(Protocol):
     """`time.monotonic()` when something last arrived from the worker, or when it was last given something."""
     taken_at: float
     """`time.monotonic()` when the worker last took a part of a request."""
+    loading_at: float
+    """`time.monotonic()` when the worker last said that it imports modules; 0 where it never did."""
     ending: Ending | None
     """Set once nothing more will come."""
 
@@ -79,6 +91,10 @@ class WorkerHandle(Protocol):
 
     def receive(self) -> list[Message]:
         """Messages that arrived since the last call, oldest first."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Memory that the worker and what it started hold now; 0 where it cannot be found out."""
         ...
 
     def last_output(self) -> str:

@@ -35,5 +35,6 @@ def one_line(text: str) -> str:
 WORKER_FAILURES: dict[str, str] = {
     "crashed": "The process ended or sent garbage.",
     "hung": "There was no answer, or no heartbeat, within the time limit.",
+    "memory": "The process, with what it started, held more memory than allowed.",
     "raised": "The service raised an exception.",
 }

@@ -233,6 +233,10 @@ class WorkerPool:
         """Numbers of the processes that run now."""
         return [worker.handle.pid for worker in self._slots.workers if worker is not None]
 
+    def memory_bytes(self) -> int:
+        """Memory of the worker that holds most of it now, with what it started."""
+        return max((worker.handle.memory_bytes() for worker in self._slots.workers if worker is not None), default=0)
+
     def close(self) -> None:
         """End all workers; also done when the pool is garbage or the interpreter ends."""
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import RunError
-from mmrl.workers import wire
+from mmrl.workers import family, sandbox, wire
 from mmrl.workers.engine import Ending, WorkerSpec
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ __all__ = ["LocalEngine", "WorkerProcess"]
 
 SCRIPT = Path(__file__).resolve().with_name("serve.py")
 READ_BYTES = 1 << 20
+READS_AT_ONCE = 64
+"""Reads of one pipe in a row, so that a worker that writes without end does not keep this process from the others."""
 OUTPUT_BYTES = 8192
 """How much of a worker's output is kept."""
 EXIT_SECONDS = 2.0
@@ -71,13 +74,16 @@ class WorkerProcess:
 
     def __init__(self, spec: WorkerSpec, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._process = _start(spec)
+        self._token = secrets.token_hex(8)
+        self._folder = sandbox.new_folder() if spec.strict is not None else None
+        self._process = _start(spec, self._token, self._folder)
         self._pipes = [self._process.stdin, self._process.stdout, self._process.stderr]
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
-        self._decoder, self._outgoing, self._output = wire.Decoder(), bytearray(), bytearray()
+        self._decoder, self._outgoing, self._output = wire.Decoder(spec.max_reply_bytes), bytearray(), bytearray()
         self._inbox: list[wire.Message] = []
         self._killed = False
         self.heard_at = self.taken_at = time.monotonic()
+        self.loading_at = 0.0
         self.ending: Ending | None = None
         for fd in (self._stdin, self._stdout, self._stderr):
             if fd >= 0:
@@ -106,6 +112,10 @@ class WorkerProcess:
         found, self._inbox = self._inbox, []
         return found
 
+    def memory_bytes(self) -> int:
+        """Memory that the process and what it started hold now."""
+        return family.resident_bytes(self._process.pid)
+
     def last_output(self) -> str:
         """The last of what the process printed, where it is captured."""
         self._read_output()
@@ -124,15 +134,21 @@ class WorkerProcess:
         return self._killed or self._exit_status() is not None
 
     def kill(self) -> None:
-        """End the process and everything that it started, and free its pipes."""
+        """End the process and everything that it started, in whatever group that is, and free its pipes."""
         if self._killed:
             return
         self._killed = True
         for fd in (self._stdin, self._stdout, self._stderr):
             self._forget(fd)
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGSTOP)
+        family.end_descendants(self._process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        family.end_tagged(self._token)
+        if self._folder is not None:
+            sandbox.remove_folder(self._folder)
         for pipe in self._pipes:
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -167,6 +183,8 @@ class WorkerProcess:
             for message in self._decoder.feed(data):
                 if message.fields.get("kind") != "beat":
                     self._inbox.append(message)
+                elif message.fields.get("loading") is True:
+                    self.loading_at = time.monotonic()
         except wire.WireError as error:
             self.ending = Ending(str(error))
         if closed and self.ending is None:
@@ -206,18 +224,25 @@ class WorkerProcess:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def _start(spec: WorkerSpec) -> subprocess.Popen[bytes]:
+def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen[bytes]:
     watchdog_s = 0.0 if spec.heartbeat_timeout_s is None else spec.heartbeat_timeout_s + ORPHAN_SECONDS
     paths = [] if spec.python is None else [os.getcwd()]
     options = {"service": dict(spec.options), "paths": paths, "watchdog_s": watchdog_s}
+    command = [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)]
+    variables = _variables(spec)
+    if spec.strict is not None and folder is not None:
+        mode = sandbox.require_strict()
+        command = [*sandbox.strict_command(mode, spec.strict, folder, spec.readable, die_with_parent=False), *command]
+        variables = {**sandbox.strict_environment(folder), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
     try:
         # A session of its own: what it starts ends with it, and Ctrl-C reaches only this process.
         return subprocess.Popen(
-            [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if spec.capture_output else None,
-            env=_variables(spec),
+            cwd=folder,
+            env={**variables, family.TAG: token},
             start_new_session=True,
             bufsize=0,
         )
@@ -238,9 +263,9 @@ def _variables(spec: WorkerSpec) -> dict[str, str]:
 
 
 def _drain(fd: int) -> tuple[bytes, bool]:
-    """Everything in a pipe, and whether its other end is closed."""
+    """What is in a pipe, and whether its other end is closed."""
     parts: list[bytes] = []
-    while True:
+    for _ in range(READS_AT_ONCE):
         try:
             part = os.read(fd, READ_BYTES)
         except BlockingIOError:
@@ -250,3 +275,4 @@ def _drain(fd: int) -> tuple[bytes, bool]:
         if not part:
             return b"".join(parts), True
         parts.append(part)
+    return b"".join(parts), False

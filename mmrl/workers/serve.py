@@ -6,8 +6,10 @@ The pool sends requests on standard input and gets one answer for each on standa
 request is worked on, a thread sends heartbeats, so that a process that computes differs from one that is stuck. What
 the service prints goes to standard error. The process ends when its standard input closes or its parent is gone.
 
-This file and `wire.py`, which it loads by path, run on Python 3.8 with the standard library alone; numpy is imported
-where a message has arrays.
+While the service imports modules, the heartbeats say so: that time is not the request's.
+
+This file and those that it loads by path, `wire.py` and `family.py`, run on Python 3.8 with the standard library alone;
+numpy is imported where a message has arrays.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from mmrl.workers import wire
+    from mmrl.workers import family, wire
 
 BEAT_SECONDS = 0.5
 CLOSING_SECONDS = 5.0
 """For closing the service after the pool has gone."""
+LOADING_SECONDS = 0.1
+"""Between two notes that an import has begun."""
 
 
 class Service(Protocol):
@@ -86,6 +90,7 @@ def load_file(path: str | Path, name: str) -> ModuleType:
 
 if not TYPE_CHECKING:
     wire = load_file(Path(__file__).resolve().with_name("wire.py"), "mmrl_wire")
+    family = load_file(Path(__file__).resolve().with_name("family.py"), "mmrl_family")
 
 
 class Pipes:
@@ -104,7 +109,15 @@ class Pipes:
         os.dup2(2, 1)
         self._lock, self._busy = threading.Lock(), True
         self._watchdog_s, self._parent = watchdog_s, os.getppid()
+        self._main, self._noted = threading.get_ident(), 0.0
         threading.Thread(target=self._beat, daemon=True).start()
+
+    def note_import(self) -> None:
+        """Tell the pool that the main thread begins to import."""
+        now = time.monotonic()
+        if self._busy and threading.get_ident() == self._main and now - self._noted > LOADING_SECONDS:
+            self._noted = now
+            self._write(LOADING)
 
     def receive(self) -> wire.Message | None:
         """Wait for a request; None where there will be no more."""
@@ -125,7 +138,7 @@ class Pipes:
                 while view:
                     view = view[os.write(self._output, view) :]
         except OSError:
-            os._exit(0)
+            _leave()
 
     def _beat(self) -> None:
         beat, hangup = wire.pack({"kind": "beat"}), select.poll()
@@ -138,9 +151,36 @@ class Pipes:
             if hangup.poll(int(1000 * BEAT_SECONDS)) or os.getppid() != self._parent:
                 # The main thread may be deep in work that nobody waits for.
                 time.sleep(0.0 if self._busy else CLOSING_SECONDS)
-                os._exit(0)
+                _leave()
             if self._busy:
-                self._write(beat)
+                self._write(LOADING if _imports(self._main) else beat)
+
+
+class ImportNotes:
+    """The first finder of modules: finds none, but notes that an import begins."""
+
+    def __init__(self, pipes: Pipes) -> None:
+        self._pipes = pipes
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Leave the module to the finders behind."""
+        self._pipes.note_import()
+
+
+def _imports(thread: int) -> bool:
+    """Whether a thread is in the midst of an import."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave() -> None:
+    """End this process and what it started."""
+    family.end_descendants(os.getpid())
+    os._exit(0)
 
 
 def main(service: str, options: Mapping[str, Any]) -> None:
@@ -150,13 +190,15 @@ def main(service: str, options: Mapping[str, Any]) -> None:
         service: `path/to/file.py:function`; the function returns a `Service`.
         options: `service`, keyword arguments of the function; `paths`, put in front of sys.path; `watchdog_s`.
     """
+    family.adopt_orphans()
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
+    sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
     try:
         file, _, name = service.rpartition(":")
         worker: Service = getattr(load_file(file, "mmrl_service"), name)(**options.get("service", {}))
         hello = dict(worker.hello())
-    except Exception as error:
+    except BaseException as error:
         pipes.send({"kind": "error", "id": 0, "body": describe_error(error)})
         return
     pipes.send({"kind": "hello", "id": 0, "body": hello})
@@ -173,19 +215,26 @@ def _answer(pipes: Pipes, worker: Service, request: wire.Message) -> None:
     try:
         fields, arrays = worker.answer(request.fields["body"], request.arrays)
         pipes.send({"kind": "result", "id": number, "body": dict(fields)}, arrays)
-    except Exception as error:
+    except BaseException as error:  # a service may raise SystemExit or KeyboardInterrupt too
         pipes.send({"kind": "error", "id": number, "body": describe_error(error)})
 
 
-def describe_error(error: Exception) -> dict[str, Any]:
+def describe_error(error: BaseException) -> dict[str, Any]:
     """JSON that a `WorkerFailure` is made of."""
+    try:
+        for_user = bool(getattr(error, "for_user", False))
+    except BaseException:
+        for_user = False
     return {
         "type": type(error).__name__,
-        "message": str(error),
+        "message": wire.error_text(error),
         "traceback": traceback.format_exc(),
-        "for_user": bool(getattr(error, "for_user", False)),
+        "for_user": for_user,
     }
 
+
+if not TYPE_CHECKING:
+    LOADING = wire.pack({"kind": "beat", "loading": True})
 
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))

@@ -78,7 +78,7 @@ class Slots:
             left_s = end - time.monotonic()
             if found or left_s <= 0:
                 return found
-            patience_s = max(0.0, min(left_s, *(self.worker(slot).seconds_left() for slot in slots)))
+            patience_s = max(0.0, min(left_s, *(self.worker(slot).patience_s() for slot in slots)))
 
     def gather(self, slots: Iterable[int]) -> dict[int, Answer]:
         """Wait until each of these workers has answered all its requests or failed.

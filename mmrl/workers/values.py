@@ -1,15 +1,18 @@
-"""Python values in messages to a worker.
+"""Python values in messages to a worker, as plain data: nothing here can run code on the other side.
 
-Text, numbers, None, lists, tuples, dicts and arrays are sent as plain data. Everything else, a PIL image or an object
-of the user's for instance, is pickled, since no plain form would give the worker's function what the caller was given.
-A pickle is only ever sent to a worker, a process that this one has started; what a worker sends is never unpickled.
+Text, numbers, None, lists, tuples, sets, dicts, bytes, dates, decimals, NumPy arrays and scalars and PIL images are
+sent and come back with their types. Anything else is refused by name: a plain form would not give the worker's function
+what the caller was given.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
-import pickle
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,21 +21,40 @@ if TYPE_CHECKING:
 __all__ = ["decode", "encode"]
 
 PLAIN_DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
+OTHER_DTYPES = "biufcUSmM"
+"""Kinds of NumPy's dtypes that are sent as their bytes; objects and records are not."""
 INTEGERS = 1 << 63
-"""Integers beyond this are pickled: Python refuses to write very long ones as text."""
+"""Integers beyond this are sent in base 16: Python refuses to write very long ones in base 10."""
+TEXT_FORMS: dict[type, Callable[[Any], str]] = {
+    datetime.datetime: datetime.datetime.isoformat,
+    datetime.date: datetime.date.isoformat,
+    datetime.time: datetime.time.isoformat,
+    Decimal: str,
+    Fraction: str,
+}
+FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "float": float,
+    "int": lambda text: int(text, 16),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+}
+COLLECTIONS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 
 
 def encode(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """Turn a value into JSON and arrays.
 
     Args:
-        value: anything that can be pickled.
+        value: made of the types that the module's docstring names.
 
     Returns:
         JSON, and the arrays that it refers to by name.
 
     Raises:
-        Exception: whatever pickling a part of it raises.
+        TypeError: a part of it is of another type.
     """
     encoder = _Encoder()
     return encoder.tree(value), encoder.arrays
@@ -46,10 +68,9 @@ def decode(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         arrays: arrays from `encode`.
 
     Returns:
-        The value; what occurred in several places before is one object again if it was an array or was pickled.
+        The value; an array or image that occurred in several places before is one object again.
     """
-    objects: dict[str, Any] = {}
-    return _decode(tree, arrays, objects)
+    return _Decoder(arrays).value(tree)
 
 
 class _Encoder:
@@ -57,7 +78,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
-        self._names: dict[int, str] = {}
+        self._known: dict[int, dict[str, Any]] = {}
 
     def tree(self, value: Any) -> Any:
         kind = type(value)  # a subclass has more to it than its plain value
@@ -67,35 +88,91 @@ class _Encoder:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is list:
             return [self.tree(entry) for entry in value]
-        if kind is tuple:
-            return {"tuple": [self.tree(entry) for entry in value]}
-        if kind is dict:
-            return {"dict": [[self.tree(key), self.tree(entry)] for key, entry in value.items()]}
-        return self._array_or_pickle(value)
+        if kind in (dict, OrderedDict):
+            tag = "dict" if kind is dict else "OrderedDict"
+            return {tag: [[self.tree(key), self.tree(entry)] for key, entry in value.items()]}
+        if kind in COLLECTIONS:
+            return {COLLECTIONS[kind]: [self.tree(entry) for entry in value]}
+        if kind in TEXT_FORMS:
+            return {kind.__name__: TEXT_FORMS[kind](value)}
+        return {"int": hex(value)} if kind is int else self._bulk(value)
 
-    def _array_or_pickle(self, value: Any) -> dict[str, str]:
+    def _bulk(self, value: Any) -> dict[str, Any]:
+        known = self._known.get(id(value))  # an image that G samples share is sent once
+        if known is None:
+            known = self._known[id(value)] = self._new_bulk(value)
+        return known
+
+    def _new_bulk(self, value: Any) -> dict[str, Any]:
         import numpy as np
 
-        tag = "array" if type(value) is np.ndarray and value.dtype.str in PLAIN_DTYPES else "pickle"
-        name = self._names.get(id(value))  # an image that G samples share is sent once
-        if name is None:
-            name = self._names[id(value)] = str(len(self.arrays))
-            self.arrays[name] = value if tag == "array" else np.frombuffer(pickle.dumps(value), np.uint8)
-        return {tag: name}
+        kind = type(value)
+        if kind is np.ndarray and value.dtype.str in PLAIN_DTYPES:
+            return {"array": self._add(value)}
+        if kind is bytes:
+            return {"bytes": self._add(np.frombuffer(value, np.uint8))}
+        if kind is complex:
+            return {"complex": [self.tree(value.real), self.tree(value.imag)]}
+        if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in OTHER_DTYPES:
+            array = np.asarray(value)
+            tag = "ndarray" if kind is np.ndarray else "scalar"
+            return {tag: [self._add(np.frombuffer(array.tobytes(), np.uint8)), array.dtype.str, list(array.shape)]}
+        if kind.__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes"):
+            data = self._add(np.frombuffer(value.tobytes(), np.uint8))
+            return {"image": [data, value.mode, list(value.size), value.getpalette() if value.mode == "P" else None]}
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent to a worker process, only text, numbers, lists, "
+            "dicts, dates, NumPy arrays and PIL images; turn it into those, or keep the function in this process"
+        )
+
+    def _add(self, array: np.ndarray) -> str:
+        name = str(len(self.arrays))
+        self.arrays[name] = array
+        return name
 
 
-def _decode(tree: Any, arrays: Mapping[str, np.ndarray], objects: dict[str, Any]) -> Any:
-    if isinstance(tree, list):
-        return [_decode(entry, arrays, objects) for entry in tree]
-    if not isinstance(tree, dict):
-        return tree
-    ((tag, content),) = tree.items()
-    if tag == "float":
-        return float(content)
-    if tag == "tuple":
-        return tuple(_decode(entry, arrays, objects) for entry in content)
-    if tag == "dict":
-        return {_decode(key, arrays, objects): _decode(entry, arrays, objects) for key, entry in content}
-    if content not in objects:
-        objects[content] = arrays[content] if tag == "array" else pickle.loads(arrays[content].data)
-    return objects[content]
+class _Decoder:
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+        self._objects: dict[str, Any] = {}
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(entry) for entry in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ((tag, content),) = tree.items()
+        if tag in FROM_TEXT:
+            return FROM_TEXT[tag](content)
+        if tag in ("dict", "OrderedDict"):
+            pairs = ((self.value(key), self.value(entry)) for key, entry in content)
+            return dict(pairs) if tag == "dict" else OrderedDict(pairs)
+        if tag in COLLECTIONS.values():
+            kind = next(kind for kind, name in COLLECTIONS.items() if name == tag)
+            return kind(self.value(entry) for entry in content)
+        if tag == "complex":
+            return complex(*(self.value(part) for part in content))
+        name = content if isinstance(content, str) else content[0]
+        if name not in self._objects:
+            self._objects[name] = _bulk(tag, self._arrays[name], content)
+        return self._objects[name]
+
+
+def _bulk(tag: str, data: np.ndarray, content: Any) -> Any:
+    if tag == "array":
+        return data
+    if tag == "bytes":
+        return data.tobytes()
+    if tag == "image":
+        from PIL import Image
+
+        _, mode, size, palette = content
+        image = Image.frombytes(mode, tuple(size), data.tobytes())
+        if palette is not None:
+            image.putpalette(palette)
+        return image
+    import numpy as np
+
+    _, dtype, shape = content
+    array = np.frombuffer(data.tobytes(), dtype).reshape(shape).copy()
+    return array if tag == "ndarray" else array[()]

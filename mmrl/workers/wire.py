@@ -16,12 +16,24 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["MARK", "MAX_BODY_BYTES", "MAX_HEADER_BYTES", "VERSION", "Decoder", "Message", "WireError", "pack", "read"]
+__all__ = [
+    "MARK",
+    "MAX_BODY_BYTES",
+    "MAX_HEADER_BYTES",
+    "VERSION",
+    "Decoder",
+    "Message",
+    "WireError",
+    "error_text",
+    "pack",
+    "read",
+]
 
 MARK = b"MRLW"
 VERSION = 2
 MAX_HEADER_BYTES = 256 << 20
 MAX_BODY_BYTES = 4 << 30
+MAX_AXES = 16
 PREFIX = struct.Struct("<4sHIQ")
 DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
 
@@ -86,10 +98,14 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 class Decoder:
-    """Collects bytes as they arrive and gives out the messages that are complete."""
+    """Collects bytes as they arrive and gives out the messages that are complete.
 
-    def __init__(self) -> None:
-        self._held = bytearray()
+    Args:
+        max_bytes: of one message.
+    """
+
+    def __init__(self, max_bytes: int = MAX_HEADER_BYTES + MAX_BODY_BYTES) -> None:
+        self._held, self._max_bytes = bytearray(), max_bytes
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Add the bytes of one read; to be iterated to its end.
@@ -107,6 +123,9 @@ class Decoder:
         self._held += data
         while len(self._held) >= PREFIX.size:
             header_bytes, body_bytes = _lengths(bytes(self._held[: PREFIX.size]))
+            if header_bytes + body_bytes > self._max_bytes:
+                size = header_bytes + body_bytes
+                raise WireError(f"a message of {size} bytes is announced; at most {self._max_bytes} are allowed")
             start, end = PREFIX.size + header_bytes, PREFIX.size + header_bytes + body_bytes
             if len(self._held) < end:
                 break
@@ -116,6 +135,14 @@ class Decoder:
         # The first bytes alone tell garbage from a message that is still incomplete.
         if not MARK.startswith(bytes(self._held[: len(MARK)])):
             raise WireError(_garbage(bytes(self._held)))
+
+
+def error_text(error: BaseException) -> str:
+    """Text of an exception, which may raise another one when it is asked for it."""
+    try:
+        return str(error)
+    except BaseException as other:
+        return f"(its text cannot be had: __str__ raised {type(other).__name__})"
 
 
 def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
@@ -146,10 +173,10 @@ def _check_lengths(header_bytes: int, body_bytes: int) -> None:
 
 def _unpack(header: bytes, body: bytes | memoryview) -> Message:
     try:
-        parsed = json.loads(header.decode())
+        parsed = json.loads(header.decode(), parse_constant=_refuse_constant)
         fields, layout = dict(parsed["fields"]), [(str(n), str(d), tuple(map(int, s))) for n, d, s in parsed["arrays"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"the header of a message cannot be read: {error!r}") from None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"the header of a message cannot be read: {error!r:.200}") from None
     arrays, start = {}, 0
     for name, dtype, shape in layout:
         end = start + _array_bytes(name, dtype, shape)
@@ -163,18 +190,25 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
 
 
 def _array_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if dtype not in DTYPES or any(size < 0 for size in shape):
-        raise WireError(f"array {name!r} is announced with the dtype {dtype} and the shape {shape}")
+    if dtype not in DTYPES or len(shape) > MAX_AXES or not all(0 <= size <= MAX_BODY_BYTES for size in shape):
+        raise WireError(f"array {name[:80]!r} is announced with the dtype {dtype[:80]} and the shape {shape[:9]}")
     count = int(dtype[2:])
     for size in shape:
         count *= size
     return count
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     import numpy as np
 
-    return np.frombuffer(data, dtype).reshape(shape).copy()
+    try:
+        return np.frombuffer(data, dtype).reshape(shape).copy()
+    except ValueError as error:
+        raise WireError(f"an array of the shape {shape} cannot be made: {error}") from None
 
 
 def _garbage(data: bytes) -> str:

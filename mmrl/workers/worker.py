@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Pending", "Preparation", "Request", "Worker"]
 
+LOADING_SECONDS = 0.5
+"""How long a note that the worker imports modules holds: until the next heartbeat."""
+MEMORY_SECONDS = 0.2
+"""Between two looks at a worker's memory."""
+TEXT_CHARS = 20_000
+"""Kept of a worker's own account of an exception."""
+
 Answer: TypeAlias = "Message | WorkerFailure"
 
 
@@ -71,6 +78,7 @@ class Worker:
         self.pending = deque([Pending(0, spec.start_timeout_s, "start", None)])
         """Requests without an answer, the oldest first; the start is the first of all."""
         self._number, self._since = 0, time.monotonic()
+        self._measured_at = 0.0
 
     def send(self, request: Request, timeout_s: float, stage: str = "answer", tag: Any = None) -> None:
         """Queue a request; `flush` sends it.
@@ -118,7 +126,7 @@ class Worker:
                 return found
             if pending.stage == "prepare":
                 self.prepared[pending.tag] = answer
-        if self.pending and (failure := self._failure()) is not None:
+        if self.pending and (failure := self._failure() or self._too_much_memory()) is not None:
             found.append((self.pending.popleft(), failure))
         return found
 
@@ -126,9 +134,16 @@ class Worker:
         """Until the oldest request has taken too long."""
         return min(self._deadline(), self._last_beat_due()) - time.monotonic()
 
+    def patience_s(self) -> float:
+        """Seconds after which to look at the worker again, if nothing comes from it before."""
+        return self.seconds_left() if self.spec.memory_bytes is None else min(self.seconds_left(), MEMORY_SECONDS)
+
     def _deadline(self) -> float:
         # A request that is still being written has not begun.
-        return max(self._since, self.handle.taken_at) + self.pending[0].timeout_s
+        begun = max(self._since, self.handle.taken_at)
+        if self.handle.loading_at > begun:  # imports are not the request's time, within the limit of a start
+            begun = min(self.handle.loading_at + LOADING_SECONDS, begun + self.spec.start_timeout_s)
+        return begun + self.pending[0].timeout_s
 
     def _last_beat_due(self) -> float:
         if self.spec.heartbeat_timeout_s is None or self.pending[0].stage == "start":
@@ -147,6 +162,16 @@ class Worker:
             limit_s, reason = self.spec.heartbeat_timeout_s, "no sign of life for {:g} s"
         return self._with_output(WorkerFailure("hung", reason.format(limit_s), stage=stage, limit_s=limit_s))
 
+    def _too_much_memory(self) -> WorkerFailure | None:
+        limit, now = self.spec.memory_bytes, time.monotonic()
+        if limit is None or now < self._measured_at + MEMORY_SECONDS:
+            return None
+        self._measured_at, held = now, self.handle.memory_bytes()
+        if held <= limit:
+            return None
+        reason = f"it held {held >> 20} MiB of memory; at most {limit >> 20} MiB are allowed"
+        return self._with_output(WorkerFailure("memory", reason, stage=self.pending[0].stage))
+
     def _with_output(self, failure: WorkerFailure) -> WorkerFailure:
         output = self.handle.last_output()
         reason = f"{failure.reason}; it last wrote: {output.splitlines()[-1]}" if output else failure.reason
@@ -158,8 +183,8 @@ def _answer_in(message: Message, stage: str) -> Answer:
         body = message.fields["body"]
         if message.fields["kind"] != "error":
             return Message(dict(body), message.arrays)
-        for_user, text, trace = bool(body["for_user"]), str(body["message"]), str(body["traceback"])
+        for_user, text, trace = bool(body["for_user"]), str(body["message"])[:TEXT_CHARS], str(body["traceback"])
         reason = text if for_user else one_line(f"{body['type']}: {text}")
     except (KeyError, TypeError, ValueError) as error:
         return WorkerFailure("crashed", f"its message is malformed: {error!r}", stage=stage)
-    return WorkerFailure("raised", reason, trace, for_user, stage)
+    return WorkerFailure("raised", reason, trace[-TEXT_CHARS:], for_user, stage)

@@ -297,4 +297,4 @@ def _find_drawing(name: str | None) -> Backend:
     return probe_backend(name)[0] or Backend(name, "unknown device")
 
 
-COUNTS = ("crashed", "hung", "raised", "restarted", "dropped", "diverged")
+COUNTS = ("crashed", "hung", "memory", "raised", "restarted", "dropped", "diverged")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.rewards import RewardConfig, RewardSum
+from mmrl.rewards import RewardConfig, RewardSum, isolated
+from mmrl.rewards.calling import Failure
+from mmrl.workers.wire import Message
 
 USER = str(Path(__file__).with_name("user_functions.py"))
 ROWS = ["a", "bad", "bb", "ccc"]
@@ -133,13 +135,13 @@ def test_functions_that_compare_rows_see_all_or_nothing(make):
 def test_a_cell_that_cannot_be_sent_costs_its_own_row(make):
     sys.path.insert(0, str(Path(USER).parent))
     try:
-        from user_functions import Unpicklable
+        from user_functions import Unsendable
     finally:
         sys.path.pop(0)
-    values, result = score(make("length"), cells=[1, Unpicklable(), 3, 4])
+    values, result = score(make("length"), cells=[1, Unsendable(), 3, 4])
     assert [values[0], *values[2:]] == [1.0, 2.0, 3.0]
     assert result.errors == {"mine/raised": 1}
-    assert "this cell stays here" in result.examples["mine/raised"]
+    assert "a user_functions.Unsendable cannot be sent" in result.examples["mine/raised"]
 
 
 def test_output_of_a_function_does_not_disturb(make):
@@ -210,3 +212,104 @@ def test_neither_rewards_nor_workers_import_torch():
         "heavy = {'torch', 'transformers', 'numpy', 'PIL', 'datasets'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_hanging_rows_cost_themselves_only_however_many_they_are(make):
+    rows = [f"bad {row}" if row % 8 in (0, 3, 4) else "good" for row in range(32)]
+    values, result = score(make("hangs_on_some", timeout_s=1.0), rows)
+    assert sum(value == 1.0 for value in values) == 20
+    assert result.errors == {"mine/timeout": 12}
+
+
+def test_a_batch_has_one_limit_in_which_good_rows_come_first(make):
+    rows = ["good", *["bad"] * 6, *["good"] * 6]
+    started = time.monotonic()
+    values, result = score(make("hangs_on_some", timeout_s=2.0, batch_timeout_s=12.0), rows)
+    assert sum(value == 1.0 for value in values) == 7
+    assert result.errors == {"mine/timeout": 6}
+    assert time.monotonic() - started < 60.0
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "message"),
+    [
+        ("interrupt", "raised", "KeyboardInterrupt"),
+        ("generator", "raised", "GeneratorExit"),
+        ("exit", "raised", "SystemExit"),
+        ("odd", "raised", "OddError: (its text cannot be had: __str__ raised GeneratorExit)"),
+        ("float", "not_a_number", "returned a Odd, KeyboardInterrupt: oh"),
+        ("tolist", "raised", "KeyboardInterrupt: in tolist"),
+    ],
+)
+def test_whatever_a_function_raises_is_its_rows_failure_with_the_reason(make, row, kind, message):
+    values, result = score(make("raises_what_it_is_told"), ["fine", row, "fine"])
+    assert (values[0], values[2]) == (1.0, 1.0)
+    assert result.errors == {f"mine/{kind}": 1}
+    assert message in result.examples[f"mine/{kind}"]
+
+
+def test_ctrl_c_in_the_main_program_is_no_failure_of_a_row(make):
+    with pytest.raises(KeyboardInterrupt):
+        score(make("raises_what_it_is_told", isolate=False), ["interrupt"])
+    assert score(make("raises_what_it_is_told", isolate=False), ["generator"])[1].errors == {"mine/raised": 1}
+
+
+def test_a_row_that_eats_memory_costs_itself_only(make):
+    values, result = score(make("eats_memory_on_bad", timeout_s=60.0, memory_mb=300))
+    assert [values[0], *values[2:]] == [1.0, 1.0, 1.0]
+    assert result.errors == {"mine/memory": 1}
+    assert "at most 300 MiB" in result.examples["mine/memory"]
+
+
+def test_imports_do_not_count_against_the_first_call(make):
+    assert score(make("imports_slowly", timeout_s=0.7))[1].errors == {}
+
+
+@pytest.mark.parametrize("end", ["fine", "crash", "hang"])
+def test_what_a_function_leaves_in_a_session_of_its_own_is_ended_too(make, end, tmp_path):
+    rewards = make("leaves_daemons", timeout_s=5.0)
+    score(rewards, [end], pids=[str(tmp_path / "pids")])
+    rewards.close()
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert pids
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+DAEMONS = """
+import sys
+from mmrl.rewards import RewardConfig, RewardSum
+rewards = RewardSum([RewardConfig("mine", sys.argv[1] + ":leaves_daemons", timeout_s=600.0)])
+rewards.score(["q"], ["hang"], {"pids": [sys.argv[2]]})
+"""
+
+
+def test_nothing_outlives_a_killed_program(tmp_path):
+    pids = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", DAEMONS, USER, str(pids)]) as program:
+        wait_until(lambda: pids.exists() and pids.read_text(), 60.0)
+        program.kill()
+    wait_until(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"outcomes": [1]},
+        {"outcomes": [True]},
+        {"outcomes": ["1.0"]},
+        {"outcomes": [[1.0]]},
+        {"outcomes": [1.0, 1.0]},
+        {"outcomes": 5},
+        {"outcomes": [{"kind": "unheard/of", "message": "x"}]},
+        {"outcomes": [{"kind": ["raised"], "message": "x"}]},
+        {"failure": {"kind": "raised", "message": ["x"]}},
+        {"failure": None},
+        {},
+    ],
+    ids=str,
+)
+def test_a_reply_of_wrong_types_is_a_failure(reply):
+    found = isolated._outcomes(Message(reply, {}), "f", 1)
+    assert isinstance(found, Failure)
+    assert found.kind == "crashed"
+    assert "the worker's reply is broken" in found.message

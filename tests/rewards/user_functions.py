@@ -1,8 +1,10 @@
 """Reward functions of a careless user, for the tests of rewards in worker processes."""
 
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 CALLS = []
 
@@ -94,6 +96,97 @@ def numpy_values(prompts, completions, **columns):
     return numpy.linspace(0, 1, len(completions))
 
 
-class Unpicklable:
-    def __reduce__(self):
-        raise TypeError("this cell stays here")
+class Unsendable:
+    """No plain data."""
+
+
+def hangs_on_some(prompts, completions, **columns):
+    if any(text.startswith("bad") for text in completions):
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+
+class Odd:
+    """Whatever the wrong completion is named after raises when it is used."""
+
+    def __init__(self, method, error):
+        self.method, self.error = method, error
+
+    def _raise(self, name, otherwise):
+        if self.method == name:
+            raise self.error("oh")
+        return otherwise
+
+    def __float__(self):
+        return self._raise("float", 1.0)
+
+    def __str__(self):
+        return self._raise("str", "text")
+
+
+class OddError(Exception):
+    def __str__(self):
+        raise GeneratorExit
+
+
+class OddList:
+    def tolist(self):
+        raise KeyboardInterrupt("in tolist")
+
+
+def raises_what_it_is_told(prompts, completions, **columns):
+    errors = {"interrupt": KeyboardInterrupt, "generator": GeneratorExit, "exit": SystemExit, "odd": OddError}
+    for text in completions:
+        if text in errors:
+            raise errors[text]()
+    if "tolist" in completions:
+        return OddList()
+    return [Odd("float", KeyboardInterrupt) if text == "float" else 1.0 for text in completions]
+
+
+def eats_memory_on_bad(prompts, completions, **columns):
+    if "bad" in completions:
+        held = []
+        while True:
+            held.append(b"x" * (16 << 20))
+            time.sleep(0.01)
+    return [1.0] * len(completions)
+
+
+def imports_slowly(prompts, completions, **columns):
+    import slow_module
+
+    return [slow_module.VALUE] * len(completions)
+
+
+DAEMON = """
+import os, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()} ")
+time.sleep(600)
+"""
+
+
+def leaves_daemons(prompts, completions, pids, **columns):
+    """Starts a process in a session of its own whose parent ends at once, then ends as the completion says."""
+    subprocess.run([sys.executable, "-c", DAEMON, pids[0]], check=True)
+    while not Path(pids[0]).exists() or not Path(pids[0]).read_text():
+        time.sleep(0.01)
+    if "crash" in completions:
+        os._exit(3)
+    if "hang" in completions:
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+
+def runs_programs(prompts, completions, secret="", **columns):
+    """What a careless reward does: executes what a model wrote, and rewards what it left in `reward`."""
+    found = []
+    for text in completions:
+        names = {"reward": 0.0}
+        exec(text, names)
+        found.append(names["reward"])
+    return found

@@ -119,7 +119,7 @@ def test_three_workers_break_down_and_the_others_go_on():
         assert chunk.reasons[2].startswith("hung: no answer in 1.5 s")
         assert chunk.reasons[3] == "raised: ValueError: the hinge broke"
         assert sim.live.tolist() == [1, 4]
-        expected = {"crashed": 1, "hung": 1, "raised": 1, "restarted": 3, "dropped": 3, "diverged": 0}
+        expected = {"crashed": 1, "hung": 1, "memory": 0, "raised": 1, "restarted": 3, "dropped": 3, "diverged": 0}
         assert sim.counts == expected
         assert all(is_gone(old[row]) for row in (0, 2, 3))
         assert sim.step_chunk(zeros(sim)).rewards.tolist() == [[5, 6, 7, 8]] * 2

@@ -124,7 +124,13 @@ def announce(*arrays) -> bytes:
         (prefixed(announce(["x", "<f4", [-1]]), bytes(4)), "the shape"),
         (prefixed(announce(["x", "<f4", [2]]), bytes(4)), "needs 8 bytes; 4 came"),
         (prefixed(announce(["x", "<f4", [1]]), bytes(8)), "4 bytes of a message belong to no array"),
-        (prefixed(announce(["x", "<f4", [2**40, 2**40]]), bytes(8)), "needs"),
+        (prefixed(announce(["x", "<f4", [2**40, 2**40]]), bytes(8)), "is announced with"),
+        (prefixed(announce(["x", "<f4", [2**20, 2**20]]), bytes(8)), "needs"),
+        (prefixed(announce(["x", "<f4", [1] * 100]), bytes(4)), "is announced with"),
+        (prefixed(announce(["x", "<f4", [0] + [2**32] * 4])), "cannot be made"),
+        (prefixed(b'{"fields": {}, "arrays": [["x", "<f4", [1e999]]]}', bytes(4)), "cannot be read"),
+        (prefixed(b'{"fields": {"x": NaN}, "arrays": []}'), "cannot be read"),
+        (prefixed(b'{"fields": {"x": ' + b"[" * 200_000), "cannot be read"),
     ],
 )
 def test_a_header_that_lies_is_refused(data, reason):
@@ -132,6 +138,13 @@ def test_a_header_that_lies_is_refused(data, reason):
         wire.read(io.BytesIO(data))
     with pytest.raises(wire.WireError, match=reason.replace("|", r"\|")):
         list(wire.Decoder().feed(data))
+
+
+def test_a_message_beyond_the_receivers_limit_is_refused_before_it_has_come():
+    data = wire.pack({}, {"x": np.zeros(1000, np.uint8)})
+    assert len(list(wire.Decoder(len(data)).feed(data))) == 1
+    with pytest.raises(wire.WireError, match="at most 100 are allowed"):
+        list(wire.Decoder(100).feed(data[: wire.PREFIX.size]))
 
 
 def test_a_message_too_large_is_not_sent(monkeypatch):

@@ -1,0 +1,119 @@
+"""A process and all that it started, as Linux's /proc shows them; elsewhere nothing is found.
+
+Both ends load this file, a worker by its path: it runs on Python 3.8 with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import NamedTuple
+
+__all__ = ["TAG", "adopt_orphans", "descendants", "end_descendants", "end_tagged", "resident_bytes"]
+
+TAG = "MMRL_WORKER"
+"""Environment variable with which everything that a worker starts can be told, even after the worker's end."""
+PR_SET_CHILD_SUBREAPER = 36
+ROUNDS = 20
+"""How often processes are looked for that were started while others were being stopped."""
+
+
+class Entry(NamedTuple):
+    """What /proc says of a process."""
+
+    parent: int
+    resident_bytes: int
+    ended: bool
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its descendants leave behind, so that `descendants` finds that too."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (AttributeError, OSError):  # not Linux
+        return
+
+
+def descendants(pid: int) -> list[int]:
+    """Numbers of the running processes below a process, parents first."""
+    return _below(pid, _processes())
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out."""
+    table = _processes()
+    return sum(table[each].resident_bytes for each in (pid, *_below(pid, table)) if each in table)
+
+
+def end_descendants(pid: int) -> None:
+    """Kill everything below a process; stopped first, so that nothing is started meanwhile."""
+    found: set[int] = set()
+    for _ in range(ROUNDS):
+        new = set(descendants(pid)) - found
+        if not new:
+            break
+        for each in new:
+            _send(each, signal.SIGSTOP)
+        found = found.union(new)
+    for each in found:
+        _send(each, signal.SIGKILL)
+
+
+def end_tagged(token: str) -> None:
+    """Kill the processes whose environment has the token under `TAG`; this one is spared."""
+    mark = (TAG + "=" + token).encode()
+    for _ in range(ROUNDS):
+        found = [pid for pid in _numbers() if pid != os.getpid() and mark in _environment(pid)]
+        if not found:
+            return
+        for pid in found:
+            end_descendants(pid)
+            _send(pid, signal.SIGKILL)
+
+
+def _below(pid: int, table: dict[int, Entry]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for each, entry in table.items():
+        if not entry.ended:
+            children.setdefault(entry.parent, []).append(each)
+    found = list(children.get(pid, []))
+    for each in found:  # grows while it is walked
+        found.extend(children.get(each, []))
+    return found
+
+
+def _processes() -> dict[int, Entry]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    table = {}
+    for pid in _numbers():
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if len(fields) > 21:
+            table[pid] = Entry(int(fields[1]), page * int(fields[21]), fields[0] in (b"Z", b"X"))
+    return table
+
+
+def _numbers() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:  # ended, or of another user
+        return []
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except OSError:
+        return

@@ -1,0 +1,25 @@
+"""How much memory this machine, or the container around this process, has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["machine_bytes"]
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_bytes() -> int | None:
+    """Return bytes of memory that all processes here may hold together; None where it cannot be found out."""
+    found = []
+    try:
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return None
+    for file in CGROUP_LIMITS:
+        try:
+            found.append(int(Path(file).read_text()))
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+    return min(found)

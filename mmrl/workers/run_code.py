@@ -1,0 +1,209 @@
+r"""Runs a program that a model wrote, strictly shut in, and gives back what it printed.
+
+    result = run_code("print(sum(range(10)))", timeout_s=5)
+    result.stdout == "45\n" and result.exit_code == 0
+
+Each program has a process and a folder of its own, see `mmrl.workers.sandbox`. It gets its input as text and files and
+answers with text: it never shares a process with the reward or the environment that judges it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.errors import UserError
+from mmrl.workers import family
+from mmrl.workers.sandbox import (
+    Limits,
+    new_folder,
+    remove_folder,
+    require_strict,
+    strict_command,
+    strict_environment,
+)
+
+__all__ = ["CodeResult", "run_code"]
+
+PROGRAM = "program.py"
+LOOK_SECONDS = 0.1
+READ_BYTES = 1 << 16
+NOT_ENTERED = 71
+
+
+@dataclass(frozen=True)
+class CodeResult:
+    """What became of a program."""
+
+    exit_code: int
+    """Of the process; the negative number of the signal that ended it."""
+    stdout: str
+    """What it printed, cut to the limit; bytes that are no UTF-8 are replaced."""
+    stderr: str
+    """What it wrote to standard error, cut likewise."""
+    seconds: float
+    """How long it took, the start included."""
+    stopped: str = ""
+    """Why it was ended: timeout, memory or cpu; empty where it ended by itself."""
+    cut: bool = False
+    """Whether it printed more than is kept."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it came to its end without an error."""
+        return self.exit_code == 0 and not self.stopped
+
+
+def run_code(
+    source: str,
+    *,
+    stdin: str = "",
+    files: Mapping[str, bytes] | None = None,
+    timeout_s: float = 10.0,
+    limits: Limits | None = None,
+    output_bytes: int = 1 << 20,
+) -> CodeResult:
+    """Run Python source in a strict process of its own.
+
+    Args:
+        source: the program.
+        stdin: its standard input.
+        files: contents by name, put into its working folder.
+        timeout_s: seconds after which it is ended.
+        limits: memory, CPU time, file size and processes.
+        output_bytes: most that is kept of each of its two outputs.
+
+    Returns:
+        Its outputs and how it ended. A program that fails is no error of this function.
+
+    Raises:
+        UserError: strict processes cannot be run here, or a file's name is no plain name.
+    """
+    mode, limits = require_strict(), limits or Limits()
+    folder = new_folder()
+    try:
+        _put(folder, {**(files or {}), PROGRAM: source.encode(errors="replace")})
+        command = strict_command(mode, limits, folder, (), die_with_parent=True)
+        run = _Run([*command, sys.executable, "-I", PROGRAM], folder, stdin.encode(errors="replace"), output_bytes)
+        return run.result(timeout_s, limits)
+    finally:
+        remove_folder(folder)
+
+
+def _put(folder: str, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        if name != os.path.basename(name) or name in ("", ".", "..", "dev"):
+            raise UserError(f"the file {name!r} of a program must be a plain name without a folder")
+        Path(folder, name).write_bytes(data)
+
+
+class _Run:
+    """A program while it runs."""
+
+    def __init__(self, command: list[str], folder: str, stdin: bytes, output_bytes: int) -> None:
+        self._token, self._most, self._input = secrets.token_hex(8), output_bytes, stdin
+        self._began, self._cut = time.monotonic(), False
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env={**strict_environment(folder), family.TAG: self._token},
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._pipes = [
+            pipe.fileno() for pipe in (self._process.stdin, self._process.stdout, self._process.stderr) if pipe
+        ]
+        self._outputs = {fd: bytearray() for fd in self._pipes[1:]}
+        self._selector = selectors.DefaultSelector()
+        for fd in self._pipes:
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_WRITE if fd == self._pipes[0] else selectors.EVENT_READ)
+
+    def result(self, timeout_s: float, limits: Limits) -> CodeResult:
+        """Wait for its end, or bring it about."""
+        try:
+            stopped = self._serve(timeout_s, limits)
+        finally:
+            self._end()
+        code = self._process.returncode
+        if not stopped and code in (-signal.SIGXCPU, -signal.SIGKILL):
+            stopped = "cpu" if code == -signal.SIGXCPU else "memory"
+        texts = [self._outputs[fd].decode(errors="replace") for fd in self._pipes[1:]]
+        if code == NOT_ENTERED and texts[1].startswith("sandbox: "):
+            raise UserError(f"sandbox: strict has stopped working on this machine: {texts[1].strip()[9:]}")
+        return CodeResult(code, texts[0], texts[1], time.monotonic() - self._began, stopped, self._cut)
+
+    def _serve(self, timeout_s: float, limits: Limits) -> str:
+        """Move its input and outputs until it ends; returns why it has to be ended."""
+        look_at = 0.0
+        while True:
+            for key, _ in self._selector.select(LOOK_SECONDS if self._selector.get_map() else 0.0):
+                self._move(int(key.fd))
+            if self._process.poll() is not None:
+                for fd in self._outputs:
+                    self._move(fd)
+                return ""
+            if not self._selector.get_map():
+                time.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            if now - self._began > timeout_s:
+                return "timeout"
+            if now > look_at:
+                look_at = now + LOOK_SECONDS
+                if family.resident_bytes(self._process.pid) > limits.memory_mb * (1 << 20):
+                    return "memory"
+
+    def _move(self, fd: int) -> None:
+        if fd == self._pipes[0]:
+            self._write()
+            return
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._forget(fd)
+        room = self._most - len(self._outputs[fd])
+        self._cut = self._cut or len(data) > room
+        self._outputs[fd] += data[: max(0, room)]
+
+    def _write(self) -> None:
+        try:
+            self._input = self._input[os.write(self._pipes[0], self._input) :] if self._input else b""
+        except BlockingIOError:
+            return
+        except OSError:
+            self._input = b""  # it does not read
+        if not self._input and self._process.stdin is not None:
+            self._forget(self._pipes[0])
+            self._process.stdin.close()
+
+    def _forget(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _end(self) -> None:
+        """Kill what is left of it."""
+        family.end_descendants(self._process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        family.end_tagged(self._token)
+        self._selector.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()

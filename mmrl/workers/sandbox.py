@@ -1,0 +1,190 @@
+"""Processes for code that nobody has read: what a model wrote, as a tool call or as a program for an answer.
+
+Promises of a strict process, each kept by what Linux offers without root, and tested by an attempt to break it:
+
+- no network, not even to this machine;
+- writes only in a folder of its own, which is also its working, temporary and home folder and goes with it;
+- bounded memory, CPU time, file size and number of processes;
+- none of this process's environment variables, and no sight of other processes, nor signals to them;
+- nothing of it outlives it.
+
+It runs in namespaces of its own, with a seccomp filter and, where the kernel has it, Landlock. Where namespaces cannot
+be made (in many containers), Landlock and a stricter filter keep the same promises; where neither works, bubblewrap
+does if it is installed. Where nothing works, `require_strict` says what is missing, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.errors import UserError
+
+__all__ = ["MODES", "Limits", "new_folder", "remove_folder", "require_strict", "strict_command", "strict_environment"]
+
+SCRIPT = Path(__file__).resolve().with_name("sandbox_enter.py")
+MIB = 1 << 20
+PROBE_SECONDS = 30.0
+OPEN_FILES = 256
+ROOT_MAP = ("0", "0")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a strict process may use."""
+
+    memory_mb: float = 1024
+    """MiB of address space of each process; a whole tree may hold as much, where somebody watches it."""
+    cpu_s: float = 30
+    """Seconds of CPU time of each process."""
+    file_mb: float = 64
+    """MiB of one file; with namespaces also of all files together."""
+    processes: int = 16
+    """Processes and threads. Linux does not limit them for root: there, no process can be started, threads can."""
+
+
+def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[str], die_with_parent: bool) -> list[str]:
+    """Say how a program is started strictly; program and arguments follow.
+
+    Args:
+        mode: one of `MODES`.
+        limits: what it may use.
+        folder: its own, see `new_folder`.
+        readable: files and folders that it needs beside this interpreter, its modules and the system's programs.
+        die_with_parent: whether it ends with the thread that starts it.
+
+    Returns:
+        Start of a command.
+    """
+    settings = {
+        "mode": mode,
+        "folder": folder,
+        "readable": [*_python_folders(), *readable],
+        "memory_bytes": int(limits.memory_mb * MIB),
+        "cpu_s": max(1, int(limits.cpu_s)),
+        "file_bytes": int(limits.file_mb * MIB),
+        "folder_bytes": int(limits.file_mb * MIB),
+        "processes": limits.processes,
+        "open_files": OPEN_FILES,
+        "forks": not _is_root(),
+        "die_with_parent": die_with_parent,
+    }
+    enter = [sys.executable, "-I", "-S", str(SCRIPT), json.dumps(settings)]
+    return [*_bubblewrap(folder), *enter] if mode == "bubblewrap" else enter
+
+
+def strict_environment(folder: str) -> dict[str, str]:
+    """All that a strict process gets to know of environment variables."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        **dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"), folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **dict.fromkeys(names, "1"),
+    }
+
+
+def new_folder() -> str:
+    """Make the folder of a strict process."""
+    return os.path.realpath(tempfile.mkdtemp(prefix="mmrl_strict_"))
+
+
+def remove_folder(folder: str) -> None:
+    """Remove the folder of a strict process that has ended."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def require_strict() -> str:
+    """Find out how strict processes can be run here.
+
+    Returns:
+        The first of `MODES` in which a program runs.
+
+    Raises:
+        UserError: there is none; says what failed and what helps.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
+    reasons = {}
+    for mode in MODES:
+        reason = _try(mode)
+        if reason is None:
+            return mode
+        reasons[mode] = reason
+    listed = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items())
+    raise UserError(
+        f"sandbox: strict cannot keep its promises here ({listed}). Any of these helps: allow user namespaces (sysctl "
+        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, or for a container "
+        "--security-opt seccomp=unconfined), a kernel with Landlock from 6.2 on (lsm=landlock,...), or an installed "
+        "bubblewrap. Otherwise set sandbox: none, and give it no code that a model wrote"
+    )
+
+
+def _try(mode: str) -> str | None:
+    """Run a program that does nothing; returns why it did not run."""
+    if mode == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    folder = new_folder()
+    try:
+        command = [
+            *strict_command(mode, Limits(), folder, (), True),
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            "print('ready')",
+        ]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=strict_environment(folder),
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        remove_folder(folder)
+    if done.returncode == 0 and done.stdout == "ready\n":
+        return None
+    return (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1][:200]
+
+
+def _python_folders() -> list[str]:
+    """Where this interpreter and the modules that it finds lie."""
+    own = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))]
+    paths = [*own, *map(os.path.abspath, sys.path), str(SCRIPT.parent), os.path.abspath(sys.executable)]
+    return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)} - {"/"})
+
+
+def _is_root() -> bool:
+    """Whether Linux spares this process the limit of processes; root of a container's own users is not spared."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        first = Path("/proc/self/uid_map").read_text().split()
+    except OSError:
+        return True
+    return tuple(first[:2]) == ROOT_MAP
+
+
+def _bubblewrap(folder: str) -> list[str]:
+    program = shutil.which("bwrap") or "bwrap"
+    shown = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", folder, folder, "--chdir", folder]
+    return [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", *shown]
+
+
+MODES = ("namespaces", "landlock", "bubblewrap")
+"""How a strict process is shut in, the best first."""

@@ -1,0 +1,71 @@
+"""Rewards that execute what a model wrote."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.rewards import RewardConfig, RewardSum, isolated
+from mmrl.workers import sandbox
+
+USER = str(Path(__file__).with_name("user_functions.py"))
+REASON = None if any(sandbox._try(mode) is None for mode in sandbox.MODES) else "no strict processes here"
+strictly = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def score(programs, **options):
+    config = RewardConfig("mine", f"{USER}:runs_programs", sandbox="strict", timeout_s=20.0, **options)
+    rewards = RewardSum([config], workers=1)
+    try:
+        return rewards.score(["q"] * len(programs), programs, {})
+    finally:
+        rewards.close()
+
+
+@strictly
+def test_what_a_model_wrote_changes_nothing_outside(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_TEST_SECRET", "sesame")
+    programs = [
+        "reward = 1.0",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        "import socket; socket.create_connection(('127.0.0.1', 9))",
+        "import os; reward = float('MMRL_TEST_SECRET' in os.environ)",
+        "import os; reward = float(os.getcwd() == os.environ['TMPDIR']); open('x', 'w').write('x')",
+        f"import os; os.kill({os.getpid()}, 9)",
+        "import numpy; reward = float(numpy.ones(3).sum())",
+    ]
+    result = score(programs)
+    assert [result.terms["mine"][row] for row in (0, 3, 4, 6)] == [1.0, 0.0, 1.0, 3.0]
+    assert result.errors == {"mine/raised": 3}
+    assert not list(tmp_path.iterdir())
+
+
+@strictly
+def test_no_process_goes_on_after_the_call():
+    rewards = RewardSum([RewardConfig("mine", f"{USER}:runs_programs", sandbox="strict")], workers=1)
+    rewards.score(["q"], ["reward = 1.0"], {})
+    assert all(not workers._pool.processes() for workers in rewards._workers.values())
+    assert rewards.score(["q"], ["reward = 2.0"], {}).total == [2.0]
+    rewards.close()
+
+
+@strictly
+def test_memory_that_a_program_takes_is_bounded():
+    result = score(["x = bytearray(3 << 30)", "reward = 1.0"], memory_mb=1024)
+    assert result.total[1] == 1.0
+    assert sum(result.errors.values()) == 1
+
+
+def test_strict_needs_a_process_of_its_own():
+    with pytest.raises(UserError, match="sandbox=strict needs a worker process"):
+        score([], isolate=False)
+
+
+def test_strict_is_refused_where_it_cannot_be_kept(monkeypatch):
+    def refuse():
+        raise UserError("sandbox: strict cannot keep its promises here")
+
+    monkeypatch.setattr(isolated, "require_strict", refuse)
+    with pytest.raises(UserError, match="cannot keep its promises"):
+        score([])

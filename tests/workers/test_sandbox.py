@@ -1,0 +1,317 @@
+"""One attempt to break each promise of a strict process, in every mode that this machine can run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.workers import run_code as running
+from mmrl.workers import sandbox
+from mmrl.workers.run_code import run_code
+from mmrl.workers.sandbox import Limits
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="strict processes need Linux")
+REASONS = {mode: sandbox._try(mode) for mode in sandbox.MODES}
+SMALL = Limits(memory_mb=256, cpu_s=2, file_mb=2, processes=4)
+
+
+@pytest.fixture(params=sandbox.MODES)
+def run(request, monkeypatch):
+    if REASONS[request.param] is not None:
+        pytest.skip(f"{request.param}: {REASONS[request.param]}")
+    monkeypatch.setattr(running, "require_strict", lambda: request.param)
+
+    def run(source, *, timeout_s=60.0, **options):
+        return run_code(textwrap.dedent(source), timeout_s=timeout_s, **options)
+
+    return run
+
+
+def test_a_program_runs_with_input_files_and_folder(run):
+    source = """
+        import os, sys, tempfile, json, math
+        text = open("data.txt").read() + sys.stdin.read()
+        open("new.txt", "w").write(text)
+        with tempfile.NamedTemporaryFile() as file:
+            assert os.path.dirname(file.name) == os.getcwd() == os.environ["HOME"]
+        print(open("new.txt").read().upper())
+        print("note", file=sys.stderr)
+        sys.exit(3)
+    """
+    result = run(source, stdin="input", files={"data.txt": b"file and "})
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "FILE AND INPUT\n", "note\n")
+    assert (result.stopped, result.cut, result.succeeded) == ("", False, False)
+
+
+def test_numpy_runs(run):
+    assert run("import numpy; print(numpy.linalg.det(numpy.eye(3)))").stdout == "1.0\n"
+
+
+def test_it_reaches_no_network_not_even_this_machine(run, tmp_path):
+    source = """
+        import socket
+        for family, kind, address in {targets}:
+            try:
+                connection = socket.socket(family, kind)
+                connection.settimeout(5)
+                connection.connect(address)
+            except OSError as error:
+                print(type(error).__name__)
+            else:
+                print("connected")
+    """
+    with socket.socket() as listening, socket.socket(socket.AF_UNIX) as local:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        local.bind(str(tmp_path / "socket"))
+        local.listen()
+        targets = [
+            (int(socket.AF_INET), int(socket.SOCK_STREAM), listening.getsockname()),
+            (int(socket.AF_INET), int(socket.SOCK_DGRAM), listening.getsockname()),
+            (int(socket.AF_INET6), int(socket.SOCK_STREAM), ("::1", listening.getsockname()[1])),
+            (int(socket.AF_UNIX), int(socket.SOCK_STREAM), str(tmp_path / "socket")),
+        ]
+        for target in targets[:1] + targets[3:]:
+            socket.socket(*target[:2]).connect(target[2])  # it can be reached from here
+        result = run(source.format(targets=targets))
+    assert result.stdout.split() == ["PermissionError"] * 4
+
+
+def test_it_writes_nothing_outside_its_folder(run, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    before = victim.stat()
+    source = f"""
+        import os, shutil
+        victim, folder = {str(victim)!r}, {str(tmp_path)!r}
+        attempts = [
+            lambda: open(victim, "w"), lambda: open(victim, "a"), lambda: os.truncate(victim, 0),
+            lambda: os.open(victim, os.O_RDONLY | os.O_TRUNC), lambda: os.remove(victim),
+            lambda: os.rename(victim, "stolen"), lambda: os.chmod(victim, 0), lambda: os.utime(victim, (0, 0)),
+            lambda: os.link(victim, "linked"), lambda: os.mkdir(folder + "/new"),
+            lambda: open(folder + "/new.txt", "w"), lambda: os.symlink("/", folder + "/link"),
+            lambda: os.mknod(folder + "/pipe", 0o010600), lambda: open("/tmp/mmrl_strict_escape", "w"),
+            lambda: open("/dev/shm/mmrl_strict_escape", "w"), lambda: os.setxattr(victim, "user.x", b"1"),
+            lambda: open("/proc/sys/kernel/core_pattern", "w"),
+        ]
+        os.symlink(victim, "shortcut")
+        attempts.append(lambda: open("shortcut", "w"))
+        for attempt in attempts:
+            try:
+                attempt()
+            except OSError:
+                print("refused")
+            else:
+                print("done")
+    """
+    assert run(source).stdout.split() == ["refused"] * 18
+    after = victim.stat()
+    assert victim.read_text() == "as it was"
+    assert (after.st_mode, after.st_mtime_ns, after.st_nlink) == (before.st_mode, before.st_mtime_ns, before.st_nlink)
+    assert os.listdir(tmp_path) == ["victim"]
+    assert not Path("/tmp/mmrl_strict_escape").exists()
+
+
+def test_its_folder_goes_with_it(run):
+    folder = run("import os; open('left', 'w').write('x'); os.mkdir('deep'); print(os.getcwd())").stdout.strip()
+    assert "mmrl_strict_" in folder
+    assert not Path(folder).exists()
+
+
+def test_it_reads_no_secret_of_this_process_or_of_another(run, monkeypatch):
+    monkeypatch.setenv("MMRL_TEST_SECRET", "sesame")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        source = f"""
+            import os
+            places = ["/proc/self/environ", "/proc/{other.pid}/environ", "/proc/{os.getpid()}/mem"]
+            try:
+                places += ["/proc/" + name + "/environ" for name in os.listdir("/proc") if name.isdigit()]
+            except OSError:
+                pass
+            found = [repr(dict(os.environ))]
+            for place in places:
+                try:
+                    found.append(open(place, "rb").read().decode(errors="replace"))
+                except OSError:
+                    pass
+            print("sesame" in "".join(found))
+        """
+        assert b"sesame" in Path(f"/proc/{other.pid}/environ").read_bytes()  # from here it can be read
+        assert run(source).stdout == "False\n"
+        other.kill()
+
+
+def test_it_sees_no_other_process_and_signals_none(run):
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+    source = f"""
+        import os, signal
+        try:
+            seen = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        except OSError:
+            seen = []
+        for target in ({os.getpid()}, os.getppid(), -1):
+            try:
+                os.kill(target, signal.SIGUSR1) if target > 0 else None
+            except OSError:
+                pass
+        print(len(seen) <= 3, {os.getpid()} in seen and os.getpid() > 10)
+    """
+    try:
+        result = run(source)
+        time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not received
+    assert result.stdout == "True False\n"
+
+
+def test_memory_is_bounded(run):
+    result = run("held = []\nwhile True: held.append(bytearray(1 << 24))", limits=SMALL)
+    assert not result.succeeded
+    assert "MemoryError" in result.stderr or result.stopped == "memory"
+
+
+def test_cpu_time_is_bounded(run):
+    result = run("while True: pass", limits=SMALL)
+    assert result.stopped == "cpu"
+
+
+def test_time_is_bounded(run):
+    assert run("import time; time.sleep(1000)", timeout_s=1.0).stopped == "timeout"
+
+
+def test_files_are_bounded(run):
+    source = """
+        try:
+            with open("large", "wb") as file:
+                for _ in range(100):
+                    file.write(bytes(1 << 20))
+                    file.flush()
+        except OSError as error:
+            print(error.errno)
+        import os
+        print(os.path.getsize("large") <= 2 << 20)
+    """
+    lines = run(source, limits=SMALL).stdout.split()
+    assert lines[0] in ("27", "28")  # EFBIG, or ENOSPC of a folder in memory
+    assert lines[1] == "True"
+
+
+def test_output_is_bounded(run):
+    result = run("while True: print('x' * 1000)", timeout_s=1.0, output_bytes=5000)
+    assert len(result.stdout) == 5000
+    assert result.cut
+
+
+def test_a_fork_bomb_stays_small(run):
+    source = """
+        import os, time
+        count = 0
+        while count < 1000:
+            try:
+                pid = os.fork()
+            except OSError:
+                break
+            if pid == 0:
+                time.sleep(60)
+                os._exit(0)
+            count += 1
+        print(count)
+    """
+    result = run(source, limits=SMALL)
+    assert int(result.stdout) <= 8
+
+
+def test_nothing_outlives_it(run):
+    mark = "mmrl_strict_daemon_" + str(os.getpid())
+    source = f"""
+        import os, time, ctypes
+        ctypes.CDLL(None).prctl(15, b"{mark[:15]}", 0, 0, 0)
+        try:
+            if os.fork() == 0:
+                try:
+                    os.setsid()
+                except OSError:
+                    pass
+                os.environ.clear()
+                if os.fork() == 0:
+                    time.sleep(600)
+                os._exit(0)
+        except OSError:
+            pass
+        time.sleep(0.3)
+    """
+    run(source)
+    end = time.monotonic() + 10
+    while any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _name(pid):
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def test_it_makes_no_new_view_of_the_system(run):
+    source = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        unshared = libc.unshare(0x10000000)
+        mounted = libc.mount(b"tmpfs", os.getcwd().encode(), b"tmpfs", 0, None)
+        traced = libc.ptrace(16, 1, 0, 0)
+        ring = libc.syscall(425, 8, ctypes.create_string_buffer(200))
+        typed = libc.ioctl(0, 0x5412, b"x")
+        hidden = libc.memfd_create(b"x", 0)
+        print(unshared, mounted, traced, ring, typed, hidden)
+    """
+    assert run(source).stdout == "-1 -1 -1 -1 -1 -1\n"
+
+
+def test_the_modes_that_do_not_work_are_named_with_what_helps(monkeypatch):
+    monkeypatch.setattr(sandbox, "_try", lambda mode: f"no {mode} here")
+    with pytest.raises(UserError, match=r"namespaces: no namespaces here; landlock: .* installed bubblewrap"):
+        sandbox.require_strict.__wrapped__()
+
+
+def test_a_step_that_fails_ends_it_before_the_program_begins(run, monkeypatch):
+    """No folder: it cannot be entered."""
+    monkeypatch.setattr(
+        running,
+        "strict_command",
+        lambda mode, limits, folder, *rest, **more: sandbox.strict_command(
+            mode, limits, folder + "_missing", *rest, **more
+        ),
+    )
+    with pytest.raises(UserError, match="sandbox: strict has stopped working"):
+        run("print('begun')")
+
+
+def test_from_several_threads(run):
+    found = {}
+
+    def work(number):
+        found[number] = run(f"print({number})").stdout
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: f"{number}\n" for number in range(3)}
+
+
+def test_files_have_plain_names(run):
+    with pytest.raises(UserError, match="plain name"):
+        run("", files={"../x": b""})
