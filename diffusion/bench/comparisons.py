@@ -145,7 +145,7 @@ class _Work:
         files = [Path(arm.options["result"]) for arm in (one, other)]
         if not all(file.is_file() for file in files):
             return None
-        first, second = (torch.load(file) for file in files)
+        first, second = (torch.load(file, weights_only=True) for file in files)
         difference = first - second
         value = difference.norm() / first.norm() if relative else difference.abs().max()
         return check(float(value), limit, above=above)

@@ -232,7 +232,7 @@ def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen
     variables = _variables(spec)
     if spec.strict is not None and folder is not None:
         mode = sandbox.require_strict()
-        command = [*sandbox.strict_command(mode, spec.strict, folder, spec.readable, die_with_parent=False), *command]
+        command = [*sandbox.strict_command(mode, spec.strict, folder, spec.readable), *command]
         variables = {**sandbox.strict_environment(folder), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
     try:
         # A session of its own: what it starts ends with it, and Ctrl-C reaches only this process.

@@ -24,6 +24,7 @@ from pathlib import Path
 from mmrl.errors import UserError
 from mmrl.workers import family
 from mmrl.workers.sandbox import (
+    ENTERED,
     Limits,
     new_folder,
     remove_folder,
@@ -37,7 +38,6 @@ __all__ = ["CodeResult", "run_code"]
 PROGRAM = "program.py"
 LOOK_SECONDS = 0.1
 READ_BYTES = 1 << 16
-NOT_ENTERED = 71
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,8 @@ def run_code(
     folder = new_folder()
     try:
         _put(folder, {**(files or {}), PROGRAM: source.encode(errors="replace")})
-        command = strict_command(mode, limits, folder, (), die_with_parent=True)
-        run = _Run([*command, sys.executable, "-I", PROGRAM], folder, stdin.encode(errors="replace"), output_bytes)
-        return run.result(timeout_s, limits)
+        run = _Run(mode, limits, folder, stdin.encode(errors="replace"), output_bytes)
+        return run.result(timeout_s)
     finally:
         remove_folder(folder)
 
@@ -109,9 +108,12 @@ def _put(folder: str, files: Mapping[str, bytes]) -> None:
 class _Run:
     """A program while it runs."""
 
-    def __init__(self, command: list[str], folder: str, stdin: bytes, output_bytes: int) -> None:
+    def __init__(self, mode: str, limits: Limits, folder: str, stdin: bytes, output_bytes: int) -> None:
         self._token, self._most, self._input = secrets.token_hex(8), output_bytes, stdin
-        self._began, self._cut = time.monotonic(), False
+        self._began, self._cut, self._limits = time.monotonic(), False, limits
+        self._mode = mode
+        self._report, said = os.pipe()
+        command = [*strict_command(mode, limits, folder, (), said), sys.executable, "-I", PROGRAM]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -120,8 +122,10 @@ class _Run:
             cwd=folder,
             env={**strict_environment(folder), family.TAG: self._token},
             start_new_session=True,
+            pass_fds=(said,),
             bufsize=0,
         )
+        os.close(said)
         self._pipes = [
             pipe.fileno() for pipe in (self._process.stdin, self._process.stdout, self._process.stderr) if pipe
         ]
@@ -131,21 +135,23 @@ class _Run:
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_WRITE if fd == self._pipes[0] else selectors.EVENT_READ)
 
-    def result(self, timeout_s: float, limits: Limits) -> CodeResult:
+    def result(self, timeout_s: float) -> CodeResult:
         """Wait for its end, or bring it about."""
         try:
-            stopped = self._serve(timeout_s, limits)
+            stopped = self._serve(timeout_s)
         finally:
-            self._end()
+            entered = self._end()
         code = self._process.returncode
+        if self._mode == "bubblewrap" and code > 128:  # its way to report a signal
+            code = 128 - code
         if not stopped and code in (-signal.SIGXCPU, -signal.SIGKILL):
             stopped = "cpu" if code == -signal.SIGXCPU else "memory"
         texts = [self._outputs[fd].decode(errors="replace") for fd in self._pipes[1:]]
-        if code == NOT_ENTERED and texts[1].startswith("sandbox: "):
-            raise UserError(f"sandbox: strict has stopped working on this machine: {texts[1].strip()[9:]}")
+        if not entered and not stopped:
+            raise UserError(f"sandbox: strict has stopped working on this machine: {texts[1].strip()[-200:]}")
         return CodeResult(code, texts[0], texts[1], time.monotonic() - self._began, stopped, self._cut)
 
-    def _serve(self, timeout_s: float, limits: Limits) -> str:
+    def _serve(self, timeout_s: float) -> str:
         """Move its input and outputs until it ends; returns why it has to be ended."""
         look_at = 0.0
         while True:
@@ -162,7 +168,7 @@ class _Run:
                 return "timeout"
             if now > look_at:
                 look_at = now + LOOK_SECONDS
-                if family.resident_bytes(self._process.pid) > limits.memory_mb * (1 << 20):
+                if family.resident_bytes(self._process.pid) > self._limits.memory_mb * (1 << 20):
                     return "memory"
 
     def _move(self, fd: int) -> None:
@@ -196,8 +202,8 @@ class _Run:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def _end(self) -> None:
-        """Kill what is left of it."""
+    def _end(self) -> bool:
+        """Kill what is left of it; returns whether the program had begun."""
         family.end_descendants(self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -207,3 +213,10 @@ class _Run:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
+        os.set_blocking(self._report, False)
+        try:
+            return os.read(self._report, len(ENTERED)) == ENTERED
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(self._report)

@@ -28,9 +28,19 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 
-__all__ = ["MODES", "Limits", "new_folder", "remove_folder", "require_strict", "strict_command", "strict_environment"]
+__all__ = [
+    "ENTERED",
+    "MODES",
+    "Limits",
+    "new_folder",
+    "remove_folder",
+    "require_strict",
+    "strict_command",
+    "strict_environment",
+]
 
 SCRIPT = Path(__file__).resolve().with_name("sandbox_enter.py")
+ENTERED = b"entered"
 MIB = 1 << 20
 PROBE_SECONDS = 30.0
 OPEN_FILES = 256
@@ -51,7 +61,7 @@ class Limits:
     """Processes and threads. Linux does not limit them for root: there, no process can be started, threads can."""
 
 
-def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[str], die_with_parent: bool) -> list[str]:
+def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[str], report_to: int = -1) -> list[str]:
     """Say how a program is started strictly; program and arguments follow.
 
     Args:
@@ -59,7 +69,8 @@ def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[st
         limits: what it may use.
         folder: its own, see `new_folder`.
         readable: files and folders that it needs beside this interpreter, its modules and the system's programs.
-        die_with_parent: whether it ends with the thread that starts it.
+        report_to: descriptor on which it says `ENTERED` before the program begins; it then ends with the thread that
+            starts it. -1 for neither.
 
     Returns:
         Start of a command.
@@ -75,10 +86,12 @@ def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[st
         "processes": limits.processes,
         "open_files": OPEN_FILES,
         "forks": not _is_root(),
-        "die_with_parent": die_with_parent,
+        "report_to": report_to,
     }
     enter = [sys.executable, "-I", "-S", str(SCRIPT), json.dumps(settings)]
-    return [*_bubblewrap(folder), *enter] if mode == "bubblewrap" else enter
+    if mode != "bubblewrap":
+        return enter
+    return [*_bubblewrap(folder), *(["--die-with-parent"] if report_to >= 0 else []), *enter]
 
 
 def strict_environment(folder: str) -> dict[str, str]:
@@ -137,7 +150,7 @@ def _try(mode: str) -> str | None:
     folder = new_folder()
     try:
         command = [
-            *strict_command(mode, Limits(), folder, (), True),
+            *strict_command(mode, Limits(), folder, ()),
             sys.executable,
             "-I",
             "-S",
@@ -183,7 +196,7 @@ def _is_root() -> bool:
 def _bubblewrap(folder: str) -> list[str]:
     program = shutil.which("bwrap") or "bwrap"
     shown = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", folder, folder, "--chdir", folder]
-    return [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", *shown]
+    return [program, "--unshare-all", "--cap-drop", "ALL", *shown]
 
 
 MODES = ("namespaces", "landlock", "bubblewrap")

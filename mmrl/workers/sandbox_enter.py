@@ -54,7 +54,7 @@ def main(settings: Mapping[str, Any], command: list[str]) -> NoReturn:
         settings: what `mmrl.workers.sandbox` writes.
         command: program and arguments.
     """
-    if settings["die_with_parent"]:
+    if settings["report_to"] >= 0:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if settings["mode"] == "namespaces":
         _enter_namespaces(settings)
@@ -70,6 +70,9 @@ def main(settings: Mapping[str, Any], command: list[str]) -> NoReturn:
         extra = [] if alone else ["/proc"]
         files.allow_only(settings["folder"], [*settings["readable"], *extra])
     calls.forbid_calls(own_namespaces=not alone, forks=settings["forks"])
+    if settings["report_to"] >= 0:
+        os.write(settings["report_to"], b"entered")
+        os.close(settings["report_to"])
     os.execv(command[0], command)
 
 

@@ -13,7 +13,7 @@ import struct
 __all__ = ["forbid_calls", "new_privileges_off", "supported"]
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-FORBIDDEN = {
+FORBIDDEN: dict[str, tuple[int, int | None]] = {
     # The network: no socket can be made, nor a ring that makes one; pairs of connected ones, which pools use, can.
     "socket": (41, 198),
     # Other processes, and the machine.
@@ -83,13 +83,13 @@ FORBIDDEN = {
     "semget": (64, 190),
     "mq_open": (240, 180),
 }
-UNKNOWN_TO_CALLER = {
+UNKNOWN_TO_CALLER: dict[str, tuple[int, int | None]] = {
     "clone3": (435, 435),  # its flags cannot be looked at; the C library then uses clone
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
 }
-METADATA = {
+METADATA: dict[str, tuple[int, int | None]] = {
     # What Landlock does not see: rights, owners and times of files that are not the process's own to change.
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -113,7 +113,7 @@ METADATA = {
     "setsid": (112, 157),
     "setpgid": (109, 154),
 }
-OWN_PROCESS_ONLY = {
+OWN_PROCESS_ONLY: dict[str, tuple[int, int | None]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
@@ -125,7 +125,7 @@ OWN_PROCESS_ONLY = {
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
 }
-FORKS = {"fork": (57, None), "vfork": (58, None)}
+FORKS: dict[str, tuple[int, int | None]] = {"fork": (57, None), "vfork": (58, None)}
 CLONE, IOCTL = (56, 220), (16, 29)
 NEWEST_CALL = 462
 """Calls beyond this number are too new to have been judged; they are answered as a kernel without them would."""
@@ -181,10 +181,8 @@ def _program(own_namespaces: bool, forks: bool, pid: int) -> list[bytes]:
         _step(AT_LEAST, NEWEST_CALL + 1, 0, 1),  # those of x86's other table lie there too
         _error(errno.ENOSYS),
     ]
-    tables = [(FORBIDDEN, errno.EPERM), (UNKNOWN_TO_CALLER, errno.ENOSYS)]
-    tables += [] if own_namespaces else [(METADATA, errno.EPERM)]
-    tables += [] if forks else [(FORKS, errno.EPERM)]
-    for table, code in tables:
+    forbidden = {**FORBIDDEN, **({} if own_namespaces else METADATA), **({} if forks else FORKS)}
+    for table, code in ((forbidden, errno.EPERM), (UNKNOWN_TO_CALLER, errno.ENOSYS)):
         for numbers in table.values():
             program += _when(numbers[column], [_error(code)])
     program += _when(CLONE[column], _clone(forks))

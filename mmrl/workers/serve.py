@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 0.5
 CLOSING_SECONDS = 5.0
 """For closing the service after the pool has gone."""
+LOADING = {"kind": "beat", "loading": True}
 LOADING_SECONDS = 0.1
 """Between two notes that an import has begun."""
 
@@ -110,6 +111,7 @@ class Pipes:
         self._lock, self._busy = threading.Lock(), True
         self._watchdog_s, self._parent = watchdog_s, os.getppid()
         self._main, self._noted = threading.get_ident(), 0.0
+        self._loading = wire.pack(LOADING)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def note_import(self) -> None:
@@ -117,7 +119,7 @@ class Pipes:
         now = time.monotonic()
         if self._busy and threading.get_ident() == self._main and now - self._noted > LOADING_SECONDS:
             self._noted = now
-            self._write(LOADING)
+            self._write(self._loading)
 
     def receive(self) -> wire.Message | None:
         """Wait for a request; None where there will be no more."""
@@ -153,7 +155,7 @@ class Pipes:
                 time.sleep(0.0 if self._busy else CLOSING_SECONDS)
                 _leave()
             if self._busy:
-                self._write(LOADING if _imports(self._main) else beat)
+                self._write(self._loading if _imports(self._main) else beat)
 
 
 class ImportNotes:
@@ -232,9 +234,6 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "for_user": for_user,
     }
 
-
-if not TYPE_CHECKING:
-    LOADING = wire.pack({"kind": "beat", "loading": True})
 
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))

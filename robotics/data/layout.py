@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "camera_features",
     "camera_name",
     "complete_features",
+    "dataset_file",
     "numbered_files",
     "read_json",
     "robot_features",
@@ -132,6 +134,37 @@ def numbered_files(folder: Path, suffix: str) -> list[Path]:
         if numbers:
             found.append((int(numbers[1]), int(numbers[2]), path))
     return [path for _, _, path in sorted(found)]
+
+
+def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
+    """A file that a dataset's metadata names, which lies inside the dataset.
+
+    Args:
+        folder: of the dataset.
+        pattern: path with fields such as {chunk_index:03d}, or a plain one.
+        values: of the fields.
+
+    Returns:
+        The path. A link may lead into the store of the Hugging Face cache that the dataset lies in.
+
+    Raises:
+        UserError: the pattern has other fields or formats, or leads out of the folder.
+    """
+    try:
+        fields = [(name, format_) for _, name, format_, _ in string.Formatter().parse(pattern) if name is not None]
+        for name, format_ in fields:
+            if name not in values or not re.fullmatch(r"0?\d?d?", format_ or ""):
+                raise UserError(
+                    f"{folder}: the path {pattern!r} has {{{name}:{format_}}}; known are {', '.join(values)}"
+                )
+        relative = pattern.format(**values)
+        real, home = (folder / relative).resolve(), folder.resolve()
+    except (TypeError, ValueError, AttributeError, OSError, RuntimeError) as error:
+        raise UserError(f"{folder}: the path {pattern!r} in its metadata cannot be used: {error}") from None
+    stored = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if ".." in Path(relative).parts or not (real.is_relative_to(home) or real.is_relative_to(stored)):
+        raise UserError(f"{folder}: its metadata names {relative!r}, which lies outside of it; it is not read")
+    return folder / relative
 
 
 def read_json(path: Path) -> Any:

@@ -28,6 +28,7 @@ from robotics.data.layout import (
     VIDEO_PATH,
     camera_features,
     camera_name,
+    dataset_file,
     numbered_files,
     read_json,
 )
@@ -292,7 +293,7 @@ class LeRobotReader:
         return lambda: self._counted(*read_clip(path, start, row["length"], self.fps, size))
 
     def _decode_images(self, cells: Sequence[Mapping[str, Any]], size: Sequence[int]) -> NDArray[np.uint8]:
-        contents = [cell["bytes"] or (self.folder / cell["path"]).read_bytes() for cell in cells]
+        contents = [cell["bytes"] or self._image_file(cell["path"]).read_bytes() for cell in cells]
         frames = [decode_png(content, size) for content in contents]
         good = [frame for frame in frames if frame is not None]
         if not good:
@@ -309,7 +310,10 @@ class LeRobotReader:
 
     def _path(self, pattern: str, prefix: str, row: Mapping[str, Any], **names: str) -> Path:
         chunk, file = row[f"{prefix}/chunk_index"], row[f"{prefix}/file_index"]
-        return self.folder / pattern.format(chunk_index=chunk, file_index=file, **names)
+        return dataset_file(self.folder, pattern, chunk_index=chunk, file_index=file, **names)
+
+    def _image_file(self, path: str) -> Path:
+        return dataset_file(self.folder, path.replace("{", "{{").replace("}", "}}"))
 
     def _is_video(self, name: str) -> bool:
         return self.info["features"][name]["dtype"] == "video"

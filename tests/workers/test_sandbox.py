@@ -312,6 +312,11 @@ def test_from_several_threads(run):
     assert found == {number: f"{number}\n" for number in range(3)}
 
 
+def test_a_program_cannot_pretend_that_it_never_began(run):
+    result = run("import os, sys; sys.stderr.write('sandbox: bwrap: no'); sys.stderr.flush(); os._exit(71)")
+    assert (result.exit_code, result.stopped) == (71, "")
+
+
 def test_files_have_plain_names(run):
     with pytest.raises(UserError, match="plain name"):
         run("", files={"../x": b""})

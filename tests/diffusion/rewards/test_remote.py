@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import threading
@@ -35,6 +36,9 @@ def server():
                 answer = "Final Score: 1"
             if isinstance(answer, str):
                 answer = (200, json.dumps({"choices": [{"message": {"content": answer}}]}))
+            if callable(answer):
+                answer(self.wfile)
+                return
             self.send_response(answer[0])
             self.end_headers()
             self.wfile.write(answer[1].encode())
@@ -116,3 +120,40 @@ def test_wrong_options_are_named():
         unified_reward([], [], url="localhost:1")
     with pytest.raises(UserError, match="must contain"):
         unified_reward([], [], url="http://localhost:1", question="how good is it?")
+
+
+def drip(head):
+    def write(stream):
+        stream.write(head)
+        with contextlib.suppress(OSError):
+            for _ in range(600):
+                stream.write(b"x")
+                stream.flush()
+                time.sleep(0.1)
+
+    return write
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.0 200 OK\r\nX-Slow: ", b"HTTP/1.0 200 OK\r\n\r\n{"])
+def test_a_server_that_drips_bytes_is_cut_off_after_the_one_limit(server, head):
+    url, _, answers = server
+    answers += [drip(head)]
+    started = time.monotonic()
+    with pytest.raises((TimeoutError, RuntimeError)) as raised:
+        unified_reward(["a cat"], pictures(1), url=url, timeout_s=1.0)
+    assert time.monotonic() - started < 30.0, "it would drip for a minute"
+    if head:
+        assert "no whole answer within 1 s" in str(raised.value)
+
+
+def test_an_endless_answer_is_refused(server):
+    def endless(stream):
+        stream.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while True:
+                stream.write(b" " * (1 << 20))
+
+    url, _, answers = server
+    answers += [endless]
+    with pytest.raises(RuntimeError, match="more than 4 MiB"):
+        unified_reward(["a cat"], pictures(1), url=url, timeout_s=60.0)
