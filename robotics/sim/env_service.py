@@ -125,7 +125,7 @@ class EnvService:
         if fields["kind"] == "reset":
             return {}, self.reset(fields)
         if fields["kind"] == "step_chunk":
-            return {}, self.step_chunk(arrays["actions"], bool(fields["record"]))
+            return self.step_chunk(arrays["actions"], bool(fields["record"]))
         return {}, self.expert() if fields["kind"] == "expert" else self.render()
 
     def close(self) -> None:
@@ -138,16 +138,20 @@ class EnvService:
         self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]))
         return self._observe()
 
-    def step_chunk(self, actions: np.ndarray, record: bool) -> dict[str, np.ndarray]:
-        """Act until the chunk or the episode ends.
+    def step_chunk(self, actions: np.ndarray, record: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Act until the chunk or the episode ends, or its numbers are no longer finite.
 
         Args:
             actions: (K, A).
             record: whether to draw every control step.
 
         Returns:
-            rewards (steps,), flags (3,) success, terminated and truncated, what the end looks like, and frames
-            (steps, H, W, 3) where recorded.
+            `diverged`, which says what was not finite at which control step, where something was; and rewards (steps,),
+            flags (3,) success, terminated and truncated, what the end looks like, and frames (steps, H, W, 3) where
+            recorded.
+
+        Raises:
+            ValueError: state or image has another shape than at the beginning.
         """
         rewards, frames = [], []
         success = terminated = truncated = False
@@ -155,18 +159,21 @@ class EnvService:
             reward, succeeded, ended, cut = self._env.step(action)
             self._elapsed += 1
             rewards.append(float(reward))
+            diverged = self._look(rewards)
+            if diverged:
+                return {"diverged": diverged}, {}
             success = success or bool(succeeded)
             terminated = bool(ended) or (self._end_at_success and success)
             truncated = not terminated and (bool(cut) or self._elapsed >= self._env.horizon)
             if record:
-                frames.append(np.asarray(self._env.render(), np.uint8))
+                frames.append(self._draw())
             if terminated or truncated:
                 break
         result = {"rewards": np.array(rewards, np.float64), "flags": np.array([success, terminated, truncated])}
         if record:
             result["frames"] = np.stack(frames)
         result.update(self._observe(frames[-1] if frames else None))
-        return result
+        return {}, result
 
     def expert(self) -> dict[str, np.ndarray]:
         """(A,) what the environment's own expert would do now."""
@@ -174,13 +181,33 @@ class EnvService:
 
     def render(self) -> dict[str, np.ndarray]:
         """(H, W, 3) image of this moment."""
-        return {"image": np.asarray(self._env.render(), np.uint8)}
+        return {"image": self._draw()}
 
     def _observe(self, drawn: np.ndarray | None = None) -> dict[str, np.ndarray]:
         state = np.asarray(self._env.state(), np.float32).reshape(-1)
         if not self._images:
             return {"state": state}
-        return {"state": state, "image": np.asarray(self._env.render() if drawn is None else drawn, np.uint8)}
+        return {"state": state, "image": self._draw() if drawn is None else drawn}
+
+    def _look(self, rewards: list[float]) -> str:
+        """What is not finite after a control step; empty where everything is."""
+        place = f"at control step {len(rewards)} of the chunk, step {self._elapsed} of the episode"
+        if not np.isfinite(rewards[-1]):
+            return f"the reward is {rewards[-1]} {place}"
+        state = np.asarray(self._env.state(), np.float64).reshape(-1)
+        if len(state) != self._env.state_size:
+            raise ValueError(f"the state has {len(state)} entries {place}; expected {self._env.state_size}")
+        bad = np.flatnonzero(~np.isfinite(state))
+        return f"entry {bad[0]} of the state is {state[bad[0]]} {place}" if len(bad) else ""
+
+    def _draw(self) -> np.ndarray:
+        image, size = np.asarray(self._env.render(), np.uint8), self._env.image_size
+        if size is not None and image.shape != (size[0], size[1], 3):
+            raise ValueError(
+                f"the image has the shape {image.shape} at step {self._elapsed} of the episode; expected "
+                f"{(size[0], size[1], 3)}"
+            )
+        return image
 
 
 def load_factory(name: str) -> Any:

@@ -140,7 +140,7 @@ class RobotSim(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Failures since the start by kind: crashed, hung, raised, restarted, dropped, diverged."""
+        """Failures since the start by kind: crashed, hung, memory, raised, restarted, dropped, diverged."""
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""

@@ -153,6 +153,7 @@ POOL_SETTINGS = (
     "reset_timeout_s",
     "call_timeout_s",
     "heartbeat_timeout_s",
+    "memory_mb",
     "reset_retries",
     "max_restarts",
 )

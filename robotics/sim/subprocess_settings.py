@@ -50,6 +50,9 @@ class SubprocessSettings:
     """Seconds for a chunk of actions."""
     heartbeat_timeout_s: float = bounded(30.0, above=0)
     """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
+    memory_mb: float | None = bounded(None, above=0)
+    """MiB that a process may hold with what it starts, looked at while it works; its episode fails beyond that, and a
+    fresh process takes its place. None = any."""
     reset_retries: int = bounded(2, at_least=0)
     """How often an episode that did not begin is tried again."""
     max_restarts: int = bounded(20, at_least=1)
@@ -109,6 +112,7 @@ def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> Worke
         environment={**_variables(renderer), **settings.environment},
         start_timeout_s=settings.start_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        memory_bytes=None if settings.memory_mb is None else int(settings.memory_mb * (1 << 20)),
     )
 
 

@@ -27,6 +27,8 @@ from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Request
 from robotics.sim.backends import Backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
+from robotics.sim.failure_log import FailureLog
+from robotics.sim.replies import divergence, misshapen, problem_in_hello
 from robotics.sim.subprocess_settings import SubprocessSettings, choose_renderer, worker_spec
 
 if TYPE_CHECKING:
@@ -64,14 +66,16 @@ class SubprocessSim:
         self._pool = WorkerPool(spec, settings.workers, max_restarts=settings.max_restarts, goal=goal)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         self._dropped = self._diverged = 0
+        self.failures = FailureLog(settings.factory)
+        """Reasons of failures; tracebacks are written once its `folder` is set."""
         self._slots: list[int] = []
         self._broken: dict[int, WorkerFailure] = {}
         self._tasks_at: list[str | None] = [None] * settings.workers
         self._hello = self._start()
-        self.action_size, self.state_size = int(self._hello["action_size"]), int(self._hello["state_size"])
-        self.horizon, self.capacity = int(self._hello["horizon"]), settings.workers
+        self.action_size, self.state_size = self._hello["action_size"], self._hello["state_size"]
+        self.horizon, self.capacity = self._hello["horizon"], settings.workers
         size = self._hello["image_size"]
-        self._frame_size: tuple[int, int] | None = (int(size[0]), int(size[1])) if size else None
+        self._frame_size: tuple[int, int] | None = (size[0], size[1]) if size else None
         self.image_size = self._frame_size if settings.images else None
 
     @property
@@ -198,8 +202,14 @@ class SubprocessSim:
         """Numbers of the processes that run now."""
         return self._pool.processes()
 
+    def memory_mb(self) -> float:
+        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        return self._pool.memory_bytes() / 1e6
+
     def close(self) -> None:
         """End all processes; also done when the interpreter ends."""
+        self.failures.summary()
+        self.failures.counts.clear()
         self.live = np.zeros(0, np.int64)
         self._pool.close()
 
@@ -213,6 +223,10 @@ class SubprocessSim:
         hello = self._pool.start()
         if isinstance(hello, WorkerFailure):
             raise _start_error(self._settings.factory, hello, self.renderer)
+        problem = problem_in_hello(hello.fields)
+        if problem:
+            self._pool.close()
+            raise RunError(f"the environment {self._settings.factory} describes itself wrongly: {problem}")
         return hello.fields
 
     def _check_episodes(self, episodes: Sequence[EpisodeSpec]) -> None:
@@ -240,9 +254,10 @@ class SubprocessSim:
                 f"actions have the shape {controls.shape}; expected ({expected[0]} live rows, K >= 1, "
                 f"{expected[1]} entries)"
             )
-        bad = self.live[~np.isfinite(controls).all(axis=(1, 2))]
-        if len(bad):
-            raise UserError(f"actions of the rows {bad.tolist()} are not finite")
+        if not np.isfinite(controls).all():
+            place, step, entry = np.argwhere(~np.isfinite(controls))[0]
+            value, row = controls[place, step, entry], self.live[place]
+            raise UserError(f"action {entry} of control step {step} in row {row} is {value}; nothing was stepped")
         if self._frame_size is None and any(int(row) in record for row in self.live):
             raise UserError(f"rows cannot be recorded: {self._settings.factory} does not draw")
 
@@ -271,30 +286,20 @@ class SubprocessSim:
         return answers
 
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
-        """What is wrong with the shapes of an answer."""
-        kind = request.fields["kind"]
-        expected: dict[str, tuple[int, ...]] = {}
-        if kind in ("reset", "step_chunk"):
-            expected["state"] = (self.state_size,)
-        if kind == "expert":
-            expected["action"] = (self.action_size,)
-        if kind == "render" or (kind != "expert" and self.image_size is not None):
-            expected["image"] = (*(self._frame_size or ()), 3)
-        for name, shape in expected.items():
-            came = answer.arrays[name].shape if name in answer.arrays else None
-            if came != shape:
-                return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
-        return None
+        """What is wrong with the arrays of an answer."""
+        size = self._frame_size if request.fields["kind"] == "render" else self.image_size
+        return misshapen(request, answer, self.state_size, self.action_size, size, self._frame_size)
 
     def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
         """Remember the rows that failed, those with numbers that are not finite among them."""
         noted: dict[int, Answer] = {}
         for row, answer in answers.items():
-            failure = _divergence(answer) if isinstance(answer, Message) else answer
+            failure = divergence(answer) if isinstance(answer, Message) else answer
             noted[row] = failure or answer
             if failure is not None:
                 self._diverged += failure.kind == "diverged"
                 self._broken[row] = failure
+                self.failures.note(failure)
         return noted
 
     def _assemble(
@@ -326,14 +331,6 @@ def _reset_request(episode: EpisodeSpec) -> Request:
             "seed": layout_seed(episode),
         }
     )
-
-
-def _divergence(answer: Message) -> WorkerFailure | None:
-    """Numbers that are not finite come again from the same layout, so its process is kept and nothing is retried."""
-    for name in ("state", "rewards", "action"):
-        if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
-            return WorkerFailure("diverged", f"{name} is not finite")
-    return None
 
 
 def _fill(result: ChunkResult, place: int, answer: Message) -> None:

@@ -34,6 +34,7 @@ from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
+from robotics.sim.subprocess_sim import SubprocessSim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
 from robotics.vla.evaluation import EpisodeMeasure, RobotEvaluationConfig
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
@@ -122,6 +123,10 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
         self.broken = 0
+        self._counts: dict[str, int] = {}
+        self._counts_before: dict[str, int] = {}
+        if isinstance(self.sim, SubprocessSim):
+            self.sim.failures.folder = Path(config.output_dir) / "failures"
         self._seen: Counter[str] = Counter()
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
         self.step = 0
@@ -197,21 +202,26 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         count = seen.get("episodes", 0) or math.nan
         found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
         self.broken += int(seen.get("failed", 0))
-        counts = sum_over_processes(self.sim.counts) | {"episodes_failed": self.broken}
-        return found | {f"sim/{name}": float(number) for name, number in counts.items()}
+        now = sum_over_processes(self.sim.counts)
+        self._counts = {name: self._counts_before.get(name, 0) + int(number) for name, number in now.items()}
+        totals = {f"sim/{name}": float(n) for name, n in {**self._counts, "episodes_failed": self.broken}.items()}
+        if isinstance(self.sim, SubprocessSim):
+            totals["memory/worker_mb"] = self.sim.memory_mb()
+        return found | totals
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the step for the names of videos."""
         self.step = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and count of failed environments."""
-        return {"step": self.step, "broken": self.broken}
+        """Step and counts of failed environments."""
+        return {"step": self.step, "broken": self.broken, "counts": dict(self._counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.step = int(state["step"])
         self.broken = int(state["broken"])
+        self._counts = self._counts_before = dict(state.get("counts", {}))
 
     def close(self) -> None:
         """End the simulator's threads and processes."""

@@ -128,3 +128,55 @@ class Misshapen(Fake):
 
 def misshapen():
     return Misshapen()
+
+
+class Odd(Fake):
+    """At control step 3 something is wrong with what it shows."""
+
+    def __init__(self, what, **options):
+        super().__init__(**options)
+        self.what = what
+
+    def step(self, action):
+        reward, *flags = super().step(action)
+        if self.steps == 3 and self.what == "reward":
+            reward = float("nan")
+        return (reward, *flags)
+
+    def state(self):
+        state = super().state()
+        if self.steps == 3 and self.what == "state":
+            state[1] = np.inf
+        return state[:-1] if self.steps == 3 and self.what == "state_shape" else state
+
+    def render(self):
+        image = super().render()
+        return image[1:] if self.steps >= 3 and self.what == "image_shape" else image
+
+    def _raise(self):
+        raise ValueError(f"hinge {self.layout} broke")
+
+
+def odd(**options):
+    return Odd(**options)
+
+
+class Lying(Fake):
+    def __init__(self, **claims):
+        super().__init__()
+        vars(self).update(claims)
+
+
+def lying(**claims):
+    return Lying(**claims)
+
+
+class Hungry(Fake):
+    def step(self, action):
+        self.held = np.ones(40 << 20)
+        time.sleep(5)
+        return super().step(action)
+
+
+def hungry():
+    return Hungry()

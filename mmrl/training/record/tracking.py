@@ -320,6 +320,8 @@ METRICS: dict[str, str] = {
     "sim/episodes_failed": "Training episodes without a result so far; each took its group out of a step.",
     "sim/crashed": "Environments whose process died so far.",
     "sim/hung": "Environments that did not answer in time so far.",
+    "memory/worker_mb": "Memory in 10^6 bytes, at the end of the step, of the largest environment process.",
+    "sim/memory": "Environments whose process held more memory than allowed so far.",
     "sim/raised": "Environments that raised so far.",
     "sim/diverged": "Simulations that blew up so far.",
     "sim/restarted": "Environments that were started again so far.",

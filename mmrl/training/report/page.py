@@ -112,7 +112,7 @@ def _notices(run: _Run) -> list[str]:
     if not run.metrics:
         notices.append("There is no step in metrics.jsonl yet.")
     failures = run.folder / "failures"
-    saved = len(list(failures.glob("*"))) if failures.is_dir() else 0
+    saved = len(list(failures.glob("*.pt"))) if failures.is_dir() else 0
     if saved:
         notices.append(f"{saved} failed optimiser step(s) were saved in {failures}.")
     if any("reward/mean" in record for record in run.metrics):  # supervised runs optimise no reward

@@ -1,0 +1,83 @@
+"""What a worker of a simulator says, checked on arrival: it runs code of others and may say anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mmrl.workers.failures import WorkerFailure, one_line
+from mmrl.workers.wire import Message
+from mmrl.workers.worker import Request
+
+__all__ = ["divergence", "misshapen", "problem_in_hello"]
+
+LARGEST_SIZE = 1 << 31
+
+
+def problem_in_hello(hello: Mapping[str, Any]) -> str:
+    """What is wrong with what a worker says of its environment; empty where nothing is."""
+    sizes = hello.get("image_size")
+    numbers = {name: hello.get(name) for name in ("action_size", "state_size", "horizon")}
+    numbers |= {f"image_size[{place}]": size for place, size in enumerate(sizes if isinstance(sizes, list) else ())}
+    for name, number in numbers.items():
+        if type(number) is not int or not 0 <= number <= LARGEST_SIZE or (number == 0 and name != "state_size"):
+            return f"{name} is {number!r:.80}; expected a whole number up to {LARGEST_SIZE}"
+    if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
+        return f"image_size is {sizes!r:.80}; expected two numbers"
+    named = {name: hello.get(name) for name in ("tasks", "layouts", "describe")}
+    wrong = [name for name, value in named.items() if not isinstance(value, dict)]
+    return f"{wrong[0]} is no dict" if wrong else ""
+
+
+def misshapen(
+    request: Request,
+    answer: Message,
+    state_size: int,
+    action_size: int,
+    image_size: tuple[int, int] | None,
+    frame_size: tuple[int, int] | None,
+) -> WorkerFailure | None:
+    """Find out what is wrong with the arrays of an answer.
+
+    Args:
+        request: that it answers.
+        answer: of the worker.
+        state_size: S.
+        action_size: A.
+        image_size: (H, W) of the image that the answer has to hold; None where it need not.
+        frame_size: (H, W) of recorded frames.
+
+    Returns:
+        A failure that names the array; None where all is well.
+    """
+    kind, expected = request.fields["kind"], {}
+    if "diverged" in answer.fields:
+        return None
+    if kind in ("reset", "step_chunk"):
+        expected["state"] = (state_size,)
+    if kind == "expert":
+        expected["action"] = (action_size,)
+    elif image_size is not None:
+        expected["image"] = (*image_size, 3)
+    if kind == "step_chunk":
+        steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
+        expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
+        if request.fields["record"]:
+            expected["frames"] = (steps, *(frame_size or ()), 3)
+    for name, shape in expected.items():
+        came = answer.arrays[name].shape if name in answer.arrays else None
+        if came != shape:
+            return WorkerFailure("raised", f"{name} has the shape {came}; expected {shape}")
+    return None
+
+
+def divergence(answer: Message) -> WorkerFailure | None:
+    """Numbers that are not finite come again from the same layout, so its process is kept and nothing is retried."""
+    if "diverged" in answer.fields:
+        return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
+    for name in ("state", "rewards", "action"):
+        if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
+            return WorkerFailure("diverged", f"{name} is not finite")
+    return None
