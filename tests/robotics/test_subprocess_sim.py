@@ -164,7 +164,7 @@ def test_a_state_that_is_not_finite_has_diverged_and_keeps_its_process():
         chunk = sim.step_chunk(zeros(sim))
         assert chunk.failed[0]
         assert np.isnan(chunk.rewards).all()
-        assert chunk.reasons[0] == "diverged: state is not finite"
+        assert chunk.reasons[0].startswith("diverged: entry 0 of the state is nan at control step 3")
         assert np.isfinite(chunk.observation.state).all()
         assert sim.counts["diverged"] == sim.counts["dropped"] == 1
         assert sim.counts["restarted"] == 0
@@ -177,7 +177,7 @@ def test_a_reset_is_tried_again_in_a_fresh_process(tmp_path):
         result = sim.reset(specs("walk", "flaky"))
         assert not result.failed.any()
         assert len((tmp_path / "flaky").read_text().split()) == 2
-        assert sim.counts == {"crashed": 1, "hung": 0, "raised": 0, "restarted": 1, "dropped": 0, "diverged": 0}
+        assert {name: count for name, count in sim.counts.items() if count} == {"crashed": 1, "restarted": 1}
 
 
 def test_an_episode_that_never_begins_is_dropped_and_counted():
@@ -283,7 +283,9 @@ def test_what_does_not_start_says_why(function, error, message):
 def test_a_state_of_another_shape_fails_its_row():
     with SubprocessSim(settings("misshapen")) as sim:
         assert not sim.reset(specs("walk")).failed[0]
-        assert sim.step_chunk(zeros(sim)).reasons[0] == "raised: state has the shape (3,); expected (4,)"
+        assert sim.step_chunk(zeros(sim)).reasons[0] == (
+            "raised: ValueError: the state has 3 entries at control step 1 of the chunk, step 1 of the episode; expected 4"
+        )
 
 
 def test_the_same_task_goes_to_the_worker_that_has_it(calm):
@@ -322,7 +324,7 @@ def test_actions_that_do_not_fit_are_refused_and_harm_nothing():
         for shape in [(1, 2), (2, 1, 2), (1, 0, 2), (1, 1, 3)]:
             with pytest.raises(UserError, match="actions have the shape"):
                 sim.step_chunk(np.zeros(shape))
-        with pytest.raises(UserError, match=r"rows \[0\] are not finite"):
+        with pytest.raises(UserError, match="of control step 0 in row 0 is nan"):
             sim.step_chunk(np.full((1, 1, 2), np.nan))
         with pytest.raises(UserError, match="does not draw"):
             sim.step_chunk(zeros(sim), record=[0])
