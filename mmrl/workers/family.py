@@ -8,23 +8,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from typing import NamedTuple
 
 __all__ = ["TAG", "adopt_orphans", "descendants", "end_descendants", "end_tagged", "resident_bytes"]
 
 TAG = "MMRL_WORKER"
 """Environment variable with which everything that a worker starts can be told, even after the worker's end."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PR_SET_CHILD_SUBREAPER = 36
 ROUNDS = 20
 """How often processes are looked for that were started while others were being stopped."""
-
-
-class Entry(NamedTuple):
-    """What /proc says of a process."""
-
-    parent: int
-    resident_bytes: int
-    ended: bool
 
 
 def adopt_orphans() -> None:
@@ -37,13 +29,23 @@ def adopt_orphans() -> None:
 
 def descendants(pid: int) -> list[int]:
     """Numbers of the running processes below a process, parents first."""
-    return _below(pid, _processes())
+    return _below(pid, _parents())
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out."""
-    table = _processes()
-    return sum(table[each].resident_bytes for each in (pid, *_below(pid, table)) if each in table)
+    """Memory that a process and all below it hold; what they share counts for each. 0 where it cannot be found out.
+
+    Looks at these processes only, so that it can be asked often on a machine with thousands of others.
+    """
+    found, total = [pid], 0
+    for each in found:  # grows while it is walked
+        found.extend(_children(each))
+        try:
+            with open(f"/proc/{each}/statm") as file:
+                total += PAGE_BYTES * int(file.read().split()[1])
+        except (OSError, IndexError):  # it has just ended
+            continue
+    return total
 
 
 def end_descendants(pid: int) -> None:
@@ -72,29 +74,39 @@ def end_tagged(token: str) -> None:
             _send(pid, signal.SIGKILL)
 
 
-def _below(pid: int, table: dict[int, Entry]) -> list[int]:
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found.extend(map(int, file.read().split()))
+    except OSError:  # it has just ended, or the kernel does not say
+        return found
+    return found
+
+
+def _below(pid: int, parents: dict[int, int]) -> list[int]:
     children: dict[int, list[int]] = {}
-    for each, entry in table.items():
-        if not entry.ended:
-            children.setdefault(entry.parent, []).append(each)
+    for each, parent in parents.items():
+        children.setdefault(parent, []).append(each)
     found = list(children.get(pid, []))
     for each in found:  # grows while it is walked
         found.extend(children.get(each, []))
     return found
 
 
-def _processes() -> dict[int, Entry]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    table = {}
+def _parents() -> dict[int, int]:
+    """Parents of all processes that have not ended."""
+    found = {}
     for pid in _numbers():
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has just ended
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except (OSError, ValueError):  # it has just ended
             continue
-        if len(fields) > 21:
-            table[pid] = Entry(int(fields[1]), page * int(fields[21]), fields[0] in (b"Z", b"X"))
-    return table
+        if state not in (b"Z", b"X"):
+            found[pid] = int(parent)
+    return found
 
 
 def _numbers() -> list[int]:

