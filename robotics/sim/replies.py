@@ -52,7 +52,8 @@ def misshapen(
     Returns:
         A failure that names the array; None where all is well.
     """
-    kind, expected = request.fields["kind"], {}
+    kind = request.fields["kind"]
+    expected: dict[str, tuple[int, ...]] = {}
     if "diverged" in answer.fields:
         return None
     if kind in ("reset", "step_chunk"):
