@@ -6,6 +6,8 @@ _NAMES = {
     "mmrl.workers.engine": ("Engine", "WorkerHandle", "WorkerSpec"),
     "mmrl.workers.failures": ("WORKER_FAILURES", "WorkerFailure"),
     "mmrl.workers.pool": ("WorkerPool",),
+    "mmrl.workers.run_code": ("CodeResult", "run_code"),
+    "mmrl.workers.sandbox": ("Limits",),
     "mmrl.workers.wire": ("Message",),
     "mmrl.workers.worker": ("Answer", "Preparation", "Request"),
 }

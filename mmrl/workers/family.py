@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 
-__all__ = ["TAG", "adopt_orphans", "descendants", "end_descendants", "end_tagged", "resident_bytes"]
+__all__ = ["TAG", "adopt_orphans", "descendants", "end_descendants", "end_tagged", "resident_bytes", "threads"]
 
 TAG = "MMRL_WORKER"
 """Environment variable with which everything that a worker starts can be told, even after the worker's end."""
@@ -44,6 +44,18 @@ def resident_bytes(pid: int) -> int:
             with open(f"/proc/{each}/statm") as file:
                 total += PAGE_BYTES * int(file.read().split()[1])
         except (OSError, IndexError):  # it has just ended
+            continue
+    return total
+
+
+def threads(pid: int) -> int:
+    """Threads of a process and all below it."""
+    found, total = [pid], 0
+    for each in found:  # grows while it is walked
+        found.extend(_children(each))
+        try:
+            total += len(os.listdir(f"/proc/{each}/task"))
+        except OSError:  # it has just ended
             continue
     return total
 

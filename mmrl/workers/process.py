@@ -232,7 +232,8 @@ def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen
     variables = _variables(spec)
     if spec.strict is not None and folder is not None:
         mode = sandbox.require_strict()
-        command = [*sandbox.strict_command(mode, spec.strict, folder, spec.readable), *command]
+        readable = [*spec.readable, *map(os.path.abspath, sys.path), str(SCRIPT.parent)]
+        command = [*sandbox.strict_command(mode, spec.strict, folder, readable), *command]
         variables = {**sandbox.strict_environment(folder), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
     try:
         # A session of its own: what it starts ends with it, and Ctrl-C reaches only this process.

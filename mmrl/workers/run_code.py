@@ -37,6 +37,8 @@ __all__ = ["CodeResult", "run_code"]
 
 PROGRAM = "program.py"
 LOOK_SECONDS = 0.1
+HELPERS = 3
+"""Processes around the program that make and keep its namespaces."""
 READ_BYTES = 1 << 16
 
 
@@ -53,7 +55,7 @@ class CodeResult:
     seconds: float
     """How long it took, the start included."""
     stopped: str = ""
-    """Why it was ended: timeout, memory or cpu; empty where it ended by itself."""
+    """Why it was ended: timeout, memory, cpu or processes; empty where it ended by itself."""
     cut: bool = False
     """Whether it printed more than is kept."""
 
@@ -144,8 +146,8 @@ class _Run:
         code = self._process.returncode
         if self._mode == "bubblewrap" and code > 128:  # its way to report a signal
             code = 128 - code
-        if not stopped and code in (-signal.SIGXCPU, -signal.SIGKILL):
-            stopped = "cpu" if code == -signal.SIGXCPU else "memory"
+        if not stopped and code == -signal.SIGXCPU:
+            stopped = "cpu"
         texts = [self._outputs[fd].decode(errors="replace") for fd in self._pipes[1:]]
         if not entered and not stopped:
             raise UserError(f"sandbox: strict has stopped working on this machine: {texts[1].strip()[-200:]}")
@@ -170,6 +172,8 @@ class _Run:
                 look_at = now + LOOK_SECONDS
                 if family.resident_bytes(self._process.pid) > self._limits.memory_mb * (1 << 20):
                     return "memory"
+                if family.threads(self._process.pid) > self._limits.processes + HELPERS:
+                    return "processes"
 
     def _move(self, fd: int) -> None:
         if fd == self._pipes[0]:

@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,8 @@ class Limits:
     file_mb: float = 64
     """MiB of one file; with namespaces also of all files together."""
     processes: int = 16
-    """Processes and threads. Linux does not limit them for root: there, no process can be started, threads can."""
+    """Processes and threads. Linux does not limit them for root: there no process can be started, and threads are only
+    counted while `run_code` waits."""
 
 
 def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[str], report_to: int = -1) -> list[str]:
@@ -68,7 +70,8 @@ def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[st
         mode: one of `MODES`.
         limits: what it may use.
         folder: its own, see `new_folder`.
-        readable: files and folders that it needs beside this interpreter, its modules and the system's programs.
+        readable: files and folders that it needs beside this interpreter with what is installed in it and the system's
+            programs.
         report_to: descriptor on which it says `ENTERED` before the program begins; it then ends with the thread that
             starts it. -1 for neither.
 
@@ -176,9 +179,9 @@ def _try(mode: str) -> str | None:
 
 
 def _python_folders() -> list[str]:
-    """Where this interpreter and the modules that it finds lie."""
-    own = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))]
-    paths = [*own, *map(os.path.abspath, sys.path), str(SCRIPT.parent), os.path.abspath(sys.executable)]
+    """Where this interpreter and what is installed in it lie."""
+    folders = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]
+    paths = [*folders, os.path.abspath(sys.executable), os.path.realpath(sys.executable)]
     return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)} - {"/"})
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
-from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec
+from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, process
 
 SERVICES = Path(__file__).with_name("services.py")
 COUNTS = {"crashed": 0, "hung": 0, "memory": 0, "raised": 0, "restarted": 0}
@@ -305,6 +305,12 @@ class TestHeartbeat:
 
 
 class TestTrust:
+    def test_a_worker_that_writes_without_end_keeps_nobody(self, monkeypatch):
+        monkeypatch.setattr(process.os, "read", lambda fd, count: b"x")
+        data, closed = process._drain(0)
+        assert data
+        assert not closed
+
     def test_a_pickle_from_a_worker_is_never_loaded(self, make, tmp_path):
         bomb = tmp_path / "exploded"
         (answer,) = make().map(lambda row: do("write", what="pickle", path=str(bomb)), 1, 20.0)

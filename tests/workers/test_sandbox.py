@@ -17,6 +17,7 @@ from mmrl.workers import run_code as running
 from mmrl.workers import sandbox
 from mmrl.workers.run_code import run_code
 from mmrl.workers.sandbox import Limits
+from mmrl.workers.sandbox_files import landlock_version
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="strict processes need Linux")
 REASONS = {mode: sandbox._try(mode) for mode in sandbox.MODES}
@@ -229,6 +230,30 @@ def test_a_fork_bomb_stays_small(run):
     """
     result = run(source, limits=SMALL)
     assert int(result.stdout) <= 8
+
+
+def test_a_thread_bomb_is_ended(run):
+    source = """
+        import threading, time
+        count = 0
+        try:
+            while count < 1000:
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+                count += 1
+        except RuntimeError:
+            count = -1
+        time.sleep(30 if count > 0 else 0)
+        print(count)
+    """
+    result = run(source, limits=Limits(memory_mb=100_000, processes=8))
+    assert result.stopped == "processes" or result.stdout == "-1\n"
+
+
+def test_landlock_shows_no_files_of_the_project(run):
+    if not landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    result = run(f"print(open({__file__!r}).read())")
+    assert "PermissionError" in result.stderr
 
 
 def test_nothing_outlives_it(run):
