@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import random
 from typing import Any
 
@@ -34,6 +35,7 @@ def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (initialisation, dropout)."""
+    importlib.import_module("rich.style")  # draws from Python's when first imported, in a resumed run once more
     random.seed(stream_seed(seed, "python"))
     np.random.seed(stream_seed(seed, "numpy") % 2**32)
     torch.manual_seed(stream_seed(seed, "torch"))

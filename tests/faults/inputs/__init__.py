@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.batches import Kind
-from tests.faults.inputs import answers, configs, datasets, questions, run_folders, tiny_runs
+from tests.faults.inputs import answers, configs, datasets, models, questions, run_folders, tiny_runs
 
 __all__ = ["KINDS"]
 
@@ -14,4 +14,5 @@ KINDS: tuple[Kind, ...] = (
     *datasets.KINDS,
     *run_folders.KINDS,
     *tiny_runs.KINDS,
+    *models.KINDS,
 )

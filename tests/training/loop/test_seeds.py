@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import torch
@@ -26,6 +28,16 @@ def test_global_generators_continue_where_they_were(tmp_path):
     draw()
     restore_global_rng(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert draw() == expected
+
+
+def test_what_a_run_imports_late_draws_nothing_from_the_seeded_generators():
+    program = (
+        "import random; from mmrl.training.loop.seeds import seed_everything; seed_everything(1)\n"
+        "state = random.getstate(); import rich.console, rich.progress, rich.table, matplotlib.figure, PIL.Image\n"
+        "print(random.getstate() == state)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
 
 
 def test_streams_differ_by_purpose_and_repeat():
