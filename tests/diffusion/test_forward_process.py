@@ -8,6 +8,7 @@ from diffusion.forward_process import matched_velocities, stack_timesteps
 from diffusion.guidance import GuidedVelocity, Sd3Transformer
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
+from tests.rounding import assert_equal_up_to_rounding
 
 
 def generator(seed=0):
@@ -41,7 +42,7 @@ def test_noisy_latents_are_those_of_the_scheduler():
     noisy = stack_timesteps(clean, 3, generator=generator(), sigma=scheduler.sigmas[1:4])
     noise = noisy.latents + (1 - noisy.sigma[:, None, None, None]) * noisy.target
     expected = scheduler.scale_noise(clean.repeat(3, 1, 1, 1), scheduler.timesteps[1:4].repeat_interleave(2), noise)
-    torch.testing.assert_close(noisy.latents, expected, rtol=0, atol=1e-6)
+    assert_equal_up_to_rounding(noisy.latents, expected)
 
 
 def test_times_are_one_of_each_interval_unless_given():
@@ -102,7 +103,7 @@ def test_stacked_draws_equal_one_call_for_each(trained):
         stacked, gradient = error_and_gradient(noisy)
     assert (counter.calls, counter.rows) == (1, 6)
     parts = [error_and_gradient(noisy.select(slice(2 * k, 2 * k + 2))) for k in range(3)]
-    torch.testing.assert_close(stacked, torch.cat([error for error, _ in parts]), rtol=0, atol=1e-5)
+    assert_equal_up_to_rounding(stacked, torch.cat([error for error, _ in parts]))
     summed = [None if g[0] is None else sum(g) for g in zip(*(gradients for _, gradients in parts), strict=True)]
     for one, other in zip(gradient, summed, strict=True):
         assert (one is None) == (other is None)

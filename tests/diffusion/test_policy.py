@@ -18,6 +18,7 @@ from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.training.loop.reference import Reference
 from tests.diffusion.builders import CAPTIONS, FLUX_SIZES, T5_TOKENS
+from tests.rounding import assert_equal_up_to_rounding
 
 RANK, ALPHA = 4, 12
 SIGMA = torch.tensor([0.9, 0.3])
@@ -106,7 +107,7 @@ def test_starts_as_the_pipeline(config):
     model = (Sd3Transformer if "StableDiffusion" in type(pipeline).__name__ else FluxTransformer)(pipeline.transformer)
     with torch.no_grad():
         expected = model(noise(), SIGMA, *text(policy).expanded())
-    torch.testing.assert_close(velocity(policy), expected, rtol=0, atol=1e-6)
+    assert_equal_up_to_rounding(velocity(policy), expected)
     assert not torch.equal(velocity(disturb(policy)), expected)
 
 
@@ -181,8 +182,8 @@ def test_disabled_adapter_is_the_base_and_comes_back(base):
     flags = {name: weight.requires_grad for name, weight in policy.named_parameters()}
     with policy.disable_adapter():
         with policy.disable_adapter():
-            torch.testing.assert_close(velocity(policy), start, rtol=0, atol=1e-6)
-        torch.testing.assert_close(velocity(policy), start, rtol=0, atol=1e-6)
+            assert_equal_up_to_rounding(velocity(policy), start)
+        assert_equal_up_to_rounding(velocity(policy), start)
     assert torch.equal(velocity(policy), changed)
     assert {name: weight.requires_grad for name, weight in policy.named_parameters()} == flags
     frozen = copy.deepcopy(policy).requires_grad_(False)
@@ -287,7 +288,7 @@ def test_pipeline_reads_the_saved_adapter(base, tmp_path):
     other = (Sd3Transformer if "StableDiffusion" in type(pipeline).__name__ else FluxTransformer)(pipeline.transformer)
     with torch.no_grad():
         found = other(noise(), SIGMA, *text(policy).expanded())
-    torch.testing.assert_close(found, velocity(policy), rtol=0, atol=1e-5)
+    assert_equal_up_to_rounding(found, velocity(policy))
 
 
 def test_saved_pipeline_is_an_ordinary_one(config, tmp_path):
@@ -299,7 +300,7 @@ def test_saved_pipeline_is_an_ordinary_one(config, tmp_path):
     pipeline = load_pipeline(tmp_path / "pipeline")
     assert not any("lora" in name for name, _ in pipeline.transformer.named_parameters())
     other = DiffusionPolicy(pipeline, config_of("", enabled=False))
-    torch.testing.assert_close(velocity(other), velocity(policy), rtol=0, atol=1e-5)
+    assert_equal_up_to_rounding(velocity(other), velocity(policy))
     options = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": T5_TOKENS}
     one, two = (
         p("a red circle", generator=torch.Generator().manual_seed(0), output_type="np", **options).images
@@ -315,7 +316,7 @@ def test_merged_weights_are_the_sum_of_base_and_product(folder, tmp_path):
     own, name = bits(policy), "transformer_blocks.0.attn.to_out.0"
     product = own[f"transformer.{name}.lora_B.default.weight"] @ own[f"transformer.{name}.lora_A.default.weight"]
     expected = own[f"transformer.{name}.base_layer.weight"] + ALPHA / RANK * product
-    torch.testing.assert_close(merged[f"{name}.weight"], expected, rtol=0, atol=1e-7)
+    assert_equal_up_to_rounding(merged[f"{name}.weight"], expected)
     assert torch.equal(merged["proj_out.weight"], own["transformer.proj_out.weight"])
 
 

@@ -182,7 +182,9 @@ def test_states_of_one_moment_and_their_statistics():
     assert mean == [2, 1]
     assert std == pytest.approx([np.sqrt(8 / 3), 0])
     latent = StateLatent(StateSettings(mean, std, points=2))
-    np.testing.assert_allclose(latent.embed([None], paths[1:]).latents[0].reshape(3, 2)[:, 0], 2 / np.sqrt(8 / 3))
+    np.testing.assert_allclose(
+        latent.embed([None], paths[1:]).latents[0].reshape(3, 2)[:, 0], 2 / np.sqrt(8 / 3), rtol=1e-6
+    )
     with pytest.raises(UserError, match="at least one trajectory"):
         state_statistics([])
 

@@ -15,6 +15,7 @@ from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.storage import VALUE_HEAD_FILE, save_merged
 from mmrl.vlm.tiny import build_tiny_vlm
+from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import CORPUS, draw, make_task, ragged_tasks
 
 VALUES = frozenset({"logp", "values"})
@@ -97,7 +98,7 @@ def test_an_adapter_is_sampled_with(folder, policy):
     adapted = lora(folder)
     scramble(adapted, 0.2)
     rollouts = draw(adapted, ragged_tasks())
-    assert (scores(adapted, rollouts) - rollouts.logp_old).abs().max() < 3e-5
+    assert_equal_up_to_rounding(scores(adapted, rollouts), rollouts.logp_old)
     assert (scores(policy, rollouts) - rollouts.logp_old).abs().max() > 0.01
 
 
@@ -150,7 +151,7 @@ def test_an_adapter_folder_loads_as_a_model(folder, tmp_path):
     assert any(parameter.requires_grad for parameter in trained_on.parameters())
     merged = load_policy(ModelConfig(path=str(tmp_path)))
     assert not merged.has_adapter
-    torch.testing.assert_close(scores(merged, rollouts), expected, atol=1e-4, rtol=0)
+    assert_equal_up_to_rounding(scores(merged, rollouts), expected)
     with quiet_transformers():
         plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert sum("lora_" in name for name in plain.state_dict()) == 2 * 2 * 7
@@ -164,7 +165,7 @@ def test_merged_folder(folder, tmp_path):
     save_merged(adapted, tmp_path)
     assert torch.equal(scores(adapted, rollouts), expected)  # saving did not round the model
     merged = load_policy(ModelConfig(path=str(tmp_path)))
-    torch.testing.assert_close(scores(merged, rollouts), expected, atol=1e-4, rtol=0)
+    assert_equal_up_to_rounding(scores(merged, rollouts), expected)
     assert not (tmp_path / "adapter_config.json").exists()
 
 

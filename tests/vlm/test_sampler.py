@@ -15,6 +15,7 @@ from mmrl.vlm.models import load_policy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.token_choice import choose_tokens
+from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_rollouts, make_task, ragged_tasks
 
 
@@ -43,7 +44,7 @@ def test_recorded_log_probs_are_those_of_scoring(policy, options, lean):
     rollouts = draw(policy, ragged_tasks(), max_new_tokens=24, lean=lean, **options)
     with torch.no_grad():
         scores = policy(rollouts, temperature=options.get("temperature", 1.0))
-    assert (scores.logp - rollouts.logp_old).abs().max() < 1e-5
+    assert_equal_up_to_rounding(scores.logp, rollouts.logp_old)
 
 
 def test_greedy_is_what_transformers_generates(policy, lean):
@@ -86,7 +87,7 @@ def test_responses_do_not_depend_on_batch_rows(chatty, batch_rows, lean):
     assert torch.equal(one.response_ids, two.response_ids)
     assert torch.equal(one.mask, two.mask)
     assert one.finish == two.finish
-    torch.testing.assert_close(one.logp, two.logp, atol=1e-5, rtol=0)
+    assert_equal_up_to_rounding(one.logp, two.logp)
 
 
 def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch, lean):
@@ -95,7 +96,7 @@ def test_dropping_finished_rows_changes_nothing(chatty, monkeypatch, lean):
     keeping = run(chatty, max_new_tokens=30, lean=lean)
     assert len(set(dropping.mask.sum(1).tolist())) > 4
     assert torch.equal(dropping.response_ids, keeping.response_ids)
-    torch.testing.assert_close(dropping.logp, keeping.logp, atol=1e-5, rtol=0)
+    assert_equal_up_to_rounding(dropping.logp, keeping.logp)
 
 
 @contextlib.contextmanager
@@ -382,7 +383,7 @@ def test_rows_are_prompt_major(policy):
     with torch.no_grad():
         right = policy(make_rollouts(tasks, prompts, samples)).logp
         wrong = policy(swapped).logp
-    assert (right - samples.logp).abs().max() < 1e-5
+    assert_equal_up_to_rounding(right, samples.logp)
     assert (wrong - samples.logp).abs().max() > 0.1
 
 

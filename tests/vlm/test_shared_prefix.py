@@ -13,7 +13,7 @@ from mmrl.vlm.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from tests.rounding import assert_equal_up_to_rounding
+from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
 from tests.vlm.builders import draw, make_task, ragged_tasks
 
 CPU = KERNELS["cpu"]
@@ -91,7 +91,7 @@ def test_logp_and_gradients_are_those_of_flat_rows(family, folder, sampled, vari
     logp, gradient = backward(shared, [(rollouts, weights(rollouts))])
     expected_logp, expected = backward(flat, [(rollouts, weights(rollouts))])
     assert_equal_up_to_rounding(logp, expected_logp)
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
 
 
 def test_gradients_agree_to_double_precision(family, folder, sampled):
@@ -117,7 +117,7 @@ def test_a_leak_between_responses_would_show(folder, sampled, family, monkeypatc
     _, expected = backward(load(folder, shared_prefix=False), [(rollouts, weights(rollouts))])
     monkeypatch.setattr(joined_attention, "kernels_for", lambda *_: None)
     logp, gradient = backward(load(folder), [(rollouts, weights(rollouts))])
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
     monkeypatch.setattr(joined_attention, "_dense", leaky)
     leaked_logp, leaked = backward(load(folder), [(rollouts, weights(rollouts))])
     assert (leaked_logp - logp).abs().max() > 0.01
@@ -147,7 +147,7 @@ def test_micro_batches_share_the_prompt_of_their_group(folder, sampled, family, 
         shared.backward()
     hook.remove()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
     prompts = sum(len(prompt) for prompt in rollouts.payload.prompts)
     assert sum(tokens) == prompts + int((rollouts.lengths - 1).clamp(min=0).sum())
     with torch.no_grad(), policy.prefixes.open():
@@ -172,7 +172,7 @@ def test_responses_of_one_token_need_no_pass_of_their_own(folder, sampled, famil
     logp, gradient = backward(shared, [(short, weights(short))])
     expected_logp, expected = backward(flat, [(short, weights(short))])
     assert_equal_up_to_rounding(logp, expected_logp)
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
 
 
 def test_groups_may_differ_in_size(folder, sampled, family):
@@ -180,7 +180,7 @@ def test_groups_may_differ_in_size(folder, sampled, family):
     shared, flat = load(folder), load(folder, shared_prefix=False)
     (logp, gradient), (expected_logp, expected) = (backward(p, [(rows, weights(rows))]) for p in (shared, flat))
     assert_equal_up_to_rounding(logp, expected_logp)
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
 
 
 def test_bfloat16_autocast_gives_both_forms_the_same_error(folder, sampled, family):
@@ -204,7 +204,7 @@ def test_kept_prefixes_serve_until_the_weights_change(folder, sampled, family):
         assert_equal_up_to_rounding(policy(rollouts, temperature=0.7).logp, fresh)
     _, gradient = backward(policy, [(rollouts, weights(rollouts))])
     assert len(passes) == 1
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
     backward(policy, [(rollouts, weights(rollouts))])  # the graph was used, so this one is new
     assert len(passes) == 2
     policy.prefixes.keep(prompts, policy.encode_prefix(prompts).detach())
@@ -318,4 +318,4 @@ def test_a_prompt_of_one_group_is_packed_as_it_is(folder, family):
     rollouts = draw(policy, [make_task("one", "Sum?", [(64, 96)])], group=4)
     (logp, gradient), (expected_logp, expected) = (backward(p, [(rollouts, weights(rollouts))]) for p in (policy, flat))
     assert_equal_up_to_rounding(logp, expected_logp)
-    assert relative(gradient, expected) < 1e-5
+    assert_same_gradient(gradient, expected)
