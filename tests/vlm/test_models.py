@@ -19,6 +19,8 @@ from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import CORPUS, draw, make_task, ragged_tasks
 
 VALUES = frozenset({"logp", "values"})
+MERGED = 4
+"""Merging an adapter rounds every weight itself, besides the sums."""
 
 
 def scores(policy: VlmPolicy, rollouts) -> torch.Tensor:
@@ -98,7 +100,7 @@ def test_an_adapter_is_sampled_with(folder, policy):
     adapted = lora(folder)
     scramble(adapted, 0.2)
     rollouts = draw(adapted, ragged_tasks())
-    assert_equal_up_to_rounding(scores(adapted, rollouts), rollouts.logp_old)
+    assert_equal_up_to_rounding(scores(adapted, rollouts), rollouts.logp_old, passes=MERGED)
     assert (scores(policy, rollouts) - rollouts.logp_old).abs().max() > 0.01
 
 
@@ -151,7 +153,7 @@ def test_an_adapter_folder_loads_as_a_model(folder, tmp_path):
     assert any(parameter.requires_grad for parameter in trained_on.parameters())
     merged = load_policy(ModelConfig(path=str(tmp_path)))
     assert not merged.has_adapter
-    assert_equal_up_to_rounding(scores(merged, rollouts), expected)
+    assert_equal_up_to_rounding(scores(merged, rollouts), expected, passes=MERGED)
     with quiet_transformers():
         plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert sum("lora_" in name for name in plain.state_dict()) == 2 * 2 * 7
@@ -165,7 +167,7 @@ def test_merged_folder(folder, tmp_path):
     save_merged(adapted, tmp_path)
     assert torch.equal(scores(adapted, rollouts), expected)  # saving did not round the model
     merged = load_policy(ModelConfig(path=str(tmp_path)))
-    assert_equal_up_to_rounding(scores(merged, rollouts), expected)
+    assert_equal_up_to_rounding(scores(merged, rollouts), expected, passes=MERGED)
     assert not (tmp_path / "adapter_config.json").exists()
 
 
