@@ -58,6 +58,8 @@ def main(settings: Mapping[str, Any], command: list[str]) -> NoReturn:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if settings["mode"] == "namespaces":
         _enter_namespaces(settings)
+    elif settings["report_to"] >= 0:
+        _go_on_as_child()
     os.chdir(settings["folder"])
     _limit(settings)
     _drop_capabilities()
@@ -99,6 +101,17 @@ def _enter_namespaces(settings: Mapping[str, Any]) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _go_on_as_child() -> None:
+    """Go on as a child, whose group, with all that it starts, this process ends when nobody waits any more."""
+    program = os.fork()
+    if program == 0:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(0, signal.SIGKILL))
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _end_with(os.waitpid(program, 0)[1])
+
+
 def _wait_as_first(program: int, writing: int) -> NoReturn:
     """The first process of a namespace: reaps what others leave; with it everything ends."""
     while True:
@@ -112,7 +125,10 @@ def _end_like(reading: int, first: int) -> NoReturn:
     """Outside of the namespace: end as the program ended."""
     text = os.read(reading, 64)
     os.waitpid(first, 0)
-    status = int(text) if text else FAILED << 8
+    _end_with(int(text) if text else FAILED << 8)
+
+
+def _end_with(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -25,6 +25,7 @@ import faulthandler
 import importlib.util
 import json
 import select
+import signal
 import threading
 import time
 import traceback
@@ -182,6 +183,8 @@ def _imports(thread: int) -> bool:
 def _leave() -> None:
     """End this process and what it started."""
     family.end_descendants(os.getpid())
+    if os.getpgrp() == os.getpid():  # where a strict process cannot look its children up, they are in its group
+        os.kill(0, signal.SIGKILL)
     os._exit(0)
 
 

@@ -19,8 +19,8 @@ from mmrl.workers.run_code import run_code
 from mmrl.workers.sandbox import Limits
 from mmrl.workers.sandbox_files import landlock_version
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="strict processes need Linux")
-REASONS = {mode: sandbox._try(mode) for mode in sandbox.MODES}
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="strict processes need Linux")
+REASONS = {mode: sandbox._try(mode) if sys.platform == "linux" else "not Linux" for mode in sandbox.MODES}
 SMALL = Limits(memory_mb=256, cpu_s=2, file_mb=2, processes=4)
 
 
@@ -257,7 +257,7 @@ def test_landlock_shows_no_files_of_the_project(run):
 
 
 def test_nothing_outlives_it(run):
-    mark = "mmrl_strict_daemon_" + str(os.getpid())
+    mark = f"left_{os.getpid()}"
     source = f"""
         import os, time, ctypes
         ctypes.CDLL(None).prctl(15, b"{mark[:15]}", 0, 0, 0)
@@ -276,8 +276,42 @@ def test_nothing_outlives_it(run):
         time.sleep(0.3)
     """
     run(source)
-    end = time.monotonic() + 10
-    while any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()):
+    _wait_until(lambda: not any(mark[:15] in _name(pid) for pid in os.listdir("/proc") if pid.isdigit()))
+
+
+ABANDONED = """
+import sys
+from mmrl.workers import run_code as running
+running.require_strict = lambda: sys.argv[1]
+running.run_code(sys.argv[2], timeout_s=600)
+"""
+
+
+def test_nothing_outlives_a_caller_that_is_killed(run, tmp_path):
+    mark = f"lone_{os.getpid()}"
+    source = f"""
+import os, time, ctypes
+ctypes.CDLL(None).prctl(15, b"{mark[:15]}", 0, 0, 0)
+try:
+    os.fork()
+except OSError:
+    pass
+time.sleep(600)
+"""
+    mode = running.require_strict()
+
+    def running_ones():
+        return [pid for pid in os.listdir("/proc") if pid.isdigit() and mark[:15] in _name(pid)]
+
+    with subprocess.Popen([sys.executable, "-c", ABANDONED, mode, source]) as caller:
+        _wait_until(running_ones)
+        caller.kill()
+    _wait_until(lambda: not running_ones())
+
+
+def _wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
