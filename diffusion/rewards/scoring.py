@@ -64,4 +64,4 @@ def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> Rewar
     errors = found.errors | ({"latents/overflow": missing} if missing else {})
     examples = found.examples | ({"latents/overflow": "the latents are not finite"} if missing else {})
     terms = {name: fill(values) for name, values in found.terms.items()}
-    return RewardResult(fill(found.total), terms, errors, examples)
+    return RewardResult(fill(found.total), terms, errors, examples, found.traces)

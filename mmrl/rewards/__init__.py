@@ -2,6 +2,6 @@
 
 from mmrl.rewards.builtin import REWARDS, RewardEntry
 from mmrl.rewards.combine import RewardSum
-from mmrl.rewards.config import RewardConfig, RewardResult
+from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 
-__all__ = ["REWARDS", "RewardConfig", "RewardEntry", "RewardResult", "RewardSum"]
+__all__ = ["REWARDS", "RewardConfig", "RewardEntry", "RewardResult", "RewardSum", "TrainerState"]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from mmrl.rewards.config import TrainerState
 from mmrl.workers.wire import error_text
 
 __all__ = ["FAILURE_KINDS", "Batch", "Failure", "Outcome", "Signature", "call", "signature_of"]
 
 MAX_MESSAGE_CHARS = 400
+MAX_TRACE_CHARS = 4000
 ROWS = ("prompts", "completions")
+OURS = (__file__, asyncio.__path__[0], inspect.getfile(ThreadPoolExecutor))
+"""Files whose frames are left out of a traceback."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Failure:
     kind: str
     """Row of `FAILURE_KINDS`."""
     message: str
+    trace: str = ""
+    """The traceback of the user's own code, where that raised."""
 
 
 Outcome: TypeAlias = "float | Failure | None"
@@ -38,6 +46,8 @@ class Batch:
     prompts: list[Any]
     completions: list[Any]
     columns: dict[str, list[Any]]
+    state: TrainerState | None = None
+    """Given as `trainer_state`; None where the function does not take it."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -45,7 +55,7 @@ class Batch:
     def select(self, rows: Sequence[int]) -> Batch:
         """Return the given rows."""
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        return Batch([self.prompts[row] for row in rows], [self.completions[row] for row in rows], columns)
+        return Batch([self.prompts[row] for row in rows], [self.completions[row] for row in rows], columns, self.state)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
     """Call a reward function in TRL's signature and check what it returns.
 
     Args:
-        function: f(prompts, completions, **columns) -> one number or None a row.
+        function: f(prompts, completions, **columns) -> one number or None a row; may be async.
         batch: The rows.
         options: Further keyword arguments, the same for all rows.
 
@@ -92,17 +102,50 @@ def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any])
     Raises:
         KeyboardInterrupt: in the main program, where it is the user's Ctrl-C; in a worker it is the function's own.
     """
+    shared = dict(options) if batch.state is None else {"trainer_state": batch.state, **options}
     try:
-        values = function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **options)
-        return _check_values(values, len(batch))
+        values = function(prompts=batch.prompts, completions=batch.completions, **batch.columns, **shared)
+        return _check_values(_finished(values) if inspect.isawaitable(values) else values, len(batch))
     except TimeoutError as error:
-        return Failure("timeout", _describe(error))
+        return _raised(error, "timeout")
     except KeyboardInterrupt as error:
         if not _ignores_interrupts():
             raise
-        return Failure("raised", _describe(error))
+        return _raised(error)
     except BaseException as error:  # sys.exit() in a reward must not end the training
-        return Failure("raised", _describe(error))
+        return _raised(error)
+
+
+def _finished(values: Awaitable[Any]) -> Any:
+    """The result of an async function, also inside a program that runs an event loop of its own."""
+
+    async def wait() -> Any:
+        return await values
+
+    if not _in_a_loop():
+        return asyncio.run(wait())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, wait()).result()
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _raised(error: BaseException, kind: str = "raised") -> Failure:
+    return Failure(kind, _describe(error), _trace(error))
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback without the frames of this file and of the event loop."""
+    found = traceback.TracebackException.from_exception(error)
+    own = [frame for frame in found.stack if not frame.filename.startswith(OURS)]
+    found.stack = traceback.StackSummary.from_list(own)
+    return "".join(found.format())[-MAX_TRACE_CHARS:].rstrip()
 
 
 def _ignores_interrupts() -> bool:
@@ -119,10 +162,20 @@ def _check_values(values: Any, rows: int) -> list[Outcome] | Failure:
     if not isinstance(values, list | tuple) and hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        return Failure("wrong_length", f"returned a {type(values).__name__}, expected a list of {rows} numbers")
+        return Failure("wrong_length", f"returned {_shown(values)}, {_expected(rows)}")
     if len(values) != rows:
-        return Failure("wrong_length", f"returned {len(values)} values for {rows} rows")
+        found = "1 value" if len(values) == 1 else f"{len(values)} values"
+        return Failure("wrong_length", f"returned {found} for {rows} {'row' if rows == 1 else 'rows'}, {_expected(rows)}")
     return [_check_value(value) for value in values]
+
+
+def _shown(value: Any) -> str:
+    return f"the one value {value}" if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def _expected(rows: int) -> str:
+    whole = "; what the whole batch earns is given to each row: [value] * len(completions)" if rows > 1 else ""
+    return f"expected a list of {rows} numbers, one a row{whole}"
 
 
 def _check_value(value: Any) -> Outcome:

@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.fields import field_problems
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome
-from mmrl.rewards.config import RewardConfig, RewardResult
+from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.terms import Term, make_term
 
@@ -72,14 +72,20 @@ class RewardSum:
                 )
 
     def score(
-        self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        state: TrainerState | None = None,
     ) -> RewardResult:
         """Score B responses.
 
         Args:
             prompts: B questions.
             completions: B responses, text or TRL's chat turns.
-            columns: Data columns by name, B entries each; `completion_lengths` holds token counts.
+            columns: Data columns by name, B entries each; `completion_lengths` holds token counts, `completion_ids`
+                the tokens.
+            state: How far the run is, for functions that take `trainer_state`.
 
         Returns:
             Sums, terms and failures; a failure costs its own row only.
@@ -88,7 +94,7 @@ class RewardSum:
             UserError: A term needs a column that is not there.
             ValueError: The lists differ in length, or there is no term.
         """
-        batch = _make_batch(prompts, completions, columns)
+        batch = _make_batch(prompts, completions, columns, state or TrainerState())
         if not self._terms:
             raise ValueError("there are no rewards to score with")
         if self._checked != frozenset(columns):
@@ -124,23 +130,29 @@ def _strict_function(config: RewardConfig) -> str:
     return (config.function or config.name) if config.sandbox == "strict" else ""
 
 
-def _make_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Batch:
+def _make_batch(
+    prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], state: TrainerState
+) -> Batch:
     rows = len(completions)
     lengths = {"prompts": len(prompts)} | {name: len(values) for name, values in columns.items()}
     wrong = {name: length for name, length in lengths.items() if length != rows}
     if wrong:
         raise ValueError(f"there are {rows} completions, but the lists have other lengths: {wrong}")
-    return Batch(list(prompts), list(completions), {name: list(values) for name, values in columns.items()})
+    return Batch(list(prompts), list(completions), {name: list(values) for name, values in columns.items()}, state)
 
 
 def _combine(outcomes: Mapping[str, list[Outcome]], weights: Mapping[str, float]) -> RewardResult:
     errors: Counter[str] = Counter()
     examples: dict[str, str] = {}
+    traces: dict[str, str] = {}
     for name, values in outcomes.items():
         for value in values:
             if isinstance(value, Failure):
-                errors[f"{name}/{value.kind}"] += 1
-                examples.setdefault(f"{name}/{value.kind}", value.message)
+                key = f"{name}/{value.kind}"
+                errors[key] += 1
+                examples.setdefault(key, value.message)
+                if value.trace:
+                    traces.setdefault(key, value.trace)
     terms = {name: [_number(value) for value in values] for name, values in outcomes.items()}
     rows = list(zip(*outcomes.values(), strict=True))
     total = [_row_total(row, list(weights.values())) for row in rows]
@@ -148,7 +160,7 @@ def _combine(outcomes: Mapping[str, list[Outcome]], weights: Mapping[str, float]
     if unscored:
         errors["sum/not_applicable"] = unscored
         examples["sum/not_applicable"] = "every reward returned None for the row"
-    return RewardResult(total, terms, dict(errors), examples)
+    return RewardResult(total, terms, dict(errors), examples, traces)
 
 
 def _number(value: Outcome) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmrl.fields import bounded, choice
 
-__all__ = ["RewardConfig", "RewardResult"]
+__all__ = ["RewardConfig", "RewardResult", "TrainerState"]
 
 SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
@@ -51,11 +51,25 @@ class RewardConfig:
     environment variables, no sight of other processes (Linux; refused where a promise cannot be kept)."""
 
     rows: str = choice("auto", ROWS)
-    """auto: users' functions get all rows in one call and, if that fails, each row alone; independent: each row
-    alone, spread over the workers; together: always all rows, for functions that compare them."""
+    """auto: users' functions get all rows in one call; if that raises, each row alone, so that those that raise are
+    known, and then all others in one call; independent: each row alone, spread over the workers; together: always all
+    rows, for functions that compare them."""
 
-    chat: bool = False
-    """Give prompts and completions as lists of chat turns, as TRL does for conversational data."""
+    chat: bool | None = None
+    """Give prompts and completions as lists of chat turns (true) or as text (false); empty: as the data set has its
+    questions, as TRL does."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far a run is, given to functions that take `trainer_state`; names as in transformers' TrainerState."""
+
+    global_step: int = 0
+    """Steps done."""
+    max_steps: int = 0
+    """Steps of the run; 0 outside a run."""
+    epoch: float = 0.0
+    """Passes over the training data."""
 
 
 @dataclass
@@ -73,3 +87,6 @@ class RewardResult:
 
     examples: dict[str, str] = field(default_factory=dict)
     """The first message of each entry of `errors`."""
+
+    traces: dict[str, str] = field(default_factory=dict)
+    """The traceback that belongs to it, where a function raised."""

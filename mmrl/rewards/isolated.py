@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ __all__ = ["RewardWorkers", "default_workers"]
 
 SERVICE = Path(__file__).resolve().with_name("service.py")
 LOAD_SECONDS = 120.0
-MESSAGE_CHARS = 500
+MESSAGE_CHARS, TRACE_CHARS = 500, 4000
 STRICT_MEMORY_MB, STRICT_CPU_SECONDS = 4096.0, 600.0
 REPLY_BYTES = 64 << 20
 """Of a worker's answer, numbers and reasons."""
@@ -149,7 +149,8 @@ def _loading(function: str, what: str = "reward") -> Preparation:
 
 
 def _request(function: str, options: Mapping[str, Any], batch: Batch) -> Request:
-    tree, arrays = encode([batch.prompts, batch.completions, batch.columns, dict(options)])
+    state = None if batch.state is None else asdict(batch.state)
+    tree, arrays = encode([batch.prompts, batch.completions, batch.columns, dict(options), state])
     return Request({"kind": "call", "function": function, "arguments": tree}, arrays)
 
 
@@ -177,7 +178,8 @@ def _reported(fields: Mapping[str, Any]) -> Failure:
     kind, message = fields["kind"], fields["message"]
     if not isinstance(kind, str) or kind not in FAILURE_KINDS or not isinstance(message, str):
         raise ValueError(f"{kind!r:.80} is no kind of failure")
-    return Failure(kind, message[:MESSAGE_CHARS])
+    trace = "".join(x for x in str(fields.get("trace", ""))[:TRACE_CHARS] if x.isprintable() or x == "\n")
+    return Failure(kind, message[:MESSAGE_CHARS], trace)
 
 
 def _signature(fields: Mapping[str, Any]) -> Signature:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.rewards.calling import Batch, Failure, Outcome, call, signature_of
+from mmrl.rewards.config import TrainerState
 from mmrl.rewards.loading import load_function
 from mmrl.workers.values import decode
 from mmrl.workers.wire import error_text
@@ -37,8 +38,9 @@ class RewardService:
         """Load a function, or call one: once with all rows, or with the only row that is given."""
         if fields["kind"] == "load":
             return self._load(fields["function"], fields["what"]), {}
-        prompts, completions, columns, options = decode(fields["arguments"], arrays)
-        found = call(self._functions[fields["function"]], Batch(prompts, completions, columns), options)
+        prompts, completions, columns, options, state = decode(fields["arguments"], arrays)
+        batch = Batch(prompts, completions, columns, None if state is None else TrainerState(**state))
+        found = call(self._functions[fields["function"]], batch, options)
         if isinstance(found, Failure):
             return {"failure": asdict(found)}, {}
         return {"outcomes": [_plain(outcome) for outcome in found]}, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.rewards.answers import completion_text
 from mmrl.rewards.builtin import REWARDS
 from mmrl.rewards.calling import Batch, Failure, Outcome, Signature, call, signature_of
 from mmrl.rewards.config import RewardConfig
@@ -18,7 +20,9 @@ from mmrl.rewards.loading import load_function
 
 __all__ = ["Term", "make_term"]
 
+LOGGER = logging.getLogger("mmrl")
 ROW_COLUMNS = ("answer", "completion_lengths")
+STATE = "trainer_state"
 SPARE_LIMITS = 10.0
 """All rows may together take so many times timeout_s beside one time for each row that a worker gets."""
 
@@ -36,12 +40,13 @@ class Term(ABC):
         self.signature = signature
         self.options = dict(config.options)
         self.rows = config.rows
+        self._warned = False
         _check_options(config, signature)
 
     @property
     def needs(self) -> list[str]:
         """Columns without which the function cannot be called."""
-        return [name for name in self.signature.required if name not in self.options]
+        return [name for name in self.signature.required if name not in (*self.options, STATE)]
 
     def score(self, batch: Batch) -> list[Outcome]:
         """Return one outcome a row, whatever the function does."""
@@ -53,23 +58,49 @@ class Term(ABC):
         outcomes = self.call_together(batch)
         if not isinstance(outcomes, Failure):
             return outcomes
-        if self.rows == "together" or len(batch) == 1:
+        if self.rows == "together" or len(batch) == 1 or outcomes.kind == "wrong_length":
             return [outcomes] * len(batch)
-        return self.call_each(batch, started)
+        return self._without_culprits(batch, outcomes, self.call_each(batch, started))
+
+    def _without_culprits(self, batch: Batch, first: Failure, alone: list[Outcome]) -> list[Outcome]:
+        """What the rows get after the call with all of them has failed and each was called alone.
+
+        The rows that did not fail alone are called together once more, since the function may compare them, unless
+        they take too long together. Where every row raises, the failure of the first call tells why.
+        """
+        good = [row for row, outcome in enumerate(alone) if not isinstance(outcome, Failure)]
+        if not good:
+            return [first] * len(batch) if first.kind == "raised" else alone
+        if len(good) == len(batch) and not self._warned:
+            self._warned = True
+            LOGGER.warning(
+                "reward %s: the call with all %d rows failed, each row alone did not: %s; set rows: together if it "
+                "compares rows, else rows: independent",
+                self.config.name,
+                len(batch),
+                first.message,
+            )
+        again = self.call_together(batch.select(good)) if first.kind != "timeout" and len(good) > 1 else first
+        if isinstance(again, Failure):
+            return alone
+        values = dict(zip(good, again, strict=True))
+        return [values.get(row, outcome) for row, outcome in enumerate(alone)]
 
     def _arguments(self, batch: Batch) -> Batch:
-        """Keep the columns that the function takes and that its options do not replace."""
+        """Keep what the function takes and its options do not replace, in the form that it is to have."""
         named = {*self.signature.required, *self.signature.optional}
         columns = {
             name: values
             for name, values in batch.columns.items()
             if (self.signature.takes_all or name in named) and name not in self.options
         }
+        takes_state = (self.signature.takes_all or STATE in named) and STATE not in self.options
         prompts, completions = batch.prompts, batch.completions
-        if self.config.chat:
-            prompts = [_as_chat("user", prompt) for prompt in prompts]
-            completions = [_as_chat("assistant", completion) for completion in completions]
-        return Batch(prompts, completions, columns)
+        if self.config.chat is not None:
+            form = _as_chat if self.config.chat else _as_text
+            prompts = [form("user", prompt) for prompt in prompts]
+            completions = [form("assistant", completion) for completion in completions]
+        return Batch(prompts, completions, columns, batch.state if takes_state else None)
 
     @abstractmethod
     def call_together(self, batch: Batch) -> list[Outcome] | Failure:
@@ -217,3 +248,7 @@ def _unknown(config: RewardConfig, wanted: str, functions: Mapping[str, Any]) ->
 
 def _as_chat(role: str, text: Any) -> Any:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+def _as_text(role: str, turns: Any) -> Any:
+    return completion_text(turns) if isinstance(turns, list) else turns

@@ -99,6 +99,10 @@ def test_chat_format_of_trl():
 
     RewardSum([RewardConfig("spy", chat=True)], {"spy": spy}).score(["q"], ["a"], {})
     assert seen == [([[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "a"}]])]
+    RewardSum([RewardConfig("spy", chat=False)], {"spy": spy}).score(*seen[0], {})
+    assert seen[1] == (["q"], ["a"])
+    RewardSum([RewardConfig("spy")], {"spy": spy}).score(*seen[0], {})
+    assert seen[2] == seen[0]  # as the data has it
     turns = [[{"role": "assistant", "content": "<answer>7</answer>"}]]
     assert RewardSum([RewardConfig("number")]).score(["q"], turns, {"answer": [7]}).total == [1.0]
 

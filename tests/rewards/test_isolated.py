@@ -1,3 +1,4 @@
+import asyncio
 import math
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.rewards import RewardConfig, RewardSum, isolated
+from mmrl.rewards import RewardConfig, RewardSum, TrainerState, isolated
 from mmrl.rewards.calling import Failure
 from mmrl.workers.wire import Message
 
@@ -58,7 +59,6 @@ def wait_until(condition, seconds=10.0):
         ("hangs_on_bad", "timeout", "after 1 s"),
         ("killed_on_bad", "crashed", "SIGKILL"),
         ("hard_exits_on_bad", "crashed", "exit code 7"),
-        ("drops_bad", "wrong_length", "0 values for 1 rows"),
     ],
 )
 @pytest.mark.parametrize("rows", ["auto", "independent"])
@@ -80,10 +80,70 @@ def test_odd_values_are_counted_by_kind(make):
     assert result.errors == {"mine/nan": 2, "mine/not_a_number": 2, "sum/not_applicable": 1}
 
 
-def test_no_list_is_an_error_for_every_row(make):
-    _, result = score(make("no_list"))
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("no_list", "returned the one value 1.0, expected a list of 4 numbers, one a row"),
+        ("mean_length", "returned 1 value for 4 rows, expected a list of 4 numbers, one a row"),
+        ("drops_bad", "returned 3 values for 4 rows"),
+    ],
+)
+def test_another_number_of_values_than_rows_fails_every_row_and_is_not_tried_again(make, function, message, isolate):
+    """Alone, each row would get a value of its own, which means something else."""
+    values, result = score(make(function, isolate=isolate))
+    assert all(math.isnan(value) for value in values)
     assert result.errors == {"mine/wrong_length": 4}
-    assert "expected a list" in result.examples["mine/wrong_length"]
+    assert message in result.examples["mine/wrong_length"]
+    assert "[value] * len(completions)" in result.examples["mine/wrong_length"]
+
+
+def test_a_function_that_compares_rows_is_given_all_that_can_be_scored(make):
+    """One row raises: the others are compared with each other, not each with itself alone."""
+    values, result = score(make("length_above_mean_or_raise"), ["a", "bad", "bb", "ccc"])
+    assert [values[0], *values[2:]] == [-1.0, 0.0, 1.0]
+    assert result.errors == {"mine/raised": 1}
+
+
+def test_what_the_first_call_raised_is_what_is_shown(make, caplog):
+    _, result = score(make("raises_for_the_batch"))
+    assert result.errors == {"mine/raised": 4}
+    assert "KeyError: 'no judge'" in result.examples["mine/raised"]
+    trace = result.traces["mine/raised"]
+    assert trace.startswith("Traceback (most recent call last):")
+    assert "_ask_the_judge" in trace
+    assert "calling.py" not in trace
+    with caplog.at_level("WARNING", logger="mmrl"):
+        values, result = score(make("raises_for_several"))
+    assert values == [1.0] * 4
+    assert "all 4 rows failed, each row alone did not: ValueError: one at a time" in caplog.text
+    assert "rows: together" in caplog.text
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_async_functions_are_awaited(make, isolate):
+    assert score(make("async_length", isolate=isolate))[0] == [1.0, 3.0, 2.0, 3.0]
+    values, result = score(make("async_raises_on_bad", isolate=isolate))
+    assert [values[0], *values[2:]] == [1.0, 1.0, 1.0]
+    assert "ValueError: bad" in result.examples["mine/raised"]
+    assert "asyncio" not in result.traces["mine/raised"]
+
+
+def test_an_async_function_inside_a_running_loop(make):
+    async def main():
+        return score(make("async_length", isolate=False))[0]
+
+    assert asyncio.run(main()) == [1.0, 3.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("function", ["state_by_name", "state_by_kwargs"])
+def test_the_trainer_state_and_the_tokens_are_given_as_trl_does(make, function, isolate):
+    rewards = make(function, isolate=isolate)
+    rewards.check_columns(["completion_ids"])
+    state = TrainerState(global_step=3, max_steps=12, epoch=0.5)
+    result = rewards.score(["q"] * 2, ["a", "b"], {"completion_ids": [[1, 2], [3]]}, state)
+    assert result.total == [3 / 12 + 2, 3 / 12 + 1]
 
 
 def test_numpy_arrays_are_lists_too(make):

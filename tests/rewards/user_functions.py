@@ -64,6 +64,51 @@ def no_list(prompts, completions, **columns):
     return 1.0
 
 
+def mean_length(prompts, completions, **columns):
+    return [sum(map(len, completions)) / len(completions)]
+
+
+def length_above_mean_or_raise(prompts, completions, **columns):
+    if "bad" in completions:
+        raise RuntimeError("cannot compare bad")
+    mean = sum(map(len, completions)) / len(completions)
+    return [len(text) - mean for text in completions]
+
+
+def raises_for_the_batch(prompts, completions, **columns):
+    if len(completions) == 1:
+        raise ZeroDivisionError("a secondary mistake")
+    return _ask_the_judge()
+
+
+def _ask_the_judge():
+    raise KeyError("no judge")
+
+
+def raises_for_several(prompts, completions, **columns):
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    return [1.0]
+
+
+async def async_length(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+async def async_raises_on_bad(prompts, completions, **columns):
+    if "bad" in completions:
+        raise ValueError("bad")
+    return [1.0] * len(completions)
+
+
+def state_by_name(prompts, completions, completion_ids, trainer_state):
+    return [trainer_state.global_step / trainer_state.max_steps + len(ids) for ids in completion_ids]
+
+
+def state_by_kwargs(prompts, completions, **kwargs):
+    return state_by_name(prompts, completions, kwargs["completion_ids"], kwargs["trainer_state"])
+
+
 def rank(prompts, completions, **columns):
     """Compares rows, so it must see all of them."""
     order = sorted(range(len(completions)), key=lambda row: len(completions[row]))
