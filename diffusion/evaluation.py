@@ -22,6 +22,7 @@ from mmrl.rewards import RewardResult
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
 from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.scoring import describe_failure, failure_of
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.metrics import metric_label
@@ -88,6 +89,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         images, finite = decode_latents(self.policy.pipeline, latents, batch=self.sampler.batch_rows)
         scored = self.score([task for task in tasks for _ in range(count)], images, finite.tolist())
         usable = latents.nan_to_num(0.0, 0.0, 0.0)
+        failure = failure_of(scored)
         rows = []
         for place, trial in enumerate(batch):
             own = slice(place * count, (place + 1) * count)
@@ -100,6 +102,7 @@ class ImageMeasure(Measure[DiffusionTask]):
                     "images": images[own],
                     "terms": {name: values[own] for name, values in scored.terms.items()},
                     "total": scored.total[own],
+                    "failure": failure,
                     "diversity": latent_diversity(usable[own]),
                     "distance": base_distance(self.policy, self.base, usable[own], text.select(own), noise),
                 }
@@ -120,6 +123,10 @@ class ImageMeasure(Measure[DiffusionTask]):
             metrics["diversity/latent"] = float(np.mean([row["diversity"] for row in rows]))
             metrics["distance/base"] = float(np.mean([row["distance"] for row in rows]))
         return metrics | {"unscored": float(missing)}
+
+    def failure(self, rows: Sequence[Row]) -> str:
+        """Why no image could be scored; empty where one could."""
+        return describe_failure(rows, self.split)
 
     def record(self, row: Row) -> SampleRecord:
         """The first images of a prompt."""

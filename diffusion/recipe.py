@@ -40,7 +40,7 @@ from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import make_objective
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
-from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
+from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
@@ -103,7 +103,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
         self.reference: Reference | None = None
         self.eval_ema = EMAWeights(self.policy) if config.eval_ema.decay else None
-        self.errors: Counter[str] = Counter()
+        self.errors = RewardErrors()
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The training prompts."""
@@ -130,10 +130,11 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         payload = DiffusionPayload.of(rollouts)
         tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
         result = self.score_images(tasks, payload.images, payload.finite)
+        self.errors.count(result)
         return with_rewards(rollouts, result)
 
     def score_images(self, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]) -> RewardResult:
-        """Score images with all rewards, optimised and held out, and count what failed.
+        """Score images with all rewards, optimised and held out, and log what failed first.
 
         Args:
             tasks: the task of each row.
@@ -144,7 +145,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             Sums over the optimised rewards, and every term.
         """
         result = score_images(self.rewards, tasks, images, finite)
-        note_errors(self.errors, result)
+        self.errors.warn(result)
         return result
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
@@ -216,11 +217,11 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         return found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Skipped prompts, reward errors and cost of the run so far."""
+        """Skipped prompts and cost of the run so far, and reward errors of the step."""
         return {
             "data/skipped": float(sum(self.skipped.values())),
             **{f"cost/{name}": float(value) for name, value in self.policy.cost.items()},
-            **error_metrics(self.errors),
+            **self.errors.take(),
         }
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -232,7 +233,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         """Counts and the evaluation average."""
         return {
             "skipped": dict(self.skipped),
-            "errors": dict(self.errors),
+            "errors": self.errors.state_dict(),
             "cost": dict(self.policy.cost),
             "eval_ema": None if self.eval_ema is None else self.eval_ema.state_dict(),
         }
@@ -240,7 +241,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.skipped = Counter(state["skipped"])
-        self.errors = Counter(state["errors"])
+        self.errors.load_state_dict(state["errors"])
         self.policy.cost.update(state["cost"])
         if self.eval_ema is not None and state["eval_ema"] is not None:
             self.eval_ema.load_state_dict(state["eval_ema"])

@@ -177,7 +177,8 @@ class Objective:
         self.validate()
         lines = [f"{self.name}: {self.citation}" if self.citation else self.name]
         advantage = self.advantage.formula() + self.scaling.formula()
-        ratio = self.ratio.formula() if self.clip.uses_ratio else ""
+        corrected = self.needs_reference and self.kl is not None and self.kl.importance
+        ratio = self.ratio.formula() if self.clip.uses_ratio or corrected else ""
         lines += ["  " + line for line in (self.filter.formula(), self._reward_formula(), advantage, ratio) if line]
         lines += ["  minimise  " + "\n          + ".join([f"mean {self.clip.formula()}", *self._term_formulas()])]
         lines += [f"  averages: {self.aggregation.formula()}"]
@@ -302,6 +303,8 @@ class Objective:
         if self.kl.in_reward:
             return None, metrics
         weighted = divergence * row_weights(rollouts)
+        if self.kl.importance:
+            weighted = weighted * self.ratio(outputs.logp, rollouts.logp_old.detach(), mask).exp()
         return self.kl.coef * (self.kl.aggregation or self.aggregation)(weighted, mask, denominators), metrics
 
     def _entropy_term(self, outputs: PolicyOutputs, mask: Tensor, denominators: Denominators) -> Term:
@@ -351,7 +354,7 @@ class Objective:
 
     def _term_formulas(self) -> Iterator[str]:
         if self.kl is not None and self.needs_reference and not self.kl.in_reward:
-            yield f"{self.kl.coef:g} * mean {self.kl.formula()}"
+            yield f"{self.kl.coef:g} * mean {'r_it ' if self.kl.importance else ''}{self.kl.formula()}"
         if self.entropy is not None and self.entropy.coef:
             yield f"({-self.entropy.coef:g}) * mean {self.entropy.formula()}"
         if self.value is not None and self.needs_values:

@@ -164,8 +164,8 @@ def _check_values(values: Any, rows: int) -> list[Outcome] | Failure:
     if not isinstance(values, list | tuple):
         return Failure("wrong_length", f"returned {_shown(values)}, {_expected(rows)}")
     if len(values) != rows:
-        found = "1 value" if len(values) == 1 else f"{len(values)} values"
-        return Failure("wrong_length", f"returned {found} for {rows} {'row' if rows == 1 else 'rows'}, {_expected(rows)}")
+        found, asked = (f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((len(values), "value"), (rows, "row")))
+        return Failure("wrong_length", f"returned {found} for {asked}, {_expected(rows)}")
     return [_check_value(value) for value in values]
 
 

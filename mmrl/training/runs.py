@@ -108,7 +108,10 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         results: dict[str, float] = {}
         for split in recipe.eval_tasks:
             with accelerator.autocast():
-                metrics = recipe.evaluate(policy, split, accelerator).metrics
+                found = recipe.evaluate(policy, split, accelerator)
+            if found.failure:
+                raise RunError(found.failure)
+            metrics = found.metrics
             results |= {f"{split}/{name}": value for name, value in metrics.items()}
             if accelerator.is_main_process:
                 _append_evaluation(run_dir or Path(config.output_dir), step, split, metrics)

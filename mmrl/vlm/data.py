@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "StoredImage",
     "TaskError",
     "VlmTask",
+    "load_splits",
     "load_tasks",
     "open_image",
 ]
@@ -241,14 +242,15 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
         marked=layout.marked,
         text_only=config.text_only if layout.image or config.text_only is False else True,
     )
-    messages, images, videos = build_messages(row.cells.get(layout.prompt), media, layout.render, place)
+    prompt = row.cells.get(layout.prompt)
+    messages, images, videos = build_messages(prompt, media, layout.render, place)
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
     spoken = {layout.prompt, layout.image, layout.video}
     columns = {key: row.cells.get(key) for key in layout.columns if key not in spoken}
     if layout.answer is not None:
         columns["answer"] = answer
-    return VlmTask(task_id, messages, images, videos, columns)
+    return VlmTask(task_id, messages, images, videos, columns, conversational=not isinstance(prompt, str))
 
 
 def _answer(row: Row, layout: _Layout, place: str) -> Any:
@@ -276,3 +278,15 @@ def _nothing_left(path: str, loaded: LoadedTasks) -> str:
 def _log_skipped(path: str, loaded: LoadedTasks) -> None:
     for kind, count in loaded.skipped.items():
         log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, loaded.examples[kind])
+
+
+def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
+    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks`."""
+    limit = config.evaluation.max_tasks or None
+    splits: dict[str, Sequence[VlmTask]] = {}
+    for name, data in config.eval_data.items():
+        try:
+            splits[name] = load_tasks(data).tasks[:limit]
+        except UserError as error:
+            raise UserError(f"eval_data.{name}: {error}") from error
+    return splits

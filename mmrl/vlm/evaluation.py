@@ -8,16 +8,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mmrl.rewards import RewardSum
+from mmrl.rewards import RewardResult
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
+from mmrl.training.loop.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.payload import Prompt
+from mmrl.vlm.payload import Prompt, token_lists
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.task import VlmTask, columns_of
+from mmrl.vlm.task import VlmTask
 
 __all__ = ["AnswerMeasure", "Encode"]
 
@@ -31,6 +32,15 @@ class Encode(Protocol):
         """Return the usable questions and their prompts; raise RunError where there are none and that is no option."""
 
 
+class ScoreTexts(Protocol):
+    """Function such as `VlmRecipe.score_texts`."""
+
+    def __call__(
+        self, tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[list[int]]
+    ) -> RewardResult:
+        """Score responses with all rewards."""
+
+
 @dataclass
 class AnswerMeasure(Measure[VlmTask]):
     """Greedy and sampled accuracy.
@@ -42,7 +52,9 @@ class AnswerMeasure(Measure[VlmTask]):
 
     policy: VlmPolicy
     encode: Encode
-    rewards: RewardSum
+    score: ScoreTexts
+    errors: RewardErrors
+    """Logs the first failure of each kind."""
     accuracy_reward: str
     """Reward term whose value 1 counts as a right answer."""
     evaluation: EvaluationConfig
@@ -88,6 +100,10 @@ class AnswerMeasure(Measure[VlmTask]):
             metrics[f"response/length_{mode}"] = float(np.mean(lengths))
         return metrics | {"unscored": float(missing)}
 
+    def failure(self, rows: Sequence[Row]) -> str:
+        """Why no answer could be scored; empty where one could."""
+        return describe_failure(rows, self.split)
+
     def record(self, row: Row) -> SampleRecord:
         """The first answer to a question."""
         task: VlmTask = row["task"]
@@ -120,13 +136,16 @@ class AnswerMeasure(Measure[VlmTask]):
         """Add the scores and lengths of `count` answers to each row, and the first answer where there is none yet."""
         repeated = [row for row in rows for _ in range(count)]
         lengths = drawn.mask.sum(1).int().tolist()
-        columns = columns_of([row["task"] for row in repeated], lengths)
-        result = self.rewards.score([row["prompt"] for row in repeated], drawn.texts, columns)
+        tokens = token_lists(drawn.response_ids, drawn.mask)
+        result = self.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
+        self.errors.warn(result)
+        failure = failure_of(result)
         accuracy = result.terms[self.accuracy_reward]
         for place, row in enumerate(rows):
             first, stop = place * count, (place + 1) * count
             row[mode] = list(accuracy[first:stop])
             row[f"{mode}/length"] = lengths[first:stop]
+            row["failure"] = failure and row.get("failure", failure)
             if "response" not in row:
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["Prompt", "VlmPayload"]
+__all__ = ["Prompt", "VlmPayload", "token_lists"]
 
 
 @dataclass(eq=False)
@@ -93,3 +93,9 @@ class VlmPayload(Payload):
             raise ValueError(f"there is no view {view!r} of these prompts; there are: {known}.")
         pairs = zip(self.views[view], self.prompts, strict=True)
         return [prompt if other is None else other for other, prompt in pairs]
+
+
+def token_lists(response_ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The tokens (B, T) of each response without the padding, as reward functions get them."""
+    lengths = mask.sum(1).int().tolist()
+    return [row[:length] for row, length in zip(response_ids.tolist(), lengths, strict=True)]

@@ -21,26 +21,27 @@ from torch import Tensor, nn
 from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
-from mmrl.errors import UserError
-from mmrl.rewards import RewardConfig, RewardSum
+from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
+from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.sampler import Sampler
-from mmrl.training.loop.scoring import error_metrics, note_errors, with_rewards
+from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.data import DataConfig, load_tasks
+from mmrl.vlm.data import DataConfig, load_splits, load_tasks
 from mmrl.vlm.evaluation import AnswerMeasure
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
 from mmrl.vlm.models import load_policy
-from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import PolicySampler
 from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.task import TaskError, VlmTask, columns_of
+from mmrl.vlm.scoring import columns_of, score_texts
+from mmrl.vlm.task import TaskError, VlmTask
 
 __all__ = ["VlmConfig", "VlmRecipe"]
 
@@ -79,6 +80,9 @@ class VlmConfig(RunConfig):
     """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
+    mask_truncated_completions: bool = False
+    """Leave responses cut off at `sampler.max_new_tokens` out of the loss; their rewards still count in their group
+    (as in TRL; DAPO's overlong filtering)."""
     adaptive_kl: AdaptiveKlConfig = field(default_factory=AdaptiveKlConfig)
     """Controller of objective.kl.coef."""
 
@@ -121,7 +125,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         self.rewards.check_columns([*columns_of(self.train_tasks, [])])
         self.sampler: Sampler[VlmPolicy, Prompt, Samples] = PolicySampler(config.sampler, self._keep_prefill())
         self.version = 0
-        self._errors: Counter[str] = Counter()
+        self._errors = RewardErrors()
         self._controller = _kl_controller(config, self.objective)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
@@ -144,12 +148,28 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Weighted sum of the reward functions; a row with a failed term keeps NaN and is left out of the loss."""
         payload = VlmPayload.of(rollouts)
-        tasks = [payload.tasks[group] for group in rollouts.group.tolist()]
-        prompts = [payload.prompts[group].text for group in rollouts.group.tolist()]
-        lengths = rollouts.mask.sum(1).int().tolist()
-        result = self.rewards.score(prompts, payload.texts, columns_of(tasks, lengths))
-        note_errors(self._errors, result)
+        groups = rollouts.group.tolist()
+        tasks, prompts = [payload.tasks[group] for group in groups], [payload.prompts[group].text for group in groups]
+        result = self.score_texts(tasks, prompts, payload.texts, token_lists(payload.response_ids, rollouts.mask))
+        self._errors.count(result)
         return with_rewards(rollouts, result)
+
+    def score_texts(
+        self, tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[list[int]]
+    ) -> RewardResult:
+        """Score responses with all rewards; see `mmrl.vlm.scoring.score_texts`."""
+        trainer = self.config.trainer
+        epoch = self.version * trainer.tasks_per_step / max(len(self.train_tasks), 1)
+        state = TrainerState(self.version, trainer.steps, epoch)
+        return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
+
+    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Take truncated responses out of the update where that is wanted, then see `Recipe`."""
+        if self.config.mask_truncated_completions:
+            whole = [finish != "length" for finish in VlmPayload.of(rollouts).finish]
+            kept = torch.tensor(whole, dtype=rollouts.mask.dtype, device=rollouts.mask.device)
+            rollouts = rollouts.replace(mask=rollouts.mask * kept[:, None])
+        return super().compute_logprobs(policy, reference, rollouts)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature."""
@@ -178,7 +198,8 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         measure = AnswerMeasure(
             policy=policy,
             encode=self.encode,
-            rewards=self.rewards,
+            score=self.score_texts,
+            errors=self._errors,
             accuracy_reward=self.accuracy_term,
             evaluation=config.evaluation,
             sampler=config.sampler,
@@ -211,7 +232,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         return found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Share of finished responses, skipped questions and reward errors so far."""
+        """Share of finished responses, questions skipped so far and reward errors of the step."""
         payload = VlmPayload.of(rollouts)
         finished = sum(finish != "length" for finish in payload.finish) / max(len(payload.finish), 1)
         return {
@@ -219,7 +240,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             "data/skipped": float(sum(self.skipped.values())),
             "policy/kl_coef": self.objective.kl_coef,
             **self._nucleus_mass(rollouts),
-        } | error_metrics(self._errors)
+        } | self._errors.take()
 
     def encode(
         self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
@@ -263,12 +284,18 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     def state_dict(self) -> dict[str, Any]:
         """Counts of skipped questions and failed rewards, and the adaptive coefficient."""
         controller = None if self._controller is None else self._controller.state_dict()
-        return {"skipped": dict(self.skipped), "errors": dict(self._errors), "adaptive_kl": controller}
+        return {
+            "skipped": dict(self.skipped),
+            "errors": self._errors.state_dict(),
+            "adaptive_kl": controller,
+            "version": self.version,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.skipped = Counter(state["skipped"])
-        self._errors = Counter(state["errors"])
+        self._errors.load_state_dict(state["errors"])
+        self.version = int(state["version"])
         if self._controller is not None and state["adaptive_kl"] is not None:
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)
@@ -319,15 +346,3 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
 def _kl_controller(config: VlmConfig, objective: Objective) -> AdaptiveKL | None:
     chosen = config.adaptive_kl
     return None if chosen.target is None else AdaptiveKL(objective.kl_coef, chosen.target, chosen.horizon)
-
-
-def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
-    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks`."""
-    limit = config.evaluation.max_tasks or None
-    splits: dict[str, Sequence[VlmTask]] = {}
-    for name, data in config.eval_data.items():
-        try:
-            splits[name] = load_tasks(data).tasks[:limit]
-        except UserError as error:
-            raise UserError(f"eval_data.{name}: {error}") from error
-    return splits

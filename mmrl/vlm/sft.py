@@ -25,12 +25,12 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.settings import RunConfig
-from mmrl.vlm.data import DataConfig, load_tasks
+from mmrl.vlm.data import DataConfig, load_splits, load_tasks
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.recipe import VlmRecipe, load_splits
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.task import VlmTask
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-__all__ = ["TASK_ERRORS", "ImageSource", "StoredImage", "TaskError", "VlmTask", "columns_of", "open_image"]
+__all__ = ["TASK_ERRORS", "ImageSource", "StoredImage", "TaskError", "VlmTask", "open_image"]
 
 
 class TaskError(Exception):
@@ -63,6 +63,9 @@ class VlmTask:
     columns: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; the reward functions get them by name."""
 
+    conversational: bool = False
+    """Whether the data set has the question as chat turns, so that reward functions get chat turns too."""
+
     def load_images(self) -> list[Image.Image]:
         """Open the images as RGB.
 
@@ -77,21 +80,6 @@ class VlmTask:
             where = f"image {number} of {len(self.images)}"
             images.append(open_image(source, self.id, where))
         return images
-
-
-def columns_of(tasks: Sequence[VlmTask], lengths: Sequence[int]) -> dict[str, list[Any]]:
-    """Columns of the rows as lists, one entry a row, for reward functions.
-
-    Args:
-        tasks: the task of each row.
-        lengths: response tokens of each row, given as `completion_lengths`.
-
-    Returns:
-        Every column that any task has; None where a task lacks it.
-    """
-    names = sorted({name for task in tasks for name in task.columns})
-    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
-    return columns | {"completion_lengths": list(lengths)}
 
 
 def open_image(source: ImageSource, task_id: str, where: str = "the image") -> Image.Image:

@@ -72,15 +72,17 @@ def leave_one_out(reward: Tensor, group: Tensor, *, valid: Tensor | None = None)
     return group_center(reward, group, valid) * number / (number - 1).clamp(min=1)
 
 
-def group_mean_global_std(reward: Tensor, group: Tensor, *, eps: float = 1e-6, valid: Tensor | None = None) -> Tensor:
-    """Reward minus group mean, over the standard deviation (divided by n) of all rewards.
+def group_mean_global_std(
+    reward: Tensor, group: Tensor, *, ddof: int = 0, eps: float = 1e-6, valid: Tensor | None = None
+) -> Tensor:
+    """Reward minus group mean, over the standard deviation of all rewards; see `group_mean_std`.
 
     Groups whose rewards hardly differ keep small advantages, which a division by their own spread would blow up.
 
     Source: Flow-GRPO, arXiv 2505.05470; yifan123/flow_grpo flow_grpo/stat_tracking.py with global_std.
     """
     valid = _all_rows(reward, valid)
-    std = group_std(reward, torch.zeros_like(group), valid, ddof=0) + eps
+    std = group_std(reward, torch.zeros_like(group), valid, ddof) + eps
     return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
 
 
@@ -195,17 +197,21 @@ class GroupMeanGlobalStd(Advantage):
     needs = frozenset({"samples"})
     singleton: str = choice("zero", SINGLETONS)
     """As in `GroupMeanStd`."""
+    ddof: int = choice(0, (0, 1))
+    """0 divides the variance by n (Flow-GRPO), 1 by n - 1 (TRL's scale_rewards="batch")."""
     eps: float = bounded(1e-6, at_least=0)
-    """Added to the standard deviation (Flow-GRPO 1e-4)."""
+    """Added to the standard deviation (Flow-GRPO, TRL 1e-4)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        usual = group_mean_global_std(rollouts.reward, rollouts.group, eps=self.eps, valid=rollouts.scored)
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
+        usual = group_mean_global_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
         return _spread(usual, rollouts, self.singleton)
 
     def formula(self) -> str:
         """See `Block`."""
-        return _group_formula(f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof 0", self.singleton)
+        rule = f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof {self.ddof}"
+        return _group_formula(rule, self.singleton)
 
 
 def _spread(usual: Tensor, rollouts: Rollouts, singleton: str, alone: Tensor | None = None) -> Tensor:

@@ -45,6 +45,10 @@ class Divergence(Block):
     """Whether the divergence is taken off the reward instead of being added to the loss."""
     aggregation: Aggregation | None = None
     """How the term is averaged; None as the policy term."""
+    importance: bool = False
+    """Whether to multiply it by the importance ratio, with the ratio's gradient: then the gradient of k3 is the
+    unbiased one of the reverse KL, on policy too (DeepSeek-V3.2, arXiv 2512.02556; TRL's use_bias_correction_kl, on by
+    default there)."""
 
     def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         """Divergence (B, T) in nats of the policy's current outputs, with gradient."""
@@ -70,6 +74,8 @@ class Divergence(Block):
             yield f"{where} '{self.kind}' only changes a gradient and the reward has none. Use '{self.kind[:2]}'."
         if self.in_reward and self.aggregation is not None:
             yield f"{where}.aggregation has no effect with {where}.in_reward. Set one of the two."
+        if self.in_reward and self.importance:
+            yield f"{where}.importance has no effect with {where}.in_reward. Set one of the two."
 
 
 @dataclass(frozen=True)

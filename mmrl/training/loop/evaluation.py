@@ -39,6 +39,8 @@ class Evaluation:
     """Names such as accuracy/greedy with /low and /high interval ends, and `n`."""
     records: list[SampleRecord] = field(default_factory=list)
     """A few rollouts for the report, the same tasks at every evaluation."""
+    failure: str = ""
+    """Why none of the samples could be scored; empty where one could."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class Measure(ABC, Generic[TaskT]):
     def record(self, row: Row) -> SampleRecord:
         """A row as a sample for the report."""
 
+    def failure(self, rows: Sequence[Row]) -> str:
+        """Why none of the samples could be scored; empty where one could."""
+        return ""
+
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
         """Where rows are kept so that an interrupted evaluation continues; None keeps none.
 
@@ -132,12 +138,14 @@ def evaluate_tasks(
     """
     metrics: dict[str, float] = {}
     samples: list[SampleRecord] = []
+    failure = ""
     for measure in measures:
         rows = _run_all(measure, tasks, accelerator)
         metrics = metrics or {"n": float(len({row["index"] for row in rows}))}
         metrics |= measure.metrics(rows, tasks)
+        failure = failure or measure.failure(rows)
         samples = samples or [measure.record(row) for row in rows[:records]]
-    return Evaluation(metrics, samples)
+    return Evaluation(metrics, samples, failure)
 
 
 def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:

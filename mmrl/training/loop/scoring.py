@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
+from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.record.metrics import metric_label
 
-__all__ = ["Scored", "error_metrics", "note_errors", "with_rewards"]
+__all__ = ["RewardErrors", "Scored", "describe_failure", "failure_of", "with_rewards"]
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -37,6 +38,10 @@ class Scored(Protocol):
     def examples(self) -> Mapping[str, str]:
         """The first message of each entry of `errors`."""
 
+    @property
+    def traces(self) -> Mapping[str, str]:
+        """The traceback that belongs to it, where a function raised."""
+
 
 def with_rewards(rollouts: Rollouts, result: Scored) -> Rollouts:
     """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss.
@@ -54,26 +59,63 @@ def with_rewards(rollouts: Rollouts, result: Scored) -> Rollouts:
     device = rollouts.mask.device
     total = torch.tensor(result.total, dtype=torch.float32, device=device)
     if bool(torch.isnan(total).all()):
-        reasons = "; ".join(f"{name}: {message}" for name, message in result.examples.items())
-        raise RunError(f"every reward of this step failed: {reasons}")
+        raise RunError(f"every reward of this step failed: {failure_of(result)}")
     terms = {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in result.terms.items()}
     return rollouts.replace(reward=total, reward_terms=terms)
 
 
-def note_errors(errors: Counter[str], result: Scored) -> None:
-    """Add failures to a count and log the first of each kind.
-
-    Args:
-        errors: failures so far by "term/kind"; changed.
-        result: scores.
-    """
-    for name, count in result.errors.items():
-        if not errors[name]:
-            LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
-        errors[name] += count
+def failure_of(result: Scored) -> str:
+    """Why no row of a result has a reward; empty where one has."""
+    if any(value == value for value in result.total):
+        return ""
+    return "; ".join(f"{name}: {message}" for name, message in result.examples.items())
 
 
-def error_metrics(errors: Mapping[str, int]) -> dict[str, float]:
-    """Failures so far as metrics reward/errors/<term>/<kind>."""
-    parts = {name: name.rpartition("/") for name in errors}
-    return {f"reward/errors/{metric_label(parts[name][0])}/{parts[name][2]}": float(n) for name, n in errors.items()}
+def describe_failure(rows: Sequence[Mapping[str, Any]], split: str) -> str:
+    """Why no sample of an evaluation could be scored, from the "failure" of its rows; empty where one could."""
+    if not rows or not all(row["failure"] for row in rows):
+        return ""
+    return f"every reward failed in the evaluation of {split}: {rows[0]['failure']}"
+
+
+class RewardErrors:
+    """Failures of reward functions: the first of each kind is logged, and those of a training step are counted."""
+
+    def __init__(self) -> None:
+        self._logged: dict[str, None] = {}
+        self._step: Counter[str] = Counter()
+
+    def warn(self, result: Scored) -> None:
+        """Log the first failure of each kind of a run, with the traceback of the user's code.
+
+        Args:
+            result: scores.
+        """
+        for name in result.errors:
+            if name not in self._logged:
+                self._logged[name] = None
+                trace = result.traces.get(name, "")
+                LOGGER.warning("reward %s failed: %s%s", name, result.examples.get(name, ""), trace and f"\n{trace}")
+
+    def count(self, result: Scored) -> None:
+        """Log as `warn` does, and count the failures among those of the step."""
+        self.warn(result)
+        self._step.update(result.errors)
+
+    def take(self) -> dict[str, float]:
+        """Failures of the step as metrics reward/errors/<term>/<kind>, over all processes; counting starts anew.
+
+        Every process calls it. A kind that has been seen in the run is there with 0 in steps without it.
+        """
+        counts = sum_over_processes({name: float(self._step[name]) for name in self._logged})
+        self._step.clear()
+        parts = {name: name.rpartition("/") for name in counts}
+        return {f"reward/errors/{metric_label(parts[name][0])}/{parts[name][2]}": n for name, n in counts.items()}
+
+    def state_dict(self) -> list[str]:
+        """The kinds that have been logged."""
+        return list(self._logged)
+
+    def load_state_dict(self, state: list[str]) -> None:
+        """Restore `state_dict`."""
+        self._logged = dict.fromkeys(state)

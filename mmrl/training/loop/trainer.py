@@ -143,6 +143,8 @@ class Trainer:
         with self.log.watch.stage("evaluate"), self.accelerator.autocast():
             for index, split in enumerate(self.recipe.eval_tasks):
                 result = self.recipe.evaluate(self.policy, split, self.accelerator)
+                if result.failure and tag == "before":
+                    raise RunError(result.failure)
                 self.log.evaluation(self.step, tag, split, result.metrics)
                 if index == 0:
                     self.log.samples(self.step, "eval", result.records)

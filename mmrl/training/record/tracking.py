@@ -238,7 +238,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "Mean total reward of the samples that could be scored.",
     "reward/std": "Standard deviation of the total reward over the samples of the step.",
     "reward/errors": "Samples of the step that a reward function failed on; the update leaves them out.",
-    "reward/errors/<term>/<kind>": "Samples so far that one reward function failed on, by what went wrong.",
+    "reward/errors/<term>/<kind>": "Samples of the step that one reward function failed on, by what went wrong.",
     "reward/zero_variance_groups": "Share of groups whose samples all got the same reward.",
     "reward/<term>": "Mean of one reward term before its weight.",
     "response/length_mean": "Mean number of sampled decisions (tokens, steps) in a response.",

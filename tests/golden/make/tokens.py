@@ -128,6 +128,7 @@ class Trl:
         beta: float = 0.0,
         level: str = "token",
         length: int = 0,
+        corrected: bool = False,
     ) -> dict[str, Any]:
         """`GRPOTrainer._compute_loss`, for one advantage a row."""
         from trl import GRPOTrainer
@@ -136,7 +137,7 @@ class Trl:
         trainer.beta, trainer.loss_type, trainer.importance_sampling_level = beta, loss_type, level
         trainer.max_completion_length, trainer.top_entropy_quantile = length, 1.0
         trainer.off_policy_mask_threshold, trainer._entropy_bonus_enabled, trainer.use_vllm = None, False, False
-        trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=False)
+        trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=corrected)
         given = {"old_per_token_logps": self.b.logp_old, "ref_per_token_logps": self.b.logp_ref}
         given["num_items_in_batch"] = self.b.mask.sum()
         return self._answer(trainer, advantage, given, "trl.GRPOTrainer._compute_loss")

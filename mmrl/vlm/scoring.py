@@ -1,0 +1,68 @@
+"""Responses as reward functions get them: TRL's signature, with every column of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.vlm.task import VlmTask
+
+__all__ = ["columns_of", "score_texts"]
+
+
+def score_texts(
+    rewards: RewardSum,
+    state: TrainerState,
+    tasks: Sequence[VlmTask],
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    tokens: Sequence[list[int]],
+) -> RewardResult:
+    """Score responses with all rewards.
+
+    Args:
+        rewards: the sum of reward functions.
+        state: how far the run is.
+        tasks: the question of each row.
+        prompts: its text as the model reads it.
+        texts: the responses.
+        tokens: their tokens.
+
+    Returns:
+        Sums, terms and failures.
+    """
+    turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
+    columns = columns_of(tasks, tokens)
+    return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
+
+
+def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
+    """Columns of the rows as lists, one entry a row, for reward functions.
+
+    Args:
+        tasks: the task of each row.
+        tokens: response tokens of each row, given as `completion_ids`, their number as `completion_lengths`.
+
+    Returns:
+        Every column that any task has; None where a task lacks it.
+    """
+    names = sorted({name for task in tasks for name in task.columns})
+    columns = {name: [task.columns.get(name) for task in tasks] for name in names}
+    return columns | {"completion_ids": list(tokens), "completion_lengths": [len(row) for row in tokens]}
+
+
+def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
+    """A question and a response as reward functions get them, as in TRL.
+
+    Args:
+        task: the question.
+        prompt: its text as the model reads it.
+        response: text.
+
+    Returns:
+        Text and text; chat turns and chat turns where the data set has its questions as chat turns.
+    """
+    if not task.conversational:
+        return prompt, response
+    return task.messages, [{"role": "assistant", "content": response}]
