@@ -80,6 +80,12 @@ def always_raises(prompts, completions, **columns):
     raise RuntimeError("no reward today")
 
 
+def failures(recipe, rollouts):
+    """Failed rows of the step by "term/kind"."""
+    metrics, start = recipe.step_metrics(rollouts), "reward/errors/"
+    return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
+
+
 @pytest.mark.parametrize("name", ["flow_grpo", "awm", "diffusion_nft", "orw_cfm_w2"])
 def test_failed_rows_leave_the_gradient_of_the_others_as_it_is(name, tmp_path):
     config = run_config(name, tmp_path)
@@ -88,8 +94,8 @@ def test_failed_rows_leave_the_gradient_of_the_others_as_it_is(name, tmp_path):
     with_function(recipe, {"caption_colour": nan_for_third, "jpeg_incompressibility": red})
     rollouts = collected(recipe)
     assert rollouts.reward.isnan().tolist() == [index == 2 for index in range(8)]
-    assert recipe.errors == {"caption_colour/nan": 1}
-    assert recipe.step_metrics(rollouts)["reward/errors/caption_colour/nan"] == 1.0
+    assert failures(recipe, rollouts) == {"caption_colour/nan": 1.0}
+    assert failures(recipe, rollouts) == {"caption_colour/nan": 0.0}, "of the step, not so far"
     assert float(rollouts.advantage[2].abs().max()) == 0.0
     loss, gradient = gradients(recipe, rollouts)
     others = rollouts.select(torch.tensor([0, 1, 3, 4, 5, 6, 7]))
@@ -101,15 +107,16 @@ def test_failed_rows_leave_the_gradient_of_the_others_as_it_is(name, tmp_path):
     assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
-def test_a_reward_that_raises_or_returns_too_few_costs_its_own_row(tmp_path):
+def test_a_reward_that_raises_costs_its_own_row_and_one_that_returns_too_few_all(tmp_path):
     raises_for_third.calls = 0
     recipe = build(run_config("awm", tmp_path))
     with_function(recipe, {"caption_colour": raises_for_third, "jpeg_incompressibility": red})
     rollouts = collected(recipe)
     assert int(rollouts.reward.isnan().sum()) == 1
-    assert recipe.errors == {"caption_colour/raised": 1}
+    assert failures(recipe, rollouts) == {"caption_colour/raised": 1.0}
     with_function(recipe, {"caption_colour": too_few, "jpeg_incompressibility": red})
-    assert not bool(collected(recipe).reward.isnan().any())  # each row alone gives one number
+    with pytest.raises(RunError, match="returned 7 values for 8 rows"):
+        collected(recipe)
 
 
 def test_a_judge_that_fails_costs_no_row(tmp_path):
@@ -118,12 +125,16 @@ def test_a_judge_that_fails_costs_no_row(tmp_path):
     rollouts = collected(recipe)
     assert not bool(rollouts.reward.isnan().any())
     assert bool(rollouts.reward_terms["jpeg_incompressibility"].isnan()[2])
-    assert recipe.errors == {"jpeg_incompressibility/nan": 1}
+    assert failures(recipe, rollouts) == {"jpeg_incompressibility/nan": 1.0}
 
 
-def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path):
+def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path, caplog):
     recipe = build(run_config("awm", tmp_path))
     with_function(recipe, {"caption_colour": always_raises, "jpeg_incompressibility": red})
+    found = recipe.evaluate(recipe.policy, next(iter(recipe.eval_tasks)), make_accelerator())
+    assert "every reward failed in the evaluation of" in found.failure
+    assert "no reward today" in found.failure
+    assert "no reward today" in caplog.text
     with pytest.raises(RunError, match=r"every reward of this step failed.*no reward today"):
         collected(recipe)
 
@@ -140,8 +151,7 @@ def test_latents_that_overflow_are_counted_and_teach_nothing(name, value, tmp_pa
     rollouts = collected(recipe)
     assert rollouts.payload.finite == [index != 5 for index in range(8)]
     assert rollouts.reward.isnan().tolist() == [index == 5 for index in range(8)]
-    assert recipe.errors["latents/overflow"] == 1
-    assert recipe.step_metrics(rollouts)["reward/errors/latents/overflow"] == 1.0
+    assert failures(recipe, rollouts) == {"latents/overflow": 1.0}
     assert recipe.records(rollouts, 8)[5].finish == "overflow"
     loss, gradient = gradients(recipe, rollouts)
     assert math.isfinite(loss)

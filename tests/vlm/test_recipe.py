@@ -172,15 +172,30 @@ def test_failing_reward_costs_its_row_and_is_reported(tmp_path, tiny_folders, ca
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert rows[0]["reward/errors"] == 4  # the four samples of the question whose answer is 1
-    assert rows[0]["reward/errors/tests.vlm.user_reward.py:sometimes/raised"] == 4
+    assert [row["reward/errors/tests.vlm.user_reward.py:sometimes/raised"] for row in rows] == [4, 4]  # of each step
     assert "refused" in caplog.text
+    assert "in sometimes" in caplog.text, "the traceback of the user's own function"
+    assert "calling.py" not in caplog.text
 
 
 def test_reward_that_always_fails_stops_the_run(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:always", isolate=False))
     config.accuracy_reward = "exact"
-    with pytest.raises(RunError, match="every reward of this step failed"):
+    with pytest.raises(RunError, match=r"every reward failed in the evaluation of heldout: .*RuntimeError: broken"):
+        train(RECIPES["vlm"], config)
+    config.output_dir, config.evaluation.at_start = str(tmp_path / "other"), False
+    with pytest.raises(RunError, match=r"every reward of this step failed: .*RuntimeError: broken"):
+        train(RECIPES["vlm"], config)
+
+
+def test_math_with_answers_in_words_ends_the_run_with_its_reason(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    path = tmp_path / "data/questions.jsonl"
+    rows = [json.loads(line) | {"answer": "a red circle"} for line in path.open()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.rewards = [RewardConfig(name="math")]
+    with pytest.raises(RunError, match=r"math/raised: ValueError: the right answer 'a red circle' cannot be parsed"):
         train(RECIPES["vlm"], config)
 
 

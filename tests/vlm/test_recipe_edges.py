@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 
 import pytest
 import torch
 
 from mmrl.errors import RunError
+from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.reference import make_reference
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.models import load_policy
@@ -87,3 +91,55 @@ def test_another_aggregation_needs_no_fixed_length():
     objective = make_objective(ObjectiveConfig(preset="dr_grpo", aggregation={"kind": "token_mean"}), 77)
     assert (objective.aggregation.kind, objective.fixed_length) == ("token_mean", None)
     assert make_objective(ObjectiveConfig(preset="dr_grpo"), 77).fixed_length == 77
+
+
+def test_rewards_get_tokens_state_and_the_form_of_the_data(tmp_path, tiny_folders):
+    config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    path = tmp_path / "data/questions.jsonl"
+    rows = [json.loads(line) for line in path.open()]
+    turns = [{"role": "user", "content": "What is 3 plus 4?"}]
+    chat = [{"id": row["id"], "prompt": turns, "answer": row["answer"]} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in chat))
+    config.rewards = [RewardConfig(name="tests.vlm.test_recipe_edges:spy", isolate=False)]
+    recipe = VlmRecipe(config)
+    recipe.on_step_end(1, {})
+    SEEN.clear()
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0)))
+    (seen,) = SEEN
+    assert seen["prompts"][0][-1]["role"] == "user"
+    assert [reply[0]["role"] for reply in seen["completions"]] == ["assistant"] * 12
+    lengths = rollouts.mask.sum(1).int().tolist()
+    assert [len(ids) for ids in seen["completion_ids"]] == seen["completion_lengths"] == lengths
+    assert seen["completion_ids"][0] == rollouts.payload.response_ids[0, : lengths[0]].tolist()
+    state = seen["trainer_state"]
+    assert (state.global_step, state.max_steps, state.epoch) == (1, 2, 3 / 6)
+
+
+SEEN = []
+
+
+def spy(prompts, completions, **columns):
+    SEEN.append({"prompts": prompts, "completions": completions, **columns})
+    return [1.0] * len(completions)
+
+
+def test_masked_truncated_responses_stay_in_their_group_and_leave_the_loss(tmp_path, tiny_folders):
+    gradients = {}
+    for masked in (False, True):
+        config = run_config(VlmConfig, tmp_path / str(masked), tiny_folders["qwen2_5_vl"])
+        config.mask_truncated_completions = masked
+        recipe = VlmRecipe(config)
+        rollouts = draw(recipe.policy, [make_task("a", "Sum?"), make_task("b", "1")], group=4)
+        finish = ["length", "stop", "stop", "length"] + ["length"] * 4
+        payload = dataclasses.replace(rollouts.payload, finish=finish)
+        rollouts = rollouts.replace(payload=payload, reward=torch.arange(8.0))
+        reference = make_reference(config.reference, recipe.policy, needed=True)
+        scored = recipe.advantages(recipe.compute_logprobs(recipe.policy, reference, rollouts), make_accelerator())
+        if not masked:  # as if the truncated rows had never had a token to train
+            kept = torch.tensor([float(reason != "length") for reason in finish])[:, None]
+            scored = scored.replace(mask=scored.mask * kept, advantage=scored.advantage * kept)
+        assert scored.advantage[1, 0] == pytest.approx((1 - 1.5) / (torch.arange(4.0).std() + 1e-6))
+        recipe.loss(recipe.policy, scored, recipe.denominators(scored)).loss.backward()
+        gradients[masked] = recipe.policy.network.lm_head.weight.grad
+    torch.testing.assert_close(gradients[True], gradients[False])
+    assert gradients[True].abs().sum() > 0
