@@ -1,11 +1,12 @@
-"""Estimators of the divergence against verl."""
+"""Estimators of the divergence, and of returns across tool output, against verl."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mmrl.core import regularizers
+from mmrl.core import Rollouts, regularizers
+from mmrl.core.blocks import WhitenedReturns
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 
@@ -18,3 +19,9 @@ def test_estimators_are_those_of_verl(name):
     expected = peer[name] | {"program": peer["program"], "relative": peer["relative"]}
     assert_agrees(value, expected, "value")
     assert_agrees(gradient, expected, "gradient")
+
+
+def test_returns_cross_tool_output_as_in_verl():
+    b, (peer,) = inputs_of("tool_output"), load("tool_output").peers
+    rollouts = Rollouts(group=b.group, mask=b.mask, logp_old=b.logp_old, reward=b.reward)
+    assert_agrees(WhitenedReturns(gamma=b.gamma)(rollouts), peer, "advantage")

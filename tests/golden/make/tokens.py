@@ -59,9 +59,9 @@ class Verl:
         self.calls: list[str] = []
 
     def token_rewards(self, kl_ratio: float = 0.0) -> Tensor:
-        """The reward at the last token, less the divergence from the reference."""
+        """The reward at the last trained token, less the divergence from the reference."""
         rewards = torch.zeros_like(self.b.mask)
-        last = self.b.mask.sum(1).long() - 1
+        last = (self.b.mask * torch.arange(1, rewards.shape[1] + 1)).argmax(1)
         rewards[torch.arange(len(last)), last] = self.b.reward
         if kl_ratio:
             shaped = self._call("compute_rewards", rewards, self.b.logp_old, self.b.logp_ref, kl_ratio)
