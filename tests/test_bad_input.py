@@ -339,8 +339,13 @@ def test_a_failing_reward_costs_its_sample_only(name, kind, lab, mmrl):
     small = ["trainer.steps=1", "trainer.tasks_per_step=6", "accuracy_reward=exact"]
     code, lines = mmrl("train", lab.config, f"rewards=[{{name: exact, weight: 0}}, {reward}]", *small)
     assert code == 0
-    (line,) = lines
+    line, *trace = lines
     assert line.startswith(f"mmrl: warning: reward mine/{kind} failed: ")
+    assert bool(trace) == (kind == "raised")
+    if trace:  # of the user's function alone
+        assert trace[0] == "mmrl: warning:   Traceback (most recent call last):"
+        assert trace[-1] == "mmrl: warning:   RuntimeError: no answer may be 1"
+        assert {line.split('"')[1] for line in trace if "File" in line} == {f"{lab.folder}/rewards.py"}
     (metrics,) = lab.metrics()
     assert metrics["reward/errors"] == metrics[f"reward/errors/mine/{kind}"] == 2
     assert metrics["reward/mean"] == 1.0

@@ -155,7 +155,8 @@ def _ignores_interrupts() -> bool:
 def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error_text(error)}"[:MAX_MESSAGE_CHARS] + place
+    text = " ".join(error_text(error).split())  # one line, whatever the user's code says
+    return f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS] + place
 
 
 def _check_values(values: Any, rows: int) -> list[Outcome] | Failure:

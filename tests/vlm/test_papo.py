@@ -126,6 +126,7 @@ def test_the_gradient_is_linear_in_gamma_and_zero_gamma_is_the_base_objective(pa
 
 def test_loss_is_the_sum_of_its_named_parts(papo):
     recipe = papo(gamma=0.1, entropy_policy=0.03, entropy_masked=0.05, sft_coef=0.01)
+    assert "- 0.1 * mean (exp(a_it - l_it) - (a_it - l_it) - 1)" in recipe.describe()
     rollouts = prepared(recipe)
     denominators = recipe.denominators(rollouts)
     output = recipe.loss(recipe.policy, rollouts, denominators)

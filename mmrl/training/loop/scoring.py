@@ -94,8 +94,9 @@ class RewardErrors:
         for name in result.errors:
             if name not in self._logged:
                 self._logged[name] = None
-                trace = result.traces.get(name, "")
-                LOGGER.warning("reward %s failed: %s%s", name, result.examples.get(name, ""), trace and f"\n{trace}")
+                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
+                for line in result.traces.get(name, "").splitlines():
+                    LOGGER.warning("  %s", line)
 
     def count(self, result: Scored) -> None:
         """Log as `warn` does, and count the failures among those of the step."""
