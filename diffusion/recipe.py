@@ -191,7 +191,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         average = nullcontext() if self.eval_ema is None else self.eval_ema.applied(policy)
         with average, training_cost(policy, accelerator) as cost:
             found = evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
-        return Evaluation(found.metrics | cost, found.records)
+        return dataclasses.replace(found, metrics=found.metrics | cost)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as images with rewards and advantages."""

@@ -142,10 +142,11 @@ class ApoRecipe(VlmRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Group advantages times the STCR factor, with the DADS weights beside them."""
+        lengths = rollouts.mask.sum(1)  # of truncated responses too, which may leave the update
         rollouts = super().advantages(rollouts, accelerator)
         scored = rollouts.scored & torch.isfinite(rollouts.reward_terms[self.accuracy_term])
         correct = torch.where(scored, self.correct(rollouts).to(torch.float32), float("nan"))
-        factor = length_multipliers(rollouts.mask.sum(1), correct, rollouts.group, self.config.apo.stcr_base)
+        factor = length_multipliers(lengths, correct, rollouts.group, self.config.apo.stcr_base)
         assert rollouts.advantage is not None
         advantage = rollouts.advantage * factor[:, None]
         hardness = difficulty(correct, rollouts.group)

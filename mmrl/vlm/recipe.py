@@ -25,7 +25,6 @@ from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
-from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.sampler import Sampler
 from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.loop.settings import RunConfig
@@ -163,13 +162,13 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         state = TrainerState(self.version, trainer.steps, epoch)
         return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
 
-    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
-        """Take truncated responses out of the update where that is wanted, then see `Recipe`."""
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Advantages of the objective's estimator; truncated responses leave the update where that is wanted."""
         if self.config.mask_truncated_completions:
             whole = [finish != "length" for finish in VlmPayload.of(rollouts).finish]
             kept = torch.tensor(whole, dtype=rollouts.mask.dtype, device=rollouts.mask.device)
             rollouts = rollouts.replace(mask=rollouts.mask * kept[:, None])
-        return super().compute_logprobs(policy, reference, rollouts)
+        return super().advantages(rollouts, accelerator)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature."""

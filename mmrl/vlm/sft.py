@@ -24,6 +24,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.training.loop.old_logprobs import OldLogProbs
+from mmrl.training.loop.scoring import RewardErrors
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_splits, load_tasks
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
@@ -102,7 +103,8 @@ class SftRecipe(VlmRecipe):
         self.skipped = Counter(loaded.skipped)
         self.policy: VlmPolicy = load_policy(config.model)
         self.rewards = RewardSum(config.rewards)
-        self._errors = Counter()
+        self.version = 0
+        self._errors = RewardErrors()
         self._controller = None
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
