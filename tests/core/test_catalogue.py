@@ -83,7 +83,7 @@ def test_what_an_objective_needs():
         ({"aggregation": {"kind": "mean"}}, "no aggregation 'mean'"),
         ({"kl": {"kind": "k3", "aggregation": "mean"}}, r"kl\.aggregation.*'mean'"),
         ({"surrogate": {"kind": "cispo"}}, "no part 'surrogate'; its parts: advantage, scaling, ratio, clip"),
-        ({"advantage": {"kind": "group_mean_global_std", "ddof": 1}}, "no option 'ddof'; it has: singleton, eps"),
+        ({"advantage": {"kind": "group_mean", "ddof": 1}}, "no option 'ddof'; it has: singleton"),
         ({"ratio": {"low": 0.1}}, "'token' has no option 'low'; it has none"),
         ({"clip": {"kind": "cispo", "dual": 3.0}}, "'cispo' has no option 'dual'; it has: low, high"),
         ({"clip": {"kind": "bgpo", "low": 0.1}}, "'bgpo' has no option 'low'"),
