@@ -10,6 +10,7 @@ from mmrl.cli import main
 from mmrl.doctor import machine, packages
 from mmrl.doctor.findings import Finding, release
 from mmrl.doctor.packages import Requirement
+from mmrl.errors import UserError
 
 REQUIREMENTS = [Requirement("torch", "2.6", ""), Requirement("peft", "0.17", "vlm"), Requirement("av", "", "vlm")]
 
@@ -181,6 +182,17 @@ def test_a_check_that_breaks_is_reported_and_the_others_go_on(tmp_path, monkeypa
     found = doctor.check_all(tmp_path)
     assert Finding("cpu", "check", "warn", "OSError: no such device", "the check itself failed") in found
     assert {"python", "torch", "disk"} <= {finding.area for finding in found}
+
+
+def test_how_a_models_code_is_shut_in():
+    (finding,) = machine.check_sandbox(lambda: "landlock")
+    assert (finding.state, finding.found) == ("ok", "code that a model wrote can be shut in (landlock)")
+
+    def refuse():
+        raise UserError("install bubblewrap")
+
+    (finding,) = machine.check_sandbox(refuse)
+    assert (finding.state, finding.advice) == ("note", "install bubblewrap")
 
 
 @pytest.mark.parametrize("with_rich", [True, False])

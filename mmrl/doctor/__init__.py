@@ -57,6 +57,7 @@ def check_all(runs_dir: Path) -> list[Finding]:
         ("torchvision", machine.check_torchvision),
         ("video", machine.check_video),
         ("rendering", machine.check_rendering),
+        ("sandbox", machine.check_sandbox),
         ("names", packages.check_names),
         ("disk", lambda: machine.check_disk(runs_dir)),
     ]

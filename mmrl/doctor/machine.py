@@ -22,6 +22,7 @@ __all__ = [
     "check_disk",
     "check_processor",
     "check_rendering",
+    "check_sandbox",
     "check_torch",
     "check_torchvision",
     "check_video",
@@ -156,6 +157,25 @@ def check_rendering(find: Callable[[str], str | None] = ctypes.util.find_library
     backends = [backend for backend, name in (("egl", "EGL"), ("osmesa", "OSMesa")) if found[name]]
     text = f"MUJOCO_GL={choice or '(not set)'}; without a screen: {', '.join(backends) or 'none'}"
     return [*findings, Finding("rendering", "MuJoCo", "ok" if backends else "note", text)]
+
+
+def check_sandbox(require: Callable[[], str] | None = None) -> list[Finding]:
+    """Whether code that a model wrote can be shut in, as `sandbox: strict` promises.
+
+    Args:
+        require: says how, or raises; `mmrl.workers.sandbox.require_strict` when None.
+
+    Returns:
+        One finding.
+    """
+    from mmrl.errors import UserError
+    from mmrl.workers.sandbox import require_strict
+
+    try:
+        mode = (require or require_strict)()
+    except UserError as error:
+        return [Finding("sandbox", "strict", "note", "not possible here", str(error))]
+    return [Finding("sandbox", "strict", "ok", f"code that a model wrote can be shut in ({mode})")]
 
 
 def check_disk(runs_dir: Path) -> list[Finding]:
