@@ -34,13 +34,13 @@ from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
-from robotics.sim.subprocess_sim import SubprocessSim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
 from robotics.vla.evaluation import EpisodeMeasure, RobotEvaluationConfig
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs
 from robotics.vla.replays import ReplayVideos
+from robotics.vla.sim_counts import SimCounts
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
 
 __all__ = ["RobotConfig", "RobotRecipe", "pack_episodes"]
@@ -123,10 +123,7 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
                 f"the policy's chunk has {self.policy.chunk} steps"
             )
         self.broken = 0
-        self._counts: dict[str, int] = {}
-        self._counts_before: dict[str, int] = {}
-        if isinstance(self.sim, SubprocessSim):
-            self.sim.failures.folder = Path(config.output_dir) / "failures"
+        self.sim_counts = SimCounts(self.sim, Path(config.output_dir))
         self._seen: Counter[str] = Counter()
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
         self.step = 0
@@ -202,12 +199,7 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         count = seen.get("episodes", 0) or math.nan
         found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
         self.broken += int(seen.get("failed", 0))
-        now = sum_over_processes(self.sim.counts)
-        self._counts = {name: self._counts_before.get(name, 0) + int(number) for name, number in now.items()}
-        totals = {f"sim/{name}": float(n) for name, n in {**self._counts, "episodes_failed": self.broken}.items()}
-        if isinstance(self.sim, SubprocessSim):
-            totals["memory/worker_mb"] = self.sim.memory_mb()
-        return found | totals
+        return found | {"sim/episodes_failed": float(self.broken)} | self.sim_counts.metrics()
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the step for the names of videos."""
@@ -215,13 +207,13 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Step and counts of failed environments."""
-        return {"step": self.step, "broken": self.broken, "counts": dict(self._counts)}
+        return {"step": self.step, "broken": self.broken, "counts": self.sim_counts.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.step = int(state["step"])
         self.broken = int(state["broken"])
-        self._counts = self._counts_before = dict(state.get("counts", {}))
+        self.sim_counts.restore(state.get("counts", {}))
 
     def close(self) -> None:
         """End the simulator's threads and processes."""

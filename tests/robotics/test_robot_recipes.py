@@ -136,8 +136,9 @@ def test_the_count_of_what_broke_survives_an_interruption(tmp_path):
     assert first >= 1
     again = RobotGrpoRecipe(grpo(tmp_path, sim={"breaks": [1]}))
     again.load_state_dict(recipe.state_dict())
-    both = [found.step_metrics(collected(found, seed=1))["sim/episodes_failed"] for found in (recipe, again)]
-    assert both[0] == both[1] > first
+    both = [found.step_metrics(collected(found, seed=1)) for found in (recipe, again)]
+    assert both[0]["sim/episodes_failed"] == both[1]["sim/episodes_failed"] > first
+    assert both[0]["sim/raised"] == both[1]["sim/raised"] > first
 
 
 def test_run_without_a_whole_group_stops_with_the_reason(tmp_path):

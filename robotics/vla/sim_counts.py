@@ -1,0 +1,51 @@
+"""What a run says of its simulator: failures since its beginning, whichever process counted them, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from accelerate import PartialState
+
+from mmrl.training.loop.distributed import sum_over_processes
+from robotics.sim.episodes import RobotSim
+from robotics.sim.subprocess_sim import SubprocessSim
+
+__all__ = ["SimCounts"]
+
+
+class SimCounts:
+    """Counts that survive an interruption; a simulator itself counts from its start.
+
+    Args:
+        sim: the simulator.
+        run_dir: of the run, whose `failures` folder gets the tracebacks of environments.
+    """
+
+    def __init__(self, sim: RobotSim, run_dir: Path) -> None:
+        self._sim = sim
+        self._before: dict[str, int] = {}
+        self._latest: dict[str, int] = {}
+        if isinstance(sim, SubprocessSim):
+            sim.failures.folder = run_dir / "failures"
+
+    def metrics(self) -> dict[str, float]:
+        """Totals over all processes, and the memory of this one's largest worker; every process calls it."""
+        self._latest = self._totals(sum_over_processes(self._sim.counts))
+        found = {f"sim/{name}": float(count) for name, count in self._latest.items()}
+        if isinstance(self._sim, SubprocessSim):
+            found["memory/worker_mb"] = self._sim.memory_mb()
+        return found
+
+    def state(self) -> dict[str, int]:
+        """Counts for a checkpoint."""
+        # Those of an evaluation since the step are known without asking the others in a single process only.
+        return self._totals(self._sim.counts) if PartialState().num_processes == 1 else dict(self._latest)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from the counts of a checkpoint."""
+        self._before = {name: int(count) for name, count in state.items()}
+        self._latest = dict(self._before)
+
+    def _totals(self, counts: Mapping[str, float]) -> dict[str, int]:
+        return {name: self._before.get(name, 0) + int(count) for name, count in counts.items()}
