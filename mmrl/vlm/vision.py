@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.vlm.payload import Prompt
+from mmrl.vlm.weights_state import weights_state
 
 __all__ = ["FeatureCache", "VisionFeatures", "encode_vision", "gather_features", "multiply_patches"]
 
@@ -63,7 +64,7 @@ class FeatureCache:
 
     def __init__(self) -> None:
         self._features: weakref.WeakKeyDictionary[Prompt, VisionFeatures] = weakref.WeakKeyDictionary()
-        self._version = -1
+        self._weights: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureCache:
         """A copied policy starts with an empty cache: its tower may be trained or moved on its own."""
@@ -103,10 +104,10 @@ class FeatureCache:
 
     def _drop_outdated(self, model: Any) -> None:
         """Forget everything once a weight of the tower was written (a reload, a moving average)."""
-        version = sum(parameter._version for parameter in model.visual.parameters())
-        if version != self._version:
+        weights = weights_state(model.visual.parameters())
+        if weights != self._weights:
             self._features.clear()
-            self._version = version
+            self._weights = weights
 
 
 def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) -> VisionFeatures | None:

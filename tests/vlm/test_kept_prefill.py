@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -18,6 +20,7 @@ from mmrl.vlm.prefix_store import PrefixStore
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.vision import FeatureCache, gather_features
 from mmrl.vlm.weights_state import weights_state
 from tests.vlm.builders import ragged_tasks
 from tests.vlm.runs import run_config
@@ -70,6 +73,7 @@ def test_prompts_are_not_read_again_until_the_weights_change(
 @pytest.mark.parametrize("with_gradient", ["through the store", "beside it"])
 def test_a_loop_of_ones_own_with_fused_adamw_never_reads_stale_prompts(policy, with_gradient):
     """A fused optimiser moves weights without raising their version, so the version alone does not tell."""
+    policy = copy.deepcopy(policy)
     prompts = [policy.encode(task) for task in ragged_tasks()]
     config = SamplerConfig(max_new_tokens=4, lean=True)
     samples = sample(policy, prompts, 2, config, torch.Generator().manual_seed(0), keep=KeepPrefill.VALUES)
@@ -94,6 +98,22 @@ def test_a_loop_of_ones_own_with_fused_adamw_never_reads_stale_prompts(policy, w
         fresh = policy(rollouts).logp
     assert (after - before).abs().max() > 0.1, "the step must matter"
     torch.testing.assert_close(after, fresh, rtol=0, atol=0)
+
+
+def test_features_of_a_tower_that_was_trained_and_frozen_again_are_not_stale(policy):
+    """The gradients of the last step are still there, so the next step moves the frozen tower too."""
+    policy = copy.deepcopy(policy)
+    prompts = [policy.encode(task) for task in ragged_tasks()]
+    tower, inner = policy.network.model.visual, policy.network.model
+    optimizer = torch.optim.AdamW(tower.parameters(), lr=0.1, fused=True)
+    for parameter in tower.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    tower.requires_grad_(False)
+    before = gather_features(inner, prompts, policy.features).tokens
+    optimizer.step()
+    found, fresh = (gather_features(inner, prompts, cache).tokens for cache in (policy.features, FeatureCache()))
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, fresh, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
