@@ -36,7 +36,9 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import quiet_transformers
+from mmrl.hub.saved_files import base_entries
 from mmrl.training.loop.machine import avoid_refused_instructions
+from mmrl.training.record.manifest import check_model
 
 __all__ = ["DiffusionPolicy", "load_policy"]
 
@@ -175,7 +177,7 @@ class DiffusionPolicy(nn.Module):
             save_adapter(self.transformer, self.pipeline, folder)
         else:
             self.transformer.save_pretrained(folder)
-        text = json.dumps(_base(self), indent=2, sort_keys=True)
+        text = json.dumps(_base(self) | base_entries(self.base_path, folder), indent=2, sort_keys=True)
         (folder / BASE_FILE).write_text(text + "\n", encoding="utf-8")
 
     def save_pipeline(self, path: Path | str) -> None:
@@ -256,6 +258,7 @@ def _find_start(path: str, dtype: torch.dtype) -> _Start:
         # relative paths would end with this process
         place = str(Path(path).absolute()) if Path(path).is_dir() else str(path)
         return _Start(load_pipeline(path, dtype), place, place, None)
+    check_model(file.parent)
     saved = read_base(file)
     below = _find_start(str(saved["path"]), dtype)
     if below.adapter is not None:

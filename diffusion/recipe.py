@@ -252,6 +252,14 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             with self.eval_ema.applied():
                 self.policy.save_pretrained(folder / "eval_ema")
 
+    @classmethod
+    def export(cls, config: DiffusionConfig, checkpoint: Path, output: Path) -> str:
+        """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
+        averaged = checkpoint / "eval_ema"
+        weights = averaged if averaged.is_dir() else checkpoint / "model"
+        load_policy(dataclasses.replace(config.model, path=str(weights), build=None)).save_pipeline(output)
+        return "diffusers.DiffusionPipeline.from_pretrained"
+
     def close(self) -> None:
         """End the reward workers."""
         self.rewards.close()

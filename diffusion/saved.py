@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from diffusion.pipelines import quiet_diffusers
 from mmrl.errors import UserError
+from mmrl.hub.saved_files import base_path, read_json_object, sort_header
 
 __all__ = [
     "ADAPTER",
@@ -32,13 +32,10 @@ ADAPTER = "default"
 
 def read_base(file: Path) -> dict[str, Any]:
     """Read which base pipeline the saved weights of a folder belong to; raises UserError where the file is damaged."""
-    try:
-        saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if "path" not in saved:
+    saved = read_json_object(file)
+    if not isinstance(saved.get("path"), str):
         raise UserError(f"{file} names no base pipeline: it has {', '.join(saved) or 'nothing'}")
-    return saved
+    return saved | {"path": base_path(saved, file.parent)}
 
 
 def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -59,11 +56,13 @@ def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
     weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
     # rank and alpha go into the file's header; without them diffusers takes alpha = rank
     settings = transformer.peft_config[ADAPTER].to_dict()
+    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     type(pipeline).save_lora_weights(
         folder,
         transformer_lora_layers={name: weight.detach().cpu() for name, weight in weights.items()},
         transformer_lora_adapter_metadata=settings,
     )
+    sort_header(folder / LORA_FILE)
 
 
 def merged(transformer: Any) -> Any:

@@ -142,6 +142,10 @@ def build_tiny_sd3(
 ) -> Path:
     """Build a small random Stable Diffusion 3 pipeline with its own tokenizers and save it as a pipeline folder.
 
+        folder = build_tiny_sd3("tiny-sd3", corpus=["a red circle", "a blue square"], sizes=TinySd3Sizes(layers=1))
+        pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+        image = pipeline("a red circle", num_inference_steps=4, height=32, width=32, max_sequence_length=8).images[0]
+
     Args:
         path: folder to write; created with its parents.
         corpus: captions that the tokenizers learn their words from.

@@ -1,8 +1,8 @@
 """The `mmrl` command: reads the arguments, runs one of `mmrl.commands`, turns errors into exit codes.
 
-Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 130 interrupted. An exception that nothing expected
-is a failed run too: one line, and the traceback in a file. Nothing heavy is imported before a command runs, so that
-`mmrl --help` answers at once.
+Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n (130: Ctrl-C). An exception
+that nothing expected is a failed run too: one line, and the traceback in a file. Nothing heavy is imported before a
+command runs, so that `mmrl --help` answers at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mmrl.commands import COMMANDS, is_first_process, say
 from mmrl.crash import describe_crash
-from mmrl.errors import RunError, UserError
+from mmrl.errors import RunError, RunStopped, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"error: {error}", code=2)
     except RunError as error:
         return _complain(f"run failed: {error}", code=1)
+    except RunStopped as stop:
+        return _stopped(stop, arguments)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -77,7 +79,7 @@ def _build_parser() -> _Parser:
     parser = _Parser(
         prog="mmrl",
         description="Reinforcement learning of vision-language models, diffusion models and robot policies.",
-        epilog="Exit codes: 0 done, 1 failed run, 2 bad usage or configuration.",
+        epilog="Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
@@ -155,13 +157,22 @@ def _show_log() -> None:
         logger.addHandler(_LogLines())
 
 
-def _how_to_continue(arguments: list[str]) -> str:
-    command = shlex.join(["mmrl", *arguments])
-    if arguments and arguments[0] in ("train", "sft"):
-        resume = "" if "--resume" in arguments else " --resume"
-        return f"continue from the last checkpoint with: {command}{resume}"
-    keeps_finished_parts = arguments and arguments[0] in ("compare", "demo")
-    return f"{'continue' if keeps_finished_parts else 'start again'} with: {command}"
+def _stopped(stop: RunStopped, arguments: list[str]) -> int:
+    from mmrl.training.loop.distributed import leave
+
+    code = 128 + stop.signum
+    if is_first_process():
+        _complain(f"{stop}; {_how_to_continue(arguments, resumable=stop.resumable)}", code)
+    leave(code)
+    return code
+
+
+def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
+    """The command that goes on; a run that is interrupted outside its loop has written nothing since it started."""
+    keeps_finished_parts = bool(arguments) and arguments[0] in ("compare", "demo")
+    resume = ["--resume"] if resumable and not keeps_finished_parts and "--resume" not in arguments else []
+    goes_on = resumable or keeps_finished_parts
+    return f"{'continue' if goes_on else 'start again'} with: {shlex.join(['mmrl', *arguments, *resume])}"
 
 
 def _complain(message: str, code: int) -> int:

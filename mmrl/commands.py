@@ -68,6 +68,8 @@ def sft(args: argparse.Namespace) -> int:
 def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     from mmrl.config import load_run
 
+    if args.from_last_good and not args.resume:
+        raise UserError("--from-last-good says where --resume continues; give both")
     entry, config = load_run(args.config, args.overrides)
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
@@ -78,7 +80,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
     if is_first_process():
         say(f"{args.config}: recipe {entry.name}, {config.trainer.steps} steps, into {config.output_dir}")
-    run_dir = train(entry, config, resume=args.resume)
+    run_dir = train(entry, config, resume=args.resume, from_last_good=args.from_last_good)
     if is_first_process():
         say(f"run folder: {run_dir}")
         say(f"report: {run_dir / 'report.html'}")
@@ -108,6 +110,21 @@ def _existing_run(folder: Path) -> Path:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
     return folder
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a run's model as a folder that transformers, diffusers or robotics load, adapters merged."""
+    from mmrl.config import load_run
+
+    run_dir = _existing_run(args.run_folder)
+    entry, config = load_run(run_dir / "config.yaml")
+    from mmrl.training.export import export_run
+
+    output = args.output or run_dir / "export"
+    call = export_run(entry, config, run_dir, output, args.step)
+    say(f"exported: {output}")
+    say(f"load it with: {call}")
+    return 0
 
 
 def report(args: argparse.Namespace) -> int:
@@ -179,9 +196,11 @@ def options(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Check versions, devices, libraries and name clashes, and say what to do."""
-    from mmrl.doctor import run
+    """Check the installation (versions, devices, libraries), or a run folder, and say what to do."""
+    from mmrl.doctor import run, run_on
 
+    if args.run_folder is not None:
+        return run_on(args.run_folder, as_json=args.json)
     return run(runs_dir=args.output, as_json=args.json)
 
 
@@ -219,6 +238,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file")
     _add_overrides(parser)
     parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
+    parser.add_argument(
+        "--from-last-good", action="store_true", help="with --resume: where that is damaged, from the last whole one"
+    )
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +250,12 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file or folder of a run")
     _add_overrides(parser)
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, help="folder of a run")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="default: export/ in the run folder")
+    parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,6 +283,7 @@ def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, nargs="?", help="a run to check; default: none")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs will go")
 
@@ -296,6 +325,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(train, _add_training_arguments, takes_overrides=True),
     "sft": Command(sft, _add_training_arguments, takes_overrides=True),
     "evaluate": Command(evaluate, _add_evaluate_arguments, takes_overrides=True),
+    "export": Command(export, _add_export_arguments),
     "report": Command(report, _add_report_arguments),
     "compare": Command(compare, _add_compare_arguments),
     "list": Command(list_entries, _add_list_arguments),

@@ -68,7 +68,9 @@ def save(config: Any, path: Path) -> None:
     """Write a configuration, as `load` returns it, to a YAML file."""
     from omegaconf import OmegaConf
 
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(config))), encoding="utf-8")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(config))), encoding="utf-8")
+    partial.replace(path)
 
 
 def to_container(config: Any) -> dict[str, Any]:

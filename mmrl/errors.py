@@ -1,6 +1,6 @@
-"""The two errors a user meets: a mistake in what was asked (exit 2) and a run that failed (exit 1)."""
+"""What ends a command: a mistake in what was asked (exit 2), a run that failed (exit 1), a signal (exit 128 + n)."""
 
-__all__ = ["ConfigError", "RunError", "UserError"]
+__all__ = ["ConfigError", "RunError", "RunStopped", "UserError"]
 
 
 class UserError(Exception):
@@ -13,3 +13,18 @@ class ConfigError(UserError, ValueError):
 
 class RunError(Exception):
     """A run that could not go on; the message names the cause and where the evidence was saved."""
+
+
+class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the signal asked for
+    """A run that ended because a signal asked for it.
+
+    Args:
+        signum: the signal.
+        message: what was saved.
+        resumable: whether there is a checkpoint to go on from.
+    """
+
+    def __init__(self, signum: int, message: str, *, resumable: bool = True) -> None:
+        super().__init__(message)
+        self.signum = signum
+        self.resumable = resumable

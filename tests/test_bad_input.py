@@ -438,8 +438,11 @@ DAMAGES = {
         lambda folder: (folder / "manifest.json").write_text("[]"),
         "manifest.json cannot be read",
     ),
-    "state blank": (lambda folder: blank(folder / "state.pt"), "state.pt cannot be read"),
-    "weights blank": (lambda folder: blank(folder / "model/model.safetensors"), "cannot be read: SafetensorError"),
+    "state blank": (lambda folder: blank(folder / "state.pt"), "state.pt is not what was written"),
+    "weights blank": (
+        lambda folder: blank(folder / "model/model.safetensors"),
+        "model/model.safetensors is not what was written",
+    ),
 }
 
 
@@ -451,8 +454,8 @@ def test_damaged_checkpoint_on_resume(damage, made, lab, refused):
     line = refused("train", made / "good.yaml", "evaluation.at_end=true", f"output_dir={lab.run}", "--resume")
     assert message in line
     assert f"{lab.run}/checkpoints/step-000002" in line
-    if "blank" not in damage:
-        assert line.endswith(f"delete {lab.run}/checkpoints/step-000002 to resume from step 1")
+    advice = f"step 1 is whole: add --from-last-good to resume from it, or delete {lab.run}/checkpoints/step-000002"
+    assert line.endswith(advice)
     assert (lab.run / "checkpoints/step-000001").is_dir()
 
 
@@ -482,6 +485,16 @@ def test_resume_with_other_settings(made, lab, mmrl, refused):
     config = lab.folder / "sft.yaml"
     config.write_text(lab.config.read_text().replace("objective: {kl: {coef: 0.0}}\n", ""))
     assert "is a run of recipe 'vlm', 'sft' cannot continue it" in refused("train", config, *other)
+
+
+def test_resume_with_other_data_of_the_same_length(made, lab, mmrl):
+    shutil.copytree(made / "finished", lab.run)
+    before = (lab.run / "config.yaml").read_bytes()
+    rows = lab.data(*[{**row, "answer": "another"} for row in lab.rows])
+    code, (_, error) = mmrl("train", lab.config, rows, "trainer.steps=3", "--resume")
+    assert code == 2
+    assert "made with other training tasks: as many (6), but their contents differ" in error
+    assert (lab.run / "config.yaml").read_bytes() == before
 
 
 def test_folder_of_another_run(made, lab, refused):

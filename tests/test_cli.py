@@ -1,6 +1,7 @@
 """Commands, exit codes and messages of `mmrl`; the messages are part of what a user is promised."""
 
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import COMMANDS, main
-from mmrl.errors import RunError, UserError
+from mmrl.errors import RunError, RunStopped, UserError
 
 PROJECT = Path(__file__).resolve().parent.parent
 TOY_RECIPE = """
@@ -143,7 +144,7 @@ def test_existing_run_is_not_overwritten(toy_config, capsys):
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text("{}\n")
     assert main(["train", str(toy_config)]) == 2
-    assert "already holds a run; it has no checkpoint to continue from" in one_error_line(capsys)
+    assert "already holds a run; it has no checkpoint yet: --resume starts it again" in one_error_line(capsys)
     (run_dir / "checkpoints/step-000001").mkdir(parents=True)
     assert main(["train", str(toy_config)]) == 2
     assert "already holds a run; add --resume" in one_error_line(capsys)
@@ -170,7 +171,7 @@ def recorded_train(monkeypatch):
         config = None
         resume = None
 
-        def __call__(self, entry, config, *, resume):
+        def __call__(self, entry, config, *, resume, from_last_good):
             self.config, self.resume = config, resume
             if isinstance(self.outcome, BaseException):
                 raise self.outcome
@@ -212,10 +213,24 @@ def test_exit_code_of_a_failed_run(outcome, code, message, toy_config, recorded_
     assert one_error_line(capsys) == message
 
 
-def test_interrupt_says_how_to_continue(toy_config, recorded_train, capsys):
+def test_interrupt_before_the_first_step_says_how_to_start_again(toy_config, recorded_train, capsys):
     recorded_train.outcome = KeyboardInterrupt()
     assert main(["train", str(toy_config), "slope=2"]) == 130
-    assert one_error_line(capsys).endswith(f"mmrl train {toy_config} slope=2 --resume")
+    assert one_error_line(capsys).endswith(f"start again with: mmrl train {toy_config} slope=2")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_stopped_run_says_how_to_continue(signum, code, toy_config, recorded_train, capsys):
+    recorded_train.outcome = RunStopped(signum, "stopped after step 3")
+    assert main(["train", str(toy_config), "slope=2"]) == code
+    assert (
+        one_error_line(capsys) == f"mmrl: stopped after step 3; continue with: mmrl train {toy_config} slope=2 --resume"
+    )
+
+
+def test_last_good_checkpoint_is_for_resuming(toy_config, recorded_train, capsys):
+    assert main(["train", str(toy_config), "--from-last-good"]) == 2
+    assert "give both" in one_error_line(capsys)
 
 
 def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What `mmrl doctor` checks: versions, devices, libraries, name clashes, disk; each problem with a fix.
+"""What `mmrl doctor` checks: versions, devices, libraries, name clashes, disk, or a run; each problem with a fix.
 
 A check returns findings instead of raising, because it must run in a broken installation.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mmrl.doctor import machine, packages
 from mmrl.doctor.findings import Finding, one_line
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["Finding", "check_all", "is_usable", "render", "run"]
+__all__ = ["Finding", "check_all", "is_usable", "render", "run", "run_on"]
+
+
+class Words(NamedTuple):
+    """How the last line names what the findings come to."""
+
+    sound: str
+    broken: str
+    notes: str
 
 
 def run(runs_dir: Path, as_json: bool = False) -> int:
@@ -30,13 +38,34 @@ def run(runs_dir: Path, as_json: bool = False) -> int:
     Returns:
         0 when `mmrl train` can work, 1 when something that it needs is broken.
     """
-    findings = check_all(runs_dir)
+    return _show(check_all(runs_dir), as_json, INSTALLATION)
+
+
+def run_on(run_dir: Path, as_json: bool = False) -> int:
+    """Check a run folder and print the result.
+
+    Args:
+        run_dir: folder of a run.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        0 when nothing is damaged, else 1.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    from mmrl.doctor.run_folder import check_run
+
+    return _show(check_run(run_dir), as_json, RUN)
+
+
+def _show(findings: Sequence[Finding], as_json: bool, words: Words) -> int:
     usable = is_usable(findings)
     if as_json:
         content = {"usable": usable, "findings": [asdict(finding) for finding in findings]}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        render(findings)
+        render(findings, words)
     return 0 if usable else 1
 
 
@@ -75,27 +104,28 @@ def is_usable(findings: Iterable[Finding]) -> bool:
     return all(finding.state != "fail" for finding in findings)
 
 
-def render(findings: Sequence[Finding]) -> None:
+def render(findings: Sequence[Finding], words: Words | None = None) -> None:
     """Print the table, through rich where it is installed and as plain columns otherwise.
 
     Args:
         findings: lines of the table.
+        words: for what they come to; those of the installation when None.
     """
     try:
         _print_rich(findings)
     except ImportError:
         sys.stdout.write(_plain_table(findings) + "\n")
-    sys.stdout.write(_closing_lines(findings) + "\n")
+    sys.stdout.write(_closing_lines(findings, words or INSTALLATION) + "\n")
 
 
-def _closing_lines(findings: Sequence[Finding]) -> str:
+def _closing_lines(findings: Sequence[Finding], words: Words) -> str:
     # Below the table and never wrapped, so that commands can be copied.
     advice = [f"  {finding.area} {finding.name}: {finding.advice}" for finding in findings if finding.advice]
     counts = {state: sum(finding.state == state for finding in findings) for state in ("fail", "warn", "note")}
-    verdict = "ready to train" if is_usable(findings) else "something `mmrl train` needs is broken"
+    verdict = words.sound if is_usable(findings) else words.broken
     lines = ["", "what to do:", *advice] if advice else []
-    absent = f"{counts['note']} optional parts absent"
-    return "\n".join([*lines, "", f"{verdict}: {counts['fail']} failures, {counts['warn']} warnings, {absent}"])
+    noted = f"{counts['note']} {words.notes}"
+    return "\n".join([*lines, "", f"{verdict}: {counts['fail']} failures, {counts['warn']} warnings, {noted}"])
 
 
 def _plain_table(findings: Sequence[Finding]) -> str:
@@ -123,4 +153,6 @@ def _print_rich(findings: Sequence[Finding]) -> None:
     Console().print(table)
 
 
+INSTALLATION = Words("ready to train", "something `mmrl train` needs is broken", "optional parts absent")
+RUN = Words("the run is sound", "something in the run is damaged", "notes")
 COLOURS = {"ok": "green", "note": "blue", "warn": "yellow", "fail": "bold red"}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmrl.errors import RunError, UserError
+from mmrl.training.export import chosen_checkpoint
 from mmrl.training.record.jsonlines import finite_or_none
+from mmrl.training.record.run_folder import has_begun
+from mmrl.training.record.run_lock import RunLock
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,13 +29,16 @@ __all__ = ["evaluate", "train"]
 LOGGER = logging.getLogger("mmrl")
 
 
-def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
+def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool = False) -> Path:
     """Train a recipe and write its run folder.
+
+    SIGTERM, SIGHUP and the first Ctrl-C end the run after the step, with a checkpoint.
 
     Args:
         entry: the recipe's row of `mmrl.recipes.RECIPES`.
         config: its filled configuration.
         resume: continue the run in `config.output_dir`.
+        from_last_good: where its newest checkpoint is damaged, continue from the newest whole one.
 
     Returns:
         The run folder, holding checkpoints, metrics.jsonl, result.json and report.html.
@@ -38,38 +46,52 @@ def train(entry: Any, config: Any, *, resume: bool = False) -> Path:
     Raises:
         UserError: the folder is taken, there is nothing to resume, or an input is wrong.
         RunError: the run could not be finished; what it produced so far is kept.
+        RunStopped: a signal asked for the end; the state is saved.
     """
+    run_dir = Path(config.output_dir)
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(RunLock(run_dir))
+        _check_folder(run_dir, resume)
+        changed = _changed_settings(run_dir, config) if resume else {}
+        accelerator, recipe = _build(entry, config)
+        stack.callback(recipe.close)
+        if accelerator.is_main_process and changed:
+            listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+            LOGGER.warning("resuming with other settings than before: %s", listed)
+        try:
+            _train(recipe, config, accelerator, resume=resume, from_last_good=from_last_good)
+        except OSError as error:
+            saved = any((run_dir / "checkpoints").glob("step-*"))
+            way = (
+                "`--resume` continues from the last checkpoint" if saved else "there is no checkpoint to continue from"
+            )
+            raise RunError(f"run in {run_dir} failed: {error}; {way}") from error
+    return run_dir
+
+
+def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, resume: bool, **options: Any) -> None:
+    """Run the loop in a folder that is this run's own; `options` are those of `Trainer.resume`."""
+    from mmrl.training.loop.stopping import StopSignals
     from mmrl.training.loop.trainer import Trainer
     from mmrl.training.report.page import write_report
 
-    run_dir = Path(config.output_dir)
-    _check_folder(run_dir, resume)
-    changed = _changed_settings(run_dir, config) if resume else {}
-    accelerator, recipe = _build(entry, config)
-    main = accelerator.is_main_process
-    if main and changed:
-        listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-        LOGGER.warning("resuming with other settings than before: %s", listed)
-    tracker: Tracker | None = None
-    try:
-        if main:
-            _prepare_folder(run_dir, config)
-        accelerator.wait_for_everyone()
+    main, run_dir = accelerator.is_main_process, Path(config.output_dir)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
         tracker = _tracker(run_dir, config) if main else None
-        trainer = Trainer(recipe, config, run_dir, accelerator, tracker)
+        if tracker is not None:
+            stack.callback(tracker.close)
+        trainer = Trainer(recipe, config, run_dir, accelerator, tracker, stop)
         if resume:
-            trainer.resume()
+            trainer.resume(**options)
+        if main:  # only now: a resume that is refused leaves the configuration as it was
+            _save_config(run_dir, config)
+        accelerator.wait_for_everyone()
         trainer.run()
         if main:
             write_report(run_dir)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
-    except OSError as error:
-        raise RunError(f"run in {run_dir} failed: {error}; `--resume` continues from the last checkpoint") from error
-    finally:
-        recipe.close()
-        if tracker is not None:
-            tracker.close()
-    return run_dir
 
 
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
@@ -88,18 +110,15 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
     """
     from mmrl.training.record.checkpoint import Checkpoints
 
+    if run_dir is not None:
+        _start_from_checkpoint(config, chosen_checkpoint(run_dir) / "model")
     accelerator, recipe = _build(entry, config)
     step = 0
     try:
         if not recipe.eval_tasks:
             raise UserError("this configuration has no evaluation data; set eval_data")
         if run_dir is not None:
-            checkpoints = Checkpoints(run_dir / "checkpoints")
-            if not checkpoints.steps():
-                raise UserError(f"{run_dir} has no checkpoint to evaluate")
-            best = checkpoints.best()
-            folder = checkpoints.path(best["step"]) if best else checkpoints.latest()
-            checkpoints.check(folder)
+            folder = chosen_checkpoint(run_dir)
             recipe.policy.load_weights(folder / "model")  # type: ignore[operator]
             recipe.load_state_dict(Checkpoints.load_state(folder)["recipe"])  # averages that evaluations use
             LOGGER.info("evaluating %s", folder)
@@ -118,6 +137,16 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         return results
     finally:
         recipe.close()
+
+
+def _start_from_checkpoint(config: Any, folder: Path) -> None:
+    """Name a run's own weights as the model where that which it started from is not there, as after a move."""
+    model = getattr(config, "model", None)
+    path = getattr(model, "path", None)
+    missing = isinstance(path, str) and path and not Path(path).expanduser().exists()
+    if missing and getattr(model, "build", None) is None and folder.is_dir():
+        LOGGER.info("model.path %s is not here; starting from %s", path, folder)
+        model.path = str(folder)  # type: ignore[union-attr]
 
 
 def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
@@ -143,12 +172,11 @@ def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
 
 
 def _check_folder(run_dir: Path, resume: bool) -> None:
-    saved = any((run_dir / "checkpoints").glob("step-*"))
-    taken = saved or (run_dir / "metrics.jsonl").exists()
-    if taken and not resume:
-        way = "add --resume to continue it, or" if saved else "it has no checkpoint to continue from;"
-        raise UserError(f"{run_dir} already holds a run; {way} choose another output_dir=..., or delete the folder")
-    if resume and not taken:
+    if has_begun(run_dir) and not resume:
+        saved = any((run_dir / "checkpoints").glob("step-*"))
+        way = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume starts it again"
+        raise UserError(f"{run_dir} already holds a run; {way}, or choose another output_dir=..., or delete the folder")
+    if resume and not has_begun(run_dir) and not (run_dir / "config.yaml").is_file():
         raise UserError(f"nothing to resume: {run_dir} holds no run")
 
 
@@ -179,11 +207,10 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _prepare_folder(run_dir: Path, config: Any) -> None:
+def _save_config(run_dir: Path, config: Any) -> None:
     from mmrl.config import save
 
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         save(config, run_dir / "config.yaml")
     except OSError as error:
         raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import load_run
+from mmrl.errors import UserError
+from mmrl.training.record.run_folder import has_begun
 from mmrl.training.runs import train
 
 __all__ = ["finish_run", "last_model", "read_result"]
@@ -31,14 +33,23 @@ def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Pa
     entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
     if read_result(run_dir).get("status") == "done":
         return run_dir
-    started = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").is_dir()
-    return train(entry, options, resume=started)
+    return train(entry, options, resume=has_begun(run_dir))
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """Content of a run's result.json; empty where there is none."""
+    """Content of a run's result.json; empty where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
     path = run_dir / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it and resume the run to have it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}; delete it and resume the run to have it again")
+    return found
 
 
 def last_model(run_dir: Path) -> Path:

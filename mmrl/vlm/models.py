@@ -12,6 +12,7 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.hub.compat import ensure_torchvision
 from mmrl.training.loop.machine import avoid_refused_instructions
+from mmrl.training.record.manifest import check_model
 from mmrl.vlm.building import build_model_if_missing
 from mmrl.vlm.lora import add_adapter
 from mmrl.vlm.model_config import ModelConfig
@@ -45,6 +46,7 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> VlmPolicy:
         avoid_refused_instructions()
     ensure_torchvision()
     build_model_if_missing(config)
+    check_model(Path(config.path).expanduser())
     base, adapter = resolve_model(config.path)
     network = load_network(config, base)
     processor = load_processor(str(adapter or base))

@@ -9,10 +9,13 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
+from mmrl.hub.saved_files import base_path, read_json_object
 from mmrl.vlm.model_config import ModelConfig
 
-__all__ = ["ARCHITECTURES", "load_network", "resolve_model"]
+__all__ = ["ARCHITECTURES", "BASE_FILE", "load_network", "resolve_model"]
 
+BASE_FILE = "base.json"
+"""Beside an adapter: where its base model lies from there."""
 ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2.5-VL (arXiv 2502.13923)",
     "qwen3_vl": "Qwen3-VL (arXiv 2511.21631)",
@@ -36,10 +39,11 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
         return str(folder), None
     adapter_file = folder / "adapter_config.json"
     if adapter_file.is_file():
-        base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base:
+        base = read_json_object(adapter_file).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
             raise UserError(f"{adapter_file} names no base model")
-        return str(base), folder
+        moved = not Path(base).is_dir() and (folder / BASE_FILE).is_file()
+        return base_path({"path": base, **read_json_object(folder / BASE_FILE)}, folder) if moved else base, folder
     if folder.is_dir():
         raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
     # runs/model is also a well-formed hub id; next to an existing runs/ it is a folder that is missing

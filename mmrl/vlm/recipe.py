@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import PolicySampler
 from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.scoring import columns_of, score_texts
+from mmrl.vlm.storage import save_merged
 from mmrl.vlm.task import TaskError, VlmTask
 
 __all__ = ["VlmConfig", "VlmRecipe"]
@@ -279,6 +281,13 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         if self._controller is not None and math.isfinite(divergence):
             trainer = self.config.trainer
             self._set_kl_coef(self._controller.update(divergence, trainer.tasks_per_step * trainer.samples_per_task))
+
+    @classmethod
+    def export(cls, config: VlmConfig, checkpoint: Path, output: Path) -> str:
+        """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+        policy = load_policy(replace(config.model, path=str(checkpoint / "model"), build=None))
+        save_merged(policy, output)
+        return "transformers.AutoModelForImageTextToText.from_pretrained"
 
     def state_dict(self) -> dict[str, Any]:
         """Counts of skipped questions and failed rewards, and the adaptive coefficient."""

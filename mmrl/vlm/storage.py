@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
+from mmrl.hub.saved_files import base_entries, sort_header
+from mmrl.vlm.network import BASE_FILE
 
 __all__ = ["VALUE_HEAD_FILE", "PolicyParts", "load_policy_weights", "load_value_head", "save_merged", "save_policy"]
 
@@ -52,10 +55,19 @@ def save_policy(policy: PolicyParts, path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with quiet_transformers():
         policy.model.save_pretrained(path)
+    if policy.has_adapter:
+        _note_base(policy, path)
     policy.processor.save_pretrained(path)
     if policy.value_head is not None:
         state = {name: tensor.detach().cpu() for name, tensor in policy.value_head.state_dict().items()}
         save_file(state, path / VALUE_HEAD_FILE)
+
+
+def _note_base(policy: PolicyParts, path: Path) -> None:
+    """Make the adapter's bytes follow from its tensors, and say where the base lies from here."""
+    sort_header(path / ADAPTER_FILE)
+    base = str(policy.model.active_peft_config.base_model_name_or_path)
+    (path / BASE_FILE).write_text(json.dumps(base_entries(base, path), indent=2) + "\n", encoding="utf-8")
 
 
 def save_merged(policy: PolicyParts, path: Path) -> None:
@@ -86,7 +98,8 @@ def _merged_state(policy: PolicyParts) -> dict[str, Tensor]:
         for name, layer in layers:
             if hasattr(layer, "get_delta_weight"):
                 delta = layer.get_delta_weight(policy.model.active_adapter)
-                state[f"{name}.weight"] = state[f"{name}.weight"] + delta
+                weight = state[f"{name}.weight"]
+                state[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
     return state
 
 

@@ -110,6 +110,10 @@ class CloneRecipe(RobotRecipe):
         """Every moment of the demonstrations."""
         return self.demonstrations.moments
 
+    def data_digest(self) -> str:
+        """Digest of the demonstrations: all states, actions and instructions, and some of the images."""
+        return self.demonstrations.digest()
+
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Look up observations and actions; nothing is simulated."""
         device = policy.device

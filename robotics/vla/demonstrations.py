@@ -16,6 +16,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.training.record.fingerprint import content_digest
 from robotics.vla.policy import PolicyInputs
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstrations"]
 
 LOGGER = logging.getLogger("mmrl")
+IMAGES_READ = 256
+"""Episodes whose first image counts for the digest of the demonstrations."""
 TOLERANCE = 1e-3
 """Tolerance for actions outside -1..1."""
 
@@ -87,6 +90,12 @@ class Demonstrations:
     def moments(self) -> list[Moment]:
         """Every control step of every episode."""
         return [Moment(number, step) for number, actions in enumerate(self.actions) for step in range(len(actions))]
+
+    def digest(self) -> str:
+        """Digest of all states, actions and instructions, and of the first images of some episodes."""
+        shown = self.images or []
+        step = max(1, len(shown) // IMAGES_READ)
+        return content_digest([self.states, self.actions, self.instructions, [images[:1] for images in shown[::step]]])
 
     def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
         """Distribution of the actions.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.training.record.manifest import check_model
 from robotics.vla.action_tokens import ActionTokenizer, draw_tokens, score_tokens, token_loss
 from robotics.vla.saved import read_config, read_statistics, read_weights, write_statistics, write_weights
 from robotics.vla.statistics import ActionStatistics, StateStatistics
@@ -187,6 +188,10 @@ class ActionPolicy(nn.Module, ABC):
     @abstractmethod
     def save_pretrained(self, path: Path | str) -> None:
         """Write the policy to a folder, created with its parents."""
+
+    def export(self, path: Path | str) -> None:
+        """Write the policy so that the folder needs no other one, with adapters added into the weights."""
+        self.save_pretrained(path)
 
     @abstractmethod
     def load_weights(self, path: Path | str) -> None:
@@ -445,6 +450,7 @@ def open_policy(path: Path | str) -> ActionPolicy:
     Raises:
         UserError: the folder is not one, or is damaged.
     """
+    check_model(Path(path))
     kind = read_config(Path(path)).get("kind")
     if kind not in SAVED_POLICIES:
         raise UserError(f"{path} holds a policy of kind {kind!r}; known are: {', '.join(SAVED_POLICIES)}")

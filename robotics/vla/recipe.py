@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import shutil
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,9 @@ from robotics.vla.collect import ActingSettings, Episodes, run_episodes
 from robotics.vla.evaluation import EpisodeMeasure, RobotEvaluationConfig
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.payload import EpisodePayload
-from robotics.vla.policy import ActionPolicy, PolicyInputs
+from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.replays import ReplayVideos
+from robotics.vla.saved import is_saved_policy
 from robotics.vla.sim_counts import SimCounts
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
 
@@ -214,6 +216,16 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         self.step = int(state["step"])
         self.broken = int(state["broken"])
         self.sim_counts.restore(state.get("counts", {}))
+
+    @classmethod
+    def export(cls, config: RobotConfig, checkpoint: Path, output: Path) -> str:
+        """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
+        model = checkpoint / "model"
+        if not is_saved_policy(model):
+            shutil.copytree(model, output, dirs_exist_ok=True)
+            return f"{config.model.kind}(...).load_weights"
+        open_policy(model).export(output)
+        return "robotics.open_policy"
 
     def close(self) -> None:
         """End the simulator's threads and processes."""

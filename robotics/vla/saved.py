@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.hub.saved_files import sort_header
 from robotics.vla.statistics import ActionStatistics
 
 __all__ = [
+    "is_saved_policy",
     "make_config",
     "read_config",
     "read_statistics",
@@ -51,6 +53,11 @@ def write_statistics(path: Path, statistics: ActionStatistics | None) -> None:
         (path / STATISTICS_FILE).unlink(missing_ok=True)
     else:
         statistics.save(path / STATISTICS_FILE)
+
+
+def is_saved_policy(path: Path) -> bool:
+    """Whether a folder holds a policy of this package, which `open_policy` loads."""
+    return (path / CONFIG_FILE).is_file()
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def write_weights(module: nn.Module, path: Path) -> None:
 
     path.mkdir(parents=True, exist_ok=True)
     save_model(module, str(path / WEIGHTS_FILE))
+    sort_header(path / WEIGHTS_FILE)
 
 
 def read_weights(module: nn.Module, path: Path) -> None:

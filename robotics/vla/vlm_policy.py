@@ -130,10 +130,21 @@ class VlmActionPolicy(TokenPolicy):
 
     def save_pretrained(self, path: Path | str) -> None:
         """See `ActionPolicy.save_pretrained`; the model lies in the folder vlm, as an ordinary one or as adapters."""
-        folder = Path(path)
-        write_config(folder, "vlm", self.config, self.statistics, model=dataclasses.asdict(self.vlm.config))
+        self._write_head(Path(path), self.vlm.config)
+        self.vlm.save_pretrained(Path(path) / VLM_FOLDER)
+
+    def export(self, path: Path | str) -> None:
+        """See `ActionPolicy.export`."""
+        from mmrl.vlm.storage import save_merged
+
+        model = self.vlm.config
+        merged = dataclasses.replace(model, lora=dataclasses.replace(model.lora, enabled=False), path="", build=None)
+        self._write_head(Path(path), merged)
+        save_merged(self.vlm, Path(path) / VLM_FOLDER)
+
+    def _write_head(self, folder: Path, model: ModelConfig) -> None:
+        write_config(folder, "vlm", self.config, self.statistics, model=dataclasses.asdict(model))
         write_weights(self.extra, folder)
-        self.vlm.save_pretrained(folder / VLM_FOLDER)
 
     def load_weights(self, path: Path | str) -> None:
         """See `ActionPolicy.load_weights`."""

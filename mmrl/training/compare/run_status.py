@@ -13,6 +13,7 @@ from mmrl.errors import UserError
 from mmrl.training.compare.overrides import effective_overrides
 from mmrl.training.compare.plans import RunPlan
 from mmrl.training.record.jsonlines import write_atomically
+from mmrl.training.record.run_lock import read_owner
 
 __all__ = ["failure_of", "is_finished", "mark", "prepare_folder"]
 
@@ -57,8 +58,13 @@ def prepare_folder(plan: RunPlan) -> bool:
         Whether the run can continue from a checkpoint.
 
     Raises:
-        UserError: The folder holds something that no experiment wrote.
+        UserError: The folder holds something that no experiment wrote, or a run that goes on.
     """
+    owner = read_owner(plan.run_dir)
+    if owner is not None and owner.state == "alive":
+        raise UserError(
+            f"{plan.run_dir} is in use by {owner}; another `mmrl compare` of this experiment may be running"
+        )
     marker = _read_json(plan, MARKER)
     if marker is None:
         if plan.run_dir.is_dir() and any(plan.run_dir.iterdir()):

@@ -2,14 +2,14 @@
 
 The driver deals the trials out to the processes, runs them in batches, merges the rows in the order of the tasks, and
 turns them into metrics and samples. Where a measure keeps its rows on disk, an evaluation that was cut off continues
-with the trials that are left.
+with the batches that are left, whole ones, so that it ends as it would have without the cut.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from mmrl.training.loop.distributed import merge_lists, shard
 from mmrl.training.record.resumable import ResumableRows
-from mmrl.training.record.samples import SampleRecord
+from mmrl.training.record.samples import SampleRecord, load_record, store_record
 from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
 
 __all__ = ["Evaluation", "Measure", "Row", "Trial", "evaluate_tasks", "unscored", "with_interval"]
@@ -27,6 +27,8 @@ __all__ = ["Evaluation", "Measure", "Row", "Trial", "evaluate_tasks", "unscored"
 LOGGER = logging.getLogger("mmrl")
 
 TaskT = TypeVar("TaskT")
+Key = tuple[int, int]
+"""Index and repeat of a trial."""
 Row = dict[str, Any]
 """Outcome of one trial, with the keys "index" and "repeat" of the trial and whatever else its measure reads."""
 
@@ -53,7 +55,7 @@ class Trial(Generic[TaskT]):
     task: TaskT
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         """Index and repeat, which name the trial."""
         return self.index, self.repeat
 
@@ -108,8 +110,8 @@ class Measure(ABC, Generic[TaskT]):
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
         """Where rows are kept so that an interrupted evaluation continues; None keeps none.
 
-        A measure that keeps them draws from seeds that follow from the trials alone. A row with a true "failed" counts
-        as not run.
+        A row with a true "failed" counts as not run; its batch is run again. Samples for the report are kept with their
+        rows, under "record".
         """
         return None
 
@@ -139,12 +141,14 @@ def evaluate_tasks(
     metrics: dict[str, float] = {}
     samples: list[SampleRecord] = []
     failure = ""
-    for measure in measures:
-        rows = _run_all(measure, tasks, accelerator)
+    for number, measure in enumerate(measures):
+        saved = measure.saved_rows(tasks, accelerator.num_processes)
+        wanted = 0 if number else records
+        rows, taken = _run_all(measure, tasks, saved, wanted, accelerator)
         metrics = metrics or {"n": float(len({row["index"] for row in rows}))}
         metrics |= measure.metrics(rows, tasks)
         failure = failure or measure.failure(rows)
-        samples = samples or [measure.record(row) for row in rows[:records]]
+        samples += [_sample(measure, row, saved, taken) for row in rows[:wanted]]
     return Evaluation(metrics, samples, failure)
 
 
@@ -176,51 +180,85 @@ def unscored(values: Sequence[Sequence[float]]) -> int:
     return sum(value != value for task in values for value in task)
 
 
-def _run_all(measure: Measure[TaskT], tasks: Sequence[TaskT], accelerator: Accelerator) -> list[Row]:
-    """Rows of all processes and, where they are kept, of an earlier evaluation that was interrupted."""
+def _run_all(
+    measure: Measure[TaskT],
+    tasks: Sequence[TaskT],
+    saved: ResumableRows | None,
+    records: int,
+    accelerator: Accelerator,
+) -> tuple[list[Row], set[Key]]:
+    """Rows of all processes and those of an earlier evaluation that was interrupted, with the keys of the latter."""
     trials = [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
-    saved = measure.saved_rows(tasks, accelerator.num_processes)
     known = {} if saved is None else _known(saved, accelerator)
-    left = [trial for trial in trials if trial.key not in known]
-    if saved is not None and known:
-        LOGGER.info("%d of %d %s are taken from %s", len(trials) - len(left), len(trials), measure.unit, saved.path)
-    fresh = _run_mine(measure, shard(left, accelerator), saved, accelerator)
-    rows = [*known.values(), *merge_lists(fresh, accelerator)]
+    batches = list(_cut(shard(trials, accelerator), measure.batch_size))
+    # only whole batches: numbers may depend on what is computed together
+    left = [(start, batch) for start, batch in batches if not all(trial.key in known for trial in batch)]
+    again = set(merge_lists([trial.key for _, batch in left for trial in batch], accelerator))
+    taken = ({trial.key for trial in trials} & known.keys()) - again
+    if saved is not None and taken:
+        LOGGER.info("%d of %d %s are taken from %s", len(taken), len(trials), measure.unit, saved.path)
+    shown = {trial.key for trial in trials[:records]}
+    rows = [
+        *(known[key] for key in taken),
+        *merge_lists(_run_mine(measure, left, saved, shown, accelerator), accelerator),
+    ]
     rows.sort(key=lambda row: (row["index"], row["repeat"]))
     if accelerator.is_main_process:
         if saved is not None:
             saved.write(rows)
         measure.finish(rows, saved)
-    return rows
+    return rows, taken
 
 
-def _known(saved: ResumableRows, accelerator: Accelerator) -> dict[tuple[int, int], Row]:
+def _known(saved: ResumableRows, accelerator: Accelerator) -> dict[Key, Row]:
     """Rows of an earlier evaluation by index and repeat, the same ones on every process."""
     rows = merge_lists(saved.read() if accelerator.is_main_process else [], accelerator)
-    return {(row["index"], row["repeat"]): row for row in rows if not row.get("failed")}
+    return {(row["index"], row["repeat"]): row for row in rows if _counts(row)}
+
+
+def _counts(row: Row) -> bool:
+    return not row.get("failed") and all(type(row.get(name)) is int for name in ("index", "repeat"))
 
 
 def _run_mine(
-    measure: Measure[TaskT], trials: Sequence[Trial[TaskT]], saved: ResumableRows | None, accelerator: Accelerator
+    measure: Measure[TaskT],
+    left: Sequence[tuple[int, Sequence[Trial[TaskT]]]],
+    saved: ResumableRows | None,
+    shown: Collection[Key],
+    accelerator: Accelerator,
 ) -> list[Row]:
+    """Run batches; with the rows that are kept, the samples of those that the report shows are kept."""
     log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
     found: list[Row] = []
-    for start, batch in _batches(trials, measure):
+    for start, batch in _with_progress(left, measure):
         with torch.no_grad():
             rows = measure.run(batch, start)
         found += rows
         for row in rows:
             if saved is not None and log is not None:
+                if (row["index"], row["repeat"]) in shown:
+                    row["record"] = store_record(saved.pictures, measure.record(row))
                 log.append(saved.saved(row))
     if log is not None:
         log.close()
     return found
 
 
-def _batches(trials: Sequence[Trial[TaskT]], measure: Measure[TaskT]) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
-    size = measure.batch_size
-    batches = ((start, trials[start : start + size]) for start in range(0, len(trials), size))
-    if not measure.shows_progress or len(trials) <= size:
+def _sample(measure: Measure[TaskT], row: Row, saved: ResumableRows | None, taken: Collection[Key]) -> SampleRecord:
+    """A row as a sample; one that was taken over comes with the sample that was kept with it."""
+    if saved is not None and (row["index"], row["repeat"]) in taken and isinstance(row.get("record"), dict):
+        return load_record(saved.pictures, row["record"])
+    return measure.record(row)
+
+
+def _cut(trials: Sequence[Trial[TaskT]], size: int) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+    return ((start, trials[start : start + size]) for start in range(0, len(trials), size))
+
+
+def _with_progress(
+    batches: Sequence[tuple[int, Sequence[Trial[TaskT]]]], measure: Measure[TaskT]
+) -> Iterator[tuple[int, Sequence[Trial[TaskT]]]]:
+    if not measure.shows_progress or len(batches) <= 1:
         yield from batches
         return
     from rich.progress import (
@@ -241,7 +279,7 @@ def _batches(trials: Sequence[Trial[TaskT]], measure: Measure[TaskT]) -> Iterato
         TimeRemainingColumn(),
     )
     with Progress(*columns, transient=True) as progress:
-        bar = progress.add_task(measure.unit, total=len(trials))
+        bar = progress.add_task(measure.unit, total=sum(len(batch) for _, batch in batches))
         for start, batch in batches:
             yield start, batch
             progress.advance(bar, len(batch))

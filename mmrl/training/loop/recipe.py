@@ -16,13 +16,14 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_sum
 from mmrl.core.objective import LossOutput, Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError
+from mmrl.errors import RunError, UserError
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.evaluation import Evaluation
 from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
@@ -305,6 +306,27 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         Args:
             folder: folder of the checkpoint, which holds the policy in `model`.
         """
+
+    def data_digest(self) -> str:
+        """Digest of the training tasks' contents, by which a resume tells other data; see `content_digest`."""
+        return content_digest(self.train_tasks)
+
+    @classmethod
+    def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
+        """Write a checkpoint's model, whole, into a folder that its own library loads.
+
+        Args:
+            config: the run's configuration.
+            checkpoint: folder of a whole checkpoint.
+            output: an empty folder.
+
+        Returns:
+            Name of the function that loads the folder.
+
+        Raises:
+            UserError: this recipe's models have no such form.
+        """
+        raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
 
     def close(self) -> None:
         """Free worker processes."""

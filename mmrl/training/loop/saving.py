@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from mmrl.errors import RunError
-from mmrl.training.loop.distributed import merge_lists
+from mmrl.errors import RunError, UserError
+from mmrl.training.loop.distributed import all_ranks, merge_lists
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import capture_global_rng, restore_global_rng
@@ -19,12 +20,15 @@ from mmrl.training.loop.settings import RunConfig
 from mmrl.training.loop.tasks import TaskStream
 from mmrl.training.loop.update import Updater
 from mmrl.training.record.checkpoint import Checkpoints, link_or_copy
+from mmrl.training.record.run_folder import remove_partial, set_aside
 from mmrl.training.record.run_log import RunLog
 from mmrl.training.record.statistics import HEADLINES
 
 __all__ = ["RunSaver"]
 
 LOGGER = logging.getLogger("mmrl")
+LARGEST_SHARE = 0.05
+"""Of the time that checkpoints by time may take; where writing one is slow, they come less often."""
 
 
 class RunSaver:
@@ -62,20 +66,41 @@ class RunSaver:
         self.tasks = tasks
         self.log = log
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+        self.evaluation_pending = False
+        """Whether the run was stopped after a step and before the evaluation that is due there."""
+        self._saved_at: int | None = None
+        """Step of the last checkpoint that was written or tried."""
+        self._waits_since = time.monotonic()
+        self._write_s = 0.0
 
     def start(self) -> None:
         """Remove the reference weights of a run that was deleted or cut short before its first checkpoint."""
         if self.accelerator.is_main_process:
             shutil.rmtree(self.run_dir / "reference", ignore_errors=True)
 
+    def scheduled(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, whatever the time."""
+        every = self.config.checkpoint.every
+        return step >= self.config.trainer.steps or bool(every and step % every == 0)
+
+    def overdue(self) -> bool:
+        """Whether the time since the last checkpoint asks for one, the same on every process."""
+        seconds = 60 * self.config.checkpoint.minutes
+        waited = time.monotonic() - self._waits_since
+        soon = not seconds or waited < max(seconds, self._write_s / LARGEST_SHARE)
+        return not all_ranks(soon or not self.accelerator.is_main_process, self.accelerator)
+
     def save(self, step: int) -> None:
         """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
         self.accelerator.wait_for_everyone()
         rng = merge_lists([capture_global_rng()], self.accelerator)
+        self._waits_since = began = time.monotonic()
+        self._saved_at = step
         if not self.accelerator.is_main_process:
             return
         state = {
             "step": step,
+            "evaluation_pending": self.evaluation_pending,
             "updater": self.updater.state_dict(),
             "tasks": self.tasks.state_dict(),
             "recipe": self.recipe.state_dict(),
@@ -87,34 +112,49 @@ class RunSaver:
                 self.checkpoints.save(step, state, self.write_parts)
             except OSError as error:
                 self._failed(step, error)
+        self._waits_since = time.monotonic()
+        self._write_s = self._waits_since - began
 
-    def resume(self) -> int:
+    def save_before_stop(self, step: int) -> None:
+        """Write a checkpoint where this step has none yet, because the run is to stop."""
+        if self._saved_at != step or self.evaluation_pending:
+            self.save(step)
+
+    def resume(self, *, from_last_good: bool = False) -> int | None:
         """Restore the newest checkpoint.
 
+        Args:
+            from_last_good: take the newest one that is whole, and set damaged ones aside.
+
         Returns:
-            Steps done; 0 for a run that was stopped before its first checkpoint and starts again.
+            Steps done; None for a run that was stopped before its first checkpoint and starts again.
 
         Raises:
-            UserError: the checkpoint is damaged, or the data differs.
+            UserError: the checkpoint is damaged or does not fit the configuration, or the data differs.
         """
-        self.checkpoints.remove_partial()
+        main = self.accelerator.is_main_process
+        if main:
+            remove_partial(self.run_dir)
+            self.checkpoints.remove_partial()
+            if from_last_good and self.checkpoints.steps():
+                self.checkpoints.set_damaged_aside()
+        self.accelerator.wait_for_everyone()
         if not self.checkpoints.steps():
-            LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning", self.run_dir)
-            self.log.truncate_after(-1)
-            return 0
+            self._start_again()
+            return None
         folder = self.checkpoints.latest()
+        if main:
+            self.checkpoints.best()  # a damaged best.json is refused before anything is changed
         state = Checkpoints.load_state(folder)
-        self.recipe.policy.load_weights(folder / "model")
-        if self.reference.needs_saving:
-            self.reference.load(folder / "reference")
-        step = int(state["step"])
-        self.updater.load_state_dict(state["updater"])
-        self.tasks.load_state_dict(state["tasks"])
-        self.recipe.load_state_dict(state["recipe"])
-        self.log.load_state_dict(state)
-        restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
+        try:
+            step = self._restore(state, folder)
+        except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"the state in {folder} does not fit this configuration: {reason}") from error
+        self._saved_at = step
         self.log.truncate_after(step)
-        self.note_best(step)  # a run killed right after writing the checkpoint had no time to
+        if main:
+            self._restore_best(step)
         LOGGER.info("resumed at step %d from %s", step, folder)
         return step
 
@@ -124,11 +164,13 @@ class RunSaver:
         Raises:
             RunError: the evaluation does not report `checkpoint.best_metric`.
         """
-        evaluations = self.log.evaluations
-        if not evaluations or evaluations[-1]["step"] != step or not self.accelerator.is_main_process:
+        evaluations = [evaluation for evaluation in self.log.evaluations if evaluation["step"] == step]
+        if not evaluations or not self.accelerator.is_main_process:
+            return
+        if not self.scheduled(step):  # which one is the best must not hang on when a checkpoint was written by time
             return
         split = next(iter(self.recipe.eval_tasks))
-        latest = next(e for e in reversed(evaluations) if e["split"] == split)
+        latest = next((e for e in reversed(evaluations) if e["split"] == split), evaluations[-1])
         metric = self.config.checkpoint.best_metric or _first_score(latest)
         if metric not in latest:
             raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
@@ -140,6 +182,35 @@ class RunSaver:
                 self.checkpoints.mark_best(step, metric, latest[metric])
             except OSError as error:
                 LOGGER.error("checkpoint at step %d is the best so far but cannot be noted: %s", step, error)
+
+    def _restore(self, state: dict[str, Any], folder: Path) -> int:
+        self.tasks.load_state_dict(state["tasks"])  # first: other data is refused before anything is changed
+        self.recipe.policy.load_weights(folder / "model")
+        if self.reference.needs_saving:
+            self.reference.load(folder / "reference")
+        self.updater.load_state_dict(state["updater"])
+        self.recipe.load_state_dict(state["recipe"])
+        self.log.load_state_dict(state)
+        restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
+        self.evaluation_pending = bool(state.get("evaluation_pending"))
+        return int(state["step"])
+
+    def _restore_best(self, step: int) -> None:
+        """Name the best of the checkpoints that are there, as it was when this step's was written."""
+        best = self.checkpoints.best()
+        if best is None:  # of a later step that is gone, if there was one
+            self.checkpoints.forget_best()
+            for earlier in self.checkpoints.steps():
+                self.note_best(earlier)
+        else:
+            self.note_best(step)  # a run killed right after writing the checkpoint had no time to
+
+    def _start_again(self) -> None:
+        if self.accelerator.is_main_process:
+            aside = set_aside(self.run_dir)
+            kept = f"; what it had written is kept in {aside}" if aside else ""
+            LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning%s", self.run_dir, kept)
+        self.log.truncate_after(-1)
 
     def write_parts(self, folder: Path) -> None:
         """Write the policy, the recipe's further weights and the reference into a checkpoint's folder."""

@@ -99,7 +99,9 @@ class CheckpointConfig:
     """When the run is saved and what is kept."""
 
     every: int = bounded(0, at_least=0)
-    """Steps between checkpoints; 0 = only at the end."""
+    """Steps between checkpoints; 0 = only by time and at the end."""
+    minutes: float = bounded(15.0, at_least=0)
+    """Minutes since the last checkpoint after which a step ends with one, whatever `every` says; 0 = never by time."""
     keep: int = bounded(2, at_least=0)
     """Newest checkpoints kept, beside the best one; 0 = all."""
     best_metric: str = ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,18 +22,27 @@ class TaskStream(Generic[TaskT]):
     Args:
         tasks: the training tasks.
         seed: seed of the run.
+        fingerprint: gives a digest of the tasks' contents, when it is first needed; None = nothing is compared.
         shuffle: whether epochs are permuted; otherwise the given order repeats.
 
     Raises:
         UserError: there are no tasks.
     """
 
-    def __init__(self, tasks: Sequence[TaskT], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[TaskT],
+        seed: int,
+        *,
+        fingerprint: Callable[[], str] | None = None,
+        shuffle: bool = True,
+    ) -> None:
         if not tasks:
             raise UserError("there are no training tasks")
         self.tasks = tasks
         self.seed = seed
         self.shuffle = shuffle
+        self._fingerprint = fingerprint
         self.position = 0
         self._order: tuple[int, list[int]] | None = None
 
@@ -47,20 +57,32 @@ class TaskStream(Generic[TaskT]):
         self.position += count
         return drawn
 
+    @cached_property
+    def contents(self) -> str | None:
+        """Digest of the tasks' contents; None where nobody gave one."""
+        return None if self._fingerprint is None else self._fingerprint()
+
     def state_dict(self) -> dict[str, Any]:
-        """Position in the endless order."""
-        return {"position": self.position, "size": len(self.tasks)}
+        """Position in the endless order, and what the tasks are."""
+        return {"position": self.position, "size": len(self.tasks), "contents": self.contents}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
 
         Raises:
-            UserError: the data has another number of tasks than the run that was saved.
+            UserError: the data is not that of the run that was saved.
         """
         if state["size"] != len(self.tasks):
             raise UserError(
                 f"the checkpoint was made with {state['size']} training tasks, now there are {len(self.tasks)}; "
                 "resume needs the same data"
+            )
+        saved = state.get("contents")  # the first release kept none
+        if saved is not None and self.contents is not None and saved != self.contents:
+            raise UserError(
+                f"the checkpoint was made with other training tasks: as many ({len(self.tasks)}), but their contents "
+                f"differ (digest {saved}, now {self.contents}); resume needs the same data; to train this model on "
+                "other data, start a run with model.path=<checkpoint>/model and another output_dir"
             )
         self.position = int(state["position"])
 

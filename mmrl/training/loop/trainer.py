@@ -11,13 +11,14 @@ from accelerate import Accelerator
 from mmrl.core.blocks import KeepAll
 from mmrl.core.filters import DynamicSamplingBuffer
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError
+from mmrl.errors import RunError, RunStopped
 from mmrl.training.loop.distributed import all_ranks, merge_lists
 from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.saving import RunSaver
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.stopping import StopSignals
 from mmrl.training.loop.tasks import TaskStream
 from mmrl.training.loop.update import Updater
 from mmrl.training.record.metrics import batch_metrics, restart_peak_memory
@@ -40,6 +41,7 @@ class Trainer:
         run_dir: folder of the run.
         accelerator: device, precision and processes.
         tracker: where metrics go; None on processes other than the first.
+        stop: asked between steps whether the run is to stop; None never stops it.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Trainer:
         run_dir: Path,
         accelerator: Accelerator,
         tracker: Tracker | None,
+        stop: StopSignals | None = None,
     ) -> None:
         self.recipe = recipe
         self.config = config
         self.run_dir = run_dir
         self.accelerator = accelerator
-        self.tasks = TaskStream(recipe.train_tasks, config.seed)
+        self.stop = stop
+        self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
         needed, start = recipe.objective.needs_reference, recipe.start
         self.reference = make_reference(config.reference, recipe.policy, needed=needed, start=start)
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
@@ -70,6 +74,7 @@ class Trainer:
             log=self.log,
         )
         self.step = 0
+        self.resumed = False
 
     @property
     def policy(self) -> Any:
@@ -84,14 +89,21 @@ class Trainer:
 
         Raises:
             RunError: the run cannot go on.
+            RunStopped: a signal asked for the end; the state is saved.
         """
-        if self.step == 0:
+        if not self.resumed:
             self.saver.start()
+            self._stop_if_asked(save=False)
             if self.config.evaluation.at_start:
                 self.evaluate("before")
+        elif self.saver.evaluation_pending:
+            self._evaluate_and_save()
+        self._stop_if_asked()
         while self.step < self.config.trainer.steps:
             self.train_step()
+            self._stop_if_asked(evaluated=False)
             self._evaluate_and_save()
+            self._stop_if_asked()
         return self._finish()
 
     def train_step(self) -> None:
@@ -153,13 +165,18 @@ class Trainer:
         """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""
         self.saver.save(self.step)
 
-    def resume(self) -> None:
+    def resume(self, *, from_last_good: bool = False) -> None:
         """Continue from the newest checkpoint, bit for bit as if the run had never stopped.
 
+        Args:
+            from_last_good: where the newest one is damaged, take the newest whole one.
+
         Raises:
-            UserError: the checkpoint is damaged, or the data differs.
+            UserError: the checkpoint is damaged or does not fit, or the data differs.
         """
-        self.step = self.saver.resume()
+        step = self.saver.resume(from_last_good=from_last_good)
+        self.resumed = step is not None
+        self.step = step or 0
 
     def _sample(self, attempt: int) -> Rollouts:
         rank = self.accelerator.process_index
@@ -196,12 +213,33 @@ class Trainer:
     def _evaluate_and_save(self) -> None:
         """Do what is due after a step."""
         last = self.step >= self.config.trainer.steps
-        evaluation, checkpoint = self.config.evaluation, self.config.checkpoint
+        evaluation = self.config.evaluation
+        self.saver.evaluation_pending = False
         if (evaluation.every and self.step % evaluation.every == 0 and not last) or (last and evaluation.at_end):
             self.evaluate("after" if last else "during")
-        if (checkpoint.every and self.step % checkpoint.every == 0) or last:
+        if self.saver.scheduled(self.step):
             self.save()
             self.saver.note_best(self.step)
+        elif self.saver.overdue():
+            self.save()
+
+    def _stop_if_asked(self, *, evaluated: bool = True, save: bool = True) -> None:
+        """End the run between two steps where a signal asked for it.
+
+        Args:
+            evaluated: whether the evaluation of this step, where one is due, is done.
+            save: whether there is anything to save.
+        """
+        if self.stop is None or not self.stop.requested(self.accelerator):
+            return
+        assert self.stop.signum is not None
+        self.saver.evaluation_pending = not evaluated
+        if save:
+            self.saver.save_before_stop(self.step)
+        kept = self.saver.checkpoints.steps()
+        saved = f"the newest checkpoint is that of step {kept[-1]}" if kept else "there is no checkpoint"
+        message = f"stopped after step {self.step} of {self.config.trainer.steps}; {saved}"
+        raise RunStopped(self.stop.signum, message, resumable=bool(kept))
 
     def _finish(self) -> dict[str, Any]:
         found = {

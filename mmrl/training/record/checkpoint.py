@@ -1,10 +1,13 @@
-"""Checkpoints: written to a temporary folder, renamed when whole, listed with sizes so that damage is noticed."""
+"""Checkpoints: written to a temporary folder, renamed when whole, listed with checksums so that damage is noticed."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +16,23 @@ import torch
 from safetensors import SafetensorError
 
 from mmrl.errors import UserError
+from mmrl.training.record.jsonlines import write_atomically
+from mmrl.training.record.manifest import DamagedError, fsync, verify, write_manifest
 
 __all__ = ["Checkpoints", "link_or_copy"]
 
-MANIFEST = "manifest.json"
+LOGGER = logging.getLogger("mmrl")
 STATE = "state.pt"
 TEMPORARY_PREFIX = ".partial-"
+REPLACED_PREFIX = ".replaced-"
+DAMAGED_PREFIX = "damaged-"
 
 
 class Checkpoints:
     """The checkpoint folder of one run.
 
     Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` when the run has its own copy,
-    `state.pt` (optimiser, counters, task position, every RNG, recipe state), `manifest.json` (file sizes).
+    `state.pt` (optimiser, counters, task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
 
     Args:
         folder: `checkpoints` of the run.
@@ -56,8 +63,7 @@ class Checkpoints:
         try:
             temporary.mkdir(parents=True)
             _write(temporary, state, write_parts)
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
+            self._put(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -77,19 +83,24 @@ class Checkpoints:
     def mark_best(self, step: int, metric: str, value: float) -> None:
         """Remember which checkpoint is the best so far."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"step": step, "metric": metric, "value": value})
-        temporary = self.folder / f"{TEMPORARY_PREFIX}best.json"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.folder / "best.json")
+        write_atomically(self.folder / "best.json", json.dumps({"step": step, "metric": metric, "value": value}))
+
+    def forget_best(self) -> None:
+        """Forget what `mark_best` wrote."""
+        (self.folder / "best.json").unlink(missing_ok=True)
 
     def best(self) -> dict[str, Any] | None:
-        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted."""
+        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted.
+
+        Raises:
+            UserError: best.json is not what `mark_best` writes.
+        """
         path = self.folder / "best.json"
         try:
-            best = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        except ValueError as error:
+            best = _checked_best(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} is damaged: {error}; delete it, the newest checkpoint then counts") from error
-        return best if best is not None and self.path(int(best["step"])).is_dir() else None
+        return best if best is not None and self.path(best["step"]).is_dir() else None
 
     def latest(self) -> Path:
         """The newest checkpoint, checked to be whole.
@@ -108,52 +119,94 @@ class Checkpoints:
         """Compare a checkpoint with its manifest.
 
         Raises:
-            UserError: a file is missing or has another size; names it and what to do.
+            UserError: a file is missing or altered; names it and the newest whole checkpoint before.
         """
-        older = [step for step in self.steps() if self.path(step) != path]
-        advice = f"delete {path} to resume from step {older[-1]}" if older else f"delete {path} and start again"
-        manifest = path / MANIFEST
-        if not manifest.is_file():
-            raise UserError(f"checkpoint {path} is damaged: {MANIFEST} is missing; {advice}")
+        damage = self.damage(path)
+        if damage is not None:
+            raise UserError(self._refusal(path, damage))
+
+    @staticmethod
+    def damage(path: Path) -> str | None:
+        """What is wrong with a checkpoint; None where it is whole."""
         try:
-            sizes = json.loads(manifest.read_text(encoding="utf-8"))
-            if STATE not in sizes:
-                raise ValueError(f"it does not list {STATE}")
-        except (TypeError, ValueError) as error:
-            raise UserError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read; {advice}") from error
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size if (path / name).is_file() else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise UserError(f"checkpoint {path} is damaged: {name} {state}; {advice}")
+            verify(path, needed=[STATE])
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    def set_damaged_aside(self) -> None:
+        """Rename every checkpoint that is newer than the newest whole one, so that a resume starts from that.
+
+        Raises:
+            UserError: no checkpoint is whole; nothing is renamed.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for step in reversed(self.steps()):
+            path = self.path(step)
+            damage = self.damage(path) or _unreadable(path)
+            if damage is None:
+                break
+            damaged.append((path, damage))
+        else:
+            found = "; ".join(f"{path.name}: {damage}" for path, damage in damaged) or "there is none"
+            raise UserError(f"no checkpoint in {self.folder} is whole ({found}); start again in another output_dir")
+        for path, damage in damaged:
+            aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
+            if aside.exists():
+                aside = aside.with_name(f"{aside.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            path.rename(aside)
+            LOGGER.warning("checkpoint %s is damaged (%s); it is kept as %s", path, damage, aside.name)
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
         """Read the state of a checked checkpoint.
 
         Raises:
-            UserError: the file has the right size but cannot be read.
+            UserError: the file has the right checksum but cannot be read.
         """
         try:
-            return torch.load(path / STATE, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-        except Exception as error:  # torch, zipfile and pickle each raise their own
-            raise UserError(
-                f"checkpoint {path} is damaged: {STATE} cannot be read ({type(error).__name__}); delete {path} to "
-                "resume from the one before it"
-            ) from error
+            return _read_state(path)
+        except DamagedError as error:
+            raise UserError(Checkpoints(path.parent)._refusal(path, str(error))) from error
 
     def remove_partial(self) -> None:
-        """Delete what a killed writer left behind."""
+        """Delete what a killed writer left behind; a checkpoint that it was about to replace comes back."""
+        for path in self.folder.glob(f"{REPLACED_PREFIX}*"):
+            final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
+            shutil.rmtree(path, ignore_errors=True) if final.exists() else path.rename(final)
         for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def _put(self, temporary: Path, final: Path) -> None:
+        """Give a whole checkpoint its name."""
+        replaced = final.with_name(f"{REPLACED_PREFIX}{final.name}")
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        fsync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _forget_old(self) -> None:
         best = self.best()
         protected = set(self.steps()[-self.keep :] if self.keep else self.steps())
         if best is not None:
-            protected.add(int(best["step"]))
+            protected.add(best["step"])
         for step in set(self.steps()) - protected:
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            # renamed first, so that a kill leaves no half of it under its name
+            half = self.folder / f"{TEMPORARY_PREFIX}{self.path(step).name}"
+            shutil.rmtree(half, ignore_errors=True)
+            self.path(step).rename(half)
+            shutil.rmtree(half, ignore_errors=True)
+
+    def _refusal(self, path: Path, damage: str) -> str:
+        older = [self.path(step) for step in reversed(self.steps()) if self.path(step) != path]
+        whole = next((other for other in older if self.damage(other) is None), None)
+        if whole is None:
+            advice = f"no other checkpoint of the run is whole; delete {path.parent.parent} to start again"
+        else:
+            step = int(whole.name.removeprefix("step-"))
+            advice = f"step {step} is whole: add --from-last-good to resume from it, or delete {path}"
+        return f"checkpoint {path} is damaged: {damage}; {advice}"
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -176,15 +229,38 @@ def _write(folder: Path, state: dict[str, Any], write_parts: Callable[[Path], No
     try:
         write_parts(folder)
         torch.save(state, folder / STATE)
-        _write_manifest(folder)
+        write_manifest(folder)
     except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
         raise OSError(f"{type(error).__name__}, as on a full disk: {error}") from error
 
 
-def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    (folder / MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-    for path in files:
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle each raise their own
+        raise DamagedError(f"{STATE} cannot be read ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "step" not in state:
+        raise DamagedError(f"{STATE} holds no state of a run")
+    return state
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        _read_state(path)
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def _checked_best(found: Any) -> dict[str, Any]:
+    """What best.json holds; raises ValueError where it is not what `mark_best` writes."""
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, expected step, metric and value")
+    kinds = {"step": int, "metric": str, "value": (int, float)}
+    for name, kind in kinds.items():
+        value = found.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise ValueError(f"its {name} is {value!r}")
+    if not math.isfinite(found["value"]) or found["step"] < 0:
+        raise ValueError(f"its step is {found['step']} and its value {found['value']}")
+    return found

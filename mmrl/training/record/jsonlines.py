@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+import shutil
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["JsonLines", "finite_or_none", "read_jsonl", "write_atomically"]
+from mmrl.errors import UserError
+
+__all__ = ["JsonLines", "finite_or_none", "read_jsonl", "read_steps", "write_atomically"]
+
+LOGGER = logging.getLogger("mmrl")
 
 
 class JsonLines:
@@ -35,9 +42,14 @@ class JsonLines:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop records of later steps, so that a resumed run writes them once; those without a step stay."""
+        """Drop records of later steps, so that a resumed run writes them once; those without a step stay.
+
+        Raises:
+            UserError: a record's step is not a whole number.
+        """
         self.close()
-        self._rewrite(lambda record: record.get("step", step) <= step)
+        read_steps(self.path)
+        self._rewrite(lambda record: bool(record.get("step", step) <= step))
 
     def close(self) -> None:
         """Close the file; a later `append` opens it again."""
@@ -45,14 +57,25 @@ class JsonLines:
             self._file.close()
             self._file = None
 
-    def _rewrite(self, keep: Any) -> None:
+    def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         if not self.path.exists():
             return
         old = self.path.read_text(encoding="utf-8", errors="replace")
-        kept = [line for line, record in _parsed_lines(old) if keep(record)]
-        new = "".join(line + "\n" for line in kept)
+        parsed = _parsed_lines(old)
+        new = "".join(line + "\n" for line, record in parsed if keep(record))
         if new != old:
+            self._keep_unreadable(old, len(parsed))
             write_atomically(self.path, new)
+
+    def _keep_unreadable(self, old: str, readable: int) -> None:
+        """Keep a copy of a file with lines that are no records; a killed writer leaves one such line, the last."""
+        whole = [line for line in old.split("\n")[:-1] if line.strip()]
+        if len(whole) <= readable:
+            return
+        copy = self.path.with_name(f"{self.path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
+        shutil.copy2(self.path, copy)
+        count = len(whole) - readable
+        LOGGER.warning("%s has %d lines that cannot be read; the file as it was is kept as %s", self.path, count, copy)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -60,6 +83,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [record for _, record in _parsed_lines(path.read_text(encoding="utf-8", errors="replace"))]
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a JSON Lines file that have a step.
+
+    Raises:
+        UserError: a step is not a whole number from 0.
+    """
+    records = [record for record in read_jsonl(path) if "step" in record]
+    for record in records:
+        step = record["step"]
+        if type(step) is not int or step < 0:
+            raise UserError(f"{path}: a line has the step {step!r}; expected a whole number; mend or remove that line")
+    return records
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -94,7 +131,7 @@ def _parsed_lines(text: str) -> list[tuple[str, dict[str, Any]]]:
     for line in text.split("\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             parsed.append((line, record))

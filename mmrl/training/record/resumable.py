@@ -30,6 +30,8 @@ class ResumableRows:
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any], unsaved: Collection[str] = ()) -> None:
         fingerprint = short_digest(json.dumps(conditions, sort_keys=True, default=str).encode())
         self.path = folder / f"{name}-{fingerprint}.jsonl"
+        self.pictures = folder / "pictures"
+        """Where the images of samples lie that belong to rows."""
         self.conditions = conditions
         self.unsaved = frozenset(unsaved)
 

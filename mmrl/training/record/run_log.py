@@ -12,6 +12,7 @@ import torch
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.record.jsonlines import finite_or_none, write_atomically
 from mmrl.training.record.metrics import peak_memory_mb
+from mmrl.training.record.run_folder import forget_after
 from mmrl.training.record.samples import SampleRecord, write_samples
 from mmrl.training.record.stopwatch import STAGES_BETWEEN, Stopwatch
 from mmrl.training.record.tracking import Tracker
@@ -95,6 +96,7 @@ class RunLog:
         """Forget what was logged after a step, before a resumed run goes on from there."""
         if self.tracker is not None:
             self.tracker.truncate_after(step)
+            forget_after(self.run_dir, step)
 
     def result(self, found: Mapping[str, Any], *, write: bool) -> dict[str, Any]:
         """Complete the content of result.json with the totals and evaluations.
@@ -115,12 +117,13 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Totals and evaluations, for a checkpoint."""
-        return {"totals": self.totals, "evaluations": self.evaluations}
+        return {"totals": self.totals, "evaluations": self.evaluations, "failed_checkpoints": self.failed_checkpoints}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self.totals = state["totals"]
         self.evaluations = state["evaluations"]
+        self.failed_checkpoints = int(state.get("failed_checkpoints", 0))
 
 
 def _per_split(evaluations: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from mmrl.training.record.jsonlines import finite_or_none, read_jsonl, write_ato
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["SampleRecord", "read_samples", "sample_steps", "write_samples"]
+__all__ = ["SampleRecord", "load_record", "read_samples", "sample_steps", "store_record", "write_samples"]
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 IMAGE_FIELDS = ("images", "outputs")
@@ -66,14 +66,8 @@ def write_samples(run_dir: Path, step: int, split: str, records: Sequence[Sample
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[int, str] = {}
-    lines = []
-    for record in records:
-        for image in (*record.images, *record.outputs):
-            if id(image) not in names:
-                names[id(image)] = _store_image(folder, image)
-        stored = {key: [names[id(image)] for image in getattr(record, key)] for key in IMAGE_FIELDS}
-        fields = {**vars(record), **stored}
-        lines.append(json.dumps(finite_or_none(fields), ensure_ascii=False, allow_nan=False) + "\n")
+    rows = [store_record(folder, record, names) for record in records]
+    lines = [json.dumps(finite_or_none(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     path = folder / f"{split}.jsonl"
     write_atomically(path, "".join(lines))
     return path
@@ -93,19 +87,47 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
     """
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     images: dict[str, Image | None] = {}
-    known = set(SampleRecord.__dataclass_fields__)
-    records = []
-    for row in read_jsonl(folder / f"{split}.jsonl"):
-        fields: dict[str, Any] = {key: value for key, value in row.items() if key in known}
-        for key in IMAGE_FIELDS:
-            names = row.get(key) or []
-            images |= {name: _load_image(folder / Path(name).name) for name in names if name not in images}
-            fields[key] = [image for name in names if (image := images[name]) is not None]
-        fields["terms"] = {
-            name: math.nan if value is None else value for name, value in (row.get("terms") or {}).items()
-        }
-        records.append(SampleRecord(**{"id": "", "prompt": "", "response": "", **fields}))
-    return records
+    return [load_record(folder, row, images) for row in read_jsonl(folder / f"{split}.jsonl")]
+
+
+def store_record(folder: Path, record: SampleRecord, names: dict[int, str] | None = None) -> dict[str, Any]:
+    """Write a sample's images as PNG files.
+
+    Args:
+        folder: Where they go; created with its parents.
+        record: The sample.
+        names: Files of the images that are written already, by the objects' ids; the new ones are added.
+
+    Returns:
+        The sample's fields with file names in place of images.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {} if names is None else names
+    for image in (*record.images, *record.outputs):
+        if id(image) not in names:
+            names[id(image)] = _store_image(folder, image)
+    return {**vars(record), **{key: [names[id(image)] for image in getattr(record, key)] for key in IMAGE_FIELDS}}
+
+
+def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | None] | None = None) -> SampleRecord:
+    """Read back what `store_record` returned.
+
+    Args:
+        folder: Where the images lie.
+        row: The sample's fields.
+        images: Images that are read already, by file; the new ones are added.
+
+    Returns:
+        The sample; an image file that cannot be read is left out.
+    """
+    images = {} if images is None else images
+    fields: dict[str, Any] = {key: value for key, value in row.items() if key in SampleRecord.__dataclass_fields__}
+    for key in IMAGE_FIELDS:
+        names = row.get(key) or []
+        images |= {name: _load_image(folder / Path(name).name) for name in names if name not in images}
+        fields[key] = [image for name in names if (image := images[name]) is not None]
+    fields["terms"] = {name: math.nan if value is None else value for name, value in (row.get("terms") or {}).items()}
+    return SampleRecord(**{"id": "", "prompt": "", "response": "", **fields})
 
 
 def sample_steps(run_dir: Path, split: str) -> list[int]:

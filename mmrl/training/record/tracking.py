@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.record.jsonlines import read_jsonl
+from mmrl.errors import UserError
+from mmrl.training.record.jsonlines import read_steps
 from mmrl.training.record.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -188,9 +189,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
     Returns:
         One record a step in rising order, the last one where a step was written twice; null is NaN.
+
+    Raises:
+        UserError: a value is not a number.
     """
-    records = {record["step"]: record for record in read_jsonl(Path(run_dir) / "metrics.jsonl") if "step" in record}
-    return [_none_to_nan(records[step]) for step in sorted(records)]
+    path = Path(run_dir) / "metrics.jsonl"
+    records = {record["step"]: record for record in read_steps(path)}
+    return [_numbers(records[step], path) for step in sorted(records)]
 
 
 def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
@@ -203,16 +208,27 @@ def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = 
 
     Returns:
         Records in rising order of steps, the last one where an evaluation was written twice; null is NaN.
+
+    Raises:
+        UserError: a tag or split is not a text, or another value not a number.
     """
+    path = Path(run_dir) / "evaluations.jsonl"
     records = {}
-    for record in read_jsonl(Path(run_dir) / "evaluations.jsonl"):
-        if "step" in record and split in (None, record.get("split")) and tag in (None, record.get("tag")):
+    for record in read_steps(path):
+        record = _numbers(record, path, texts=("tag", "split"))
+        if split in (None, record.get("split")) and tag in (None, record.get("tag")):
             records[record["step"], record.get("tag"), record.get("split")] = record
-    return [_none_to_nan(record) for record in sorted(records.values(), key=lambda record: record["step"])]
+    return sorted(records.values(), key=lambda record: record["step"])
 
 
-def _none_to_nan(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if value is None else value for name, value in record.items()}
+def _numbers(record: dict[str, Any], path: Path, texts: Sequence[str] = ()) -> dict[str, Any]:
+    """A record with NaN for null; raises UserError where a value is of another kind than the suite writes."""
+    for name, value in record.items():
+        if value is not None and not isinstance(value, str if name in texts else int | float):
+            kind = "a text" if name in texts else "a number"
+            found = f"step {record['step']} has {name} {value!r:.60}"
+            raise UserError(f"{path}: {found}; expected {kind}; mend or remove that line")
+    return {name: math.nan if value is None and name not in texts else value for name, value in record.items()}
 
 
 METRICS: dict[str, str] = {

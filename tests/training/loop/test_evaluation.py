@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.evaluation import Measure, evaluate_tasks, unscored, with_interval
@@ -76,23 +77,54 @@ def test_without_tasks_nothing_is_run():
     assert found.records == []
 
 
-def test_an_interrupted_evaluation_continues_and_failures_are_run_again(tmp_path, caplog):
+def test_an_interrupted_evaluation_continues_with_whole_batches(tmp_path, caplog):
+    tasks = range(1, 10)
     broken = Squares(folder=tmp_path, fails={(1, 0)})
     run = broken.run
-    broken.run = lambda batch, start: run(batch, start) if start == 0 else pytest.fail("interrupted")
+    broken.run = lambda batch, start: run(batch, start) if start < 6 else pytest.fail("interrupted")
     with pytest.raises(pytest.fail.Exception):
-        evaluate(broken)
-    path = broken.saved_rows([1, 2, 3, 4], 1).path
-    assert [row["index"] for row in read_jsonl(path)] == [0, 1, 2]
+        evaluate(broken, tasks=tasks)
+    path = broken.saved_rows(list(tasks), 1).path
+    assert [row["index"] for row in read_jsonl(path)] == list(range(6))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))  # killed between the rows of a batch
     again = Squares(folder=tmp_path)
+    assert evaluate(again, tasks=tasks).metrics["square/sum"] == sum(task**2 for task in tasks)
+    # the first batch had a failure, the second one was cut; what is computed together is as without the cut
+    assert again.batches == [(start, [(start + row, 0) for row in range(3)]) for start in (0, 3, 6)]
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
+    third = Squares(folder=tmp_path)
     with caplog.at_level("INFO"):
-        assert evaluate(again).metrics["square/sum"] == 30
-    assert again.batches == [(0, [(1, 0), (3, 0)])]
-    assert f"2 of 4 tasks are taken from {path}" in caplog.text
-    assert [(row["index"], row["failed"]) for row in read_jsonl(path)] == [(index, False) for index in range(4)]
+        evaluate(third, tasks=tasks)
+    assert third.batches == [(6, [(6, 0), (7, 0), (8, 0)])]
+    assert f"6 of 9 tasks are taken from {path}" in caplog.text
+    assert [(row["index"], row["failed"]) for row in read_jsonl(path)] == [(index, False) for index in range(9)]
     assert "frames" not in read_jsonl(path)[0]
-    assert json.loads(path.with_suffix(".protocol.json").read_text()) == {"tasks": [1, 2, 3, 4]}
-    assert again.finished == [(4, path)]
+    assert json.loads(path.with_suffix(".protocol.json").read_text()) == {"tasks": list(tasks)}
+    assert third.finished == [(9, path)]
+
+
+def test_samples_of_rows_that_are_taken_over_keep_their_images(tmp_path):
+    class Drawn(Squares):
+        def record(self, row):
+            image = Image.new("RGB", (4, 3), (row["frames"][0], row["index"], 7))
+            return SampleRecord(id=str(row["index"]), prompt="p", response="r", outputs=[image], terms={"a": math.nan})
+
+    first = evaluate(Drawn(folder=tmp_path), tasks=(1, 2, 3)).records
+    again = Drawn(folder=tmp_path)
+    second = evaluate(again, tasks=(1, 2, 3)).records
+    assert again.batches == []
+    assert [record.id for record in second] == ["0", "1"]
+    assert [record.outputs[0].tobytes() for record in second] == [record.outputs[0].tobytes() for record in first]
+    assert math.isnan(second[0].terms["a"])
+
+
+@pytest.mark.parametrize("row", ['{"index": "0", "repeat": 0}', '{"repeat": 0}', '{"index": 7, "repeat": 0}'])
+def test_rows_that_name_no_trial_are_run_again(tmp_path, row):
+    rows = Squares(folder=tmp_path).saved_rows([1, 2, 3], 1)
+    tmp_path.mkdir(exist_ok=True)
+    rows.path.write_text(row + "\n")
+    again = Squares(folder=tmp_path)
+    assert evaluate(again, tasks=(1, 2, 3)).metrics["square/sum"] == 14
 
 
 def test_rows_of_other_conditions_are_left_alone(tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.training.record.checkpoint import Checkpoints, link_or_copy
+from mmrl.training.record.manifest import check_model, write_manifest
 
 
 def write(folder):
@@ -37,22 +38,110 @@ def test_latest_is_read_back(checkpoints):
     assert torch.equal(state["values"], torch.arange(3))
 
 
-@pytest.mark.parametrize("kind", ["truncated", "missing", "manifest"])
-def test_damage_is_named_with_advice(checkpoints, kind):
-    newest = checkpoints.path(3)
-    if kind == "truncated":
-        (newest / "model" / "weights").write_bytes(b"x" * 10)
-    elif kind == "missing":
-        (newest / "model" / "weights").unlink()
-    else:
-        (newest / "manifest.json").write_text("{")
-    culprit = {
-        "truncated": "has 10 bytes instead of 1000",
-        "missing": "model/weights is missing",
-        "manifest": "manifest",
-    }
-    with pytest.raises(UserError, match=f"{culprit[kind]}.*resume from step 2"):
+@pytest.mark.parametrize("kind", ["truncated", "missing", "flipped", "state", "manifest", "entry", "list"])
+def test_damage_is_named_with_the_newest_whole_one(checkpoints, kind):
+    damage(checkpoints.path(3), kind)
+    with pytest.raises(UserError, match=f"{DAMAGE[kind]}.*step 2 is whole: add --from-last-good") as refused:
         checkpoints.latest()
+    assert "\n" not in str(refused.value)
+
+
+DAMAGE = {
+    "truncated": "has 10 bytes instead of 1000",
+    "missing": "model/weights is missing",
+    "flipped": "model/weights is not what was written",
+    "state": "state.pt is not what was written",
+    "manifest": "manifest.json cannot be read",
+    "entry": "its entry of state.pt is 'x'",
+    "list": "does not list state.pt",
+}
+
+
+def damage(folder, kind):
+    weights, state, manifest = folder / "model" / "weights", folder / "state.pt", folder / "manifest.json"
+    if kind == "truncated":
+        weights.write_bytes(b"x" * 10)
+    elif kind == "missing":
+        weights.unlink()
+    elif kind in ("flipped", "state"):
+        path = weights if kind == "flipped" else state
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    else:
+        entries = json.loads(manifest.read_text()) | {"state.pt": "x"}
+        manifest.write_text({"manifest": "{", "entry": json.dumps(entries), "list": "[1]"}[kind])
+
+
+def test_sizes_alone_are_checked_where_the_first_release_wrote_no_more(checkpoints):
+    manifest = checkpoints.path(3) / "manifest.json"
+    manifest.write_text(json.dumps({name: entry["bytes"] for name, entry in json.loads(manifest.read_text()).items()}))
+    assert checkpoints.latest() == checkpoints.path(3)
+    (checkpoints.path(3) / "model" / "weights").write_bytes(b"x")
+    with pytest.raises(UserError, match="has 1 bytes instead of 1000"):
+        checkpoints.latest()
+
+
+def test_damaged_ones_are_set_aside_never_deleted(checkpoints, caplog):
+    damage(checkpoints.path(3), "flipped")
+    checkpoints.set_damaged_aside()
+    assert checkpoints.latest() == checkpoints.path(2)
+    aside = checkpoints.folder / "damaged-step-000003"
+    assert (aside / "state.pt").is_file()
+    assert "model/weights is not what was written" in caplog.text
+    checkpoints.save(3, {"step": 3}, write)
+    damage(checkpoints.path(3), "missing")
+    checkpoints.set_damaged_aside()
+    assert len(list(checkpoints.folder.glob("damaged-step-000003*"))) == 2
+    damage(checkpoints.path(2), "state")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+        checkpoints.set_damaged_aside()
+    assert checkpoints.steps() == [2]
+
+
+def test_state_with_the_right_checksum_that_cannot_be_read_is_damage_too(checkpoints):
+    (checkpoints.path(3) / "state.pt").write_bytes(b"no archive")
+    write_manifest(checkpoints.path(3))
+    with pytest.raises(UserError, match=r"state\.pt cannot be read .*--from-last-good"):
+        Checkpoints.load_state(checkpoints.latest())
+    checkpoints.set_damaged_aside()
+    assert checkpoints.latest() == checkpoints.path(2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        "null",
+        '{"step": "2", "metric": "a", "value": 1}',
+        '{"step": 2, "metric": "a", "value": NaN}',
+        '{"step": true, "metric": "a", "value": 1}',
+        '{"metric": "a", "value": 1}',
+        "[" * 100_000,
+    ],
+)
+def test_odd_best_file_is_one_line(checkpoints, text):
+    (checkpoints.folder / "best.json").write_text(text)
+    with pytest.raises(UserError, match=r"best\.json is damaged: .*; delete it") as refused:
+        checkpoints.best()
+    assert "\n" not in str(refused.value)
+
+
+def test_checkpoint_that_was_being_replaced_comes_back_after_a_kill(checkpoints):
+    checkpoints.path(3).rename(checkpoints.folder / ".replaced-step-000003")
+    checkpoints.remove_partial()
+    assert checkpoints.latest() == checkpoints.path(3)
+
+
+def test_model_folder_of_a_checkpoint_is_verified(checkpoints, tmp_path):
+    check_model(checkpoints.path(3) / "model")
+    check_model(tmp_path)  # no checkpoint
+    damage(checkpoints.path(3), "state")
+    check_model(checkpoints.path(3) / "model")
+    damage(checkpoints.path(3), "flipped")
+    with pytest.raises(UserError, match="model/weights is not what was written"):
+        check_model(checkpoints.path(3) / "model")
 
 
 def test_nothing_to_resume(tmp_path):

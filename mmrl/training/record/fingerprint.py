@@ -1,0 +1,99 @@
+"""A digest of what a data set holds, by which a resumed run tells whether it is still the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["content_digest"]
+
+FILES_READ = 256
+"""Pictures, videos and other files whose bytes are read, spread evenly over the data; the names of all count."""
+PLACES = frozenset({"id"})
+"""Fields that name a row by its place in a file, which may be renamed."""
+FILE_FIELDS = frozenset({"images", "videos"})
+"""Fields in which a text is a file's path; a folder may be moved, so only the name counts."""
+
+
+def content_digest(items: Iterable[Any]) -> str:
+    """Digest of items in their order: texts, numbers, arrays and pictures, and the bytes of some of their files.
+
+    Args:
+        items: dataclasses, mappings, sequences and values; an object with `read` is a file that is read when needed.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    files: list[Any] = []
+    digest = hashlib.blake2b(digest_size=8)
+
+    def plain(value: Any) -> Any:
+        return _plain(value, files)
+
+    for item in items:
+        digest.update(json.dumps(item, default=plain).encode() + b"\n")
+    step = max(1, -(-len(files) // FILES_READ))
+    for source in files[::step]:
+        digest.update(json.dumps(_content(source), default=plain).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _plain(value: Any, files: list[Any]) -> Any:
+    """What JSON is to write for an object that it does not know; files are noted to be read later."""
+    if isinstance(value, Path):
+        files.append(value)
+        return {"file": value.name}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"bytes": _digest(bytes(value))}
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        return {"tensor": [str(value.dtype), list(value.shape), _digest(value.reshape(-1).view(torch.uint8).numpy())]}
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        return {"array": [str(array.dtype), list(array.shape), _digest(array.tobytes())]}
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if hasattr(value, "tobytes"):  # a PIL image
+        return {"image": [str(getattr(value, "mode", "")), list(getattr(value, "size", ())), _digest(value.tobytes())]}
+    return _plain_object(value, files)
+
+
+def _plain_object(value: Any, files: list[Any]) -> Any:
+    found: dict[str, Any] = {"kind": type(value).__name__}  # its text may hold an address in memory
+    if callable(getattr(value, "read", None)):
+        files.append(value)
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            entry = getattr(value, field.name)
+            if field.name not in PLACES and not callable(entry):
+                found[field.name] = _as_files(entry) if field.name in FILE_FIELDS else entry
+    return found
+
+
+def _as_files(sources: Any) -> Any:
+    """Paths in place of the texts that are paths."""
+    if isinstance(sources, str):
+        return sources if sources.startswith("data:") else Path(sources)
+    return [_as_files(source) for source in sources] if isinstance(sources, Sequence) else sources
+
+
+def _content(source: Any) -> Any:
+    """What a file holds; None where it cannot be read, which a run finds out in its own way."""
+    try:
+        found = source.read_bytes() if isinstance(source, Path) else source.read()
+        return Path(found).read_bytes() if isinstance(found, str) and Path(found).is_file() else found
+    except Exception:  # each kind of source raises its own
+        return None
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
