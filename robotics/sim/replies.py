@@ -13,7 +13,7 @@ from mmrl.workers.worker import Request
 
 __all__ = ["divergence", "misshapen", "problem_in_hello"]
 
-LARGEST_SIZE = 1 << 31
+LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "image_size": 1 << 14}
 
 
 def problem_in_hello(hello: Mapping[str, Any]) -> str:
@@ -22,8 +22,9 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
     numbers = {name: hello.get(name) for name in ("action_size", "state_size", "horizon")}
     numbers |= {f"image_size[{place}]": size for place, size in enumerate(sizes if isinstance(sizes, list) else ())}
     for name, number in numbers.items():
-        if type(number) is not int or not 0 <= number <= LARGEST_SIZE or (number == 0 and name != "state_size"):
-            return f"{name} is {number!r:.80}; expected a whole number up to {LARGEST_SIZE}"
+        least, most = int(name != "state_size"), LARGEST[name.partition("[")[0]]
+        if type(number) is not int or not least <= number <= most:
+            return f"{name} is {number!r:.80}; expected a whole number from {least} to {most}"
     if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
         return f"image_size is {sizes!r:.80}; expected two numbers"
     named = {name: hello.get(name) for name in ("tasks", "layouts", "describe")}

@@ -65,7 +65,13 @@ def test_memory_is_measured_and_limited():
 
 @pytest.mark.parametrize(
     "claims",
-    [{"action_size": 0}, {"state_size": -1}, {"horizon": 1 << 40}, {"image_size": [6, 1 << 40]}],
+    [
+        {"action_size": 0},
+        {"state_size": -1},
+        {"state_size": 1 << 40},
+        {"horizon": 1 << 40},
+        {"image_size": [6, 1 << 40]},
+    ],
     ids=str,
 )
 def test_an_environment_that_describes_itself_wrongly_is_refused(claims):
