@@ -28,8 +28,15 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
     if sizes is not None and (not isinstance(sizes, list) or len(sizes) != 2):
         return f"image_size is {sizes!r:.80}; expected two numbers"
     named = {name: hello.get(name) for name in ("tasks", "layouts", "describe")}
-    wrong = [name for name, value in named.items() if not isinstance(value, dict)]
-    return f"{wrong[0]} is no dict" if wrong else ""
+    for name, value in named.items():
+        if not isinstance(value, dict):
+            return f"{name} is {value!r:.80}; expected a dict"
+    if not all(isinstance(text, str) for text in hello["tasks"].values()):
+        return f"tasks is {hello['tasks']!r:.80}; expected the instruction of each task"
+    if not all(count is None or (type(count) is int and count >= 0) for count in hello["layouts"].values()):
+        return f"layouts is {hello['layouts']!r:.80}; expected a number or None for each split"
+    missing = [name for name in ("python", "numpy", "expert") if name not in hello]
+    return f"{missing[0]} is missing" if missing else ""
 
 
 def misshapen(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import RunError, UserError
+from robotics.sim.replies import problem_in_hello
 from robotics.sim.subprocess_sim import SubprocessSim
 from tests.robotics.test_subprocess_sim import _no_renderer, settings, specs, zeros  # noqa: F401
 
@@ -77,3 +78,27 @@ def test_memory_is_measured_and_limited():
 def test_an_environment_that_describes_itself_wrongly_is_refused(claims):
     with pytest.raises(RunError, match=f"describes itself wrongly: {next(iter(claims))}"):
         SubprocessSim(settings("lying", kwargs=claims, images=False))
+
+
+GOOD = {
+    "action_size": 2,
+    "state_size": 0,
+    "horizon": 9,
+    "image_size": None,
+    "tasks": {"a": "go"},
+    "layouts": {"x": None},
+}
+GOOD |= {"describe": {}, "python": "3", "numpy": "2", "expert": False}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tasks": ["a"]}, {"tasks": {"a": 1}}, {"layouts": {"x": "many"}}, {"image_size": 3}, {"horizon": True}, {}],
+    ids=str,
+)
+def test_what_a_worker_says_of_itself_is_checked(change):
+    assert problem_in_hello(GOOD) == ""
+    changed = {**GOOD, **change}
+    if not change:
+        del changed["numpy"]
+    assert next(iter(change), "numpy") in problem_in_hello(changed)
