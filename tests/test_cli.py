@@ -104,7 +104,7 @@ def test_process_leaves_with_the_exit_code():
         (["compare", str(PROJECT / "pyproject.toml"), "--jobs", "0"], "--jobs is 0; must be at least 1"),
         (["report", "missing"], "missing is not a run folder"),
         (["list", "recipies"], "invalid choice: 'recipies'"),
-        (["doctor", "now"], "unknown arguments: now;"),
+        (["doctor", "now"], "now is not a run folder"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments, message, capsys):
