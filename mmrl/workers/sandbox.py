@@ -23,6 +23,7 @@ import site
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
     "MODES",
     "Limits",
     "new_folder",
+    "remove_abandoned",
     "remove_folder",
     "require_strict",
     "strict_command",
@@ -44,6 +46,7 @@ SCRIPT = Path(__file__).resolve().with_name("sandbox_enter.py")
 ENTERED = b"entered"
 MIB = 1 << 20
 PROBE_SECONDS = 30.0
+PREFIX, ABANDONED_SECONDS = "mmrl_strict_", 86400.0
 OPEN_FILES = 256
 ROOT_MAP = ("0", "0")
 
@@ -111,12 +114,24 @@ def strict_environment(folder: str) -> dict[str, str]:
 
 def new_folder() -> str:
     """Make the folder of a strict process."""
-    return os.path.realpath(tempfile.mkdtemp(prefix="mmrl_strict_"))
+    return os.path.realpath(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_"))
 
 
 def remove_folder(folder: str) -> None:
     """Remove the folder of a strict process that has ended."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove folders that killed programs left behind, a day later: another container may share the place."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*_*"):
+        owner = folder.name.removeprefix(PREFIX).partition("_")[0]
+        try:
+            old = time.time() - folder.stat().st_mtime > ABANDONED_SECONDS
+        except OSError:  # somebody else removes it
+            continue
+        if old and owner.isdigit() and not Path("/proc", owner).exists():
+            remove_folder(str(folder))
 
 
 @functools.cache
@@ -131,6 +146,7 @@ def require_strict() -> str:
     """
     if not sys.platform.startswith("linux"):
         raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
+    remove_abandoned()
     reasons = {}
     for mode in MODES:
         reason = _try(mode)

@@ -376,6 +376,20 @@ def test_a_program_cannot_pretend_that_it_never_began(run):
     assert (result.exit_code, result.stopped) == (71, "")
 
 
+def test_folders_of_killed_programs_are_removed_a_day_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "gettempdir", lambda: str(tmp_path))
+    names = {name: tmp_path / f"mmrl_strict_{name}" for name in ("99999999_old", "99999999_new", f"{os.getpid()}_old")}
+    for name, folder in names.items():
+        folder.mkdir()
+        if name.endswith("old"):
+            os.utime(folder, (0, 0))
+    sandbox.remove_abandoned()
+    assert {folder.name for folder in tmp_path.iterdir()} == {
+        "mmrl_strict_99999999_new",
+        f"mmrl_strict_{os.getpid()}_old",
+    }
+
+
 def test_files_have_plain_names(run):
     with pytest.raises(UserError, match="plain name"):
         run("", files={"../x": b""})
