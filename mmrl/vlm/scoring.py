@@ -61,8 +61,12 @@ def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
         response: text.
 
     Returns:
-        Text and text; chat turns and chat turns where the data set has its questions as chat turns.
+        Text and text; chat turns and chat turns where the data set has its questions as chat turns. The content of a
+        turn is text, and a list of items in questions with images or videos.
     """
     if not task.conversational:
         return prompt, response
-    return task.messages, [{"role": "assistant", "content": response}]
+    turns = task.messages
+    if not task.images and not task.videos:
+        turns = [{**turn, "content": "".join(item["text"] for item in turn["content"])} for turn in turns]
+    return turns, [{"role": "assistant", "content": response}]

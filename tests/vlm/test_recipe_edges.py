@@ -106,7 +106,7 @@ def test_rewards_get_tokens_state_and_the_form_of_the_data(tmp_path, tiny_folder
     SEEN.clear()
     rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:3], torch.Generator().manual_seed(0)))
     (seen,) = SEEN
-    assert seen["prompts"][0][-1]["role"] == "user"
+    assert seen["prompts"] == [turns] * 12
     assert [reply[0]["role"] for reply in seen["completions"]] == ["assistant"] * 12
     lengths = rollouts.mask.sum(1).int().tolist()
     assert [len(ids) for ids in seen["completion_ids"]] == seen["completion_lengths"] == lengths
