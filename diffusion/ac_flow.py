@@ -78,7 +78,7 @@ class AcFlowConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer)
+        check_matching(self.trainer, self.sampler, self.timesteps)
         if self.shaping.kind == "group_z":
             check_group_size(self.trainer.samples_per_task, make_objective(self.objective), SCORES)
         if self.orw.center:

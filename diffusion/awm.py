@@ -94,7 +94,7 @@ class AwmConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer)
+        check_matching(self.trainer, self.sampler, self.timesteps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,8 @@ Shapes: U distinct prompts, B rows (images), L text tokens, D their width, P wid
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from diffusion.encoders import Embedding, TextEncoders, shortened
 from mmrl.errors import RunError, UserError
+from mmrl.files import replaced
 
 __all__ = ["EmbeddingCounts", "EmbeddingFolder", "PromptEmbeddings", "TextRows"]
 
@@ -312,12 +311,6 @@ class EmbeddingFolder:
     def write(self, prompt: str, embedding: Embedding) -> None:
         """Write an embedding in one step, so that a reader sees all of it or nothing."""
         path = self.path(prompt)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        try:
-            tensors = {"tokens": embedding.tokens.contiguous(), "pooled": embedding.pooled.contiguous()}
-            save_file(tensors, partial, metadata={"prompt": prompt})
-            os.replace(partial, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                partial.unlink()
+        tensors = {"tokens": embedding.tokens.contiguous(), "pooled": embedding.pooled.contiguous()}
+        with replaced(path) as draft:
+            save_file(tensors, draft, metadata={"prompt": prompt})

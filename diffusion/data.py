@@ -13,6 +13,8 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
+from mmrl.files import expanded
+from mmrl.hub.tables import MAX_LINE_MB, read_rows
 
 __all__ = ["DiffusionTask", "LoadedPrompts", "PromptConfig", "columns_of", "load_prompts"]
 
@@ -50,6 +52,10 @@ class PromptConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
+    max_prompt_chars: int = bounded(10_000, at_least=1)
+    """Longest prompt in characters, checked before it is tokenised."""
+    max_line_mb: float = bounded(MAX_LINE_MB, above=0, finite=True)
+    """Longest line of a .jsonl file in 10^6 bytes."""
     on_bad_row: str = choice("skip", BAD_ROWS)
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
 
@@ -83,7 +89,7 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
     build_if_missing(config)
     loaded = LoadedPrompts([])
     for place, cells, problem in _rows(config):
-        kind, message = _fault(cells, problem, config.prompt_key, too_long)
+        kind, message = _fault(cells, problem, config, too_long)
         if kind is None:
             loaded.tasks.append(_task(place, cells, config.prompt_key))
         else:
@@ -97,13 +103,11 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
 
 
 def _rows(config: PromptConfig) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    path = Path(config.path).expanduser()
+    path = expanded(config.path)
     if path.suffix.lower() == ".txt":
         yield from _text_rows(path)
         return
-    from mmrl.hub.tables import read_rows
-
-    for row in read_rows(config.path, config.split, config.subset):
+    for row in read_rows(config.path, config.split, config.subset, config.max_line_mb):
         yield row.place, row.cells, row.problem
 
 
@@ -117,17 +121,20 @@ def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
 
 
 def _fault(
-    cells: dict[str, Any], problem: str | None, key: str, too_long: Callable[[str], str | None]
+    cells: dict[str, Any], problem: str | None, config: PromptConfig, too_long: Callable[[str], str | None]
 ) -> tuple[str | None, str]:
     """Kind and description of what is wrong with a row; kind None where it is good."""
     if problem is not None:
         return "unreadable", problem
-    key = key if key in cells else "prompt"
+    key = config.prompt_key if config.prompt_key in cells else "prompt"
     if key not in cells:
         return "missing", f"there is no column '{key}'; the row has: {', '.join(cells) or 'none'}"
     prompt = cells[key]
     if not isinstance(prompt, str) or not prompt.strip():
-        return "empty", f"the prompt is empty: {prompt!r}"
+        return "empty", f"the prompt is empty or no text: {str(prompt)[:80]!r}"
+    if len(prompt) > config.max_prompt_chars:
+        found = f"the prompt has {len(prompt)} characters, more than {config.max_prompt_chars}"
+        return "too_long", f"{found} (data.max_prompt_chars)"
     cut = too_long(prompt)
     return (None, "") if cut is None else ("too_long", cut)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusion.rewards.digits import digit_scans
+from mmrl.files import write_atomically
 
 __all__ = ["CAPTIONS", "build_images", "build_pipeline", "build_prompts"]
 
@@ -27,9 +28,8 @@ def build_prompts(path: str) -> Path:
         The file.
     """
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": caption, "metadata": {"label": label}} for label, caption in enumerate(CAPTIONS)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 

@@ -31,6 +31,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
@@ -80,10 +81,18 @@ def matching_trainer() -> TrainerConfig:
     return trainer
 
 
-def check_matching(trainer: TrainerConfig) -> None:
-    """Refuse old log-probs of the sampler, which has none; raises ValueError."""
+def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+    """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
     if trainer.old_logp != "recompute":
         raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
+    grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
+    source, options = torch.Generator(), timesteps
+    try:
+        sample_times(options.times, options.count, source, grid=grid, fraction=options.fraction, shift=options.shift)
+    except UserError as error:
+        raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
+    if sampler.solver == "sa_solver" and sampler.steps < 2:
+        raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
 
 
 @dataclass(frozen=True)

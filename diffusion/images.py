@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.files import expanded, is_file, replaced
+from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
+from mmrl.hub.tables import LINES, READERS, read_rows
+from mmrl.values import is_text
 
 __all__ = ["CaptionedImage", "ImageDataConfig", "load_images", "write_images"]
 
@@ -44,6 +49,10 @@ class ImageDataConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
+    max_image_pixels: int = image_pixels_option()
+    """Largest image in pixels, checked by its header before it is decoded."""
+    max_prompt_chars: int = bounded(10_000, at_least=1)
+    """Longest caption in characters."""
 
 
 def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence[str]) -> Path:
@@ -63,8 +72,7 @@ def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence
     if len(images) != len(captions):
         raise ValueError(f"there are {len(images)} images and {len(captions)} captions.")
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as handle:
+    with replaced(file) as draft, draft.open("wb") as handle:
         np.savez_compressed(handle, images=images, captions=np.array(captions, dtype=np.str_))
     return file
 
@@ -86,44 +94,75 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
     from mmrl.hub.building import build_if_missing
 
     build_if_missing(config, "images")
-    path = Path(config.path).expanduser()
-    if not path.is_file():
+    path = expanded(config.path)
+    if not is_file(path):
         raise UserError(f"images.path: no such file: {path}")
-    found = _read_packed(path) if path.suffix == PACKED else _read_list(path)
+    found = _read_packed(path, config) if path.suffix == PACKED else _read_list(path, config)
     if not found:
         raise UserError(f"{path} holds no images")
     return found
 
 
-def _read_packed(path: Path) -> list[CaptionedImage]:
+def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     try:
-        with np.load(path) as data:
-            images, captions = data["images"], data["captions"].tolist()
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error) as error:
+        with zipfile.ZipFile(path) as packed:
+            shape, dtype = _header(packed, "images.npy")
+            texts, kind = _header(packed, "captions.npy")
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is no file of captioned images: {error}") from error
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or len(images) != len(captions):
+    if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or texts != shape[:1] or kind.kind != "U":
         raise UserError(
-            f"{path}: images are {images.dtype} {images.shape}, captions {len(captions)}; must be uint8 (N, h, w, 3), N"
+            f"{path}: images are {dtype} {shape}, captions {kind} {texts}; must be uint8 (N, h, w, 3) and N texts"
         )
+    try:
+        check_pixels(shape[2], shape[1], config.max_image_pixels, "images.max_image_pixels")
+        with np.load(path, allow_pickle=False) as data:
+            images, captions = data["images"], data["captions"].tolist()
+    except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is no file of captioned images: {error or type(error).__name__}") from error
+    for number, caption in enumerate(captions):
+        _check_caption(f"{path.name} {number}", caption, config)
     return [CaptionedImage(f"{path.name} {n}", caption, _Stored(images, n)) for n, caption in enumerate(captions)]
 
 
-def _read_list(path: Path) -> list[CaptionedImage]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+def _header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array, checked against the bytes that there are of it, before memory is taken for it."""
+    with packed.open(name) as content:
+        version = np.lib.format.read_magic(content)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(content)
+        stored = packed.getinfo(name).file_size - content.tell()
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != stored:
+        raise ValueError(f"{name} says {dtype} {shape}, but has {stored} bytes")
+    return shape, dtype
+
+
+def _check_caption(place: str, caption: str, config: ImageDataConfig) -> None:
+    if not is_text(caption):
+        raise UserError(f"{place}: the caption holds a NUL or half of a surrogate pair, which is no text")
+    if len(caption) > config.max_prompt_chars:
+        raise UserError(
+            f"{place}: the caption has {len(caption)} characters, more than {config.max_prompt_chars} "
+            "(images.max_prompt_chars)"
+        )
+
+
+def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
+    if path.suffix.lower() not in (LINES, *READERS):
+        raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
     found = []
-    for number, line in enumerate(lines, start=1):
-        place = f"{path.name} line {number}"
-        try:
-            row = json.loads(line)
-            file, caption = path.parent / row["image"], str(row["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{place}: expected an object with image and prompt ({error!r})") from error
-        if not file.is_file():
-            raise UserError(f"{place}: no such image: {file}")
-        found.append(CaptionedImage(place, caption, _File(file)))
+    for row in read_rows(str(path), "train", None):
+        if row.problem is not None:
+            raise UserError(f"{row.place}: {row.problem}")
+        image, caption = row.cells.get("image"), row.cells.get("prompt")
+        if not isinstance(image, str) or not isinstance(caption, str):
+            columns = ", ".join(row.cells)
+            raise UserError(f"{row.place}: expected an object with the texts image and prompt, it has {columns}")
+        _check_caption(row.place, caption, config)
+        file = path.parent / image
+        if not is_file(file):
+            raise UserError(f"{row.place}: no such image: {file}")
+        found.append(CaptionedImage(row.place, caption, _File(file, config.max_image_pixels)))
     return found
 
 
@@ -140,12 +179,11 @@ class _Stored:
 @dataclass(frozen=True)
 class _File:
     path: Path
+    max_pixels: int
 
     def __call__(self) -> NDArray[np.uint8]:
-        from PIL import Image
-
         try:
-            with Image.open(self.path) as image:
-                return np.asarray(image.convert("RGB"))
-        except OSError as error:
+            content = read_image_file(self.path, self.max_pixels)
+            return np.asarray(decode_image(content, self.max_pixels, "images.max_image_pixels").convert("RGB"))
+        except (OSError, ValueError) as error:
             raise UserError(f"{self.path} cannot be read as an image: {error}") from error

@@ -75,7 +75,7 @@ class DiffusionNftConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer)
+        check_matching(self.trainer, self.sampler, self.timesteps)
 
 
 class DiffusionNftRecipe(DiffusionRecipe):

@@ -178,7 +178,7 @@ class OrwConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer)
+        check_matching(self.trainer, self.sampler, self.timesteps)
         if self.orw.center and self.trainer.samples_per_task < 2:
             raise ValueError("orw.center compares the images of a prompt; trainer.samples_per_task must be at least 2")
         if self.combine != "sum":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import json
 import re
 import warnings
 from collections.abc import Collection, Iterator
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from diffusion.flux import PATCH
 from mmrl.errors import UserError
+from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = [
@@ -221,7 +221,7 @@ def _normalisation(autoencoder: Any) -> tuple[float, float]:
 
 def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
     """What diffusers is given, and the folder if it is one."""
-    folder = Path(path_or_id).expanduser()
+    folder = expanded(path_or_id)
     if (folder / INDEX_FILE).is_file():
         return str(folder), folder
     if folder.is_dir():
@@ -246,13 +246,19 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
             raise UserError(
                 f"there is no local folder {where!r}, and it cannot be fetched from the hub: {_first_line(error)}"
             ) from error
-    try:
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / INDEX_FILE} is not valid JSON: {error}") from error
-    if not isinstance(index, dict):
-        raise UserError(f"{folder / INDEX_FILE} must hold an object, it holds a {type(index).__name__}")
+    index = read_json_object(folder / INDEX_FILE)
+    for name, part in index.items():
+        if not name.startswith("_") and isinstance(part, list) and not _is_part(part):
+            raise UserError(
+                f"{folder / INDEX_FILE}: {name} is {part!r:.80}; expected the names of a library and a class"
+            )
+    if not isinstance(index.get("_class_name"), str):
+        raise UserError(f"{folder / INDEX_FILE}: _class_name is {index.get('_class_name')!r:.80}; expected a name")
     return index
+
+
+def _is_part(part: list[Any]) -> bool:
+    return len(part) == 2 and all(entry is None or isinstance(entry, str) for entry in part)
 
 
 def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path | None) -> list[str]:
@@ -260,7 +266,7 @@ def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path |
     import diffusers
 
     names = list(inspect.signature(getattr(diffusers, family).__init__).parameters)[1:]
-    absent = [name for name in names if not (index.get(name) or [None])[0]]
+    absent = [name for name in names if not (isinstance(index.get(name), list) and index[name][0])]
     for name in REQUIRED_PARTS:
         if name in absent:
             raise UserError(f"{where} has no {name}, according to its {INDEX_FILE}")

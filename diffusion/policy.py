@@ -34,6 +34,7 @@ from diffusion.saved import (
 )
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from mmrl.files import expanded, replaced, write_atomically
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.saved_files import base_entries
@@ -178,7 +179,7 @@ class DiffusionPolicy(nn.Module):
         else:
             self.transformer.save_pretrained(folder)
         text = json.dumps(_base(self) | base_entries(self.base_path, folder), indent=2, sort_keys=True)
-        (folder / BASE_FILE).write_text(text + "\n", encoding="utf-8")
+        write_atomically(folder / BASE_FILE, text + "\n")
 
     def save_pipeline(self, path: Path | str) -> None:
         """Write an ordinary pipeline folder with the trained transformer, adapters added into its weights.
@@ -191,9 +192,8 @@ class DiffusionPolicy(nn.Module):
         transformer = merged(self.transformer) if self.has_adapter else self.transformer
         parts = {**self.pipeline.components, "transformer": transformer}
         pipeline = type(self.pipeline)(**parts)
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with quiet_transformers(), quiet_diffusers():
-            pipeline.save_pretrained(path)
+        with replaced(Path(path)) as draft, quiet_transformers(), quiet_diffusers():
+            pipeline.save_pretrained(draft)
 
     def load_weights(self, path: Path | str) -> None:
         """Read the very bits that `save_pretrained` wrote into the present parameters.
@@ -253,7 +253,7 @@ class _Start(NamedTuple):
 
 def _find_start(path: str, dtype: torch.dtype) -> _Start:
     """Follow saved weights down to their pipeline."""
-    file = Path(path).expanduser() / BASE_FILE
+    file = expanded(path) / BASE_FILE
     if not file.is_file():
         # relative paths would end with this process
         place = str(Path(path).absolute()) if Path(path).is_dir() else str(path)

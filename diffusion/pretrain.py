@@ -79,7 +79,7 @@ class PretrainConfig(DiffusionConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_matching(self.trainer)
+        check_matching(self.trainer, self.sampler, self.timesteps)
         if self.data.path:
             raise ValueError(f"data.path is '{self.data.path}', but pre-training reads images.path; leave data out")
         if self.sampler.guidance != 1.0:

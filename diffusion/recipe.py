@@ -11,7 +11,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.conditioning import TextRows
-from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, load_prompts
+from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
 from diffusion.ema import EMAWeights, eval_ema_decay
 from diffusion.evaluation import ImageMeasure, training_cost
 from diffusion.payload import DiffusionPayload
@@ -90,7 +90,6 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         self.objective: Objective = make_objective(config.objective)
         if self.loss_name is not None:
             self.objective = dataclasses.replace(self.objective, name=self.loss_name)
-        self.policy = load_policy(config.model, config.seed)
         self.skipped: Counter[str] = Counter()
         self.train_tasks: Sequence[Any] = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
@@ -98,6 +97,12 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             name: self._load(data, f"eval_data.{name}").tasks[:limit] for name, data in config.eval_data.items()
         }
         self.rewards = load_rewards(config.rewards, config.heldout_rewards)
+        with ExitStack() as undone:
+            undone.callback(self.rewards.close)
+            self._check_columns()
+            self.policy = load_policy(config.model, config.seed)
+            self._leave_out_long_prompts()
+            undone.pop_all()
         if config.model.free_text_encoders:
             self._free_text_encoders()
         self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
@@ -289,11 +294,36 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         """Prompts that a training or evaluation task needs."""
         return [task.prompt]
 
-    def _load(self, data: PromptConfig, key: str) -> LoadedPrompts:
+    def _load(self, data: PromptConfig, key: str, *, measured: bool = False) -> LoadedPrompts:
+        """Prompts of a file; only the model's tokenizers can measure them."""
         try:
-            return load_prompts(data, self._cut_of)
+            return load_prompts(data, self._cut_of) if measured else load_prompts(data)
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
+
+    def _check_columns(self) -> None:
+        """Make sure that the rewards find their columns in all prompts that they will score."""
+        trained = {"data": self.train_tasks} if self.config.data.path else {}
+        splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
+        for key, tasks in (trained | splits).items():
+            try:
+                self.rewards.check_columns(list(columns_of(tasks)))
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from error
+
+    def _leave_out_long_prompts(self) -> None:
+        """Read files anew that hold prompts of which a tokenizer would drop a part."""
+        config = self.config
+        limit = config.evaluation.max_tasks or None
+        if any(isinstance(task, DiffusionTask) and self._cut_of(task.prompt) for task in self.train_tasks):
+            self.skipped.clear()
+            loaded = self._load(config.data, "data", measured=True)
+            self.train_tasks = loaded.tasks
+            self.skipped.update(loaded.skipped)
+        for name, data in config.eval_data.items():
+            if any(self._cut_of(task.prompt) for task in self.eval_tasks[name]):
+                tasks = self._load(data, f"eval_data.{name}", measured=True).tasks[:limit]
+                self.eval_tasks = {**self.eval_tasks, name: tasks}
 
     def _cut_of(self, prompt: str) -> str | None:
         cuts = self.policy.embeddings.encoders.cuts(prompt)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from diffusion.pipelines import quiet_diffusers
 from mmrl.errors import UserError
-from mmrl.hub.saved_files import base_path, read_json_object, sort_header
+from mmrl.files import read_json_object
+from mmrl.hub.saved_files import base_path, sort_header
 
 __all__ = [
     "ADAPTER",

@@ -14,6 +14,7 @@ from typing import Any
 from diffusion.tiny_text import clip_text_model, clip_tokenizer, t5_text_model, t5_tokenizer
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config
+from mmrl.files import replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["TinyFluxSizes", "TinySd3Sizes", "build_tiny_flux", "build_tiny_sd3"]
@@ -197,9 +198,8 @@ def _write(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = assemble()
-    path.mkdir(parents=True, exist_ok=True)
-    with quiet_transformers(), quiet_diffusers():
-        pipeline.save_pretrained(path)
+    with replaced(path) as draft, quiet_transformers(), quiet_diffusers():
+        pipeline.save_pretrained(draft)
     return path
 
 

@@ -36,6 +36,7 @@ from diffusion.schedule import sigma_grid
 from diffusion.steps import flow_grpo_head_kl, gaussian_kl
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.fields import choice
 from mmrl.training.loop.reference import Reference
 
@@ -62,6 +63,10 @@ def check_trajectories(sampler: SamplerConfig) -> None:
         raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
     if sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
+    try:
+        trained_window(sampler, torch.Generator())
+    except UserError as error:
+        raise ValueError(f"sampler: {error}") from error
 
 
 @dataclass(frozen=True)

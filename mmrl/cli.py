@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main"]
 
 DISTRIBUTION = "mmrl-suite"
+LONGEST_LINE = 4000
 QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",  # else each retry of an unreachable hub is a line
@@ -176,7 +177,10 @@ def _how_to_continue(arguments: list[str], *, resumable: bool = False) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    say(f"mmrl: {' '.join(message.split())}", sys.stderr)
+    line = " ".join(message.split())
+    if len(line) > LONGEST_LINE:  # a path or value of that length may be what is wrong
+        line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+    say(f"mmrl: {line}", sys.stderr)
     return code
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.errors import UserError
 from mmrl.fields import check_fields
+from mmrl.files import is_file, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +37,15 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEnt
     Raises:
         UserError: missing file, unknown recipe, unknown key, wrong type, missing mandatory value.
     """
+    from omegaconf.errors import OmegaConfBaseException
+
     from mmrl.recipes import find_recipe
 
     merged = _merge_sources(Path(path), overrides)
-    name = merged.get("recipe")
+    try:
+        name = merged.get("recipe")
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: 'recipe': {_first_line(error)}") from error
     if name is None:
         raise UserError(f"{path}: no `recipe:` key; `mmrl list recipes` shows the names")
     entry = find_recipe(str(name), where=str(path))
@@ -68,9 +74,7 @@ def save(config: Any, path: Path) -> None:
     """Write a configuration, as `load` returns it, to a YAML file."""
     from omegaconf import OmegaConf
 
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(config))), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(to_container(config))))
 
 
 def to_container(config: Any) -> dict[str, Any]:
@@ -94,8 +98,9 @@ def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
 
 def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"configuration file not found: {path}")
     if path.resolve() in parents:
         raise UserError(f"{path}: `extends:` leads back to itself")
@@ -105,10 +110,13 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, DictConfig):
         raise UserError(f"{path} holds a list; expected keys and values")
-    base = content.pop("extends", None)
-    if base is None:
-        return content
-    return OmegaConf.merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
+    try:
+        base = content.pop("extends", None)
+        if base is None:
+            return content
+        return OmegaConf.merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
+        raise UserError(f"{path} does not fit the file that it extends: {_first_line(error)}") from error
 
 
 def _fill(defaults: Any, values: Any, where: str) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mmrl.core.blocks import BLOCKS
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 from mmrl.listings import LISTINGS
 from mmrl.options import Option, options_of, select_options
 from mmrl.recipes import find_recipe
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in stale:
         sys.stdout.write(f"{path.relative_to(PROJECT)}: {'stale; run `make docs`' if args.check else 'rewritten'}\n")
         if not args.check:
-            path.write_text(text, encoding="utf-8")
+            write_atomically(path, text)
     return 1 if stale and args.check else 0
 
 

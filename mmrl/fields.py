@@ -16,11 +16,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from mmrl.errors import ConfigError
+from mmrl.values import value_problems
 
 __all__ = [
     "Bounds",
@@ -108,7 +110,7 @@ class Bounds:
         if self.choices is not None:
             return value in self.allowed or (self.or_function and ":" in str(value))
         return (
-            not math.isnan(value)
+            value == value
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
@@ -184,15 +186,20 @@ def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
 
 
 def field_problems(config: Any, where: str = "") -> Iterator[str]:
-    """Yield one line for each value outside its field's bounds, in dataclasses, their lists and their dictionaries.
+    """Yield one line for each value outside its field's type or bounds, in dataclasses, their lists and dictionaries.
 
     Args:
         config: A dataclass instance.
         where: Dotted key of the instance; empty for the root.
     """
+    hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
         key = f"{where}.{item.name}" if where else item.name
         value, bounds = getattr(config, item.name), bounds_of(item)
+        unusable = list(value_problems(key, hints[item.name], value))
+        yield from unusable
+        if unusable:
+            continue
         if bounds is not None and (problem := bounds.problem(key, value)) is not None:
             yield problem
         for part_key, part in _nested(value, key):

@@ -640,3 +640,161 @@ def test_compare_with_a_bad_experiment_file(old, new, message, lab, refused):
 def test_compare_of_nothing(lab, refused):
     assert "experiment file not found" in refused("compare", lab.folder / "nowhere.yaml")
     assert "unknown key 'recipe'" in refused("compare", lab.config, "--output", lab.folder / "compared")
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Fails where a model is loaded."""
+    import diffusion.recipe
+    import mmrl.vlm.recipe
+    import mmrl.vlm.sft
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    for module in (mmrl.vlm.recipe, mmrl.vlm.sft, diffusion.recipe):
+        monkeypatch.setattr(module, "load_policy", refuse)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rewards=[{name: 'no_such_module:f'}]", "no module 'no_such_module'"),
+        ("rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "takes no prompts"),
+        ("rewards=[{name: 'FOLDER/rewards.py:needs_colour'}]", "data: reward"),
+        ("eval_data.heldout.path=FOLDER/no_answer.jsonl", "eval_data.heldout: reward 'exact' needs answer"),
+        ("data.path=FOLDER/nowhere.jsonl", "no such file"),
+        ("data.path=FOLDER/nowhere", "no such file"),
+        ("data.path=FOLDER/data", "has no column for the question"),
+        (f"data.path={'x' * 5000}", "File name too long"),
+        ("data.path=~nobody-of-this-name/rows.jsonl", "no such file"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(override, message, lab, refused, unloaded):
+    row = without(lab.rows[0], "answer")
+    (lab.folder / "no_answer.jsonl").write_text(json.dumps(row | {"prompt": row.pop("problem")}))
+    shutil.copy(lab.folder / "data/0.png", lab.folder / "0.png")
+    assert message in refused("train", lab.config, override.replace("FOLDER", str(lab.folder)))
+
+
+DIFFUSION = """
+recipe: {recipe}
+output_dir: {folder}/image_run
+model: {{path: {folder}/no_model}}
+data: {{path: {folder}/prompts.jsonl}}
+eval_data: {{heldout: {{path: {folder}/prompts.jsonl}}}}
+rewards: [{{name: jpeg_incompressibility}}]
+heldout_rewards: [{{name: shapes_geneval}}]
+trainer: {{steps: 1, tasks_per_step: 2, samples_per_task: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        ("flow_grpo", "data.path=nowhere.jsonl", "data: no such file: nowhere.jsonl"),
+        ("flow_grpo", "eval_data.heldout.path=nowhere.jsonl", "eval_data.heldout: no such file"),
+        ("flow_grpo", "rewards=[{name: jpeg}]", "there is no image reward 'jpeg'"),
+        ("flow_grpo", "heldout_rewards=[{name: clip_score, options: {path: nowhere}}]", "weights not found at nowhere"),
+        ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:needs_colour'}]", "data: reward"),
+        ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "takes no prompts"),
+        ("flow_grpo", "sampler.fraction=0.05", "fraction=0.05 of 10 steps trains none"),
+        ("flow_grpo", "sampler={steps: 4, window: 3, window_low: 1, window_high: 3}", "window_high is 3"),
+        ("awm", "timesteps.fraction=0.05", "timesteps.times is 'discrete_wo_init', sampler.steps 14: fraction=0.05"),
+        ("awm", "sampler.steps=1", "sampler.steps"),
+        ("diffusion_nft", "sampler.solver=rk4", "sampler.solver is 'rk4'"),
+    ],
+)
+def test_image_runs_are_checked_before_a_model_is_loaded(recipe, override, message, lab, refused, unloaded):
+    (lab.folder / "prompts.jsonl").write_text('{"prompt": "a red circle"}\n{"prompt": "a blue square"}\n')
+    config = lab.folder / "image.yaml"
+    config.write_text(DIFFUSION.format(recipe=recipe, folder=lab.folder))
+    assert message in refused("train", config, override.replace("FOLDER", str(lab.folder)))
+
+
+def test_workers_of_the_rewards_end_where_the_model_cannot_be_loaded(lab, refused, monkeypatch):
+    closed = []
+    monkeypatch.setattr("mmrl.rewards.RewardSum.close", lambda rewards: closed.append(rewards))
+    assert "there is no model folder" in refused("train", lab.config, f"model.path={lab.folder}/nowhere")
+    assert len(closed) == 1
+
+
+def test_responses_beyond_the_model_s_positions(lab, mmrl, refused):
+    line = refused("train", lab.config, "sampler.max_new_tokens=512")
+    assert "sampler.max_new_tokens is 512" in line
+    assert "512 positions" in line
+    code, lines = mmrl("train", lab.config, "sampler.max_new_tokens=505", "trainer.steps=1", "sampler.stop=[' ',a,e]")
+    assert code == 0
+    (line,) = lines
+    assert "leaves" in line
+    assert "fewer than sampler.max_new_tokens=505" in line
+    assert lab.metrics()[0]["response/beyond_positions"] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.steps=${nope}", "nope"),
+        ("seed=1" + "0" * 400, "seed is a whole number of 401 digits"),
+        ("trainer.betas=[[0.9],0.9]", "trainer.betas"),
+        ("sampler.stop=[[a]]", "sampler.stop"),
+        ('data.path="a\\0b"', "data.path"),
+        ("model.path=a\ud800", "surrogates not allowed"),
+        ("objective.clip={kind: {a: 1}}", "objective: clip.kind is {'a': 1}"),
+        ("recipe=${nope}", "nope"),
+        ("recipe=[vlm]", "unknown recipe"),
+        ("data=[1]", "data=[1]"),
+        ("rewards={a: 1}", "rewards={a: 1}"),
+    ],
+)
+def test_values_that_no_configuration_can_hold(override, message, lab, refused):
+    assert message in refused("train", lab.config, override)
+
+
+TWO_ARMS = """
+name: two
+base: {config}
+arms: {{a: , b: }}
+baseline: a
+seeds: [1]
+metric: accuracy/greedy
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seeds: [[1]]", "seeds"),
+        ("seeds: [{a: 1}]", "seeds"),
+        ("seeds: [1, null]", "seeds"),
+        ("seeds: 1", "seeds"),
+        ("seeds: [1.5]", "seeds"),
+        ("seeds: ['${nope}']", "seeds"),
+        (f"base: {'x' * 400}", "base: there is no file"),
+        ("base: [a]", "base"),
+        ("arms: [a, b]", "arms"),
+        ("arms: {a: 1, b: 2}", "arms"),
+        ("metric: [a]", "metric"),
+        ("jobs: many", "jobs"),
+        ("sweep: [1]", "sweep"),
+        ("sweep: {values: [1], seeds: [[2]]}", "sweep.seeds"),
+        ("work: {costs: {images: [1]}}", "work.costs"),
+        ("secondary_metrics: [[a]]", "secondary_metrics"),
+        ('name: "\\0"', "name"),
+    ],
+)
+def test_experiments_that_cannot_be_read(line, message, lab, refused):
+    key = line.partition(":")[0]
+    kept = [old for old in TWO_ARMS.format(config=lab.config).splitlines() if not old.startswith(f"{key}:")]
+    path = lab.folder / "experiment.yaml"
+    path.write_text("\n".join([*kept, line]))
+    assert message in refused("compare", path, "--output", lab.folder / "compared")
+    assert not (lab.folder / "compared").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("output_dir=''", "output_dir is empty"), (f"output_dir={'x' * 256}/y", "output_dir has a name of 256 bytes")],
+)
+def test_output_folders_that_cannot_be(override, message, lab, refused):
+    assert message in refused("train", lab.config, override)

@@ -12,6 +12,8 @@ PROJECT = Path(__file__).resolve().parent.parent
 # `doctor` know rooms by name only, so they lie low; each room brings its own arms and checks.
 ROOMS = (
     "mmrl.errors",
+    "mmrl.files",
+    "mmrl.values",
     "mmrl.fields",
     "mmrl.lazy",
     "mmrl.core",
@@ -32,7 +34,7 @@ ROOMS = (
 )
 MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
 # The command line and the tables of the documentation import everything; no room may import them.
-TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.crash", "mmrl.docs", "mmrl.listings")
+TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.docs", "mmrl.listings")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from diffusion.rewards.geneval import metadata_rows
 from diffusion.shapes import COLOURS, SHAPES, Scene, ShapeGroup, all_scenes, render_dataset
 from mmrl.errors import UserError
+from mmrl.files import read_json_object, replaced, write_atomically
 
 __all__ = ["LOOKS", "ShapesJudge", "shapes_judge", "wanted_counts"]
 
@@ -133,7 +132,7 @@ class ShapesJudge:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(self.network.state_dict(), folder / WEIGHTS_FILE)
-        (folder / SETTINGS_FILE).write_text(json.dumps({"size": self.size, "seed": self.seed}) + "\n")
+        write_atomically(folder / SETTINGS_FILE, json.dumps({"size": self.size, "seed": self.seed}) + "\n")
         return folder
 
     @classmethod
@@ -155,10 +154,13 @@ class ShapesJudge:
         missing = [name for name in (WEIGHTS_FILE, SETTINGS_FILE) if not (folder / name).is_file()]
         if missing:
             raise UserError(f"no judge at {folder}, expected {WEIGHTS_FILE} and {SETTINGS_FILE}; no {missing[0]}")
-        settings = json.loads((folder / SETTINGS_FILE).read_text())
+        settings = read_json_object(folder / SETTINGS_FILE)
         network = _network()
-        network.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        return cls(network, settings["size"], settings["seed"])
+        try:
+            network.load_state_dict(load_file(folder / WEIGHTS_FILE))
+            return cls(network, int(settings["size"]), int(settings["seed"]))
+        except Exception as error:  # safetensors and torch each raise their own kinds
+            raise UserError(f"the judge at {folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 def shapes_judge(
@@ -212,13 +214,8 @@ def _kept_judge(path: str, seed: int, images: int) -> ShapesJudge:
     if folder.exists():
         return ShapesJudge.load(folder)
     judge = ShapesJudge.fit(seed, images=images)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    judge.save(partial)
-    try:
-        partial.rename(folder)  # whole or not at all, for processes that look for it at the same time
-    except OSError:
-        shutil.rmtree(partial)
-        return ShapesJudge.load(folder)
+    with replaced(folder) as draft:  # other processes may fit the same one at the same time
+        judge.save(draft)
     return judge
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 
 __all__ = [
     "COLOURS",
@@ -202,9 +203,8 @@ def write_prompt_file(path: Path | str, scenes: Sequence[Scene]) -> Path:
         The file.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": scene.caption, "metadata": scene.metadata}) for scene in scenes]
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    write_atomically(path, "".join(line + "\n" for line in lines))
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 
 if TYPE_CHECKING:
     from mmrl.bench.harness import BenchOptions
@@ -57,7 +58,7 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
     text = json.dumps(result, indent=1)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(f"{text}\n", encoding="utf-8")
+        write_atomically(out, f"{text}\n")
     progress(table(comparisons))
     return text, not result["failed"]
 

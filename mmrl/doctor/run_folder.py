@@ -10,7 +10,8 @@ from typing import Any
 from mmrl.config import load_run
 from mmrl.doctor.findings import Finding, one_line
 from mmrl.errors import UserError
-from mmrl.hub.saved_files import base_path, read_json_object
+from mmrl.files import read_json_object
+from mmrl.hub.saved_files import base_path
 from mmrl.training.record.checkpoint import Checkpoints
 from mmrl.training.record.jsonlines import read_jsonl
 from mmrl.training.record.run_folder import has_begun

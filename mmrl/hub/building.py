@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import expanded
 
 __all__ = ["build_if_missing"]
 
@@ -26,7 +27,7 @@ def build_if_missing(config: Any, what: str = "data") -> None:
     Raises:
         UserError: the function cannot be loaded, fails on its options or writes nothing.
     """
-    path = Path(config.path).expanduser()
+    path = expanded(config.path)
     if config.build is None or path.exists():
         return
     from mmrl.rewards.loading import load_function
@@ -44,7 +45,7 @@ def build_if_missing(config: Any, what: str = "data") -> None:
 def _call_build(function: Callable[..., Any], path: Path, config: Any, what: str) -> None:
     try:
         function(str(path), **dict(config.build_options))
-    except (TypeError, ValueError, KeyError, ImportError) as error:  # options that do not fit, a package that lacks
+    except (TypeError, ValueError, KeyError, ImportError, OSError) as error:  # options or paths that do not fit
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{what}.build {config.build!r} with {what}.build_options failed: {reason}") from error
 

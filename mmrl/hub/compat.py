@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.hub.images import MAX_IMAGE_PIXELS, check_pixels
 
 __all__ = ["TORCHVISION_STATES", "Frames", "ensure_torchvision", "quiet_transformers", "vision_info"]
 
@@ -178,6 +179,7 @@ def _count_frames(path: str) -> tuple[int, float]:
 
     with av.open(path) as container:
         stream = container.streams.video[0]
+        check_pixels(stream.codec_context.width, stream.codec_context.height, MAX_IMAGE_PIXELS)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
         total = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
     return total, fps

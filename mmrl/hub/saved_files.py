@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.errors import UserError
-
-__all__ = ["base_entries", "base_path", "read_json_object", "sort_header"]
+__all__ = ["base_entries", "base_path", "sort_header"]
 
 LENGTH_BYTES = 8
 ALIGNMENT = 8
@@ -64,17 +62,6 @@ def base_path(entries: Mapping[str, Any], folder: Path) -> str:
     if isinstance(relative, str) and (folder.resolve() / relative).is_dir():
         return str((folder.resolve() / relative).resolve())
     return str(entries["path"])
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object; raises UserError where the file is damaged or holds something else."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file} holds a {type(found).__name__}; expected an object with keys and values")
-    return found
 
 
 def _sorted_header(header: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import expanded, is_file
 
-__all__ = ["READERS", "ArrowImage", "Row", "read_rows"]
+__all__ = ["LINES", "MAX_LINE_MB", "READERS", "ArrowImage", "Row", "read_rows"]
 
+MAX_LINE_MB = 32
+"""Longest line of a .jsonl file in 10^6 bytes, unless an option says otherwise."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -43,13 +47,14 @@ class ArrowImage:
         return cell if self.position is None else cell[self.position]
 
 
-def read_rows(path: str, split: str, subset: str | None) -> Iterator[Row]:
+def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[Row]:
     """Read all rows behind a path or hub id.
 
     Args:
         path: File (see `READERS`), folder written by `datasets.save_to_disk`, folder of data files, hub id.
         split: Split of a data set that has several; a single file is one split.
         subset: Configuration name of a hub data set.
+        max_line_mb: Longest line of a .jsonl file in 10^6 bytes; a longer one is a row with a problem, never in memory.
 
     Yields:
         Rows in file order.
@@ -57,15 +62,18 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[Row]:
     Raises:
         UserError: Nothing is there, the extension is unknown or the file as a whole cannot be read.
     """
-    file = Path(path).expanduser()
+    file = expanded(path)
     if file.is_dir():
         yield from _read_folder(file, split)
-    elif file.suffix.lower() in READERS:
-        if not file.is_file():
+    elif file.suffix.lower() in (LINES, *READERS):
+        if not is_file(file):
             raise UserError(_missing(file))
-        yield from READERS[file.suffix.lower()](file)
+        if file.suffix.lower() == LINES:
+            yield from _read_jsonl(file, int(max_line_mb * 1e6))
+        else:
+            yield from READERS[file.suffix.lower()](file)
     elif file.exists():
-        known = ", ".join(READERS)
+        known = ", ".join((LINES, *READERS))
         raise UserError(f"{file}: unknown extension {file.suffix!r}; known are {known}, or a data-set folder")
     elif HUB_ID.fullmatch(path):
         yield from _read_hub(path, split, subset)
@@ -82,11 +90,18 @@ def _missing(file: Path) -> str:
     return f"no such file: {file}; {hint}"
 
 
-def _read_jsonl(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+def _read_jsonl(file: Path, longest: int) -> Iterator[Row]:
+    with file.open("rb") as content:
+        for number in itertools.count(1):
+            line = content.readline(longest + 1)
             place = f"{file.name} line {number}"
-            if line.strip():
+            if not line:
+                return
+            if len(line) > longest:
+                while line and not line.endswith(b"\n"):
+                    line = content.readline(2**20)
+                yield Row(place, {}, f"the line has more than {longest / 1e6:g} MB (data.max_line_mb)")
+            elif line.strip():
                 yield _json_row(line, place)
 
 
@@ -102,8 +117,18 @@ def _json_row(line: bytes, place: str) -> Row:
 
 def _object_row(value: Any, place: str) -> Row:
     if isinstance(value, dict):
-        return Row(place, value)
+        return Row(place, value, _unusable_text(value))
     return Row(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
+
+
+def _unusable_text(cells: dict[str, Any]) -> str | None:
+    """Name a column whose text nothing can write down; None where all can be."""
+    for name, cell in cells.items():
+        text = f"{name}{cell}" if isinstance(cell, str) else json.dumps([name, cell], ensure_ascii=False)
+        half = next((letter for letter in SURROGATES.findall(text)), None)
+        if half is not None:
+            return f"column {name!a} holds U+{ord(half):04X}, half of a surrogate pair, which is no text"
+    return None
 
 
 def _read_json(file: Path) -> Iterator[Row]:
@@ -233,4 +258,6 @@ def _image_cell(stored: Any, row: int, key: str, count: int | None) -> Any:
     return [ArrowImage(stored, row, key, position) for position in range(count)]
 
 
-READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+LINES = ".jsonl"
+READERS = {".json": _read_json, ".parquet": _read_parquet}
+SURROGATES = re.compile("[\ud800-\udfff]")

@@ -163,12 +163,23 @@ def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
             "it must be a multiple of that"
         )
     if accelerator.is_main_process:
-        recipe = entry.load_recipe_class()(config)
+        recipe = _open_recipe(entry, config)
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:  # after the first process has built data and models on disk
-        recipe = entry.load_recipe_class()(config)
+        recipe = _open_recipe(entry, config)
     recipe.policy.to(accelerator.device)
     return accelerator, recipe
+
+
+def _open_recipe(entry: Any, config: Any) -> Recipe:
+    recipe_class = entry.load_recipe_class()
+    try:
+        recipe: Recipe = recipe_class(config)
+    except OSError as error:
+        if error.filename is None:  # no file, no socket and no memory for another: not what was asked for
+            raise RunError(f"the run cannot be started: {error}") from error
+        raise UserError(f"an input cannot be read: {error}") from error
+    return recipe
 
 
 def _check_folder(run_dir: Path, resume: bool) -> None:

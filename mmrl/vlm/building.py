@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.files import expanded
 from mmrl.rewards.loading import load_function
 from mmrl.vlm.model_config import ModelConfig
 
@@ -32,7 +33,7 @@ def build_model_if_missing(config: ModelConfig) -> None:
     """
     if config.build is None:
         return
-    folder = Path(config.path).expanduser()
+    folder = expanded(config.path)
     recipe = json.dumps({"build": config.build, "options": config.build_options}, sort_keys=True, default=str)
     if (folder / "config.json").is_file():
         _check_build(folder, recipe)

@@ -19,8 +19,10 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice
+from mmrl.files import expanded, is_file
 from mmrl.hub.building import build_if_missing
-from mmrl.hub.tables import Row, read_rows
+from mmrl.hub.images import image_pixels_option
+from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
 from mmrl.vlm.prompts import MediaCells, build_messages, has_marks, make_renderer
 from mmrl.vlm.task import TASK_ERRORS, ImageSource, StoredImage, TaskError, VlmTask, open_image
 
@@ -44,6 +46,7 @@ ANSWER_KEYS = ("answer", "solution", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
 BAD_ROWS = ("error", "skip")
+MAX_PROMPT_CHARS = 200_000
 
 
 @dataclass
@@ -94,6 +97,15 @@ class DataConfig:
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
 
+    max_prompt_chars: int = bounded(MAX_PROMPT_CHARS, at_least=1)
+    """Longest question in characters, checked before it is tokenised."""
+
+    max_line_mb: float = bounded(MAX_LINE_MB, above=0, finite=True)
+    """Longest line of a .jsonl file in 10^6 bytes."""
+
+    max_image_pixels: int = image_pixels_option()
+    """Largest image in pixels, checked by its header before it is decoded."""
+
     on_bad_row: str = choice("error", BAD_ROWS)
     """error: stop at the first bad row and say what is wrong; skip: count and log bad rows, use the rest."""
 
@@ -140,7 +152,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     if not config.path or config.path == MISSING:
         raise UserError("data.path is not set: give a .jsonl, .json or .parquet file, a folder or a hub id")
     build_if_missing(config)
-    rows = list(read_rows(config.path, config.split, config.subset))
+    rows = list(read_rows(config.path, config.split, config.subset, config.max_line_mb))
     if not rows:
         raise UserError(f"{config.path} is empty: it has no rows")
     loaded = LoadedTasks([])
@@ -206,12 +218,12 @@ def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str
 
 def _media_folder(config: DataConfig) -> Path:
     if config.image_dir is not None:
-        folder = Path(config.image_dir).expanduser()
+        folder = expanded(config.image_dir)
         if not folder.is_dir():
             raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")
         return folder
-    path = Path(config.path).expanduser()
-    return path.parent if path.is_file() else path
+    path = expanded(config.path)
+    return path.parent if is_file(path) else path
 
 
 def _fill(loaded: LoadedTasks, rows: list[Row], layout: _Layout, config: DataConfig) -> None:
@@ -250,7 +262,23 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
     columns = {key: row.cells.get(key) for key in layout.columns if key not in spoken}
     if layout.answer is not None:
         columns["answer"] = answer
-    return VlmTask(task_id, messages, images, videos, columns, conversational=not isinstance(prompt, str))
+    _check_length(messages, config.max_prompt_chars, place)
+    return VlmTask(
+        task_id,
+        messages,
+        images,
+        videos,
+        columns,
+        conversational=not isinstance(prompt, str),
+        max_image_pixels=config.max_image_pixels,
+    )
+
+
+def _check_length(messages: list[dict[str, Any]], most: int, place: str) -> None:
+    found = sum(len(item.get("text", "")) for message in messages for item in message["content"])
+    if found > most:
+        message = f"the question has {found} characters, more than {most} (data.max_prompt_chars)"
+        raise TaskError("long_prompt", place, message)
 
 
 def _answer(row: Row, layout: _Layout, place: str) -> Any:

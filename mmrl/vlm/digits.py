@@ -248,6 +248,8 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 
 def _write(path: Path, count: int, make_row: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Path:
     """Write beside the final place and rename, since parallel runs may build the same file."""
+    if path.suffix != ".jsonl":
+        raise ValueError(f"the questions go to a .jsonl file, with their images in a folder beside it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
     folder = path.with_suffix("")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import quiet_transformers
-from mmrl.hub.saved_files import base_path, read_json_object
+from mmrl.hub.saved_files import base_path
 from mmrl.vlm.model_config import ModelConfig
 
 __all__ = ["ARCHITECTURES", "BASE_FILE", "load_network", "resolve_model"]
@@ -34,7 +34,7 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     Raises:
         UserError: there is no such folder, or it holds no model.
     """
-    folder = Path(path).expanduser().absolute()  # adapters record it as the place of their base model
+    folder = expanded(path).absolute()  # adapters record it as the place of their base model
     if (folder / "config.json").is_file():
         return str(folder), None
     adapter_file = folder / "adapter_config.json"
@@ -96,10 +96,7 @@ def _model_type(base: str) -> str:
 
     file = Path(base) / "config.json"
     if file.is_file():
-        try:
-            return str(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
-        except ValueError as error:
-            raise UserError(f"{file} is not valid JSON: {error}") from error
+        return str(read_json_object(file).get("model_type"))
     try:
         return str(AutoConfig.from_pretrained(base).model_type)
     except Exception as error:  # hub and network errors

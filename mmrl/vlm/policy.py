@@ -115,10 +115,23 @@ class VlmPolicy(nn.Module):
         return self.network.config.text_config._attn_implementation == ATTENTION_NAME  # type: ignore[no-any-return]
 
     @property
+    def positions(self) -> int:
+        """Tokens of prompt and response that the model has positions for."""
+        return int(self.network.config.text_config.max_position_embeddings)
+
+    def check_response_length(self, max_new_tokens: int) -> None:
+        """Refuse responses that fit after no prompt; raises UserError."""
+        if max_new_tokens >= self.positions:
+            raise UserError(
+                f"sampler.max_new_tokens is {max_new_tokens}, but {self.config.path} has {self.positions} positions "
+                "for prompt and response together; make it smaller"
+            )
+
+    @property
     def layout(self) -> PromptLayout:
         """What the encoding of prompts needs to know of this model."""
         network = self.network
-        longest = int(network.config.text_config.max_position_embeddings) - 1
+        longest = self.positions - 1
         limit = self.config.max_prompt_tokens
         own = limit is not None and limit <= longest
         return PromptLayout(

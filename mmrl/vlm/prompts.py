@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.vlm.task import ImageSource, TaskError
+from mmrl.files import expanded, is_file
+from mmrl.vlm.task import ImageSource, TaskError, no_such_file
 
 __all__ = ["MediaCells", "build_messages", "has_marks", "make_renderer", "split_marks"]
 
@@ -115,8 +116,8 @@ def make_renderer(template: str | None) -> Callable[[str], str]:
 def _template_text(template: str) -> str:
     if not template.endswith((".jinja", ".jinja2", ".j2")):
         return template
-    file = Path(template).expanduser()
-    if not file.is_file():
+    file = expanded(template)
+    if not is_file(file):
         raise UserError(f"data.format_prompt names the file {template}, which does not exist")
     return file.read_text(encoding="utf-8")
 
@@ -196,7 +197,7 @@ def _locate(source: Any, folder: Path) -> Any:
         return _locate(source["path"], folder) if relative else source
     if not isinstance(source, str) or source.startswith(("data:", "http://", "https://")):
         return source
-    return str(folder / Path(source.removeprefix("file://")).expanduser())
+    return str(folder / expanded(source.removeprefix("file://")))
 
 
 def _put_media_first(messages: list[dict[str, Any]], images: int, videos: int) -> None:
@@ -235,5 +236,5 @@ def _check_files(images: list[Any], videos: list[str], place: str) -> None:
     """Find missing files before the run starts; reading them is left to the rollout."""
     for kind, sources in (("image", images), ("video", videos)):
         for source in sources:
-            if isinstance(source, str) and not source.startswith("data:") and not Path(source).is_file():
-                raise TaskError(f"missing_{kind}", place, f"there is no {kind} file {source}")
+            if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
+                raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))

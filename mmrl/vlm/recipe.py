@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import PolicySampler
 from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.scoring import columns_of, score_texts
+from mmrl.vlm.scoring import check_columns, score_texts, splits_by_key
 from mmrl.vlm.storage import save_merged
 from mmrl.vlm.task import TaskError, VlmTask
 
@@ -113,6 +113,8 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     """
 
     config: VlmConfig
+    cramped = 0
+    """Prompts so far that leave fewer positions than sampler.max_new_tokens."""
 
     def __init__(self, config: VlmConfig) -> None:
         self.config = config
@@ -121,9 +123,13 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config)
         self.skipped: Counter[str] = Counter(loaded.skipped)
-        self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
         self.rewards = RewardSum(config.rewards)
-        self.rewards.check_columns([*columns_of(self.train_tasks, [])])
+        with ExitStack() as undone:
+            undone.callback(self.rewards.close)
+            check_columns(self.rewards, {"data": self.train_tasks} | splits_by_key(self.eval_tasks))
+            self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
+            self.policy.check_response_length(config.sampler.max_new_tokens)
+            undone.pop_all()
         self.sampler: Sampler[VlmPolicy, Prompt, Samples] = PolicySampler(config.sampler, self._keep_prefill())
         self.version = 0
         self._errors = RewardErrors()
@@ -241,6 +247,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             "data/skipped": float(sum(self.skipped.values())),
             "policy/kl_coef": self.objective.kl_coef,
             **self._nucleus_mass(rollouts),
+            **({"response/beyond_positions": float(self.cramped)} if self.cramped else {}),
         } | self._errors.take()
 
     def encode(
@@ -265,6 +272,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             try:
                 prompts.append(policy.encode(task))
                 usable.append(task)
+                self._note_room(prompts[-1], policy)
             except TaskError as error:
                 last = error
                 if not self.skipped[error.kind]:
@@ -273,6 +281,22 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         if not prompts and not allow_none:
             raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
+
+    def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
+        """Count prompts that leave fewer positions than a response may take, and warn of the first."""
+        wanted, left = self.config.sampler.max_new_tokens, policy.positions - len(prompt.input_ids)
+        if wanted <= left:
+            return
+        if not self.cramped:
+            LOGGER.warning(
+                "a prompt of %d tokens leaves %d of the model's %d positions, fewer than sampler.max_new_tokens=%d; "
+                "such prompts are counted in response/beyond_positions; shorten one of the two",
+                len(prompt.input_ids),
+                left,
+                policy.positions,
+                wanted,
+            )
+        self.cramped += 1
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Count the version of the weights and move the KL coefficient towards its target."""
@@ -297,6 +321,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             "errors": self._errors.state_dict(),
             "adaptive_kl": controller,
             "version": self.version,
+            "cramped": self.cramped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -304,6 +329,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         self.skipped = Counter(state["skipped"])
         self._errors.load_state_dict(state["errors"])
         self.version = int(state["version"])
+        self.cramped = int(state.get("cramped", 0))
         if self._controller is not None and state["adaptive_kl"] is not None:
             self._controller.load_state_dict(state["adaptive_kl"])
             self._set_kl_coef(self._controller.coefficient)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["columns_of", "score_texts"]
+__all__ = ["check_columns", "columns_of", "score_texts", "splits_by_key"]
 
 
 def score_texts(
@@ -70,3 +71,25 @@ def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
     if not task.images and not task.videos:
         turns = [{**turn, "content": "".join(item["text"] for item in turn["content"])} for turn in turns]
     return turns, [{"role": "assistant", "content": response}]
+
+
+def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
+    """Make sure that the rewards find their columns in the questions of every data set that they will score.
+
+    Args:
+        rewards: the terms.
+        data: questions by the key of the configuration that names them.
+
+    Raises:
+        UserError: a term needs a column that is not there.
+    """
+    for key, tasks in data.items():
+        try:
+            rewards.check_columns([*columns_of(tasks, [])])
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+
+
+def splits_by_key(splits: Mapping[str, Sequence[VlmTask]]) -> dict[str, Sequence[VlmTask]]:
+    """Held-out questions by the key of the configuration that names them."""
+    return {f"eval_data.{name}": tasks for name, tasks in splits.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,6 +34,7 @@ from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.scoring import check_columns, splits_by_key
 from mmrl.vlm.task import VlmTask
 
 __all__ = ["SftConfig", "SftRecipe"]
@@ -101,8 +103,14 @@ class SftRecipe(VlmRecipe):
         self.train_tasks = loaded.tasks
         self.eval_tasks = load_splits(config)
         self.skipped = Counter(loaded.skipped)
-        self.policy: VlmPolicy = load_policy(config.model)
         self.rewards = RewardSum(config.rewards)
+        with ExitStack() as undone:
+            undone.callback(self.rewards.close)
+            check_columns(self.rewards, splits_by_key(self.eval_tasks))
+            self.policy: VlmPolicy = load_policy(config.model)
+            if self.eval_tasks:
+                self.policy.check_response_length(config.sampler.max_new_tokens)
+            undone.pop_all()
         self.version = 0
         self._errors = RewardErrors()
         self._controller = None

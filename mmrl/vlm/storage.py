@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.files import replaced
 from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.saved_files import base_entries, sort_header
 from mmrl.vlm.network import BASE_FILE
@@ -80,10 +81,10 @@ def save_merged(policy: PolicyParts, path: Path) -> None:
     if not policy.has_adapter:
         save_policy(policy, path)
         return
-    path.mkdir(parents=True, exist_ok=True)
-    with quiet_transformers():
-        policy.network.save_pretrained(path, state_dict=_merged_state(policy))
-    policy.processor.save_pretrained(path)
+    with replaced(path) as draft:
+        with quiet_transformers():
+            policy.network.save_pretrained(draft, state_dict=_merged_state(policy))
+        policy.processor.save_pretrained(draft)
 
 
 def _merged_state(policy: PolicyParts) -> dict[str, Tensor]:

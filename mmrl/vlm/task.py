@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-__all__ = ["TASK_ERRORS", "ImageSource", "StoredImage", "TaskError", "VlmTask", "open_image"]
+from mmrl.files import is_file
+from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
+
+__all__ = [
+    "TASK_ERRORS",
+    "ImageSource",
+    "StoredImage",
+    "TaskError",
+    "VlmTask",
+    "no_such_file",
+    "open_image",
+    "shortened",
+]
+
+LONGEST_NAME = 255
+"""Characters that the usual file systems allow in a name."""
 
 
 class TaskError(Exception):
@@ -66,6 +80,9 @@ class VlmTask:
     conversational: bool = False
     """Whether the data set has the question as chat turns, so that reward functions get chat turns too."""
 
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    """Images with more are not decoded."""
+
     def load_images(self) -> list[Image.Image]:
         """Open the images as RGB.
 
@@ -78,49 +95,63 @@ class VlmTask:
         images = []
         for number, source in enumerate(self.images, start=1):
             where = f"image {number} of {len(self.images)}"
-            images.append(open_image(source, self.id, where))
+            images.append(open_image(source, self.id, where, self.max_image_pixels))
         return images
 
 
-def open_image(source: ImageSource, task_id: str, where: str = "the image") -> Image.Image:
+def open_image(
+    source: ImageSource, task_id: str, where: str = "the image", max_pixels: int = MAX_IMAGE_PIXELS
+) -> Image.Image:
     """Open one image source as RGB, upright and without transparency.
 
     Args:
         source: PIL image, path, data URI, bytes, {"bytes", "path"} mapping or stored image.
         task_id: Named in the errors.
         where: Which image of the task this is, for the errors.
+        max_pixels: An image with more is not decoded.
 
     Raises:
-        TaskError: The image is missing, empty or cannot be decoded.
+        TaskError: The image is missing, empty, too large or cannot be decoded.
     """
-    name, raw = _resolve(source, task_id, where)
-    label = f"{where} ({name})" if name else where
-    if isinstance(raw, bytes):
-        if not raw:
-            raise TaskError("empty_image", task_id, f"{label} has zero bytes")
-        raw = _decode(raw, task_id, label)
-    if raw.width == 0 or raw.height == 0:
-        raise TaskError("empty_image", task_id, f"{label} is {raw.width} x {raw.height} pixels")
+    name, raw = _resolve(source, task_id, where, max_pixels)
+    label = f"{where} ({shortened(name)})" if name else where
+    if isinstance(raw, bytes) and not raw:
+        raise TaskError("empty_image", task_id, f"{label} has zero bytes")
+    try:
+        if isinstance(raw, bytes):
+            raw = decode_image(raw, max_pixels, "data.max_image_pixels")
+        elif raw.width == 0 or raw.height == 0:
+            raise TaskError("empty_image", task_id, f"{label} is {raw.width} x {raw.height} pixels")
+        check_pixels(raw.width, raw.height, max_pixels, "data.max_image_pixels")
+    except ImageError as error:
+        raise TaskError("unreadable_image", task_id, f"{label} cannot be decoded: {error}") from None
     return _to_rgb(raw, task_id, label)
 
 
-def _resolve(source: Any, task_id: str, where: str) -> tuple[str, Image.Image | bytes]:
+def shortened(text: str, longest: int = 120) -> str:
+    """The two ends of a text that is too long for a message."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]}...{text[-longest // 4 :]} ({len(text)} characters)"
+
+
+def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[str, Image.Image | bytes]:
     """Follow a source to a PIL image or to the bytes of an image file, with a name for the errors."""
     if isinstance(source, Image.Image):
         return "", source
     if isinstance(source, bytes | bytearray | memoryview):
         return "", bytes(source)
     if isinstance(source, str | Path):
-        return _read_file(str(source), task_id, where)
+        return _read_file(str(source), task_id, where, max_pixels)
     if isinstance(source, Mapping):
         inner = source.get("bytes")
         if inner is None:
             inner = source.get("path")
         if inner is not None:
-            return _resolve(inner, task_id, where)
+            return _resolve(inner, task_id, where, max_pixels)
         raise TaskError("missing_image", task_id, f"{where} holds neither bytes nor a path")
     if hasattr(source, "read"):
-        return _resolve(source.read(), task_id, where)
+        return _resolve(source.read(), task_id, where, max_pixels)
     found = "nothing" if source is None else f"a {type(source).__name__}"
     raise TaskError(
         "missing_image",
@@ -129,7 +160,7 @@ def _resolve(source: Any, task_id: str, where: str) -> tuple[str, Image.Image | 
     )
 
 
-def _read_file(path: str, task_id: str, where: str) -> tuple[str, bytes]:
+def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[str, bytes]:
     if path.startswith("data:"):
         head, _, body = path.partition(",")
         try:
@@ -137,29 +168,25 @@ def _read_file(path: str, task_id: str, where: str) -> tuple[str, bytes]:
         except ValueError as error:
             raise TaskError("unreadable_image", task_id, f"{where}: broken data URI ({error})") from None
     if path.startswith(("http://", "https://")):
-        message = f"{where} is the address {path}; download it and give the file's path"
+        message = f"{where} is the address {shortened(path)}; download it and give the file's path"
         raise TaskError("missing_image", task_id, message)
     path = path.removeprefix("file://")
+    if not is_file(path):
+        raise TaskError("missing_image", task_id, f"{where}: {no_such_file(path, 'image')}")
     try:
-        return path, Path(path).read_bytes()
-    except FileNotFoundError:
-        raise TaskError("missing_image", task_id, f"{where}: there is no file {path}") from None
+        return path, read_image_file(Path(path), max_pixels)
     except (OSError, ValueError) as error:
-        raise TaskError("unreadable_image", task_id, f"{where}: cannot read {path} ({error})") from None
+        raise TaskError("unreadable_image", task_id, f"{where}: cannot read {shortened(path)} ({error})") from None
 
 
-def _decode(raw: bytes, task_id: str, label: str) -> Image.Image:
-    try:
-        image = Image.open(io.BytesIO(raw))
-        image.load()
-        return ImageOps.exif_transpose(image)
-    except UnidentifiedImageError:
-        reason = "not an image format that Pillow knows"
-    except Image.DecompressionBombError as error:
-        reason = str(error)
-    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, EOFError, ...
-        reason = f"{type(error).__name__}: {error}"
-    raise TaskError("unreadable_image", task_id, f"{label} cannot be decoded: {reason}")
+def no_such_file(path: str, kind: str) -> str:
+    """Say that an image or video is not there, or that it is given as base64 in the place of a path."""
+    if len(Path(path).name) > LONGEST_NAME:
+        return (
+            f"{shortened(path)} is too long for the path of a file; content in base64 begins with "
+            f"data:{kind}/png;base64,"
+        )
+    return f"there is no {kind} file {shortened(path)}"
 
 
 def _to_rgb(image: Image.Image, task_id: str, label: str) -> Image.Image:
@@ -183,13 +210,14 @@ def _to_rgb(image: Image.Image, task_id: str, label: str) -> Image.Image:
 
 
 TASK_ERRORS: dict[str, str] = {
-    "invalid_json": "A line is not a JSON object.",
+    "invalid_json": "A line is not a JSON object, too long or holds half of a surrogate pair.",
     "missing_prompt": "The row has no question.",
     "bad_prompt": "The question is neither a text nor a list of chat turns with role and content.",
     "missing_answer": "The row has no answer although the data set has an answer column.",
     "missing_image": "The row has no image, or the file it names does not exist.",
     "placeholder_mismatch": "The text has more or fewer <image> or <video> places than the row has files.",
     "empty_image": "An image has zero bytes or zero pixels.",
-    "unreadable_image": "An image cannot be decoded.",
+    "unreadable_image": "An image cannot be decoded or has more than data.max_image_pixels.",
+    "long_prompt": "The question has more than data.max_prompt_chars characters.",
     "missing_video": "A video file does not exist.",
 }

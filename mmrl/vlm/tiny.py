@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 __all__ = ["CHAT_TEMPLATE", "FAMILIES", "build_tiny_vlm"]
@@ -146,9 +147,9 @@ def build_tiny_vlm(
         vision["fullatt_block_indexes"] = list(range(vision_depth) if full_attention is None else full_attention)
     token = (MERGE * patch) ** 2
     pixels = {"shortest_edge": min_pixels or 4 * token, "longest_edge": max_pixels or 256 * token}
-    path.mkdir(parents=True, exist_ok=True)
-    _save_model(FAMILIES[family](text, vision), tokenizer, path, _Weights(attention_gain, dtype, seed))
-    _save_processor(family, tokenizer, patch, pixels, path)
+    with replaced(path) as draft:
+        _save_model(FAMILIES[family](text, vision), tokenizer, draft, _Weights(attention_gain, dtype, seed))
+        _save_processor(family, tokenizer, patch, pixels, draft)
     return path
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,12 +108,9 @@ def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
     Returns:
         (H, W, 3) uint8; None where it cannot be read or has another size.
     """
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            frame = np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError):
+        frame = np.asarray(decode_image(content, size[0] * size[1]).convert("RGB"))
+    except (OSError, ValueError):
         return None
     return frame if frame.shape[:2] == tuple(size) else None
 
@@ -130,6 +128,10 @@ def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
         if not container.streams.video:
             raise UserError(f"{path} has no video in it")
         video: Any = container.streams.video[0]
+        try:
+            check_pixels(video.codec_context.width, video.codec_context.height, MAX_IMAGE_PIXELS)
+        except ImageError as error:
+            raise UserError(f"{path} cannot be decoded: {error}") from error
         # Without it the decoder paints over what is broken and says nothing.
         video.codec_context.options = {"err_detect": "explode"}
         video.codec_context.thread_type = "NONE"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import is_file, write_atomically
 
 __all__ = [
     "ACTION",
@@ -179,20 +180,17 @@ def read_json(path: Path) -> Any:
     Raises:
         UserError: the file is not there or is no JSON.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"the dataset lacks {path}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deep
         raise UserError(f"{path} is not JSON: {error}") from error
 
 
 def write_json(content: Any, path: Path) -> None:
     """Write a JSON file, replacing what is there in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(content, indent=4, ensure_ascii=False))
 
 
 def _vector(entries: int | Sequence[str]) -> dict[str, Any]:

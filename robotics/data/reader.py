@@ -32,6 +32,7 @@ from robotics.data.layout import (
     numbered_files,
     read_json,
 )
+from robotics.data.metadata import check_info, check_row, named_errors
 from robotics.data.statistics import Statistics
 from robotics.data.tables import column_array, column_names, read_table, task_texts
 
@@ -105,20 +106,22 @@ class LeRobotReader:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.info: dict[str, Any] = read_json(self.folder / INFO_PATH)
-        """Content of `meta/info.json`."""
-        version = self.info.get("codebase_version")
+        content = read_json(self.folder / INFO_PATH)
+        version = content.get("codebase_version") if isinstance(content, dict) else None
         if version != VERSION:
             raise UserError(
                 f"{self.folder} has codebase_version {version}; this reads {VERSION}. lerobot converts v2.1 with "
                 "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
             )
-        self.episodes: list[dict[str, Any]] = self._episode_rows()
-        """Rows of `meta/episodes` without the statistics, by number of the episode."""
-        self.tasks: list[str] = self._task_texts()
-        """Instructions by number."""
-        self.stats: dict[str, Statistics] = self._statistics()
-        """Statistics by feature; empty where the dataset has none."""
+        self.info: dict[str, Any] = check_info(content, self.folder / INFO_PATH)
+        """Content of `meta/info.json`."""
+        with named_errors(f"the metadata of {self.folder}"):
+            self.episodes: list[dict[str, Any]] = self._episode_rows()
+            """Rows of `meta/episodes` without the statistics, by number of the episode."""
+            self.tasks: list[str] = self._task_texts()
+            """Instructions by number."""
+            self.stats: dict[str, Statistics] = self._statistics()
+            """Statistics by feature; empty where the dataset has none."""
         self.counts: Counter[str] = Counter()
         """`corrupt_frames`: images looked at that could not be decoded and repeat a neighbour."""
 
@@ -157,6 +160,10 @@ class LeRobotReader:
         """
         if not 0 <= number < len(self):
             raise UserError(f"no episode {number}; {self.folder} has {len(self)}, numbered from 0")
+        with named_errors(f"episode {number} of {self.folder}"):
+            return self._read_episode(number)
+
+    def _read_episode(self, number: int) -> EpisodeData:
         row = self.episodes[number]
         table = self._frames_of(row)
         columns = {name: column_array(table[name]) for name in table.column_names if self._is_number(name)}
@@ -238,7 +245,7 @@ class LeRobotReader:
 
     def _episode_rows(self) -> list[dict[str, Any]]:
         rows: dict[int, dict[str, Any]] = {}
-        total = int(self.info["total_episodes"])
+        total = self.info["total_episodes"]
         for path in numbered_files(self.folder / "meta/episodes", ".parquet"):
             wanted = [name for name in column_names(path) if not name.startswith("stats/")]
             chunk, file = (int(part.rpartition("-")[2]) for part in (path.parent.name, path.stem))
@@ -246,12 +253,14 @@ class LeRobotReader:
                 # Where it was found, because merged datasets may still name the file that it was in before.
                 row |= {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
                 # A killed writer may leave a row twice, of which the first is newer, and one that info does not count.
-                rows.setdefault(row["episode_index"], row)
-        missing = [number for number in range(total) if number not in rows]
-        if missing:
+                rows.setdefault(check_row(row, path)["episode_index"], row)
+        # the first that is missing is looked for among as many numbers as there are rows, whatever total says
+        first = next(number for number in range(len(rows) + 1) if number not in rows)
+        if first < total:
+            lacking = total - sum(number < total for number in rows)
             raise UserError(
-                f"{self.folder / INFO_PATH} counts {total} episodes; meta/episodes lacks {len(missing)} of them, the "
-                f"first is {missing[0]}"
+                f"{self.folder / INFO_PATH} counts {total} episodes; meta/episodes lacks {lacking} of them, the "
+                f"first is {first}"
             )
         return [rows[number] for number in range(total)]
 
@@ -347,7 +356,8 @@ class _Images(Mapping[str, "NDArray[np.uint8]"]):
     def __getitem__(self, camera: str) -> NDArray[np.uint8]:
         if camera not in self._decoders:
             raise KeyError(f"no camera {camera!r}; there are: {', '.join(self._decoders) or 'none'}")
-        return self._decoders[camera]()
+        with named_errors(f"the images of camera {camera!r} of an episode"):
+            return self._decoders[camera]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._decoders)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.files import is_file, replaced
 from robotics.data.clips import encode_png
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def task_texts(table: pa.Table) -> list[str]:
     """
     texts = [name for name in table.column_names if name != "task_index"]
     numbers = table["task_index"].to_pylist() if "task_index" in table.column_names else []
-    if sorted(numbers) != list(range(len(table))) or not texts:
+    if set(numbers) != set(range(len(table))) or not texts:
         raise UserError(
             f"meta/tasks.parquet has the columns {table.column_names}; expected task_index 0..n-1 and texts"
         )
@@ -164,23 +165,23 @@ def write_table(tables: pa.Table | Sequence[pa.Table], path: Path) -> None:
     import pyarrow.parquet as pq
 
     parts = [tables] if isinstance(tables, pa.Table) else tables
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with pq.ParquetWriter(temporary, parts[0].schema, compression="snappy", use_dictionary=True) as writer:
+    with (
+        replaced(path) as draft,
+        pq.ParquetWriter(draft, parts[0].schema, compression="snappy", use_dictionary=True) as writer,
+    ):
         for part in parts:
             writer.write_table(part)
-    temporary.replace(path)
 
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
     import pyarrow as pa
 
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"the dataset lacks {path}")
     try:
         yield
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:  # what wrong types make of a filter
         raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 

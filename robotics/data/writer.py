@@ -416,7 +416,7 @@ def _remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> 
     # An interruption leaves files that no row points to; readers that take all files would take them for frames.
     folder = series.folder / series.prefix
     used = {series.path(series.number_in(row)) for row in rows}
-    for path in [*numbered_files(folder, series.suffix), *folder.glob("chunk-*/*.tmp")]:
+    for path in [*numbered_files(folder, series.suffix), *folder.glob("chunk-*/.*.partial.*")]:
         if path not in used:
             path.unlink()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.files import replaced
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -56,19 +57,15 @@ def write_mp4(
         ValueError: the frames differ in shape or are not uint8 RGB.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    encoder = _Encoder(temporary, fps, settings or VideoSettings(), {"movflags": "faststart"})
-    try:
-        for frame in frames:
-            encoder.add(frame)
-        if not encoder.frames:
-            raise UserError(f"no frames for {path}; a video needs at least one")
-        encoder.close()
-        temporary.replace(path)
-    finally:
-        encoder.close()
-        temporary.unlink(missing_ok=True)
+    with replaced(path) as draft:
+        encoder = _Encoder(draft, fps, settings or VideoSettings(), {"movflags": "faststart"})
+        try:
+            for frame in frames:
+                encoder.add(frame)
+            if not encoder.frames:
+                raise UserError(f"no frames for {path}; a video needs at least one")
+        finally:
+            encoder.close()
     return path
 
 
@@ -151,21 +148,19 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
     """
     import av
 
-    temporary = target.with_name(target.name + ".tmp")
-    with av.open(str(temporary), "w", format="mp4", options={"movflags": "faststart"}) as output:
-        stream: Any = None
-        start = 0
-        for path in sources:
-            with av.open(str(path)) as source:
-                video = source.streams.video[0]
-                if stream is None:
-                    stream = output.add_stream_from_template(video)
-                    stream.time_base = video.time_base
-                start = _append_packets(source, output, stream, start)
-    if stream is None:
-        temporary.unlink(missing_ok=True)
-        raise ValueError("no videos to put together")
-    temporary.replace(target)
+    with replaced(target) as draft:
+        with av.open(str(draft), "w", format="mp4", options={"movflags": "faststart"}) as output:
+            stream: Any = None
+            start = 0
+            for path in sources:
+                with av.open(str(path)) as source:
+                    video = source.streams.video[0]
+                    if stream is None:
+                        stream = output.add_stream_from_template(video)
+                        stream.time_base = video.time_base
+                    start = _append_packets(source, output, stream, start)
+        if stream is None:
+            raise ValueError("no videos to put together")
 
 
 def pad_to_even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:

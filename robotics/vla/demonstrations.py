@@ -16,6 +16,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.files import expanded
 from mmrl.training.record.fingerprint import content_digest
 from robotics.vla.policy import PolicyInputs
 
@@ -179,7 +180,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     from robotics.data import LeRobotReader
 
     build_if_missing(config, "demonstrations")
-    reader = LeRobotReader(Path(config.path).expanduser())
+    reader = LeRobotReader(expanded(config.path))
     limit = config.max_episodes or len(reader.episodes)
     found = Demonstrations([], [], [] if config.camera else None, [])
     for number in range(len(reader.episodes)):
@@ -225,4 +226,4 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
 def _cache_folder(reader: LeRobotReader, config: DemonstrationConfig) -> Path:
     """Cache folder of this very dataset; another one at the same path has another folder."""
     about = json.dumps([str(reader.folder.absolute()), config.camera, reader.info], sort_keys=True)
-    return Path(config.cache).expanduser() / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+    return expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
+from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.saved_files import sort_header
 from robotics.vla.statistics import ActionStatistics
 
@@ -43,7 +45,7 @@ def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistic
     """
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": kind, **dataclasses.asdict(config), **more}, indent=2)
-    (path / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_atomically(path / CONFIG_FILE, text + "\n")
     write_statistics(path, statistics)
 
 
@@ -75,19 +77,23 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"{path} is not a saved policy: it has no {CONFIG_FILE}")
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
+    return read_json_object(file)
 
 
 def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Config:
-    """Build a dataclass from entries; raises UserError where one is unknown."""
+    """Build a dataclass from entries; raises UserError where one is unknown, missing or cannot be."""
+    if not isinstance(entries, dict):
+        raise UserError(f"{place} is {entries!r:.80}; expected an object")
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(entries) - known)
     if unknown:
         raise UserError(f"{place} has the unknown entries {unknown}; known are: {', '.join(sorted(known))}")
-    return kind(**entries)
+    try:
+        made = kind(**entries)
+        check_config(made)
+    except (TypeError, ValueError) as error:  # a missing entry, a wrong type or a value out of bounds
+        raise UserError(f"{place}: {error}") from error
+    return made
 
 
 def read_statistics(path: Path) -> ActionStatistics | None:
@@ -100,9 +106,9 @@ def write_weights(module: nn.Module, path: Path) -> None:
     """Write a module's weights and buffers to a folder, created with its parents."""
     from safetensors.torch import save_model
 
-    path.mkdir(parents=True, exist_ok=True)
-    save_model(module, str(path / WEIGHTS_FILE))
-    sort_header(path / WEIGHTS_FILE)
+    with replaced(path / WEIGHTS_FILE) as draft:
+        save_model(module, str(draft))
+        sort_header(draft)
 
 
 def read_weights(module: nn.Module, path: Path) -> None:
@@ -124,4 +130,5 @@ def read_weights(module: nn.Module, path: Path) -> None:
     try:
         load_model(module, str(file))
     except (SafetensorError, RuntimeError) as error:  # a damaged file; other names or shapes
-        raise UserError(f"the weights in {file} do not fit this policy or are damaged: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the weights in {file} do not fit this policy or are damaged: {reason}") from error

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.files import is_file, read_json_object, write_atomically
 
 __all__ = ["ActionStatistics", "StateStatistics", "libero_gripper"]
 
@@ -139,7 +140,7 @@ class ActionStatistics:
 
     def save(self, path: Path | str) -> None:
         """Write a JSON file."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_atomically(Path(path), json.dumps(self.as_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -147,8 +148,15 @@ class ActionStatistics:
         entries = _read_json(Path(path))
         if set(entries) != {*COLUMNS, "mask"}:
             raise UserError(f"{path} has the entries {sorted(entries)}; needed are {sorted((*COLUMNS, 'mask'))}")
-        columns = {name: np.asarray(entries[name], np.float64) for name in COLUMNS}
-        return cls(mask=np.asarray(entries["mask"], bool), **columns)
+        try:
+            columns = {name: np.asarray(entries[name], np.float64) for name in COLUMNS}
+            mask = np.asarray(entries["mask"], bool)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"{path} holds something other than lists of numbers: {error}") from error
+        shapes = {column.shape for column in (*columns.values(), mask)}
+        if len(shapes) > 1 or mask.ndim != 1 or not all(np.isfinite(column).all() for column in columns.values()):
+            raise UserError(f"{path} must hold lists of as many finite numbers each; their shapes are {sorted(shapes)}")
+        return cls(mask=mask, **columns)
 
     def _scales(self, like: Values) -> tuple[Values, Values, Values, Values]:
         if like.shape[-1] != self.size:
@@ -243,12 +251,9 @@ def _lerobot_feature(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise UserError(f"there is no statistics file {path}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not is_file(path):
+        raise UserError(f"there is no statistics file {path}")
+    return read_json_object(path)
 
 
 def _placed(values: NDArray[Any], like: Values) -> Any:

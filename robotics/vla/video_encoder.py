@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_fields
+from mmrl.fields import bounded, check_config, check_fields
+from mmrl.files import read_json_object, replaced, write_atomically
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -177,11 +178,11 @@ class VideoEncoder(nn.Module):
         from safetensors.torch import save_file
 
         place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        save_file(weights, place / WEIGHTS_FILE)
+        with replaced(place / WEIGHTS_FILE) as draft:
+            save_file(weights, draft)
         described = {"model_type": KIND, **asdict(self.config)}
-        (place / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        write_atomically(place / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
@@ -340,16 +341,15 @@ def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
 
 
 def _read_config(file: Path) -> VideoEncoderConfig:
-    try:
-        saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    saved = read_json_object(file)
     kind = saved.pop("model_type", None)
     if kind != KIND:
         raise UserError(f"{file} describes a {kind or 'model without model_type'}; expected {KIND}")
     try:
-        return VideoEncoderConfig(**saved)
-    except TypeError as error:
+        made = VideoEncoderConfig(**saved)
+        check_config(made)
+        return made
+    except (TypeError, ValueError) as error:
         raise UserError(f"{file} does not fit this version of the video encoder: {error}") from error
 
 

@@ -251,6 +251,8 @@ def load_vlm_policy(
 def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
     from mmrl.vlm.model_config import LoraSettings, ModelConfig
 
+    if not isinstance(entries, Mapping) or not isinstance(entries.get("lora", {}), Mapping):
+        raise UserError(f"{place} is {entries!r:.80}; expected an object of model settings")
     rest = dict(entries)
     lora = make_config(LoraSettings, dict(rest.pop("lora", {})), f"{place}.lora")
     return make_config(ModelConfig, rest | {"lora": lora}, place)

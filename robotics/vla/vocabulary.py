@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 
 __all__ = ["Vocabulary"]
 
@@ -66,7 +67,7 @@ class Vocabulary:
 
     def save(self, path: Path | str) -> None:
         """Write the words as JSON."""
-        Path(path).write_text(json.dumps(self.words) + "\n", encoding="utf-8")
+        write_atomically(Path(path), json.dumps(self.words) + "\n")
 
     def check_same(self, path: Path | str) -> None:
         """Check that a saved vocabulary has the same words; raises UserError."""
@@ -78,4 +79,10 @@ class Vocabulary:
         """Read what `save` wrote; raises UserError where there is no such file."""
         if not Path(path).is_file():
             raise UserError(f"there is no vocabulary {path}")
-        return cls(json.loads(Path(path).read_text(encoding="utf-8")))
+        try:
+            words = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise UserError(f"{path} must hold a list of words")
+        return cls(words)

@@ -85,3 +85,19 @@ def test_options_out_of_range_are_refused(key, value):
 
 def test_columns_of_no_rows_are_none():
     assert columns_of([]) == {}
+
+
+def test_long_prompts_and_half_characters_are_left_out_before_they_are_tokenised(tmp_path):
+    def count(prompt):
+        assert len(prompt) <= 10_000
+        return None
+
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "x" * 600_000}, {"prompt": "half \ud800"}, {"prompt": "good"}, {"prompt": ["x" * 100_000]}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    found = load_prompts(PromptConfig(path=str(path)), count)
+    assert [task.prompt for task in found.tasks] == ["good"]
+    assert found.skipped == {"too_long": 1, "unreadable": 1, "empty": 1}
+    with pytest.raises(UserError, match="line 1: the prompt has 600000 characters") as refused:
+        load_prompts(PromptConfig(path=str(path), on_bad_row="error"), count)
+    assert len(str(refused.value)) < 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -42,11 +43,11 @@ def test_lists_name_files_relative_to_themselves(tmp_path):
     ("content", "message"),
     [
         (b"", "holds no images"),
-        (b"{", r"list\.jsonl line 1: expected an object with image and prompt"),
+        (b"{", r"list\.jsonl line 1: not valid JSON"),
         (b'{"image": "a.png"}', "line 1: expected"),
         (b"[1]", "line 1: expected"),
         (b'{"image": "gone.png", "prompt": "x"}', r"line 1: no such image: .*gone\.png"),
-        (b"\xff\xfe", "cannot be read"),
+        (b"\xff\xfe", "line 1: not UTF-8"),
     ],
 )
 def test_bad_lists_are_errors(content, message, tmp_path):
@@ -96,3 +97,51 @@ def test_archives_without_captions_and_missing_files_are_errors(tmp_path):
         load_images(ImageDataConfig(path=str(tmp_path / "gone.npz")))
     with pytest.raises(UserError, match=r"images\.path is not set"):
         load_images(ImageDataConfig())
+
+
+def npy(descr, shape, content=b""):
+    header = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + content
+
+
+CAPTIONS = npy("<U1", (3,), b"a\0\0\0" * 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "captions", "message"),
+    [
+        (npy("|u1", (10**12, 8, 6, 3)), CAPTIONS, "has 0 bytes"),
+        (npy("|u1", (3, 2**40, 2**40, 3)), CAPTIONS, "has 0 bytes"),
+        (npy("|O", (3,)), CAPTIONS, "object"),
+        (npy("<f4", (3, 1, 1, 3), bytes(36)), CAPTIONS, "must be uint8"),
+        (npy("|u1", (), b"\0"), CAPTIONS, "must be uint8"),
+        (npy("|u1", (3, 1, 1, 3), bytes(9)), npy("<i8", (3,), bytes(24)), "N texts"),
+        (npy("|u1", (3, 1, 1, 3), bytes(9)), npy("<U1", (), b"a\0\0\0"), "N texts"),
+        (npy("|u1", (3, 3, 3, 3), bytes(81)), CAPTIONS, "more than 8"),
+        (b"no array", CAPTIONS, "is no file of captioned images"),
+    ],
+)
+def test_arrays_that_say_what_they_are_not(images, captions, message, tmp_path):
+    path = tmp_path / "bad.npz"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("images.npy", images)
+        packed.writestr("captions.npy", captions)
+    with pytest.raises(UserError, match=message):
+        load_images(ImageDataConfig(path=str(path), max_image_pixels=8))
+
+
+def test_a_large_picture_of_a_list_is_refused_by_its_header(tmp_path):
+    Image.fromarray(PIXELS[0]).save(tmp_path / "a.png")
+    path = tmp_path / "list.jsonl"
+    path.write_text(json.dumps({"image": "a.png", "prompt": "one"}))
+    (image,) = load_images(ImageDataConfig(path=str(path), max_image_pixels=47))
+    with pytest.raises(UserError, match=r"6 x 8 pixels, more than 47 \(images\.max_image_pixels\)"):
+        image.read()
+
+
+@pytest.mark.parametrize("row", [{"image": "x" * 300, "prompt": "a"}, {"image": 1, "prompt": "a"}, {"image": "\ud800"}])
+def test_rows_of_a_list_that_name_no_image(row, tmp_path):
+    path = tmp_path / "list.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(UserError, match=r"list\.jsonl line 1: "):
+        load_images(ImageDataConfig(path=str(path)))

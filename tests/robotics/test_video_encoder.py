@@ -124,7 +124,7 @@ def test_saved_and_read_again_it_gives_the_same_bits(tmp_path):
 
 
 def test_a_damaged_or_foreign_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+    with pytest.raises(UserError, match=r"config\.json"):
         VideoEncoder.from_pretrained(tmp_path)
     VideoEncoder(TINY).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

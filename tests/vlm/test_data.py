@@ -297,7 +297,7 @@ def test_lines_that_are_not_utf8(folder):
         (b"not an image", "unreadable_image"),
         (png()[:40], "unreadable_image"),
         ("cut.png", "unreadable_image"),
-        (".", "unreadable_image"),
+        (".", "missing_image"),
         ("data:image/png;base64,???", "unreadable_image"),
         (Image.new("F", (4, 4)), "unreadable_image"),
         ("gone.png", "missing_image"),
@@ -429,3 +429,62 @@ def test_task_errors_survive_pickling():
 
     error = pickle.loads(pickle.dumps(TaskError("missing_image", "t1", "no file")))
     assert (error.kind, error.task_id, str(error)) == ("missing_image", "t1", "t1: no file")
+
+
+def problem_of(row, **options):
+    """What is said of a bad row, which is left out beside a good one."""
+    loaded = load([EASYR1, row], on_bad_row="skip", **options)
+    assert len(loaded.tasks) == 1
+    assert sum(loaded.skipped.values()) == 1
+    with pytest.raises(UserError) as refused:
+        load([EASYR1, row], **options)
+    ((kind, message),) = loaded.examples.items()
+    assert message in str(refused.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return kind, message
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "part"),
+    [
+        ({"problem": "<image>half a \ud83d smile"}, "invalid_json", "column 'problem' holds U+D83D"),
+        ({"answer": "\udc00"}, "invalid_json", "half of a surrogate pair"),
+        ({"info": {"deep": ["\ud800"]}}, "invalid_json", "column 'info'"),
+        ({"\ud800": 1}, "invalid_json", "U+D800"),
+        ({"images": ["x" * 300 + ".png"]}, "missing_image", "too long for the path of a file"),
+        ({"images": [base64.b64encode(png(size=(90, 90))).decode()]}, "missing_image", "data:image/png;base64,"),
+        ({"images": ["a\0b.png"]}, "missing_image", "there is no image file"),
+        ({"images": ["~nobody-of-this-name/a.png"]}, "missing_image", "there is no image file"),
+        ({"problem": "<image>" + "word " * 120_000}, "long_prompt", "600000 characters, more than 200000"),
+    ],
+)
+def test_rows_that_no_model_can_read(change, kind, part, folder):
+    found, message = problem_of({**EASYR1, **change})
+    assert found == kind
+    assert part in message
+
+
+def test_a_long_line_never_comes_into_memory(folder, monkeypatch):
+    long = json.dumps({**EASYR1, "padding": "x" * 3_000_000})
+    kind, message = problem_of(long, max_line_mb=1.5)
+    assert kind == "invalid_json"
+    assert message.endswith("line 2: the line has more than 1.5 MB (data.max_line_mb)")
+    assert [task.id for task in load([long, EASYR1], on_bad_row="skip", max_line_mb=1.5).tasks] == ["data.jsonl line 2"]
+
+
+def test_the_pixel_limit_reaches_the_images(folder):
+    (task,) = load([EASYR1], max_image_pixels=47).tasks
+    with pytest.raises(TaskError, match=r"8 x 6 pixels, more than 47 \(data\.max_image_pixels\)"):
+        task.load_images()
+    with pytest.raises(TaskError, match="8 x 6 pixels"):
+        VlmTask("made", [], [Image.new("RGB", (8, 6))], max_image_pixels=47).load_images()
+    (task,) = load([EASYR1], max_image_pixels=48).tasks
+    assert colours(task) == [RED]
+
+
+def test_a_builder_needs_a_file_of_its_kind(folder):
+    config = DataConfig(path="questions", build="mmrl.vlm.digits:build_questions", build_options={"count": 2})
+    with pytest.raises(UserError, match=r"go to a \.jsonl file.*questions"):
+        load_tasks(config)
+    assert not (folder / "questions").exists()

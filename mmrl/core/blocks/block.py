@@ -78,6 +78,8 @@ def changed(
         return None
     if kind is None:
         raise ValueError(f"{where} is not part of this objective; name its kind: {', '.join(sorted(table))}")
+    if not isinstance(kind, str):
+        raise ValueError(f"{where}.kind is {kind!r}; expected a name: {', '.join(sorted(table))}")
     if kind not in table:
         raise ValueError(f"{where}.kind: {unknown_name(kind, table, where)}")
     block_class = table[kind]

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
+from mmrl.files import is_file
 from mmrl.training.compare.overrides import dotted_overrides
 
 __all__ = [
@@ -292,6 +293,6 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
 
 def _existing(name: str, here: Path, where: str) -> Path:
     for path in (Path(name), here / name):
-        if path.is_file():
+        if is_file(path):
             return path
     raise UserError(f"{where}: there is no file {name}, neither from the working folder nor from {here}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.errors import RunError, UserError
+from mmrl.files import write_atomically
 from mmrl.training.compare import run_status
 from mmrl.training.compare.experiment import ExperimentConfig, load_experiment
 from mmrl.training.compare.figures import draw
@@ -23,7 +24,7 @@ from mmrl.training.compare.lines import comparison_lines, failure_text
 from mmrl.training.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_preparations, plan_sweep
 from mmrl.training.compare.results import Comparison
 from mmrl.training.compare.summary import chosen_values, plan_comparison, summarise
-from mmrl.training.record.jsonlines import finite_or_none, write_atomically
+from mmrl.training.record.jsonlines import finite_or_none
 
 __all__ = ["ExperimentConfig", "run_experiment", "train_command"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 from mmrl.training.compare.overrides import effective_overrides
 from mmrl.training.compare.plans import RunPlan
-from mmrl.training.record.jsonlines import write_atomically
 from mmrl.training.record.run_lock import read_owner
 
 __all__ = ["failure_of", "is_finished", "mark", "prepare_folder"]
@@ -96,16 +96,20 @@ def _free_name(plan: RunPlan) -> Path:
 
 
 def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
-    known = {**marker, "overrides": effective_overrides(marker.get("overrides") or [])}
+    overrides = marker.get("overrides") or []
+    if not isinstance(overrides, list) or not all(isinstance(text, str) for text in overrides):
+        return False
+    known = {**marker, "overrides": effective_overrides(overrides)}
     return all(known.get(key) == value for key, value in plan.fingerprint().items())
 
 
 def _agrees_with_config(plan: RunPlan) -> bool:
+    import yaml
     from omegaconf import OmegaConf
 
     try:
         saved = OmegaConf.to_container(OmegaConf.load(plan.run_dir / "config.yaml"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, yaml.YAMLError):
         return False
     given = OmegaConf.merge(OmegaConf.load(plan.config), OmegaConf.from_dotlist(list(plan.overrides)))
     wanted = OmegaConf.to_container(given)

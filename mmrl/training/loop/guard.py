@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.files import replaced
 
 __all__ = ["describe_nonfinite", "save_failure"]
 
@@ -63,7 +64,8 @@ def save_failure(folder: Path, step: int, minibatch: Rollouts, cause: str, extra
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}.pt"
-    torch.save({"cause": cause, "step": step, "rollouts": minibatch.to("cpu"), **extra}, path)
+    with replaced(path) as draft:
+        torch.save({"cause": cause, "step": step, "rollouts": minibatch.to("cpu"), **extra}, draft)
     return path
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.training.record.tracking import TrackingConfig
@@ -16,6 +18,7 @@ __all__ = [
     "TrainerConfig",
 ]
 
+LONGEST_NAME = 255
 SCHEDULES = ("constant", "linear", "cosine")
 NONFINITE_POLICIES = ("skip", "stop")
 OLD_LOGP_SOURCES = ("recompute", "sampler")
@@ -165,6 +168,14 @@ class RunConfig:
             ValueError: The message names the key, the value and what is allowed.
         """
         check_fields(self)
+        self._check_output_dir()
         for part in parts_of(self):
             if hasattr(part, "validate"):
                 part.validate()
+
+    def _check_output_dir(self) -> None:
+        if not self.output_dir.strip():
+            raise ValueError("output_dir is empty; name a folder for the run, such as runs/first")
+        longest = max((len(os.fsencode(part)) for part in Path(self.output_dir).parts), default=0)
+        if longest > LONGEST_NAME:
+            raise ValueError(f"output_dir has a name of {longest} bytes; file systems allow {LONGEST_NAME}")

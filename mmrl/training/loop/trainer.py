@@ -139,6 +139,8 @@ class Trainer:
             done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
         self.log.count(everywhere)
+        if self.recipe.uses_rewards:
+            self.log.warnings.watch(everywhere)
         metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}
         # with nothing kept, the last batch as it is keeps the KL and entropy terms and the log going, as in EasyR1
         return buffer.take() if buffer.counts.kept else batch, metrics

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from mmrl.errors import UserError
-from mmrl.training.record.jsonlines import write_atomically
+from mmrl.files import write_atomically
 from mmrl.training.record.manifest import DamagedError, fsync, verify, write_manifest
 
 __all__ = ["Checkpoints", "link_or_copy"]
@@ -174,7 +174,7 @@ class Checkpoints:
         for path in self.folder.glob(f"{REPLACED_PREFIX}*"):
             final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
             shutil.rmtree(path, ignore_errors=True) if final.exists() else path.rename(final)
-        for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
+        for path in (*self.folder.glob(f"{TEMPORARY_PREFIX}*"), *self.folder.glob(".*.partial.*")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _put(self, temporary: Path, final: Path) -> None:

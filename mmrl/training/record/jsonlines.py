@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomically
 
-__all__ = ["JsonLines", "finite_or_none", "read_jsonl", "read_steps", "write_atomically"]
+__all__ = ["JsonLines", "finite_or_none", "read_jsonl", "read_steps"]
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -37,7 +37,8 @@ class JsonLines:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._rewrite(lambda _: True)
-            self._file = self.path.open("a", encoding="utf-8")
+            # half a surrogate pair becomes \\ud800, which JSON reads back as what it was
+            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         self._file.write(json.dumps(finite_or_none(record), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -97,13 +98,6 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         if type(step) is not int or step < 0:
             raise UserError(f"{path}: a line has the step {step!r}; expected a whole number; mend or remove that line")
     return records
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one step, so that a reader or a kill never sees half of it; its folder must exist."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def finite_or_none(value: Any) -> Any:

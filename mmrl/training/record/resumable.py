@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.record.jsonlines import JsonLines, finite_or_none, read_jsonl, write_atomically
+from mmrl.files import write_atomically
+from mmrl.training.record.jsonlines import JsonLines, finite_or_none, read_jsonl
 
 __all__ = ["ResumableRows", "short_digest"]
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from mmrl.errors import UserError
-from mmrl.training.record.jsonlines import write_atomically
+from mmrl.files import write_atomically
 
 __all__ = ["LOCK_FILE", "Owner", "RunLock", "read_owner"]
 

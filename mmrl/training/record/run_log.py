@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.training.record.jsonlines import finite_or_none, write_atomically
+from mmrl.files import write_atomically
+from mmrl.training.record.jsonlines import finite_or_none
 from mmrl.training.record.metrics import peak_memory_mb
 from mmrl.training.record.run_folder import forget_after
+from mmrl.training.record.run_warnings import RunWarnings
 from mmrl.training.record.samples import SampleRecord, write_samples
 from mmrl.training.record.stopwatch import STAGES_BETWEEN, Stopwatch
 from mmrl.training.record.tracking import Tracker
@@ -40,6 +42,7 @@ class RunLog:
         self.totals: dict[str, Any] = {"samples": 0, "tokens": 0, "seconds": 0.0}
         self.evaluations: list[dict[str, Any]] = []
         self.failed_checkpoints = 0
+        self.warnings = RunWarnings(None if tracker is None else run_dir)
 
     def count(self, sampled: Iterable[Rollouts]) -> None:
         """Add rollouts of all processes to the totals, whether or not a filter drops them."""
@@ -65,6 +68,7 @@ class RunLog:
             "samples/total": float(self.totals["samples"]),
             "checkpoint/failed": float(self.failed_checkpoints),
             "memory/peak_mb": peak_memory_mb(self.device),
+            **self.warnings.step(step, metrics),
         }
         if self.tracker is not None:
             self.tracker.log(step, everything)
@@ -94,6 +98,7 @@ class RunLog:
 
     def truncate_after(self, step: int) -> None:
         """Forget what was logged after a step, before a resumed run goes on from there."""
+        self.warnings.truncate_after(step)
         if self.tracker is not None:
             self.tracker.truncate_after(step)
             forget_after(self.run_dir, step)
@@ -116,14 +121,21 @@ class RunLog:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals and evaluations, for a checkpoint."""
-        return {"totals": self.totals, "evaluations": self.evaluations, "failed_checkpoints": self.failed_checkpoints}
+        """Totals, evaluations and warnings, for a checkpoint."""
+        return {
+            "totals": self.totals,
+            "evaluations": self.evaluations,
+            "failed_checkpoints": self.failed_checkpoints,
+            "warnings": self.warnings.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self.totals = state["totals"]
         self.evaluations = state["evaluations"]
         self.failed_checkpoints = int(state.get("failed_checkpoints", 0))
+        if "warnings" in state:  # checkpoints of earlier versions have none
+            self.warnings.load_state_dict(state["warnings"])
 
 
 def _per_split(evaluations: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

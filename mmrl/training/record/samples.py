@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmrl.training.record.jsonlines import finite_or_none, read_jsonl, write_atomically
+from mmrl.files import replaced, write_atomically
+from mmrl.training.record.jsonlines import finite_or_none, read_jsonl
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -142,8 +143,8 @@ def _store_image(folder: Path, image: Image) -> str:
     path = folder / f"{digest[:16]}.png"
     if not path.exists():
         storable = image if image.mode in _PNG_MODES else image.convert("RGB")
-        storable.save(path.with_suffix(".partial"), format="PNG")
-        path.with_suffix(".partial").replace(path)
+        with replaced(path) as draft:
+            storable.save(draft, format="PNG")
     return path.name
 
 

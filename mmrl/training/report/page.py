@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.training.record.jsonlines import write_atomically
+from mmrl.files import write_atomically
+from mmrl.training.record.run_warnings import read_warnings
 from mmrl.training.record.statistics import SHARES, difference_interval
 from mmrl.training.record.stopwatch import STAGES, STAGES_BETWEEN
 from mmrl.training.record.tracking import describe_metric, read_evaluations, read_metrics
@@ -111,6 +112,7 @@ def _notices(run: _Run) -> list[str]:
         notices.append("There is no result.json: the run has not finished, the numbers are those so far.")
     if not run.metrics:
         notices.append("There is no step in metrics.jsonl yet.")
+    notices += [f"Warning: {message}." for message in read_warnings(run.folder)]
     failures = run.folder / "failures"
     saved = len(list(failures.glob("*.pt"))) if failures.is_dir() else 0
     if saved:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmrl.files import replaced
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -45,6 +47,5 @@ def draw_legend(axes: Axes) -> None:
 
 def save_png(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, replacing an earlier file in one step."""
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=130)
-    partial.replace(path)
+    with replaced(path) as draft:
+        figure.savefig(draft, format="png", dpi=130)

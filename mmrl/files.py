@@ -1,0 +1,102 @@
+"""Files that are there whole or not at all, and questions about paths that no path can make fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+
+__all__ = ["expanded", "is_file", "read_json_object", "replaced", "write_atomically"]
+
+
+LARGEST_JSON = 64 * 2**20
+"""Bytes of a file of settings."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file of settings that somebody may have changed.
+
+    Raises:
+        UserError: it is missing, no JSON object, or larger than settings are.
+    """
+    if not is_file(path):
+        raise UserError(f"there is no file {path}")
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_JSON:
+            raise UserError(f"{path} has {size} bytes; no such file of settings is that large")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read, it is not valid JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold an object, it holds a {type(content).__name__}")
+    return content
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Put a file or folder in place at once, so that a reader or a kill never sees half of it.
+
+    Args:
+        path: what is to be there; its folder is made where it is missing. A file is replaced; in a folder that is there
+            already every file of the new one is, and others stay.
+
+    Yields:
+        A name beside it to write to, of this process alone and with the same ending; renamed where the body ends, else
+        removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.stem[:200]}.{os.getpid()}.partial{path.suffix}")
+    _remove(draft)
+    try:
+        yield draft
+        if draft.is_dir() and path.is_dir():
+            _move_into(draft, path)
+        else:
+            os.replace(draft, path)
+    finally:
+        _remove(draft)
+
+
+def expanded(path: Path | str) -> Path:
+    """A path with `~` as the home folder; one of a user who does not exist stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def is_file(path: Path | str) -> bool:
+    """Whether there is such a file; False too for what cannot be a path: too long, with a NUL or half a character."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file in one step."""
+    with replaced(path) as draft:
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair would raise
+
+
+def _move_into(folder: Path, target: Path) -> None:
+    for file in sorted(folder.rglob("*")):
+        place = target / file.relative_to(folder)
+        if file.is_dir():
+            place.mkdir(exist_ok=True)
+        else:
+            os.replace(file, place)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""Images from outside: measured by their header and refused if too large, before a pixel is decoded."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmrl.fields import bounded
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["MAX_IMAGE_PIXELS", "ImageError", "check_pixels", "decode_image", "image_pixels_option", "read_image_file"]
+
+MAX_IMAGE_PIXELS = 64_000_000
+"""Largest image that is decoded unless an option says otherwise: 192 MB as RGB."""
+PILLOW_LIMIT = 178_956_970
+"""Pillow itself refuses more."""
+BYTES_PER_PIXEL = 16
+"""Most that a file may take for each pixel of the limit: four channels of 32 bits, not compressed."""
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message says why."""
+
+
+def image_pixels_option() -> int:
+    """The field of a configuration that limits the images it reads, with its default and bounds."""
+    option: int = bounded(MAX_IMAGE_PIXELS, at_least=1, at_most=PILLOW_LIMIT)
+    return option
+
+
+def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> None:
+    """Refuse an image, or a frame of a video, by its size.
+
+    Args:
+        width: in pixels.
+        height: in pixels.
+        max_pixels: most pixels of one image.
+        option: name of the setting that holds `max_pixels`, for the message.
+
+    Raises:
+        ImageError: it has no pixels, or more than that.
+    """
+    if width < 1 or height < 1:
+        raise ImageError(f"it is {width} x {height} pixels")
+    if width * height > max_pixels:
+        tip = f" ({option})" if option else ""
+        raise ImageError(f"it has {width} x {height} pixels, more than {max_pixels}{tip}; make it smaller")
+
+
+def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str = "") -> Image.Image:
+    """Decode the content of an image file, upright.
+
+    Args:
+        content: of the file, in any format that Pillow knows.
+        max_pixels: most pixels; the header says how many there are.
+        option: name of the setting that holds `max_pixels`, for the message.
+
+    Returns:
+        The image in the mode that it was stored in.
+
+    Raises:
+        ImageError: it is no image, too large or damaged.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is the one that counts
+            image = Image.open(io.BytesIO(content))
+            check_pixels(image.width, image.height, max_pixels, option)
+            image.load()
+        return ImageOps.exif_transpose(image)
+    except ImageError:
+        raise
+    except UnidentifiedImageError:
+        raise ImageError("it is in no image format that Pillow knows") from None
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"it has more pixels than {max_pixels}: {error}") from None
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, EOFError, ...
+        raise ImageError(f"{type(error).__name__}: {error}") from None
+
+
+def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
+    """Read an image file, unless it is longer than an image of so many pixels can be.
+
+    Raises:
+        ImageError: it is too long.
+        OSError, ValueError: it cannot be read, or the path cannot be one.
+    """
+    size = path.stat().st_size
+    if size > max_pixels * BYTES_PER_PIXEL + 2**20:
+        raise ImageError(f"it has {size} bytes, more than an image of {max_pixels} pixels can have")
+    return path.read_bytes()

@@ -1,0 +1,85 @@
+"""Files that the suite writes: whole or not at all, whatever interrupts the writer."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmrl.files import is_file, replaced, write_atomically
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def test_a_file_appears_with_its_last_byte(tmp_path):
+    path = tmp_path / "new/rows.jsonl"
+    with replaced(path) as draft:
+        draft.write_text("first")
+        assert not path.exists()
+        assert draft.suffix == ".jsonl"
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("interruption", [OSError("disk full"), KeyboardInterrupt()])
+def test_an_interrupted_writer_leaves_the_file_that_was_there(interruption, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with pytest.raises(type(interruption)), replaced(path) as draft:  # noqa: PT012
+        draft.write_text("half")
+        raise interruption
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_replaces_its_files_and_keeps_others(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "mine.txt").write_text("mine")
+    (folder / "inner/weights").write_text("old")
+    with replaced(folder) as draft:
+        (draft / "inner").mkdir(parents=True)
+        (draft / "inner/weights").write_text("new")
+        (draft / "config").write_text("new")
+        assert (folder / "inner/weights").read_text() == "old"
+    texts = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert texts == {"mine.txt": "mine", "inner/weights": "new", "config": "new"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_half_a_surrogate_pair_can_be_written(tmp_path):
+    write_atomically(tmp_path / "text", "a\ud800b")
+    assert (tmp_path / "text").read_text() == "a\\ud800b"
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "a\0b", "\ud800.png", "/" + "y/" * 5000])
+def test_what_cannot_be_a_path_is_no_file(path):
+    assert not is_file(path)
+
+
+# Files that lie in a folder which is renamed as a whole, in one of a test's own or in a device of the system.
+INSIDE_A_DRAFT = {
+    "mmrl/bench/harness.py",
+    "mmrl/bench/measure.py",
+    "mmrl/bench/worker.py",
+    "mmrl/files.py",
+    "mmrl/training/record/checkpoint.py",
+    "mmrl/vlm/bench/workload.py",
+    "mmrl/vlm/building.py",
+    "mmrl/vlm/digits.py",
+    "diffusion/bench/recipes.py",
+    "diffusion/bench/arms.py",
+}
+
+
+def test_every_file_of_the_suite_is_written_through_the_helper():
+    """A new `write_text` has to go through `write_atomically` or to be listed above with its reason."""
+    direct = re.compile(
+        r"(?<!draft)\.write_(text|bytes)\(|torch\.save\([^)]*(?<!draft)\)|np\.savez?\w*\((?!draft|handle)"
+    )
+    writers = {
+        path.relative_to(PROJECT).as_posix()
+        for room in ("mmrl", "diffusion", "robotics")
+        for path in (PROJECT / room).rglob("*.py")
+        if any(direct.search(line) and "draft" not in line for line in path.read_text(encoding="utf-8").splitlines())
+    }
+    assert writers - INSIDE_A_DRAFT == {"mmrl/crash.py"}  # a traceback that nobody reads while it is written
