@@ -147,7 +147,8 @@ class _LogLines(logging.Handler):
         if record.levelno < logging.WARNING:
             say(text)
         else:
-            say(f"mmrl: {record.levelname.lower()}: {' '.join(text.split())}", sys.stderr)
+            indent = text[: len(text) - len(text.lstrip(" "))]  # a traceback comes line by line
+            say(f"mmrl: {record.levelname.lower()}: {indent}{' '.join(text.split())}", sys.stderr)
 
 
 def _show_log() -> None:
