@@ -248,6 +248,7 @@ def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeyp
     import robotics.vla.evaluation as evaluation
 
     entry, config = find_recipe("robot_grpo"), grpo(tmp_path, sim={"never_starts": [1, 5]})
+    config.evaluation.batch_tasks = 2
     caplog.set_level("INFO", "mmrl")
     assert evaluate(entry, config)["held_out/episode/failed/greedy"] == 2
     assert "are taken from" not in caplog.text
@@ -260,8 +261,8 @@ def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeyp
 
     monkeypatch.setattr(evaluation, "run_episodes", well)
     assert evaluate(entry, config)["held_out/episode/failed/greedy"] == 0
-    assert tried == [1, 5]
-    assert "6 of 8 episodes are taken from" in caplog.text
+    assert tried == [0, 1, 4, 5]  # whole batches, as without the failures
+    assert "4 of 8 episodes are taken from" in caplog.text
     files = list((tmp_path / "run" / "episodes").glob("*.jsonl"))
     assert len(files) == 1
     assert [json.loads(line)["index"] for line in files[0].open()] == list(range(8))
@@ -271,6 +272,7 @@ def test_what_other_processes_wrote_is_not_run_again(tmp_path, monkeypatch):
     import robotics.vla.evaluation as evaluation
 
     entry, config = find_recipe("robot_grpo"), grpo(tmp_path)
+    config.evaluation.batch_tasks = 2
     whole = evaluate(entry, config)
     file = next((tmp_path / "run" / "episodes").glob("*.jsonl"))
     lines = file.read_text().splitlines(keepends=True)
