@@ -108,7 +108,7 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
         with zipfile.ZipFile(path) as packed:
             shape, dtype = _header(packed, "images.npy")
             texts, kind = _header(packed, "captions.npy")
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
         raise UserError(f"{path} is no file of captioned images: {error}") from error
     if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or texts != shape[:1] or kind.kind != "U":
         raise UserError(

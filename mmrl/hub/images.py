@@ -69,7 +69,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is the one that counts
+            warnings.simplefilter("ignore")  # of large images, whose limit is here, and of damage that can be decoded
             image = Image.open(io.BytesIO(content))
             check_pixels(image.width, image.height, max_pixels, option)
             image.load()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,7 +220,7 @@ def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str
 def _media_folder(config: DataConfig) -> Path:
     if config.image_dir is not None:
         folder = expanded(config.image_dir)
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # False too for what cannot be a path
             raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")
         return folder
     path = expanded(config.path)

@@ -118,6 +118,7 @@ CAPTIONS = npy("<U1", (3,), b"a\0\0\0" * 3)
         (npy("|u1", (3, 1, 1, 3), bytes(9)), npy("<i8", (3,), bytes(24)), "N texts"),
         (npy("|u1", (3, 1, 1, 3), bytes(9)), npy("<U1", (), b"a\0\0\0"), "N texts"),
         (npy("|u1", (3, 3, 3, 3), bytes(81)), CAPTIONS, "more than 8"),
+        (b"\x93NUMPY\x01\x00\x01\x00{", CAPTIONS, "is no file of captioned images"),
         (b"no array", CAPTIONS, "is no file of captioned images"),
     ],
 )
