@@ -6,25 +6,29 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-robot test test-slow test-faults lint format docs clean
+.PHONY: help setup demo demo-diffusion demo-robot test test-slow test-faults lint format docs clean
 
 help:
-	@echo "make setup      create $(VENV) and install everything the targets below need"
-	@echo "make demo       a tiny vision-language model learns to read digits: supervised, then PAPO; about 6 minutes"
-	@echo "make demo-robot a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
-	@echo "make test       lint, then the test suite"
-	@echo "make test-slow  the tests that take minutes"
-	@echo "make test-faults kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
-	@echo "make lint       ruff (rules and formatting) and mypy"
-	@echo "make format     let ruff fix and format"
-	@echo "make docs       rewrite the tables of README.md and docs/ that are generated from the code"
-	@echo "make clean      remove $(VENV), caches and build output; runs/ and data/ stay"
+	@echo "make setup           create $(VENV) and install everything the targets below need"
+	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 6 minutes"
+	@echo "make demo-diffusion  a tiny flow model learns to draw shapes, then AWM, with a picture; about 8 minutes"
+	@echo "make demo-robot      a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
+	@echo "make test            lint, then the test suite"
+	@echo "make test-slow       the tests that take minutes"
+	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
+	@echo "make lint            ruff (rules and formatting) and mypy"
+	@echo "make format          let ruff fix and format"
+	@echo "make docs            rewrite the tables of README.md and docs/ that are generated from the code"
+	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
 setup:
 	@VENV="$(VENV)" bash scripts/setup.sh
 
 demo: setup
 	@$(BIN)/mmrl demo
+
+demo-diffusion: setup
+	@$(BIN)/mmrl demo diffusion
 
 demo-robot: setup
 	@$(BIN)/mmrl demo robot

@@ -26,6 +26,7 @@ from mmrl.training.loop.scoring import describe_failure, failure_of
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.metrics import metric_label
+from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 
 __all__ = ["DiffusionEvaluationConfig", "ImageMeasure", "base_distance", "latent_diversity", "training_cost"]
@@ -117,8 +118,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         for term in rows[0]["terms"] if rows else ():
             scores = [row["terms"][term] for row in rows]
             missing += unscored(scores)
-            kind = "heldout" if term in self.heldout else "score"
-            metrics |= with_interval(f"{kind}/{metric_label(term)}", scores, rng)
+            metrics |= with_interval(self._metric(term), scores, rng)
         if rows:
             metrics["diversity/latent"] = float(np.mean([row["diversity"] for row in rows]))
             metrics["distance/base"] = float(np.mean([row["distance"] for row in rows]))
@@ -141,6 +141,15 @@ class ImageMeasure(Measure[DiffusionTask]):
             reward=float(np.mean(row["total"][shown])),
             terms={name: float(np.mean(values[shown])) for name, values in row["terms"].items()},
         )
+
+    def outcome(self, row: Row) -> Outcome:
+        """The mean rewards of a prompt's images."""
+        scored = {term: [value for value in values if value == value] for term, values in row["terms"].items()}
+        means = {self._metric(term): float(np.mean(values)) for term, values in scored.items() if values}
+        return Outcome(row["task"].id, means)
+
+    def _metric(self, term: str) -> str:
+        return f"{'heldout' if term in self.heldout else 'score'}/{metric_label(term)}"
 
     def _seeds(self, index: int) -> Tensor:
         generator = make_generator(self.seed, "evaluate", self.split, index)

@@ -21,7 +21,11 @@ from mmrl.errors import UserError
 __all__ = ["COMMANDS", "Command", "is_first_process", "say"]
 
 BENCH_DIR = Path("runs/bench")
-DEMOS = {"vlm": ("mmrl.vlm.demo", "runs/demo"), "robot": ("robotics.demo", "runs/robot-demo")}
+DEMOS = {
+    "vlm": ("mmrl.vlm.demo", "runs/demo"),
+    "diffusion": ("diffusion.demo", "runs/diffusion-demo"),
+    "robot": ("robotics.demo", "runs/robot-demo"),
+}
 LISTED = {
     "recipes": {"recipes": ""},
     "objectives": {"objectives": ""},

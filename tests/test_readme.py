@@ -189,9 +189,9 @@ def test_the_chain_of_the_readme_runs(quick, tmp_path, capsys):
     out = capsys.readouterr()
     assert out.err == ""
     assert f"report: {papo}/report.html" in out.out
-    assert out.out.count("evaluation at step") == 4
+    assert out.out.count("evaluation at step") == 2 * 2 * 2  # runs, splits, ends
     listed = [code(row[0])[0] for row in RUN_FOLDER.table("Run folder")]
-    assert len(listed) == 11
+    assert len(listed) == 12
     for name in listed:
         assert name in ("failures/", "run.lock", "earlier/") or (papo / name).exists(), name
     assert json.loads((papo / "result.json").read_text())["status"] == "done"

@@ -24,6 +24,7 @@ from mmrl.files import expanded, is_file
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
+from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.vlm.prompts import MediaCells, build_messages, has_marks, make_renderer
 from mmrl.vlm.task import TASK_ERRORS, ImageSource, StoredImage, TaskError, VlmTask, open_image
 
@@ -316,6 +317,7 @@ def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
     for name, data in config.eval_data.items():
         try:
             splits[name] = load_tasks(data).tasks[:limit]
-        except UserError as error:
+            parts_of_tasks([task.columns for task in splits[name]], config.evaluation.by)
+        except (UserError, ValueError) as error:
             raise UserError(f"eval_data.{name}: {error}") from error
     return splits

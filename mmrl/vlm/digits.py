@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,10 +20,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["QUESTIONS", "Scene", "build_hints", "build_model", "build_questions", "corpus"]
+__all__ = ["QUESTIONS", "Scene", "build_hints", "build_model", "build_questions", "corpus", "reads_digits"]
 
 CELL_PX = 56
 """Side of one digit's cell: four 28-pixel image tokens of Qwen2.5-VL."""
+_REASONING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 TEST_SCANS = 360
 """Scans held out for test scenes; the other 1437 are for training."""
 
@@ -56,6 +58,7 @@ def build_questions(
     kinds: Sequence[str] = ("read", "add", "largest", "smallest", "even", "above"),
     hint_share: float = 0.0,
     hint_rate: float = 1.0,
+    show_hints: bool = True,
     noise: float = 0.1,
     scans: int = 0,
     seed: int = 0,
@@ -63,13 +66,15 @@ def build_questions(
     """Write questions about scenes as JSON lines with PNG images beside them.
 
     Args:
-        path: JSONL file to write; columns problem (with <image>), answer, images, completion, kind.
+        path: JSONL file to write; columns problem (with <image>), answer, images, completion, kind, hint (none,
+            right or wrong), hint_text and digits (what the scene shows).
         count: number of questions.
         split: "train" or "test", which choose disjoint scans.
         max_digits: scenes have 1 to this many digits.
         kinds: keys of `QUESTIONS`, drawn evenly.
         hint_share: share of questions that carry a hint, a claimed answer that may be wrong.
         hint_rate: probability that a hint is right.
+        show_hints: False leaves the hints out of the same scenes and questions.
         noise: strength of background texture and pixel noise, share of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
         seed: seed of everything drawn.
@@ -86,15 +91,17 @@ def build_questions(
         scene = _draw_scene(rng, pool, int(rng.integers(question.min_digits, max_digits + 1)), noise)
         answer = question.answer(scene.digits)
         seen = " ".join(str(digit) for digit in scene.digits)
-        hint = ""
-        if rng.random() < hint_share:
-            hint = f"Hint: {_claim(rng, question, scene.digits, hint_rate)}. "
+        claim = _claim(rng, question, scene.digits, hint_rate) if rng.random() < hint_share else ""
+        wording = rng.choice(question.texts)
+        claim = claim if show_hints else ""
         return scene.image, {
-            "problem": f"<image>{hint}{rng.choice(question.texts)}",
+            "problem": f"<image>{f'Hint: {claim}. ' if claim else ''}{wording}",
             "answer": answer,
             "completion": f"<think>{seen}</think><answer>{answer}</answer>",
             "kind": kind,
-            "hint": "none" if not hint else "right" if hint == f"Hint: {answer}. " else "wrong",
+            "hint": "none" if not claim else "right" if claim == answer else "wrong",
+            "hint_text": claim,
+            "digits": seen,
         }
 
     return _write(Path(path), count, make_row)
@@ -152,6 +159,23 @@ def build_hints(
         }
 
     return _write(Path(path), count, make_row)
+
+
+def reads_digits(completions: Sequence[str], digits: Sequence[str], **_: Any) -> list[float]:
+    """Reward 1 for a reasoning step that names the digits of the scene in their order, else 0.
+
+    Args:
+        completions: answers of the form <think>8 3 8</think>...
+        digits: the right digits of each, separated by spaces.
+
+    Returns:
+        One reward a completion.
+    """
+    said = [_REASONING.match(completion.strip()) for completion in completions]
+    return [
+        float(match is not None and match[1].split() == right.split())
+        for match, right in zip(said, digits, strict=True)
+    ]
 
 
 def corpus() -> list[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from mmrl.rewards import RewardResult
+from mmrl.training.loop.breakdown import part_metric
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
 from mmrl.training.loop.scoring import RewardErrors, describe_failure, failure_of
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.metrics import metric_label
+from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.payload import Prompt, token_lists
 from mmrl.vlm.policy import VlmPolicy
@@ -20,7 +23,16 @@ from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["AnswerMeasure", "Encode"]
+__all__ = ["AnswerMeasure", "Encode", "VlmEvaluationConfig"]
+
+
+@dataclass
+class VlmEvaluationConfig(EvaluationConfig):
+    """Evaluation of answers: greedy and sampled, whole and by data column."""
+
+    by: list[str] | None = None
+    """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
+    values that several questions share; [] = none."""
 
 
 class Encode(Protocol):
@@ -46,8 +58,9 @@ class AnswerMeasure(Measure[VlmTask]):
     """Greedy and sampled accuracy.
 
     The draws follow from (seed, split) alone, so evaluations of different steps and arms are paired. The metrics are
-    accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, the mean
-    response lengths, and the counts skipped and unscored.
+    accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, both also for
+    each value of the data columns in `evaluation.by`, the means of the other reward terms as terms/<term>/<protocol>,
+    the mean response lengths, and the counts skipped and unscored.
     """
 
     policy: VlmPolicy
@@ -57,11 +70,13 @@ class AnswerMeasure(Measure[VlmTask]):
     """Logs the first failure of each kind."""
     accuracy_reward: str
     """Reward term whose value 1 counts as a right answer."""
-    evaluation: EvaluationConfig
+    evaluation: VlmEvaluationConfig
     sampler: SamplerConfig
     """Longest response, stop strings and batches; the temperature is that of the evaluation."""
     seed: int
     split: str
+    parts: Sequence[Mapping[str, str]]
+    """Value of each question of the split in the columns that it is broken down by."""
 
     @property
     def batch_size(self) -> int:
@@ -75,7 +90,7 @@ class AnswerMeasure(Measure[VlmTask]):
             return []
         index_of = {trial.task.id: trial.index for trial in batch}
         rows: list[Row] = [
-            {"index": index_of[task.id], "repeat": 0, "task": task, "prompt": prompt.text}
+            {"index": index_of[task.id], "repeat": 0, "task": task, "prompt": prompt.text, "scores": {}}
             for task, prompt in zip(usable, prompts, strict=True)
         ]
         for mode, count in self._modes():
@@ -89,16 +104,23 @@ class AnswerMeasure(Measure[VlmTask]):
         if tasks and not rows:
             self.encode(self.policy, tasks)  # raises with the cause
         metrics = {"skipped": float(len(tasks) - len(rows))}
-        missing = 0
+        for name in rows[0]["scores"] if rows else ():
+            metrics |= self._mean(name, rows, name)
         for mode, _ in self._modes() if rows else ():
-            scores = [[value if value != value else float(value == 1.0) for value in row[mode]] for row in rows]
-            missing += unscored(scores)
-            most = max(sum(value == value for value in task) for task in scores)
-            seed = stream_seed(self.seed, "bootstrap", self.split)
-            metrics |= with_interval(f"accuracy/{mode}", scores, None if most == 1 else np.random.default_rng(seed))
             lengths = [length for row in rows for length in row[f"{mode}/length"]]
             metrics[f"response/length_{mode}"] = float(np.mean(lengths))
-        return metrics | {"unscored": float(missing)}
+        metrics["unscored"] = float(sum(unscored([row["scores"][name]]) for row in rows for name in self._accuracies()))
+        for column, value, part in self._parts_of(rows):
+            metrics[part_metric("n", column, value)] = float(len(part))
+            for name in self._accuracies():
+                metrics |= self._mean(part_metric(name, column, value), part, name)
+        return metrics
+
+    def outcome(self, row: Row) -> Outcome:
+        """The mean scores of a question's answers."""
+        scores = {name: [value for value in values if value == value] for name, values in row["scores"].items()}
+        means = {name: float(np.mean(values)) for name, values in scores.items() if values}
+        return Outcome(row["task"].id, means, dict(self.parts[row["index"]]))
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Why no answer could be scored; empty where one could."""
@@ -123,6 +145,27 @@ class AnswerMeasure(Measure[VlmTask]):
         modes = [("greedy", int(self.evaluation.greedy)), ("sampled", self.evaluation.samples)]
         return [(mode, count) for mode, count in modes if count]
 
+    def _accuracies(self) -> list[str]:
+        return [f"accuracy/{mode}" for mode, _ in self._modes()]
+
+    def _parts_of(self, rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+        """Column, value and rows of each part."""
+        values: dict[str, set[str]] = {}
+        for parts in self.parts:
+            for column, value in parts.items():
+                values.setdefault(column, set()).add(value)
+        for column, found in values.items():
+            for value in sorted(found):
+                yield column, value, [row for row in rows if self.parts[row["index"]].get(column) == value]
+
+    def _mean(self, metric: str, rows: Sequence[Row], name: str) -> dict[str, float]:
+        """Mean of the scores of some rows with its interval: Wilson's for shares with one answer a question."""
+        scores = [row["scores"][name] for row in rows]
+        values = {value for task in scores for value in task if value == value}
+        once = all(sum(value == value for value in task) <= 1 for task in scores) and values <= {0.0, 1.0}
+        seed = stream_seed(self.seed, "bootstrap", self.split)
+        return with_interval(metric, scores, None if once else np.random.default_rng(seed))
+
     def _options(self) -> SamplerConfig:
         return SamplerConfig(
             max_new_tokens=self.sampler.max_new_tokens,
@@ -140,14 +183,23 @@ class AnswerMeasure(Measure[VlmTask]):
         result = self.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
         self.errors.warn(result)
         failure = failure_of(result)
-        accuracy = result.terms[self.accuracy_reward]
         for place, row in enumerate(rows):
             first, stop = place * count, (place + 1) * count
-            row[mode] = list(accuracy[first:stop])
+            row["scores"].update(self._scores(result.terms, mode, slice(first, stop)))
             row[f"{mode}/length"] = lengths[first:stop]
             row["failure"] = failure and row.get("failure", failure)
             if "response" not in row:
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)
+
+    def _scores(self, terms: Mapping[str, Sequence[float]], mode: str, own: slice) -> dict[str, list[float]]:
+        """Scores of the answers to one question by metric; the accuracy comes first."""
+        right = [value if value != value else float(value == 1.0) for value in terms[self.accuracy_reward][own]]
+        others = {
+            f"terms/{metric_label(name)}/{mode}": list(values[own])
+            for name, values in terms.items()
+            if name != self.accuracy_reward
+        }
+        return {f"accuracy/{mode}": right, **others}
 
     def _first_answer(self, drawn: Samples, reward: float, terms: Any, place: int) -> Row:
         return {

@@ -23,6 +23,7 @@ from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
+from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
@@ -32,7 +33,7 @@ from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, load_splits, load_tasks
-from mmrl.vlm.evaluation import AnswerMeasure
+from mmrl.vlm.evaluation import AnswerMeasure, VlmEvaluationConfig
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
 from mmrl.vlm.models import load_policy
@@ -77,6 +78,8 @@ class VlmConfig(RunConfig):
     """Sampling of training rollouts; its temperature is also that of scoring."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms and their weights."""
+    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
+    """Evaluation."""
     accuracy_reward: str = ""
     """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -212,6 +215,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             sampler=config.sampler,
             seed=config.seed,
             split=split,
+            parts=parts_of_tasks([task.columns for task in self.eval_tasks[split]], config.evaluation.by),
         )
         return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
 

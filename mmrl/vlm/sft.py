@@ -28,6 +28,7 @@ from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.scoring import RewardErrors
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_splits, load_tasks
+from mmrl.vlm.evaluation import VlmEvaluationConfig
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import VlmPayload
@@ -58,6 +59,8 @@ class SftConfig(RunConfig):
     """Sampling in evaluations."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Scores of evaluations; nothing is trained on them."""
+    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
+    """Evaluation."""
     accuracy_reward: str = ""
     """Reward term whose value 1 counts as a right answer; empty = the last term."""
 

@@ -24,6 +24,7 @@ from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.metrics import metric_label
+from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.resumable import ResumableRows, short_digest
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.statistics import wilson_interval
@@ -131,6 +132,13 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             finish=row["reason"] or row["ending"],
             correct=row["success"],
         )
+
+    def outcome(self, row: Row) -> Outcome | None:
+        """Whether an episode succeeded; nothing where its environment broke down."""
+        if row["failed"]:
+            return None
+        spec = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
+        return Outcome(episode_id(spec), {f"success/{self.protocol}": float(row["success"])}, {"task": row["task"]})
 
     def saved_rows(self, tasks: Sequence[EpisodeSpec], processes: int) -> ResumableRows:
         """The episodes file of these weights, settings and initial states."""

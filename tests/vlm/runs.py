@@ -9,9 +9,10 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from mmrl.rewards import RewardConfig
-from mmrl.training.loop.settings import CheckpointConfig, EvaluationConfig, TrainerConfig
+from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.vlm.data import DataConfig
+from mmrl.vlm.evaluation import VlmEvaluationConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.sampling import SamplerConfig
 
@@ -30,6 +31,7 @@ def write_questions(folder: Path, count: int = 6, text_only_last: bool = True) -
             "answer": str(index),
             "images": [f"{index}.png"],
             "completion": f"<think>3 4</think><answer>{index}</answer>",
+            "digits": "3 4",
         }
         if text_only_last and index == count - 1:
             row |= {"problem": "What is 3 plus 4?", "images": []}
@@ -52,7 +54,7 @@ def run_config(kind: type[Any], folder: Path, model: Path, **trainer: Any) -> An
         rewards=[RewardConfig(name="format", weight=0.1), RewardConfig(name="exact", weight=0.9)],
         sampler=SamplerConfig(max_new_tokens=6),
         trainer=TrainerConfig(**options),
-        evaluation=EvaluationConfig(records=2),
+        evaluation=VlmEvaluationConfig(records=2),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
     )

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmrl.vlm.blind import fit_blind
 from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, _scan_pool, build_hints, build_questions
+from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, _scan_pool, build_hints, build_questions, reads_digits
 
 
 def rows(path):
@@ -58,3 +59,36 @@ def test_hints(tmp_path):
     assert right == np.mean([row["hint_right"] for row in noisy])
     with pytest.raises(ValueError, match="allowed: none, mixed, noisy, wrong"):
         build_hints(tmp_path / "x.jsonl", hint="maybe")
+
+
+def test_the_same_questions_without_their_hints(tmp_path):
+    hinted = {"count": 40, "hint_share": 0.75, "hint_rate": 0.5, "seed": 4}
+    shown = rows(build_questions(tmp_path / "a" / "test.jsonl", **hinted))
+    plain = rows(build_questions(tmp_path / "b" / "test.jsonl", **hinted, show_hints=False))
+    for with_hint, without in zip(shown, plain, strict=True):
+        claim = with_hint["hint_text"]
+        assert with_hint["problem"].replace(f"Hint: {claim}. ", "") == without["problem"]
+        assert with_hint["hint"] == ("none" if not claim else "right" if claim == with_hint["answer"] else "wrong")
+        assert {name: without[name] for name in ("hint", "hint_text")} == {"hint": "none", "hint_text": ""}
+        same = ("id", "answer", "kind", "digits", "completion")
+        assert [with_hint[name] for name in same] == [without[name] for name in same]
+    assert {row["hint"] for row in shown} == {"none", "right", "wrong"}
+    for name in ("00000.png", "00039.png"):
+        assert (tmp_path / "a" / "test" / name).read_bytes() == (tmp_path / "b" / "test" / name).read_bytes()
+
+
+def test_reading_is_scored_by_the_reasoning_alone():
+    answers = ["<think>8 3</think><answer>0</answer>", "<think>3 8</think><answer>11</answer>", "8 3", "<think>8 3"]
+    assert reads_digits(answers, ["8 3"] * 4, kind=["add"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_blind_strategy_takes_the_best_guess_that_the_text_allows():
+    def row(kind, hint, answer):
+        return {"kind": kind, "hint_text": hint, "answer": answer}
+
+    training = [row("add", "", "9")] * 3 + [row("add", "4", "4")] * 2 + [row("add", "5", "7"), row("even", "1", "2")]
+    strategy = fit_blind([*training, *[row("even", "3", "0")] * 6])
+    guesses = [strategy.answer(row(*of, "")) for of in (("add", ""), ("add", "5"), ("even", "1"), ("even", "3"))]
+    assert guesses == ["9", "5", "0", "0"]
+    assert strategy.answer(row("new", "1", "")) == ""
+    assert strategy.share([row("add", "4", "4"), row("add", "", "1")]) == 0.5

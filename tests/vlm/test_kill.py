@@ -21,7 +21,8 @@ def test_killed_papo_run_resumes_with_equal_bits(tmp_path, tiny_folders):
     data = write_questions(tmp_path / "data")
     command = [
         *(sys.executable, "-m", "mmrl.cli", "train", "configs/vlm/digits_papo.yaml"),
-        *(f"data.path={data}", f"eval_data.heldout.path={data}", f"model.path={tiny_folders['qwen2_5_vl']}"),
+        *(f"data.path={data}", f"model.path={tiny_folders['qwen2_5_vl']}"),
+        *(f"eval_data.{split}.path={data}" for split in ("heldout", "no_hint")),
         *(f"trainer.steps={STEPS}", "trainer.tasks_per_step=4", "trainer.samples_per_task=3", "trainer.epochs=2"),
         *("checkpoint.every=2", "checkpoint.keep=0", "sampler.max_new_tokens=6", "evaluation.at_start=false"),
         *("model.min_pixels=null", "model.max_pixels=null", "tracking.quiet=true", "objective.kl.coef=0.05"),

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from mmrl.training.loop.distributed import merge_lists, shard
+from mmrl.training.record.outcomes import Outcome, mean_outcomes
 from mmrl.training.record.resumable import ResumableRows
 from mmrl.training.record.samples import SampleRecord, load_record, store_record
 from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
@@ -43,6 +44,8 @@ class Evaluation:
     """A few rollouts for the report, the same tasks at every evaluation."""
     failure: str = ""
     """Why none of the samples could be scored; empty where one could."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """What each task scored, for comparisons in pairs."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,10 @@ class Measure(ABC, Generic[TaskT]):
         """Why none of the samples could be scored; empty where one could."""
         return ""
 
+    def outcome(self, row: Row) -> Outcome | None:
+        """What a trial scored, for comparisons in pairs with other evaluations of its task; None keeps nothing."""
+        return None
+
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
         """Where rows are kept so that an interrupted evaluation continues; None keeps none.
 
@@ -141,6 +148,7 @@ def evaluate_tasks(
     metrics: dict[str, float] = {}
     samples: list[SampleRecord] = []
     failure = ""
+    outcomes: list[Outcome] = []
     for number, measure in enumerate(measures):
         saved = measure.saved_rows(tasks, accelerator.num_processes)
         wanted = 0 if number else records
@@ -149,7 +157,8 @@ def evaluate_tasks(
         metrics |= measure.metrics(rows, tasks)
         failure = failure or measure.failure(rows)
         samples += [_sample(measure, row, saved, taken) for row in rows[:wanted]]
-    return Evaluation(metrics, samples, failure)
+        outcomes += [outcome for row in rows if (outcome := measure.outcome(row)) is not None]
+    return Evaluation(metrics, samples, failure, mean_outcomes(outcomes))
 
 
 def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:

@@ -159,6 +159,7 @@ class Trainer:
                 result = self.recipe.evaluate(self.policy, split, self.accelerator)
                 if result.failure and tag == "before":
                     raise RunError(result.failure)
+                self.log.outcomes(self.step, split, result.outcomes)
                 self.log.evaluation(self.step, tag, split, result.metrics)
                 if index == 0:
                     self.log.samples(self.step, "eval", result.records)

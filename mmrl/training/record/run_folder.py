@@ -14,6 +14,7 @@ __all__ = ["forget_after", "has_begun", "remove_partial", "set_aside"]
 EARLIER = "earlier"
 MOVED = (
     "samples",
+    "outcomes",
     "videos",
     "failures",
     "tensorboard",
@@ -65,8 +66,8 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """Remove samples and videos of later steps, which a run that resumes at a step makes again."""
-    for path in (*run_dir.glob("samples/step-*"), *run_dir.glob("videos/step-*")):
+    """Remove samples, outcomes and videos of later steps, which a run that resumes at a step makes again."""
+    for path in (path for kind in ("samples", "outcomes", "videos") for path in run_dir.glob(f"{kind}/step-*")):
         found = _STEP.match(path.name)
         if found is None or int(found[1]) <= step:
             continue

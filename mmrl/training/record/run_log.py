@@ -13,6 +13,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.files import write_atomically
 from mmrl.training.record.jsonlines import finite_or_none
 from mmrl.training.record.metrics import peak_memory_mb
+from mmrl.training.record.outcomes import Outcome, write_outcomes
 from mmrl.training.record.run_folder import forget_after
 from mmrl.training.record.run_warnings import RunWarnings
 from mmrl.training.record.samples import SampleRecord, write_samples
@@ -77,6 +78,11 @@ class RunLog:
         """Keep samples for the report, as split "train" or "eval"."""
         if self.tracker is not None:
             write_samples(self.run_dir, step, split, records)
+
+    def outcomes(self, step: int, split: str, outcomes: Sequence[Outcome]) -> None:
+        """Keep what each task of an evaluation scored."""
+        if self.tracker is not None and outcomes:
+            write_outcomes(self.run_dir, step, split, outcomes)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Log an evaluation with what the run has cost until then.

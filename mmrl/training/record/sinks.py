@@ -7,7 +7,7 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -113,7 +113,8 @@ class ConsoleSink:
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
-        names = [name for name in metrics if not name.endswith(("/low", "/high"))]
+        measured = [name for name in metrics if not name.endswith(("/low", "/high"))]
+        names = [name for name in measured if name.rpartition("/")[0] not in metrics]
         shown = [f"{_part(name)} {_estimate(name, metrics)}" for name in names if name.startswith(HEADLINES)]
         heldout = [f"{_part(name)} {metrics[name]:.3f}" for name in names if name.startswith("heldout/")]
         parts = [", ".join(shown) or "nothing measured"]
@@ -121,6 +122,9 @@ class ConsoleSink:
         parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
         line = f"evaluation at step {step} ({tag}, {split}{count}): " + "; ".join(parts)
         self._console.print(line, style="green", markup=False)
+        for metric, column, values in _parts(measured):
+            cells = [f"{value} {_estimate(name, metrics)}" for value, name in values.items()]
+            self._console.print(f"  {_part(metric)} by {column}: {', '.join(cells)}", style="green", markup=False)
 
     def truncate_after(self, step: int) -> None:
         """Start the bar at the step that the run resumes from."""
@@ -222,6 +226,18 @@ class ServiceSink:
 def tensorboard_installed() -> bool:
     """Whether the tensorboard package can be imported."""
     return importlib.util.find_spec("tensorboard") is not None
+
+
+def _parts(names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Metric, data column and the metric's name by value of the column."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        metric, _, part = name.rpartition("/")
+        column, equals, value = part.partition("=")
+        if metric in names and name.startswith(HEADLINES):
+            found.setdefault((metric, column) if equals else (metric, "task"), {})[value if equals else part] = name
+    for (metric, column), parts in found.items():
+        yield metric, column, parts
 
 
 def _progress_bar(console: Any) -> Progress:

@@ -27,22 +27,23 @@ Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
 
 
-def line_chart(series: Series, *, log_scale: bool = False) -> bytes:
+def line_chart(series: Series, *, log_scale: bool = False, smooth: bool = True) -> bytes:
     """Curves over steps: the raw values faint, their moving average on top.
 
     Args:
         series: Label to (steps, values); values that are not finite leave a gap.
         log_scale: Logarithmic values, for norms and rates; used only where every value is positive.
+        smooth: Draw the moving average; without it the values alone, as strong lines.
 
     Returns:
         The figure as SVG.
     """
     figure, axes = _canvas()
     for (label, (steps, values)), colour in zip(series.items(), colour_cycle(), strict=False):
-        smooth = moving_average(values, max(1, len(values) // 25))
+        average = moving_average(values, max(1, len(values) // 25) if smooth else 1)
         style: dict[str, Any] = {"marker": "o", "markersize": 4} if len(values) < 3 else {}
         axes.plot(steps, values, color=colour, alpha=0.28 if len(values) >= 3 else 1.0, linewidth=1, **style)
-        axes.plot(steps, smooth, color=colour, linewidth=1.8, label=label)
+        axes.plot(steps, average, color=colour, linewidth=1.8, label=label)
     everything = np.concatenate([np.asarray(values, dtype=float) for _, values in series.values()])
     if log_scale and (everything[np.isfinite(everything)] > 0).all():
         axes.set_yscale("log")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "picture",
     "question",
     "readable",
+    "readable_answer",
     "sample_gallery",
     "show_number",
 ]
@@ -40,6 +42,8 @@ PIXELATED_SIDE = 96
 _REPEATED_MARK = re.compile(r"(<\|[^<>|]+\|>)\1+")
 _MARK = re.compile(r"<\|[^<>|]+\|>")
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+_EMPTINESS = re.compile(r"\n[^\S\n]*\n\s*|[^\S\n]{3,}|[^\S\n ]")
+"""Blank lines, three spaces or more, and whitespace that is neither space nor line break."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
@@ -120,6 +124,18 @@ def question(prompt: str) -> str:
     return readable(_MARK.sub("", turns[-1]).strip() if turns else prompt)
 
 
+def readable_answer(text: str) -> str:
+    r"""`readable`, with whitespace that would show as emptiness written out.
+
+    A model before training answers with long runs of blank lines and tabs. Those and whitespace at either end become
+    marks such as \n×7; a single line break or space between words stays.
+    """
+    inside = text.strip()
+    start = text[: len(text) - len(text.lstrip())]
+    end = text[len(text.rstrip()) :] if inside else ""
+    return readable(_spelt(start) + _EMPTINESS.sub(lambda run: _spelt(run[0]), inside) + _spelt(end))
+
+
 def readable(text: str) -> str:
     """Text of a run as a page can show it: repeated marks counted, control characters replaced, cut at a limit."""
     text = _REPEATED_MARK.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
@@ -156,6 +172,13 @@ def picture(image: Image) -> dict[str, Any]:
     return {"source": _data_uri(image, DRAWN_SIDE, "JPEG"), "width": width, "height": height, "pixelated": False}
 
 
+def _spelt(whitespace: str) -> str:
+    """Whitespace as escapes, repeated ones counted."""
+    runs = [(character, len(list(run))) for character, run in itertools.groupby(whitespace)]
+    marks = [("␣" if character == " " else repr(character)[1:-1], count) for character, count in runs]
+    return "".join(f"{mark}×{count}" if count > 1 else mark for mark, count in marks)
+
+
 def _by_task(records: Sequence[SampleRecord]) -> dict[str, list[SampleRecord]]:
     groups: dict[str, list[SampleRecord]] = {}
     for record in records:
@@ -177,7 +200,7 @@ def _rollout_task(group: Sequence[SampleRecord]) -> dict[str, Any]:
     drawn = any(record.outputs for record in group)
     samples = [
         {
-            "response": readable(record.response),
+            "response": readable_answer(record.response),
             "outputs": [picture(image) for image in record.outputs],
             "reward": show_number(record.reward),
             "terms": [show_number(record.terms.get(term)) for term in terms],
@@ -206,7 +229,7 @@ def _side(group: Sequence[SampleRecord] | None) -> dict[str, Any] | None:
         return None
     record = group[0]
     remark = "" if record.reward is None else f"reward {show_number(record.reward)}"
-    return {"correct": record.correct, "remark": remark, "response": readable(record.response)}
+    return {"correct": record.correct, "remark": remark, "response": readable_answer(record.response)}
 
 
 def _tone(advantage: float | None) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.report.gallery import evaluation_columns, picture, question, readable, show_number
+from mmrl.training.report.style import save_png
 
-__all__ = ["image_grid"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["image_grid", "save_image_grid"]
 
 GRID_PROMPTS = 12
 GRID_IMAGES = 4
 GRID_DURING = 2
+FILE_PROMPTS = 8
+FILE_IMAGE_INCHES = 0.75
 
 
 def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
@@ -45,6 +52,51 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         "a run draws them from the same seeds every time. The reward is the mean of the images shown."
     )
     return {"note": note, "columns": [label for label, _ in columns], "rows": rows}
+
+
+def save_image_grid(runs: Sequence[tuple[str, Path]], path: Path) -> Path | None:
+    """Write the images before and after as one PNG: a row a prompt, the images of each evaluation side by side.
+
+    Args:
+        runs: (name, folder) of each run, the first one first.
+        path: PNG file to write.
+
+    Returns:
+        The file; None where the last evaluation kept no images.
+    """
+    from matplotlib.figure import Figure
+
+    columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs)]
+    prompts = list(columns[-1][1])[:FILE_PROMPTS] if columns else []
+    columns = [(label, drawn) for label, drawn in columns if set(drawn) & set(prompts)]
+    if not columns:
+        return None
+    width, height = len(columns) * GRID_IMAGES + 1, len(prompts)
+    figure = Figure(figsize=(FILE_IMAGE_INCHES * (width + 1.2), FILE_IMAGE_INCHES * height + 0.6), layout="constrained")
+    sides: Any = figure.subfigures(1, len(columns) + 1, width_ratios=[2.2, *[GRID_IMAGES] * len(columns)])
+    for side, (label, drawn) in zip(sides[1:], columns, strict=True):
+        side.suptitle(_title(label, [drawn[task] for task in prompts if task in drawn]), fontsize=9)
+        for axes, task in zip(side.subplots(height, GRID_IMAGES, squeeze=False), prompts, strict=True):
+            _show(axes, drawn.get(task))
+    sides[0].suptitle(" ", fontsize=9)
+    for axes, task in zip(sides[0].subplots(height, 1, squeeze=False)[:, 0], prompts, strict=True):
+        axes.axis("off")
+        axes.text(1, 0.5, question(columns[-1][1][task].prompt), ha="right", va="center", fontsize=8, wrap=True)
+    save_png(figure, path)
+    return path
+
+
+def _title(label: str, records: Sequence[SampleRecord]) -> str:
+    rewards = [record.reward for record in records if record.reward is not None]
+    return f"{label}\nmean reward shown {show_number(sum(rewards) / len(rewards))}" if rewards else label
+
+
+def _show(row: Sequence[Axes], record: SampleRecord | None) -> None:
+    images = [] if record is None else record.outputs[: len(row)]
+    for axes, image in itertools.zip_longest(row, images):
+        axes.axis("off")
+        if image is not None:
+            axes.imshow(image)
 
 
 def _drawn(groups: dict[str, list[SampleRecord]]) -> dict[str, SampleRecord]:

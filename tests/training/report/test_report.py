@@ -3,7 +3,6 @@ import io
 import json
 import math
 import xml.etree.ElementTree
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -14,36 +13,10 @@ from mmrl.training.record.tracking import Tracker
 from mmrl.training.report.charts import moving_average, panel_chart
 from mmrl.training.report.derived import derived_numbers, stage_shares
 from mmrl.training.report.page import write_report
+from tests.training.report.pages import Page, log_evaluation
 
 HOSTILE = '</div><script>alert("1")</script> & <answer>5</answer>'
 PROMPT = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page, and whether every element is closed."""
-
-    VOID = frozenset({"meta", "img", "br", "link", "hr", "input"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.words, self.open = [], [], [], []
-        self.feed(text)
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-    def sources(self):
-        return [attributes["src"] for tag, attributes in self.attributes if tag == "img"]
 
 
 def scene(left, right):
@@ -116,15 +89,6 @@ def step_metrics(step, steps, rng):
         "tokens/total": 2000.0 * step,
         "samples/total": 64.0 * step,
     }
-
-
-def log_evaluation(tracker, step, tag, greedy):
-    metrics = {"n": 400.0}
-    for protocol, value in (("greedy", greedy), ("sampled", max(greedy - 0.04, 0.0))):
-        metrics[f"accuracy/{protocol}"] = value
-        metrics[f"accuracy/{protocol}/low"] = max(value - 0.05, 0.0)
-        metrics[f"accuracy/{protocol}/high"] = value + 0.05
-    tracker.evaluation(step, tag, "test", metrics)
 
 
 def make_run(folder, steps=40, start=0.35, end=0.72):
@@ -312,15 +276,6 @@ def test_gaps_and_missing_intervals_are_drawn(tmp_path):
     assert "Gradient norm" not in text
 
 
-def test_a_reward_that_stays_zero_is_shown_and_other_zeros_are_not(tmp_path):
-    tracker = Tracker(tmp_path)
-    for step in (1, 2, 3):
-        tracker.log(step, {"reward/mean": 0.0, "policy/entropy": 0.0})
-    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    headings = [attributes.get("alt") for tag, attributes in page.attributes if tag == "img"]
-    assert headings == ["Reward over steps"]
-
-
 def test_later_evaluations_of_a_finished_run_do_not_move_its_headline(tmp_path):
     tracker = Tracker(tmp_path)
     tracker.evaluation(0, "before", "test", {"accuracy/greedy": 0.2})
@@ -373,7 +328,7 @@ def test_moving_average_skips_gaps():
 @pytest.fixture
 def no_charts(monkeypatch):
     for name in ("line_chart", "panel_chart"):
-        monkeypatch.setattr(f"mmrl.training.report.page.{name}", lambda *args, **options: b"<svg/>")
+        monkeypatch.setattr(f"mmrl.training.report.curves.{name}", lambda *args, **options: b"<svg/>")
 
 
 def log_images(tracker, step, score, judge, diversity, cost=True, split="held_out"):
@@ -453,7 +408,9 @@ def test_an_evaluation_without_measurements_is_no_obstacle(tmp_path):
 
 def test_scores_are_drawn_over_images_seconds_and_model_evaluations(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("mmrl.training.report.page.panel_chart", lambda *args: drawn.append(args) or panel_chart(*args))
+    monkeypatch.setattr(
+        "mmrl.training.report.curves.panel_chart", lambda *args: drawn.append(args) or panel_chart(*args)
+    )
     page = image_run(tmp_path, (0.3, 0.2, 1.0), (0.4, 0.1, 0.9), (0.5, 0.1, 0.8))
     axes = {axis: next(iter(series.values()))[0] for series, axis in drawn}
     assert axes == {

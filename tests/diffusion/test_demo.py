@@ -1,0 +1,59 @@
+"""The diffusion demonstration with everything in it made small: the chain of its stages, not what they reach."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from diffusion import demo
+from mmrl.errors import UserError
+from mmrl.training import stages
+
+ROOT = Path(__file__).parents[2]
+COMMON = [
+    *("eval_data.prompts.build_options.kinds=[single]", "evaluation.max_tasks=3", "evaluation.samples=2"),
+    *("evaluation.every=1", "trainer.steps=2", "sampler.eval_steps=2", "tracking.quiet=true", "tracking.strict=true"),
+]
+SMALL = {
+    "demo_pretrain.yaml": ["model.build_options={head_width: 8, layers: 1}", "images.build_options.count=24"],
+    "demo_awm.yaml": [
+        *("data.build_options.kinds=[single]", "sampler.steps=4", "trainer.tasks_per_step=2"),
+        *("trainer.samples_per_task=2", "trainer.minibatches_per_step=1"),
+    ],
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The demonstration's configurations with overrides that shrink them."""
+    monkeypatch.chdir(ROOT)
+
+    def finish(config, run_dir, overrides=()):
+        judged = [override.replace("judge}", "judge, images: 64}") for override in overrides]
+        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *judged])
+
+    monkeypatch.setattr(demo, "finish_run", finish)
+
+
+def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, monkeypatch):
+    lines = demo.run(tmp_path / "demo")
+    assert lines[0] == "mean reward of images of 3 prompts (95 % interval), from the same seeds"
+    for line, name in zip(lines[1:4], ("untrained", "before AWM", "after AWM"), strict=True):
+        assert re.fullmatch(rf"  {name} +optimised 0\.\d+ \(.*\)   held out 0\.\d+ \(.*\)", line)
+    grid = Path(lines[5].removeprefix("images before and after: "))
+    with Image.open(grid) as image:
+        assert min(image.size) > 200
+    report = Path(lines[6].removeprefix("report: ")).read_text(encoding="utf-8")
+    assert "Held-out scores" in report
+    assert "shapes_judge" in report
+    monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
+    assert demo.run(tmp_path / "demo")[:4] == lines[:4]
+
+
+def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run the demo from the root of a checkout"):
+        demo.run(tmp_path / "demo")

@@ -1,0 +1,46 @@
+from mmrl.training.record.tracking import Tracker
+from mmrl.training.report.charts import line_chart
+from mmrl.training.report.page import write_report
+from tests.training.report.pages import Page, headings_of
+
+
+def test_constants_are_named_and_not_drawn_and_a_reward_of_zero_is_named_too(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in (1, 2, 3):
+        constant = {"reward/mean": 0.0, "policy/entropy": 0.0, "policy/ratio_mean": 1.0}
+        tracker.log(step, {**constant, "policy/kl_ref": 0.1 * step})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert headings_of(page) == ["Divergence from the reference and the sampling policy over steps"]
+    assert "Never changed: policy/ratio_mean 1, reward/mean 0." in page.text
+
+
+def test_counts_and_shares_have_charts_of_their_own(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in (1, 2, 3):
+        counts = {"sim/crashed": 20.0 * step, "reward/errors/format/raised": 7.0 * step, "srpo/clusters": 2.0 + step}
+        shares = {"srpo/noise_fraction": 0.1 * step, "reward/format": 0.2 * step}
+        tracker.log(step, {**counts, **shares})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert headings_of(page) == [
+        "Reward terms over steps",
+        "sim over steps",
+        "srpo, values over steps",
+        "srpo, shares over steps",
+    ]
+
+
+def test_the_learning_rate_is_drawn_as_it_was(tmp_path, monkeypatch):
+    drawn = {}
+
+    def draw(series, *, log_scale=False, smooth=True):
+        drawn.update(dict.fromkeys(series, smooth))
+        return b"<svg/>"
+
+    monkeypatch.setattr("mmrl.training.report.curves.line_chart", draw)
+    tracker = Tracker(tmp_path)
+    for step in range(1, 101):
+        tracker.log(step, {"optim/lr": 1.0 / step, "optim/grad_norm": 1.0 + step})
+    write_report(tmp_path)
+    assert drawn == {"lr": False, "grad_norm": True}
+    rates = [0.0] * 50 + [1.0] * 50
+    assert line_chart({"lr": (range(100), rates)}, smooth=False) != line_chart({"lr": (range(100), rates)})
