@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shutil
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +35,13 @@ class _Lab:
     run: Path
     resumed: Path
     """The same run, resumed from sound files for one more step."""
+    older: Path
+    """The same run, resumed from the checkpoint before the newest."""
 
 
 def _prepare(recipe: str) -> Callable[[Path], _Lab]:
     def prepare(folder: Path) -> _Lab:
-        lab = _Lab(write_run(recipe, folder), folder / "run", folder / "resumed")
+        lab = _Lab(write_run(recipe, folder), folder / "run", folder / "resumed", folder / "older")
         nursery = Nursery(folder / "making")
 
         def go(*words: str) -> None:
@@ -44,8 +49,11 @@ def _prepare(recipe: str) -> Callable[[Path], _Lab]:
             assert ending.code == 0, ending.output
 
         go(f"output_dir={lab.run}")
-        shutil.copytree(lab.run, lab.resumed)
-        go(f"output_dir={lab.resumed}", f"trainer.steps={STEPS + 1}", "--resume")
+        for copy in (lab.resumed, lab.older):
+            shutil.copytree(lab.run, copy)
+        shutil.rmtree(lab.older / f"checkpoints/step-{STEPS:06d}")
+        for copy in (lab.resumed, lab.older):
+            go(f"output_dir={copy}", f"trainer.steps={STEPS + 1}", "--resume")
         return lab
 
     return prepare
@@ -76,17 +84,40 @@ def _resume(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
     """A run that goes on from a damaged checkpoint ends with the bits of one that was sound, or does not go on."""
     run = _damaged_checkpoint(lab, rng, folder)
     draw_no_charts()
-    words = (f"output_dir={run}", f"trainer.steps={STEPS + 1}", "--resume")
-    verdict = of_command("train", lab.config, *words)
+    words = ["--resume", "--from-last-good"] if rng.random() < 0.4 else ["--resume"]
+    verdict = of_command("train", lab.config, f"output_dir={run}", f"trainer.steps={STEPS + 1}", *words)
     name = f"checkpoints/step-{STEPS + 1:06d}"
-    if verdict.outcome == "done" and (found := differences(lab.resumed / name, run / name)):
-        return Verdict("silent damage", f"{found[:5]}")
-    return verdict
+    if verdict.outcome != "done":
+        return verdict
+    sound = [lab.resumed, lab.older] if "--from-last-good" in words else [lab.resumed]
+    found = [differences(one / name, run / name) for one in sound]
+    return verdict if [] in found else Verdict("silent damage", f"{words}: {found[0][:5]}")
 
 
 def _evaluate(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
     run = _damaged_checkpoint(lab, rng, folder)
     return of_command("evaluate", run)
+
+
+def _doctor(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
+    """`mmrl doctor RUN` says what is wrong with any folder; none of its checks fails itself."""
+    run = _damaged_checkpoint(lab, rng, folder)
+    if rng.random() < 0.5:
+        _damage_log(rng, run / rng.choice([name for name in LOGS if (run / name).exists()]))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(["doctor", str(run)])
+    except BaseException:
+        return Verdict("traceback", traceback.format_exc()[-3000:])
+    text = " ".join(said.getvalue().split())
+    if code not in (0, 1) or "the check itself failed" in text or "mmrl-crash" in text:
+        return Verdict(f"exit {code}", text[-3000:])
+    return Verdict("done" if code == 0 else "failed", "")
+
+
+def _export(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
+    return of_command("export", _damaged_checkpoint(lab, rng, folder), "--output", folder / "export")
 
 
 def _report(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
@@ -160,6 +191,8 @@ KINDS = (
     Kind("checkpoints, resume", _prepare("robot_grpo"), _resume, share=0.5, limit_s=30),
     Kind("checkpoints, resume an adapter", _prepare("awm"), _resume, share=0.1, limit_s=60),
     Kind("checkpoints, evaluate", _prepare("robot_clone"), _evaluate, share=0.5, limit_s=30),
+    Kind("checkpoints, export", _prepare("robot_clone"), _export, share=0.2, limit_s=30),
+    Kind("run folders, doctor", _prepare("robot_grpo"), _doctor, share=0.5, limit_s=30),
     Kind("logs, report", _prepare("robot_grpo"), _report, share=1, limit_s=30),
     Kind("experiments", lambda folder: None, _experiments, share=1),
     Kind("records of experiments", lambda folder: None, _records, share=1),
