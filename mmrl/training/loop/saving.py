@@ -155,6 +155,7 @@ class RunSaver:
         self.log.truncate_after(step)
         if main:
             self._restore_best(step)
+            self.checkpoints.forget_old()
         LOGGER.info("resumed at step %d from %s", step, folder)
         return step
 

@@ -67,7 +67,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._forget_old()
+        self.forget_old()
         return final
 
     def path(self, step: int) -> Path:
@@ -81,13 +81,27 @@ class Checkpoints:
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdigit())
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
-        """Remember which checkpoint is the best so far."""
+        """Remember which checkpoint is the best so far; the one that was is kept no longer than others."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "best.json", json.dumps({"step": step, "metric": metric, "value": value}))
+        self.forget_old()
 
     def forget_best(self) -> None:
         """Forget what `mark_best` wrote."""
         (self.folder / "best.json").unlink(missing_ok=True)
+
+    def forget_old(self) -> None:
+        """Remove all but the newest checkpoints and the best one; a run killed before that makes up for it."""
+        best = self.best()
+        protected = set(self.steps()[-self.keep :] if self.keep else self.steps())
+        if best is not None:
+            protected.add(best["step"])
+        for step in set(self.steps()) - protected:
+            # renamed first, so that a kill leaves no half of it under its name
+            half = self.folder / f"{TEMPORARY_PREFIX}{self.path(step).name}"
+            shutil.rmtree(half, ignore_errors=True)
+            self.path(step).rename(half)
+            shutil.rmtree(half, ignore_errors=True)
 
     def best(self) -> dict[str, Any] | None:
         """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted.
@@ -185,18 +199,6 @@ class Checkpoints:
         temporary.rename(final)
         fsync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-
-    def _forget_old(self) -> None:
-        best = self.best()
-        protected = set(self.steps()[-self.keep :] if self.keep else self.steps())
-        if best is not None:
-            protected.add(best["step"])
-        for step in set(self.steps()) - protected:
-            # renamed first, so that a kill leaves no half of it under its name
-            half = self.folder / f"{TEMPORARY_PREFIX}{self.path(step).name}"
-            shutil.rmtree(half, ignore_errors=True)
-            self.path(step).rename(half)
-            shutil.rmtree(half, ignore_errors=True)
 
     def _refusal(self, path: Path, damage: str) -> str:
         older = [self.path(step) for step in reversed(self.steps()) if self.path(step) != path]

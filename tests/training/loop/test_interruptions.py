@@ -108,6 +108,16 @@ def test_killed_run_resumes_and_nothing_is_lost_or_written_twice(config, place, 
     assert not (killed / "run.lock").exists()
 
 
+@pytest.mark.parametrize("place", ["Checkpoints.forget_old", "Checkpoints.mark_best"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_kill_before_old_checkpoints_are_removed_leaves_none_of_them(config, place, count):
+    config.write_text(CONFIG.replace("every: 3, keep: 0", "every: 1, keep: 1"))
+    whole = run(config, "whole")
+    run_and_kill(config, "killed", place, count)
+    assert differences(whole, run(config, "killed", resume=True)) == []
+    assert len(list(whole.glob("checkpoints/step-*"))) <= 2
+
+
 def test_results_without_a_checkpoint_are_moved_aside_never_cut(config, caplog):
     folder = run(config, "run", "trainer.steps=2", "checkpoint.every=0")
     before = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "evaluations.jsonl", "result.json")}
