@@ -175,10 +175,16 @@ def of_command(*arguments: object, may_fail: bool = False) -> Verdict:
         return Verdict("done")
     wanted = {2: "mmrl: error: ", 1: "mmrl: run failed: "}
     if code not in wanted or (code == 1 and not may_fail):
-        return Verdict(f"exit {code}", said[-3000:])
+        return Verdict(f"exit {code}", (said + _last_crash())[-3000:])
     if not lines or not lines[-1].startswith(wanted[code]) or (code == 2 and len(lines) != 1):
         return Verdict("more than one line", said[-3000:])
     return _judged_line("refused" if code == 2 else "failed", lines[-1])
+
+
+def _last_crash() -> str:
+    """The traceback that the last resort of the command line wrote in the case's folder."""
+    files = sorted(Path().rglob("mmrl-crash-*.txt"), key=lambda path: path.stat().st_mtime)
+    return files[-1].read_text(encoding="utf-8", errors="replace") if files else ""
 
 
 def _judged_line(outcome: str, line: str) -> Verdict:
