@@ -51,6 +51,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kinds", default="", help="only kinds of input whose name contains one of these, by comma")
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each kind, to repeat one")
     parser.add_argument("--out", default="runs/faults.json", help="where the result goes; default runs/faults.json")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so long")
     parser.add_argument("--scratch", help="folder for the runs; default: a temporary one")
     return parser.parse_args()
 
@@ -67,15 +68,16 @@ def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     recipes = [name for name in RECIPES if not args.recipes or name in args.recipes.split(",")]
     kinds = tuple(kind for kind in KINDS if any(part in kind.name for part in args.kinds.split(",")))
+    until = time.monotonic() + 60 * args.minutes
     kills = KillCampaign(scratch / "kills", args.seed, recipes)
     inputs = InputCampaign(scratch / "inputs", args.seed, kinds)
     surroundings = SurroundingsCampaign(kills, args.seed)
     if args.kills:
-        kills.run(args.kills, _say)
+        kills.run(args.kills, _say, until)
     if args.surroundings:
         surroundings.run(args.surroundings, _say)
     if args.mutations:
-        inputs.run(args.mutations, _say, args.first)
+        inputs.run(args.mutations, _say, args.first, until)
     return {
         "kills": dict(kills.kills),
         "runs": dict(kills.runs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -77,17 +78,20 @@ class InputCampaign:
     def __post_init__(self) -> None:
         self.nursery = Nursery(self.folder)
 
-    def run(self, count: int, say: Callable[[str], None], first: int = 0) -> None:
+    def run(self, count: int, say: Callable[[str], None], first: int = 0, until: float = math.inf) -> None:
         """Try so many cases in all, shared out among the kinds.
 
         Args:
             count: cases.
             say: takes a line for each fault and each kind.
             first: number of the first case of each kind.
+            until: time.monotonic() at which no further kind is begun.
         """
         started = time.monotonic()
         total = sum(kind.share for kind in self.kinds)
         for kind in self.kinds:
+            if time.monotonic() > until:
+                break
             self._try_kind(kind, range(first, first + max(1, round(count * kind.share / total))), say)
         self.nursery.close()
         self.seconds += time.monotonic() - started
