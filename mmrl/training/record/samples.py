@@ -21,6 +21,13 @@ __all__ = ["SampleRecord", "load_record", "read_samples", "sample_steps", "store
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 IMAGE_FIELDS = ("images", "outputs")
+_STORED_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("answer", "finish"), (str,)),
+    **dict.fromkeys(("reward", "advantage"), (int, float)),
+    "correct": (bool,),
+    "terms": (dict,),
+    **dict.fromkeys(IMAGE_FIELDS, (list,)),
+}
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
@@ -83,12 +90,13 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
         split: "train" or "eval".
 
     Returns:
-        The samples in written order, none where the file is missing; an image file that cannot be read is
-        left out, and samples that share an image share one object.
+        The samples in written order, none where the file is missing; a row with a value of another type and an image
+        file that cannot be read are left out, and samples that share an image share one object.
     """
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     images: dict[str, Image | None] = {}
-    return [load_record(folder, row, images) for row in read_jsonl(folder / f"{split}.jsonl")]
+    rows = read_jsonl(folder / f"{split}.jsonl")
+    return [load_record(folder, row, images) for row in rows if _is_record(row)]
 
 
 def store_record(folder: Path, record: SampleRecord, names: dict[int, str] | None = None) -> dict[str, Any]:
@@ -138,6 +146,16 @@ def sample_steps(run_dir: Path, split: str) -> list[int]:
     return sorted(int(match[1]) for match, folder in matches if match and (folder / f"{split}.jsonl").exists())
 
 
+def _is_record(row: dict[str, Any]) -> bool:
+    """Whether every field of a row has a type that `write_samples` writes."""
+    if not all(isinstance(row.get(name, ""), str) for name in ("id", "prompt", "response")):
+        return False
+    if not all(isinstance(row.get(name), (*kinds, type(None))) for name, kinds in _STORED_TYPES.items()):
+        return False
+    numbers, files = (row.get("terms") or {}).values(), [name for key in IMAGE_FIELDS for name in row.get(key) or []]
+    return all(isinstance(value, int | float | None) for value in numbers) and all(isinstance(f, str) for f in files)
+
+
 def _store_image(folder: Path, image: Image) -> str:
     digest = hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
     path = folder / f"{digest[:16]}.png"
@@ -155,5 +173,5 @@ def _load_image(path: Path) -> Image | None:
         with Image.open(path) as image:
             image.load()
             return image.copy()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no file can have
         return None

@@ -87,6 +87,34 @@ def test_damaged_files_do_not_stop_a_reader(tmp_path, scene):
     assert read_samples(tmp_path, 99, "train") == []
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"id": ["a"]},
+        {"prompt": None},
+        {"answer": 3},
+        {"reward": "high"},
+        {"advantage": {}},
+        {"correct": 1.0},
+        {"terms": [1]},
+        {"terms": {"exact": "1"}},
+        {"images": 3},
+        {"outputs": [["x.png"]]},
+    ],
+)
+def test_a_row_with_a_value_of_another_type_is_left_out(tmp_path, damage):
+    path = write_samples(tmp_path, 1, "train", [SampleRecord("q1", "p", "r", terms={"exact": 1.0})] * 2)
+    first, second = path.read_text().splitlines()
+    path.write_text(json.dumps(json.loads(first) | damage) + "\n" + second + "\n")
+    assert [record.id for record in read_samples(tmp_path, 1, "train")] == ["q1"]
+
+
+def test_a_name_that_no_file_can_have_is_no_image(tmp_path):
+    path = write_samples(tmp_path, 1, "train", [SampleRecord("q1", "p", "r")])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"images": ["a\0b.png"]}) + "\n")
+    assert read_samples(tmp_path, 1, "train")[0].images == []
+
+
 def test_writing_a_step_again_replaces_its_samples(tmp_path, scene):
     write_samples(tmp_path, 1, "train", group(scene))
     write_samples(tmp_path, 1, "train", group(scene)[:1])
