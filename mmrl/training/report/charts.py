@@ -160,6 +160,8 @@ def _canvas() -> tuple[Figure, Axes]:
 
 def _legend_above(figure: Figure) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
+    if not labels:  # matplotlib shows no name that is empty or begins with an underscore
+        return
     columns = max(1, min(len(labels), 74 // (max(map(len, labels)) + 6)))
     figure.legend(
         handles,

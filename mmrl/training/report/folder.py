@@ -17,6 +17,11 @@ __all__ = ["EvaluationPoint", "RunFolder", "estimate", "evaluation_points", "lab
 
 COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that say when it was made, not what it measured."""
+RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("status", "recipe", "objective", "objective_formula"), str),
+    **dict.fromkeys(("steps", "optimiser_steps", "samples", "tokens"), (int, float)),
+}
+"""What the report shows of result.json."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,14 @@ def read_run(folder: Path) -> RunFolder:
         result = json.loads(run.text("result.json") or "{}")
     except ValueError:
         result = {}
-    return RunFolder(folder, result if isinstance(result, dict) else {}, run.metrics, run.evaluations)
+    return RunFolder(folder, _sound_result(result), run.metrics, run.evaluations)
+
+
+def _sound_result(result: Any) -> dict[str, Any]:
+    """What the report shows of result.json, without values of another type than a run writes."""
+    if not isinstance(result, dict):
+        return {}
+    return {name: result[name] for name, kind in RESULT_TYPES.items() if isinstance(result.get(name), kind)}
 
 
 def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationPoint]:

@@ -233,6 +233,21 @@ def test_damaged_result_is_no_obstacle(tmp_path, content):
     assert "has not finished" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
+def test_values_of_another_type_in_a_result_are_left_out(tmp_path):
+    result = {"status": ["done"], "recipe": 3, "steps": "many", "optimiser_steps": {}, "samples": [1], "tokens": 7}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "tokens 7" in text
+    assert "optimiser steps" not in text
+
+
+def test_a_metric_without_a_name_has_no_legend(tmp_path):
+    for step in (1, 2):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "": 0.5 * step}) + "\n")
+    assert "2 steps logged" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+
+
 def test_all_text_of_the_run_is_escaped(tmp_path):
     record = SampleRecord(
         id=HOSTILE,
