@@ -26,7 +26,14 @@ from tests.faults.tiny import STEPS, draw_no_charts, write_run
 __all__ = ["KINDS"]
 
 EXPERIMENTS = Path(__file__).parents[3] / "configs" / "experiments"
-LOGS = ("metrics.jsonl", "evaluations.jsonl", "result.json", "config.yaml", "samples/step-000002/eval.jsonl")
+LOGS = (
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "result.json",
+    "config.yaml",
+    "samples/step-000002/eval.jsonl",
+    "outcomes/step-000002/held_out.jsonl",
+)
 
 
 @dataclass
