@@ -54,7 +54,7 @@ def check_info(info: Any, path: Path) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise UserError(f"{path} holds a {type(info).__name__}; expected an object with features and total_episodes")
     fps, total, features = info.get("fps"), info.get("total_episodes"), info.get("features")
-    if not _is_number(fps) or not 0 < fps < 1e4:
+    if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < 1e4:
         raise UserError(f"{path}: fps is {fps!r}; expected a number of frames a second")
     if not _is_count(total):
         raise UserError(f"{path}: total_episodes is {total!r}; expected a whole number")
