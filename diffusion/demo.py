@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.training.report.folder import read_run
 from mmrl.training.report.image_grid import save_image_grid
 from mmrl.training.report.page import write_report
+from mmrl.training.report.tables import score_tables
 from mmrl.training.stages import finish_run, last_model, read_result
 
 __all__ = ["run"]
@@ -56,6 +58,7 @@ def run(output_dir: Path) -> list[str]:
     minutes = (time.perf_counter() - started) / 60
     return [
         *_table(pretrain, awm),
+        _change_line(awm),
         f"time of this call: {minutes:.1f} minutes",
         *([f"images before and after: {grid}"] if grid else []),
         f"report: {report}",
@@ -72,6 +75,13 @@ def _table(pretrain: Path, awm: Path) -> list[str]:
     return lines + [
         f"  {name:<11} optimised {_cell(row, OPTIMISED)}   held out {_cell(row, HELD_OUT)}" for name, row in rows
     ]
+
+
+def _change_line(awm: Path) -> str:
+    (table,) = score_tables([read_run(awm)])
+    rows = [row for group in table["groups"] for row in group["rows"] if row["label"].startswith("shapes_")]
+    cells = [f"{row['label']} {row['cells'][-1]['change']} {row['cells'][-1]['change_interval']}" for row in rows]
+    return f"change by AWM, in pairs over the prompts: {', '.join(cells)}"
 
 
 def _cell(row: dict[str, Any], name: str) -> str:

@@ -43,14 +43,18 @@ def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small,
     assert lines[0] == "mean reward of images of 3 prompts (95 % interval), from the same seeds"
     for line, name in zip(lines[1:4], ("untrained", "before AWM", "after AWM"), strict=True):
         assert re.fullmatch(rf"  {name} +optimised 0\.\d+ \(.*\)   held out 0\.\d+ \(.*\)", line)
-    grid = Path(lines[5].removeprefix("images before and after: "))
+    number = r"[+-][\d.e-]+ \[.*\]"
+    assert re.fullmatch(
+        rf"change by AWM, in pairs over the prompts: shapes_geneval {number}, shapes_judge {number}", lines[4]
+    )
+    grid = Path(lines[6].removeprefix("images before and after: "))
     with Image.open(grid) as image:
         assert min(image.size) > 200
-    report = Path(lines[6].removeprefix("report: ")).read_text(encoding="utf-8")
+    report = Path(lines[7].removeprefix("report: ")).read_text(encoding="utf-8")
     assert "Held-out scores" in report
     assert "shapes_judge" in report
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
-    assert demo.run(tmp_path / "demo")[:4] == lines[:4]
+    assert demo.run(tmp_path / "demo")[:4] == lines[:5]
 
 
 def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
