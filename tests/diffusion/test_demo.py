@@ -54,7 +54,7 @@ def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small,
     assert "Held-out scores" in report
     assert "shapes_judge" in report
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
-    assert demo.run(tmp_path / "demo")[:4] == lines[:5]
+    assert demo.run(tmp_path / "demo")[:5] == lines[:5]
 
 
 def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
