@@ -22,7 +22,7 @@ from tests.faults.tiny import draw_no_charts, write_run
 __all__ = ["KillCampaign"]
 
 RUN_LIMIT_S = 120.0
-MAX_IN_A_ROW = 5
+MAX_IN_A_ROW = 12
 """Kills of one run before it may finish."""
 CHARTS_EVERY = 10
 """One in so many runs draws the charts of its report, which take longer than the run."""

@@ -52,7 +52,7 @@ def _prepare_model(folder: Path) -> _Lab:
 
     lab = _prepare(folder)
     lab.processor = load_processor(str(_tiny_vlm()))
-    lab.layout = PromptLayout(14, 256, "the model's positions", 2, 2.0)
+    lab.layout = PromptLayout(14, 512, "the limit", 2, 2.0)
     return lab
 
 
