@@ -105,7 +105,7 @@ def _damage_table(rng: random.Random, file: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(file).to_pylist()
+    sound, rows = file.read_bytes(), pq.read_table(file).to_pylist()
     place = rng.randrange(len(rows))
     key = rng.choice(list(rows[place]))
     for row in rows if rng.random() < 0.5 else rows[place : place + 1]:
@@ -115,8 +115,8 @@ def _damage_table(rng: random.Random, file: Path) -> None:
             row[key] = strange_value(rng)
     try:
         pq.write_table(pa.Table.from_pylist(rows), file)
-    except Exception:  # of several libraries
-        file.write_bytes(damage_bytes(rng, file.read_bytes()))  # a value that no parquet file can hold
+    except Exception:  # a value that no parquet file can hold
+        file.write_bytes(damage_bytes(rng, sound))
 
 
 def _use(demonstrations: Any) -> None:
