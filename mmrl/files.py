@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["expanded", "is_file", "read_json_object", "replaced", "write_atomically"]
+__all__ = ["expanded", "is_file", "read_json_object", "remove_drafts", "replaced", "write_atomically"]
 
 
+DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
+"""Names that `replaced` writes to, with the number of the process."""
 LARGEST_JSON = 64 * 2**20
 """Bytes of a file of settings."""
 
@@ -52,7 +55,7 @@ def replaced(path: Path) -> Iterator[Path]:
         removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem[:200]}.{os.getpid()}.partial{path.suffix}")
+    draft = path.with_name(f".{path.stem[:200]}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
     _remove(draft)
     try:
         yield draft
@@ -62,6 +65,27 @@ def replaced(path: Path) -> Iterator[Path]:
             os.replace(draft, path)
     finally:
         _remove(draft)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what killed processes had not finished to write with `replaced`, in a folder and those below it."""
+    for path in sorted(folder.rglob(".*.partial*")):
+        found = DRAFT.fullmatch(path.name)
+        if found is not None and not _is_another(int(found[1])):
+            _remove(path)
+
+
+def _is_another(pid: int) -> bool:
+    """Whether there is a process of this number beside this one."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def expanded(path: Path | str) -> Path:

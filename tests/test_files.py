@@ -1,11 +1,14 @@
 """Files that the suite writes: whole or not at all, whatever interrupts the writer."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mmrl.files import is_file, replaced, write_atomically
+from mmrl.files import is_file, remove_drafts, replaced, write_atomically
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -44,6 +47,23 @@ def test_a_folder_replaces_its_files_and_keeps_others(tmp_path):
     texts = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert texts == {"mine.txt": "mine", "inner/weights": "new", "config": "new"}
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+    sub = tmp_path / "videos"
+    sub.mkdir()
+    writer = (
+        "import os, sys; from pathlib import Path; from mmrl.files import replaced\n"
+        "with replaced(Path(sys.argv[1])) as draft, replaced(Path(sys.argv[2])) as folder:\n"
+        "    draft.write_text('half'); folder.mkdir(); (folder / 'x').touch(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", writer, sub / "a.b.mp4", tmp_path / "model"], cwd=PROJECT)
+    kept = [tmp_path / "notes.partial.txt", tmp_path / ".hidden.partial", sub / f".c.{os.getppid()}.partial.mp4"]
+    for path in kept:
+        path.touch()
+    assert len(list(tmp_path.rglob("*.partial*"))) == 2 + len(kept)
+    remove_drafts(tmp_path)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
 
 
 def test_half_a_surrogate_pair_can_be_written(tmp_path):

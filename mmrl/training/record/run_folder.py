@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+from mmrl.files import remove_drafts
 from mmrl.training.record.jsonlines import read_jsonl
 
 __all__ = ["forget_after", "has_begun", "remove_partial", "set_aside"]
@@ -37,9 +38,9 @@ def has_begun(run_dir: Path) -> bool:
 
 def remove_partial(run_dir: Path) -> None:
     """Delete the files that a killed process had not finished; every one is written under such a name first."""
-    for pattern in ("*.partial", "*.mp4.tmp"):
-        for path in run_dir.rglob(pattern):
-            path.unlink(missing_ok=True)
+    remove_drafts(run_dir)
+    for path in run_dir.rglob("*.partial"):  # of earlier releases
+        path.unlink(missing_ok=True)
 
 
 def set_aside(run_dir: Path) -> Path | None:
