@@ -1,4 +1,4 @@
-"""The diffusion demonstration: a tiny flow model learns to draw shapes, AWM improves it, and a picture shows both."""
+"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and a picture shows both."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmrl.training.stages import finish_run, last_model, read_result
 __all__ = ["run"]
 
 CONFIGS = Path("configs/diffusion")
-SPLIT = "prompts"
-OPTIMISED = "score/shapes_geneval"
-HELD_OUT = "heldout/shapes_judge"
+SPLIT = "digits"
+OPTIMISED = "score/class_prob"
+HELD_OUT = "heldout/class_prob_judge"
 GRID_FILE = "images.png"
 
 
@@ -26,7 +26,7 @@ def run(output_dir: Path) -> list[str]:
     """Pre-train by flow matching, improve with AWM, and report both; stages that are already finished are kept.
 
     Args:
-        output_dir: folder for pictures, models, the held-out judge and the two runs.
+        output_dir: folder for pictures, models and the two runs.
 
     Returns:
         Lines to print: optimised and held-out reward before pre-training, before AWM and after it, and where the
@@ -39,19 +39,17 @@ def run(output_dir: Path) -> list[str]:
     if not CONFIGS.is_dir():
         raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
     started = time.perf_counter()
-    common = [
-        f"eval_data.{SPLIT}.path={output_dir}/prompts.jsonl",
-        f"heldout_rewards=[{{name: shapes_judge, options: {{path: {output_dir}/judge}}}}]",
-    ]
+    prompts = output_dir / "prompts.jsonl"
+    held_out = f"eval_data.{SPLIT}.path={prompts}"
     pretrain = finish_run(
         CONFIGS / "demo_pretrain.yaml",
         output_dir / "pretrain",
-        [*common, f"model.path={output_dir}/pipeline", f"images.path={output_dir}/images.npz"],
+        [held_out, f"model.path={output_dir}/pipeline", f"images.path={output_dir}/images.npz"],
     )
     awm = finish_run(
         CONFIGS / "demo_awm.yaml",
         output_dir / "awm",
-        [*common, f"model.path={last_model(pretrain)}", f"data.path={output_dir}/prompts.jsonl"],
+        [held_out, f"model.path={last_model(pretrain)}", f"data.path={prompts}"],
     )
     grid = save_image_grid([(awm.name, awm)], output_dir / GRID_FILE)
     report = write_report(awm, chain=[pretrain])
@@ -79,7 +77,7 @@ def _table(pretrain: Path, awm: Path) -> list[str]:
 
 def _change_line(awm: Path) -> str:
     (table,) = score_tables([read_run(awm)])
-    rows = [row for group in table["groups"] for row in group["rows"] if row["label"].startswith("shapes_")]
+    rows = [row for group in table["groups"] for row in group["rows"] if row["label"].startswith("class_prob")]
     cells = [f"{row['label']} {row['cells'][-1]['change']} {row['cells'][-1]['change_interval']}" for row in rows]
     return f"change by AWM, in pairs over the prompts: {', '.join(cells)}"
 

@@ -14,14 +14,14 @@ from mmrl.training import stages
 
 ROOT = Path(__file__).parents[2]
 COMMON = [
-    *("eval_data.prompts.build_options.kinds=[single]", "evaluation.max_tasks=3", "evaluation.samples=2"),
+    *("evaluation.max_tasks=3", "evaluation.samples=2"),
     *("evaluation.every=1", "trainer.steps=2", "sampler.eval_steps=2", "tracking.quiet=true", "tracking.strict=true"),
 ]
 SMALL = {
-    "demo_pretrain.yaml": ["model.build_options={head_width: 8, layers: 1}", "images.build_options.count=24"],
+    "demo_pretrain.yaml": [],
     "demo_awm.yaml": [
-        *("data.build_options.kinds=[single]", "sampler.steps=4", "trainer.tasks_per_step=2"),
-        *("trainer.samples_per_task=2", "trainer.minibatches_per_step=1"),
+        *("sampler.steps=4", "trainer.tasks_per_step=2", "trainer.samples_per_task=2"),
+        "trainer.minibatches_per_step=1",
     ],
 }
 
@@ -32,8 +32,7 @@ def small(monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def finish(config, run_dir, overrides=()):
-        judged = [override.replace("judge}", "judge, images: 64}") for override in overrides]
-        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *judged])
+        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *overrides])
 
     monkeypatch.setattr(demo, "finish_run", finish)
 
@@ -45,14 +44,14 @@ def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small,
         assert re.fullmatch(rf"  {name} +optimised 0\.\d+ \(.*\)   held out 0\.\d+ \(.*\)", line)
     number = r"[+-][\d.e-]+ \[.*\]"
     assert re.fullmatch(
-        rf"change by AWM, in pairs over the prompts: shapes_geneval {number}, shapes_judge {number}", lines[4]
+        rf"change by AWM, in pairs over the prompts: class_prob {number}, class_prob_judge {number}", lines[4]
     )
     grid = Path(lines[6].removeprefix("images before and after: "))
     with Image.open(grid) as image:
         assert min(image.size) > 200
     report = Path(lines[7].removeprefix("report: ")).read_text(encoding="utf-8")
     assert "Held-out scores" in report
-    assert "shapes_judge" in report
+    assert "class_prob_judge" in report
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
     assert demo.run(tmp_path / "demo")[:5] == lines[:5]
 
