@@ -516,7 +516,10 @@ def test_output_folder_that_is_a_file(below, lab, refused):
 MODELS = {
     "no such folder": (shutil.rmtree, "there is no model folder"),
     "empty folder": (lambda folder: [path.unlink() for path in folder.iterdir()], "it has no config.json"),
-    "config truncated": (lambda folder: truncate(folder / "config.json"), "config.json is not valid JSON"),
+    "config truncated": (
+        lambda folder: truncate(folder / "config.json"),
+        "config.json cannot be read, it is not valid JSON",
+    ),
     "other architecture": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
         "is of architecture 'gpt2'; supported are: qwen2_5_vl, qwen3_vl",

@@ -13,6 +13,7 @@ import pytest
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState, isolated
 from mmrl.rewards.calling import Failure
 from mmrl.workers.wire import Message
+from tests.signals import interrupts_heeded
 
 USER = str(Path(__file__).with_name("user_functions.py"))
 ROWS = ["a", "bad", "bb", "ccc"]
@@ -309,7 +310,7 @@ def test_whatever_a_function_raises_is_its_rows_failure_with_the_reason(make, ro
 
 
 def test_ctrl_c_in_the_main_program_is_no_failure_of_a_row(make):
-    with pytest.raises(KeyboardInterrupt):
+    with interrupts_heeded(), pytest.raises(KeyboardInterrupt):
         score(make("raises_what_it_is_told", isolate=False), ["interrupt"])
     assert score(make("raises_what_it_is_told", isolate=False), ["generator"])[1].errors == {"mine/raised": 1}
 

@@ -167,7 +167,7 @@ def test_it_fulfils_the_protocol():
     assert described["tasks"] == {"reach": 60, "stack": 80}
     assert described["renderer"] is None
     assert described["arm"] == "panda"
-    assert set(sim.counts) == {"crashed", "hung", "raised", "restarted", "dropped", "diverged"}
+    assert set(sim.counts) == {"crashed", "hung", "raised", "restarted", "dropped", "diverged", "memory"}
 
 
 @pytest.mark.parametrize(

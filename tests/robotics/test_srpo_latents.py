@@ -199,7 +199,8 @@ def test_references_come_from_all_processes(tmp_path):
     assert not torch.equal(winner["weights"], winner["start"])
     for found in (winner, loser):
         assert found["again"] == pytest.approx(found["evaluation"], nan_ok=True)
-    assert (winner["begun"], loser["begun"]) == ([5, 7], [6])
+    # a batch that was cut is run again whole: numbers may depend on what is computed together
+    assert (winner["begun"], loser["begun"]) == ([0, 2, 4, 6], [1, 3, 5, 7])
     files = [path.name for path in (tmp_path / "run" / "episodes").glob("*.jsonl")]
     assert len(files) == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "episodes" / files[0]).open()]

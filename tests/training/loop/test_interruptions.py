@@ -24,6 +24,7 @@ from mmrl.training.record.checkpoint import Checkpoints
 from mmrl.training.record.run_folder import has_begun
 from mmrl.training.runs import train
 from tests.faults.sameness import differences
+from tests.signals import start_program
 
 ROOT = Path(__file__).parents[3]
 CONFIG = """
@@ -171,7 +172,7 @@ def test_odd_steps_in_results_are_one_line(config, step, capsys):
 
 def start(config, folder, *words):
     command = [sys.executable, "-m", "mmrl.cli", "train", str(config), f"output_dir={config.parent / folder}", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return start_program(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def wait_for_step(folder, step):
@@ -260,7 +261,7 @@ main()
 
 def test_second_ctrl_c_ends_at_once_without_a_traceback(config):
     command = [sys.executable, "-c", STUCK, str(config), f"output_dir={config.parent / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = start_program(command, cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while not Path(f"{config}.stuck").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
