@@ -48,7 +48,8 @@ def models(tmp_path_factory):
 
 def overrides_of(whole, folder, models):
     """Paths inside the test's folder and small numbers; prompts that no function builds are captions of shapes."""
-    subject = "digits" if "digits" in str(whole.model.path) else "shapes"
+    source = whole.images if hasattr(whole, "images") else next(iter(whole.eval_data.values()))
+    subject = "digits" if "digits" in str(source.build) else "shapes"
     found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={models[subject]}", "model.build=null"]
     for name, data in {"data": whole.data, **whole.eval_data}.items():
         if data.path and data.build is None:
