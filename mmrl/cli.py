@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mmrl.commands import COMMANDS, is_first_process, say
 from mmrl.crash import describe_crash
 from mmrl.errors import RunError, RunStopped, UserError
+from mmrl.streams import lasting_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with lasting_streams():
+        return _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: list[str]) -> int:
     args = argparse.Namespace()
     try:
         args = _parse(arguments)

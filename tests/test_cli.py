@@ -384,3 +384,13 @@ def test_list_of_one_kind(kind, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("mmrl ")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["list", "recipes"], 0), (["train", "nothing.yaml"], 2)])
+def test_a_command_goes_on_when_its_output_cannot_be_written(words, code):
+    """As where the log lies on a full disk."""
+    command = [sys.executable, "-m", "mmrl.cli", *words]
+    with open("/dev/full", "w") as full:
+        assert (
+            subprocess.run(command, stdout=full, stderr=full, cwd=PROJECT, timeout=120, check=False).returncode == code
+        )

@@ -34,7 +34,7 @@ ROOMS = (
 )
 MAY_IMPORT = {room: ROOMS[:place] for place, room in enumerate(ROOMS)}
 # The command line and the tables of the documentation import everything; no room may import them.
-TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.docs", "mmrl.listings")
+TOP = ("mmrl.cli", "mmrl.commands", "mmrl.crash", "mmrl.docs", "mmrl.listings", "mmrl.streams")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 

@@ -76,7 +76,8 @@ class InputCampaign:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.nursery = Nursery(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.nursery = Nursery()
 
     def run(self, count: int, say: Callable[[str], None], first: int = 0, until: float = math.inf) -> None:
         """Try so many cases in all, shared out among the kinds.

@@ -78,8 +78,6 @@ class Child:
 class Nursery:
     """Starts children one at a time, adopts what they leave behind and counts what does not end by itself."""
 
-    folder: Path
-    """Where their output is kept."""
     left_behind: list[str] = field(default_factory=list)
     """Command lines of processes that outlived their child for too long."""
     _adopted: dict[int, float] = field(default_factory=dict)
@@ -87,7 +85,6 @@ class Nursery:
     """Children that this process had before."""
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._others = set(_children())
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -99,15 +96,18 @@ class Nursery:
             limit_s: after which it counts as hanging.
             kill_after_s: when the parent sends SIGKILL.
         """
-        shared, (reads, writes) = mmap.mmap(-1, NOTE_BYTES), os.pipe()
-        output = self.folder / "output.txt"
+        shared, (reads, writes), (hears, says) = mmap.mmap(-1, NOTE_BYTES), os.pipe(), os.pipe()
         started = time.monotonic()
         pid = os.fork()
         if pid == 0:
             os.close(reads)
-            _become_child(action, Child(shared, writes), output)
+            os.close(hears)
+            _become_child(action, Child(shared, writes), says)
         os.close(writes)
-        hung = _await(pid, reads, started + limit_s, None if kill_after_s is None else started + kill_after_s)
+        os.close(says)
+        output = _Output(hears)
+        kill_at = None if kill_after_s is None else started + kill_after_s
+        hung = _await(pid, reads, output, started + limit_s, kill_at)
         _, status = os.waitpid(pid, 0)
         seconds = time.monotonic() - started
         os.close(reads)
@@ -116,7 +116,7 @@ class Nursery:
         self.look_after_orphans()
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        return Ending(code, ended_by, hung, seconds, stage, output.read_text(errors="replace"))
+        return Ending(code, ended_by, hung, seconds, stage, output.close())
 
     def look_after_orphans(self) -> None:
         """Reap the processes that lost their parent; end and note those that have lived on for too long."""
@@ -152,14 +152,39 @@ def import_modules(path: Path) -> None:
             importlib.import_module(name)
 
 
-def _become_child(action: Callable[[Child], int], child: Child, output: Path) -> None:
+class _Output:
+    """What a child says; through a pipe, so that no limit on its files cuts it.
+
+    Args:
+        descriptor: reading end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor, self._said = descriptor, bytearray()
+
+    def take(self) -> bool:
+        """Read what is there; whether more may come."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.descriptor, 1 << 16):
+                self._said += data
+            return False
+        return True
+
+    def close(self) -> str:
+        """Everything that was said; what the child started may go on speaking and is not waited for."""
+        self.take()
+        os.close(self.descriptor)
+        return self._said.decode(errors="replace")
+
+
+def _become_child(action: Callable[[Child], int], child: Child, output: int) -> None:
     """Never returns: the fork shares nothing with its parent but what it was handed."""
     code = 70
     try:
         os.setsid()
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         code = action(child)
     except BaseException:
@@ -171,21 +196,23 @@ def _become_child(action: Callable[[Child], int], child: Child, output: Path) ->
         os._exit(code)
 
 
-def _await(pid: int, requests: int, deadline: float, kill_at: float | None) -> bool:
+def _await(pid: int, requests: int, output: _Output, deadline: float, kill_at: float | None) -> bool:
     """Wait for the end of a child, killing it when it is due; whether its time was up."""
     with _pidfd(pid) as ended:
-        waiting = [ended, requests]
+        waiting = [ended, requests, output.descriptor]
         while True:
             until = deadline if kill_at is None else min(deadline, kill_at)
             ready, _, _ = select.select(waiting, [], [], max(0.0, until - time.monotonic()))
             if ended in ready:
                 return False
+            if output.descriptor in ready and not output.take():
+                waiting.remove(output.descriptor)
             if requests in ready:
                 asked = os.read(requests, 8)
                 if len(asked) == 8:
                     kill_at = time.monotonic() + struct.unpack("d", asked)[0]
                 else:
-                    waiting = [ended]
+                    waiting.remove(requests)
             elif time.monotonic() >= until:
                 os.kill(pid, signal.SIGKILL)
                 if kill_at is None or deadline < kill_at:

@@ -66,7 +66,8 @@ class KillCampaign:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.nursery = Nursery(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.nursery = Nursery()
         self._subjects: dict[str, Subject] = {}
 
     def run(self, count: int, say: Callable[[str], None], until: float = float("inf")) -> None:

@@ -37,7 +37,7 @@ def write_three(child, folder, kill=None):
 
 
 def test_a_kill_hits_every_file_operation_before_it_happens(tmp_path):
-    nursery = Nursery(tmp_path / "nursery")
+    nursery = Nursery()
     run = tmp_path / "run"
     run.mkdir()
     assert nursery.run(lambda child: write_three(child, run), limit_s=60).code == 0
@@ -56,12 +56,12 @@ def test_a_torn_write_leaves_half_a_file(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     kill = Kill("files:samples", 2, torn=True)
-    assert Nursery(tmp_path / "nursery").run(lambda child: write_three(child, run, kill), 60).killed
+    assert Nursery().run(lambda child: write_three(child, run, kill), 60).killed
     assert (run / "samples/0.partial").read_text() == "{"
 
 
 def test_times_hangs_and_exit_codes_are_told_apart(tmp_path):
-    nursery = Nursery(tmp_path)
+    nursery = Nursery()
     timed = nursery.run(lambda child: time.sleep(60), limit_s=60, kill_after_s=0.1)
     assert (timed.killed, timed.hung) == (True, False)
     hanging = nursery.run(lambda child: time.sleep(60), limit_s=0.2)
@@ -74,7 +74,7 @@ def test_times_hangs_and_exit_codes_are_told_apart(tmp_path):
 
 def test_a_process_that_outlives_its_run_is_noted_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "LINGER_SECONDS", 0.3)
-    nursery = Nursery(tmp_path)
+    nursery = Nursery()
     words = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
     def start(child):

@@ -49,7 +49,7 @@ class _Lab:
 def _prepare(recipe: str) -> Callable[[Path], _Lab]:
     def prepare(folder: Path) -> _Lab:
         lab = _Lab(write_run(recipe, folder), folder / "run", folder / "resumed", folder / "older")
-        nursery = Nursery(folder / "making")
+        nursery = Nursery()
 
         def go(*words: str) -> None:
             ending = nursery.run(lambda child: _main("train", lab.config, *words), limit_s=120)
