@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
-	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 7 minutes"
+	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM, with a picture; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
 	@echo "make test            lint, then the test suite"

@@ -174,7 +174,8 @@ def of_command(*arguments: object, may_fail: bool = False) -> Verdict:
         return Verdict("traceback", traceback.format_exc()[-3000:])
     said = errors.getvalue()
     lines = [line for line in said.splitlines() if not line.startswith("mmrl: warning: ")]
-    if "Traceback (most recent call last)" in said:
+    # that of a user's own reward is shown to its author, as warnings
+    if any("Traceback (most recent call last)" in line for line in lines):
         return Verdict("traceback", said[-3000:])
     if code == 0:
         return Verdict("done")
