@@ -1,0 +1,1 @@
+"""Screens: coordinates, grounding and agents that act in a browser."""

@@ -1,0 +1,270 @@
+"""Coordinate spaces of models and data sets, and the one resize between them.
+
+Boxes and points are kept in pixels of the original image. They are converted at two edges only: where a prompt or a
+training answer is written, and where a model's answer is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = [
+    "FAMILIES",
+    "Box",
+    "CoordinateSpace",
+    "Family",
+    "Point",
+    "Resize",
+    "Size",
+    "clean_box",
+    "coordinate_space",
+    "from_original",
+    "resize_image",
+    "smart_resize",
+    "to_original",
+]
+
+Point: TypeAlias = tuple[float, float]
+"""(x, y), or (y, x) in the space rel1_yx."""
+Size: TypeAlias = tuple[int, int]
+"""(width, height) in pixels."""
+
+MAX_RATIO = 200
+MIN_TOKENS = 4
+MAX_TOKENS = 16384
+
+
+class CoordinateSpace(StrEnum):
+    """What the two numbers of a point mean."""
+
+    ABS_RESIZED = "abs_resized"
+    """Pixels of the image as the model sees it, after the resize: Qwen2.5-VL, InfiGUI-G1, UI-TARS-1.5."""
+    REL1000 = "rel1000"
+    """Thousandths of width and height: Qwen-VL, Qwen2-VL, Qwen3-VL, UI-Venus-1.5, CogAgent."""
+    REL1 = "rel1"
+    """Fractions of width and height: SeeClick."""
+    ABS_ORIGINAL = "abs_original"
+    """Pixels of the stored image: the annotations of the benchmarks."""
+    REL1_YX = "rel1_yx"
+    """Fractions, y first: Auto-UI and DigiRL."""
+
+
+class Box(NamedTuple):
+    """A rectangle (left, top, right, bottom); its four edges belong to it."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+
+    @property
+    def center(self) -> Point:
+        """The middle."""
+        return (self.x1 + self.x2) / 2, (self.y1 + self.y2) / 2
+
+    def contains(self, point: Point) -> bool:
+        """Whether a point of the same space is inside or on an edge; never for NaN."""
+        x, y = point
+        return self.x1 <= x <= self.x2 and self.y1 <= y <= self.y2
+
+
+@dataclass(frozen=True)
+class Resize:
+    """How large a model sees an image: the rule of qwen-vl-utils, once, by this suite."""
+
+    factor: int = bounded(28, at_least=1)
+    """Sides are multiples of it: patch size times merge size, 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
+    min_pixels: int | None = bounded(None, at_least=1)
+    """Smallest area in pixels; empty: 4 factor^2."""
+    max_pixels: int | None = bounded(None, at_least=1)
+    """Largest area in pixels; empty: 16384 factor^2."""
+    shrink_to: int | None = bounded(None, at_least=1)
+    """Larger images are first scaled to this area with sides rounded to whole pixels, as InfiGUI-G1's evaluation does
+    (5600 * 784); empty: not."""
+
+    def model_wh(self, original_wh: Size) -> Size:
+        """Width and height in pixels that the model sees.
+
+        Args:
+            original_wh: (width, height) of the stored image.
+
+        Raises:
+            ValueError: the image has no pixels or is over 200 times as long as wide.
+
+        Source: InfiXAI/InfiGUI-G1 eval/data.py (`resize_image`), for `shrink_to`.
+        """
+        width, height = original_wh
+        if self.shrink_to is not None and width * height > self.shrink_to:
+            scale = math.sqrt(self.shrink_to / (width * height))
+            width, height = max(1, round(width * scale)), max(1, round(height * scale))
+        height, width = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        return width, height
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models reads images and writes points."""
+
+    space: CoordinateSpace
+    """Space of its points."""
+    factor: int
+    """Patch size times merge size in pixels."""
+
+
+def coordinate_space(name: str) -> CoordinateSpace:
+    """The space of that name.
+
+    Raises:
+        UserError: there is none; the message lists them.
+    """
+    try:
+        return CoordinateSpace(name)
+    except ValueError:
+        known = ", ".join(space.value for space in CoordinateSpace)
+        raise UserError(f"unknown coordinate space {name!r}; there are: {known}") from None
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int | None = None, max_pixels: int | None = None
+) -> tuple[int, int]:
+    """Sides after the resize of qwen-vl-utils: multiples of `factor`, an area within bounds, about the same ratio.
+
+    The copy in transformers differs on slivers and has a smaller default area, so images are resized here and its
+    processors find nothing left to do.
+
+    Args:
+        height: in pixels.
+        width: in pixels.
+        factor: patch size times merge size.
+        min_pixels: smallest area; None is 4 factor^2.
+        max_pixels: largest area; None is 16384 factor^2.
+
+    Returns:
+        (height, width).
+
+    Raises:
+        ValueError: the image has no pixels, is over 200 times as long as wide, the bounds are reversed, or no side of
+            at least `factor` fits into the area.
+
+    Source: QwenLM/Qwen3-VL qwen-vl-utils/src/qwen_vl_utils/vision_process.py, version 0.0.14.
+    """
+    lowest = MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
+    highest = MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
+    _check_sides(height, width, lowest, highest)
+    # Python rounds halves to even: 42 gives 56 and 70 gives 56 with a factor of 28
+    new_height, new_width = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if new_height * new_width > highest:
+        shrink = math.sqrt(height * width / highest)
+        new_height, new_width = (math.floor(side / shrink / factor) * factor for side in (height, width))
+    elif new_height * new_width < lowest:
+        grow = math.sqrt(lowest / (height * width))
+        new_height, new_width = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    if min(new_height, new_width) < 1:
+        raise ValueError(
+            f"an image of {width} x {height} pixels has no {factor}-pixel side left within max_pixels={highest}; "
+            "raise max_pixels or cut the image"
+        )
+    return new_height, new_width
+
+
+def _check_sides(height: int, width: int, lowest: int, highest: int) -> None:
+    if min(height, width) < 1:
+        raise ValueError(f"the image is {width} x {height} pixels; both sides must be at least 1")
+    if lowest > highest:
+        raise ValueError(f"min_pixels={lowest} is above max_pixels={highest}")
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise ValueError(f"the image is {width} x {height} pixels; the long side may be {MAX_RATIO} short sides")
+
+
+def resize_image(image: Image.Image, model_wh: Size) -> Image.Image:
+    """The image as the model sees it, resampled as qwen-vl-utils does (bicubic)."""
+    return image if image.size == model_wh else image.resize(model_wh)
+
+
+def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_wh: Size | None = None) -> Point:
+    """A model's point in pixels of the original image; nothing is clipped, outside stays outside.
+
+    Args:
+        point: the two numbers of the answer in their order.
+        space: what they mean.
+        original_wh: (width, height) of the stored image.
+        model_wh: (width, height) that the model saw; only abs_resized needs it.
+
+    Returns:
+        (x, y) in pixels of the original image.
+
+    Raises:
+        ValueError: `model_wh` is missing.
+    """
+    first, second = point
+    x, y = (second, first) if space is CoordinateSpace.REL1_YX else (first, second)
+    width, height = _extent(space, original_wh, model_wh)
+    return x * original_wh[0] / width, y * original_wh[1] / height
+
+
+def from_original(point: Point, space: CoordinateSpace, original_wh: Size, model_wh: Size | None = None) -> Point:
+    """The inverse of `to_original`, not rounded."""
+    width, height = _extent(space, original_wh, model_wh)
+    x, y = point[0] * width / original_wh[0], point[1] * height / original_wh[1]
+    return (y, x) if space is CoordinateSpace.REL1_YX else (x, y)
+
+
+def _extent(space: CoordinateSpace, original_wh: Size, model_wh: Size | None) -> tuple[float, float]:
+    """Width and height of the whole image in units of the space."""
+    if space is CoordinateSpace.ABS_RESIZED and model_wh is None:
+        raise ValueError("points of the space abs_resized need model_wh, the size that the model saw")
+    return EXTENTS[space](original_wh, model_wh or original_wh)
+
+
+def clean_box(
+    box: tuple[float, float, float, float], width: int, height: int, min_side: float = 2, min_visible: float = 0.5
+) -> Box | None:
+    """A training box inside its image, or None for one that teaches nothing.
+
+    Benchmarks must not use it: their boxes are never dropped or altered.
+
+    Args:
+        box: two opposite corners (x1, y1, x2, y2) in pixels of the original image, in any order.
+        width: of the image in pixels.
+        height: of the image in pixels.
+        min_side: shortest side in pixels after clipping.
+        min_visible: smallest share of the area that is inside the image.
+
+    Returns:
+        Sorted corners clipped to the image; None where a number is not finite or the box is too small or outside.
+    """
+    if not all(math.isfinite(number) for number in box):
+        return None
+    (x1, x2), (y1, y2) = sorted((box[0], box[2])), sorted((box[1], box[3]))
+    clipped = Box(max(x1, 0), max(y1, 0), min(x2, width), min(y2, height))
+    sides = clipped.x2 - clipped.x1, clipped.y2 - clipped.y1
+    area = (x2 - x1) * (y2 - y1)
+    if area <= 0 or min(sides) < min_side or sides[0] * sides[1] < min_visible * area:
+        return None
+    return clipped
+
+
+EXTENTS: dict[CoordinateSpace, Callable[[Size, Size], tuple[float, float]]] = {
+    CoordinateSpace.ABS_RESIZED: lambda original_wh, model_wh: model_wh,
+    CoordinateSpace.REL1000: lambda original_wh, model_wh: (1000, 1000),
+    CoordinateSpace.REL1: lambda original_wh, model_wh: (1, 1),
+    CoordinateSpace.ABS_ORIGINAL: lambda original_wh, model_wh: original_wh,
+    CoordinateSpace.REL1_YX: lambda original_wh, model_wh: (1, 1),
+}
+
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": Family(CoordinateSpace.REL1000, 28),
+    "qwen2_5_vl": Family(CoordinateSpace.ABS_RESIZED, 28),
+    "qwen3_vl": Family(CoordinateSpace.REL1000, 32),
+}
+"""By transformers' `model_type`."""

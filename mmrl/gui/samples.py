@@ -1,0 +1,135 @@
+"""One screen with an instruction and the place that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from mmrl.gui.coords import Box, CoordinateSpace, Point, Resize, Size, from_original, resize_image, to_original
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["AnyOf", "GroundingSample", "Polygon", "Refusal", "Target"]
+
+
+@dataclass(frozen=True)
+class Polygon:
+    """A closed outline; its edges belong to it."""
+
+    points: tuple[Point, ...]
+    """At least three corners in order."""
+
+    def __post_init__(self) -> None:
+        if len(self.points) < 3:
+            raise ValueError(f"a polygon needs at least 3 corners, found {len(self.points)}")
+
+    def contains(self, point: Point) -> bool:
+        """Whether a point is inside by the even-odd rule, or on an edge; never for NaN."""
+        inside = False
+        for start, end in zip(self.points, self.points[1:] + self.points[:1], strict=True):
+            if _on_segment(point, start, end):
+                return True
+            (x, y), (x1, y1), (x2, y2) = point, start, end
+            if (y1 > y) != (y2 > y) and x < x1 + (y - y1) * (x2 - x1) / (y2 - y1):
+                inside = not inside
+        return inside
+
+
+def _on_segment(point: Point, start: Point, end: Point) -> bool:
+    (x, y), (x1, y1), (x2, y2) = point, start, end
+    within = min(x1, x2) <= x <= max(x1, x2) and min(y1, y2) <= y <= max(y1, y2)
+    return within and (x2 - x1) * (y - y1) == (y2 - y1) * (x - x1)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The screen holds nothing that the instruction asks for; the right answer is [-1, -1]."""
+
+    def contains(self, point: Point) -> bool:
+        """Whether both coordinates are negative."""
+        return point[0] < 0 and point[1] < 0
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Several places that the instruction fits equally well."""
+
+    targets: tuple[Box | Polygon, ...]
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("an AnyOf target needs at least one place")
+
+    def contains(self, point: Point) -> bool:
+        """Whether a point is in one of them."""
+        return any(target.contains(point) for target in self.targets)
+
+
+Target: TypeAlias = "Box | Polygon | Refusal | AnyOf"
+
+
+@dataclass(frozen=True)
+class GroundingSample:
+    """An instruction on a screen; all places are in pixels of the original image."""
+
+    image: Image.Image | Path | str
+    """RGB image, or the path of its file."""
+    original_wh: Size
+    """(width, height) of the stored image."""
+    instruction: str
+    """What to find."""
+    target: Target
+    """Where it is, in pixels of the original image."""
+    model_wh: Size | None = None
+    """(width, height) that the model sees; None until `fitted` is called."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else is known: kind of instruction, platform, seed."""
+
+    def fitted(self, resize: Resize) -> GroundingSample:
+        """The same sample with the size that a model of these numbers sees.
+
+        Raises:
+            ValueError: the image's shape cannot be used.
+        """
+        return replace(self, model_wh=resize.model_wh(self.original_wh))
+
+    def load_image(self) -> Image.Image:
+        """The original image as upright RGB.
+
+        Raises:
+            mmrl.vlm.task.TaskError: it is missing or cannot be decoded.
+            ValueError: its size is not `original_wh`.
+        """
+        from mmrl.vlm.task import open_image
+
+        source = str(self.image) if isinstance(self.image, Path) else self.image
+        image = open_image(source, self._name)
+        if image.size != tuple(self.original_wh):
+            found, expected = (f"{w} x {h}" for w, h in (image.size, self.original_wh))
+            raise ValueError(f"{self._name}: the image is {found} pixels, its sample says {expected}")
+        return image
+
+    def model_image(self) -> Image.Image:
+        """The image as the model sees it.
+
+        Raises:
+            ValueError: `model_wh` is not set.
+        """
+        if self.model_wh is None:
+            raise ValueError(f"{self._name}: model_wh is not set; call fitted(Resize(...)) first")
+        return resize_image(self.load_image(), self.model_wh)
+
+    def to_original(self, point: Point, space: CoordinateSpace) -> Point:
+        """A model's point in pixels of the original image; see `mmrl.gui.coords.to_original`."""
+        return to_original(point, space, self.original_wh, self.model_wh)
+
+    def from_original(self, point: Point, space: CoordinateSpace) -> Point:
+        """A point of the original image in a model's space; see `mmrl.gui.coords.from_original`."""
+        return from_original(point, space, self.original_wh, self.model_wh)
+
+    @property
+    def _name(self) -> str:
+        return str(self.meta.get("id") or (self.image if isinstance(self.image, str | Path) else self.instruction))
