@@ -238,6 +238,11 @@ def sim(args: argparse.Namespace) -> int:
     return 0 if rooms.experts(args.name, args.episodes, args.options, say) else 1
 
 
+def gui(args: argparse.Namespace) -> int:
+    """Screens for training, and checks of grounding benchmarks."""
+    return int(args.run_gui(args, say))
+
+
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file")
     _add_overrides(parser)
@@ -325,6 +330,15 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", metavar="N", type=int, default=5, help="experts: of each task; default: 5")
 
 
+def _add_gui_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for name, command in importlib.import_module("mmrl.gui.commands").COMMANDS.items():
+        sentence = command.run.__doc__
+        sub = actions.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
+        command.add_arguments(sub)
+        sub.set_defaults(run_gui=command.run)
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(train, _add_training_arguments, takes_overrides=True),
     "sft": Command(sft, _add_training_arguments, takes_overrides=True),
@@ -338,4 +352,5 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(demo, _add_demo_arguments),
     "bench": Command(bench, _add_bench_arguments),
     "sim": Command(sim, _add_sim_arguments),
+    "gui": Command(gui, _add_gui_arguments),
 }

@@ -1,0 +1,1 @@
+"""GUI grounding benchmarks in their published formats: loaders, metrics, validation and evaluation."""

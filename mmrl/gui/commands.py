@@ -1,0 +1,94 @@
+"""The commands under `mmrl gui`: their arguments and what each of them runs; COMMANDS at the foot names them.
+
+A command imports what it needs when it runs: this table is read whenever `mmrl` builds its usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mmrl.gui.benchmarks.validation import Validation
+
+__all__ = ["COMMANDS", "GuiCommand"]
+
+Say = Callable[[str], None]
+LISTED = 50
+
+
+class GuiCommand(NamedTuple):
+    """One command; its help is the docstring of `run`."""
+
+    run: Callable[[argparse.Namespace, Say], int]
+    """Carries it out, prints lines with its second argument and returns the exit code."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    """Declares its arguments."""
+
+
+def validate(args: argparse.Namespace, say: Say) -> int:
+    """Check the rows, images and box convention of a grounding benchmark; exit code 2 where it cannot be evaluated."""
+    from mmrl.gui.benchmarks.validation import validate
+
+    result = validate(str(args.path), args.benchmark, None if args.images is None else str(args.images))
+    if args.json:
+        say(json.dumps(_as_json(result), indent=2))
+    else:
+        _print_validation(result, say)
+    return 0 if result.is_usable else 2
+
+
+def _print_validation(result: Validation, say: Say) -> None:
+    say(f"{result.benchmark.title}: {result.rows} rows in {', '.join(map(str, result.files))}")
+    for note in result.notes:
+        say(f"note: {note}")
+    if result.convention is not None:
+        say(f"boxes: {result.convention.sentence}")
+    _print_places("malformed rows", result.malformed, say)
+    _print_places("suspicious boxes", result.suspicious, say)
+    say("usable as published" if result.is_usable else "not usable as it is")
+
+
+def _print_places(heading: str, places: Sequence[tuple[str, str]], say: Say) -> None:
+    say(f"{heading}: {len(places) or 'none'}")
+    for place, reason in places[:LISTED]:
+        say(f"  {place}: {reason}")
+    if len(places) > LISTED:
+        say(f"  ... and {len(places) - LISTED} more; --json lists all")
+
+
+def _as_json(result: Validation) -> dict[str, Any]:
+    convention = result.convention
+    return {
+        "benchmark": result.benchmark.name,
+        "files": [str(file) for file in result.files],
+        "rows": result.rows,
+        "usable": result.is_usable,
+        "malformed": [{"place": place, "reason": reason} for place, reason in result.malformed],
+        "suspicious": [{"place": place, "reason": reason} for place, reason in result.suspicious],
+        "convention": None
+        if convention is None
+        else {
+            "declared": convention.declared,
+            "fits": convention.fits,
+            "other": convention.other,
+            "other_fits": convention.other_fits,
+            "verdict": convention.verdict,
+        },
+        "notes": result.notes,
+    }
+
+
+def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FILE", type=Path, help="annotation file, or the folder of a copy")
+    parser.add_argument("--benchmark", metavar="NAME", help="such as screenspot_pro; default: recognised by the file")
+    parser.add_argument("--images", metavar="DIR", type=Path, help="folder of the images; default: the published one")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every row that was found")
+
+
+COMMANDS: dict[str, GuiCommand] = {
+    "validate": GuiCommand(validate, _add_validate_arguments),
+}
