@@ -87,7 +87,7 @@ INSIDE_A_DRAFT = {
     "mmrl/training/record/manifest.py",
     "mmrl/vlm/storage.py",
     "mmrl/workers/run_code.py",
-    "robotics/sim/failure_log.py",
+    "mmrl/workers/failure_log.py",
     "mmrl/vlm/bench/workload.py",
     "mmrl/vlm/building.py",
     "mmrl/vlm/digits.py",

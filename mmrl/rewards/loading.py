@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import importlib
 import importlib.util
-import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.workers.loading import LoadError, append_path, find_function
 
 __all__ = ["load_function", "source_digest"]
 
@@ -31,18 +27,10 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
     Raises:
         UserError: The name is malformed, or module, file or function do not exist or fail to import.
     """
-    place, separator, name = spec.rpartition(":")
-    if not separator or not place or not name:
-        raise UserError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
-    module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
-    function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
-    if function is None:
-        raise UserError(f"{what}: {place} has no {name!r}; {_list_functions(module, name)}")
-    if not callable(function):
-        raise UserError(f"{what}: {spec} is a {type(function).__name__}, not a function")
-    return function
+    try:
+        return find_function(spec, what=what)
+    except LoadError as error:
+        raise UserError(str(error)) from error.__cause__
 
 
 def source_digest(spec: str) -> str:
@@ -57,63 +45,10 @@ def source_digest(spec: str) -> str:
     place = spec.rpartition(":")[0]
     file: str | Path | None = Path(place).expanduser()
     if place and not place.endswith(".py"):
-        _append_path(str(Path.cwd()))
+        append_path(str(Path.cwd()))
         try:
             found = importlib.util.find_spec(place)
         except (ImportError, ValueError):
             found = None
         file = found.origin if found else None
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
-
-
-def _list_functions(module: ModuleType, name: str) -> str:
-    names = sorted(key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_"))
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}its functions are: {', '.join(names) or 'none'}"
-
-
-def _load_file(place: str, what: str) -> ModuleType:
-    file = Path(place).expanduser().resolve()
-    if not file.is_file():
-        folder = file.parent
-        found = sorted(entry.name for entry in folder.glob("*.py")) if folder.is_dir() else []
-        raise UserError(f"{what}: no such file {file}; Python files there: {', '.join(found) or 'none'}")
-    # A name of its own, so that two files called rewards.py do not hide each other or an installed module.
-    name = f"mmrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    _append_path(str(file.parent))
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{what}: {file} cannot be loaded as a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise UserError(f"{what}: {file} fails on import: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _append_path(folder: str) -> None:
-    """Let user code import its neighbours; at the end, so that it cannot hide an installed package."""
-    if folder not in sys.path:
-        sys.path.append(folder)
-
-
-def _load_module(place: str, what: str) -> ModuleType:
-    cwd = str(Path.cwd())
-    _append_path(cwd)
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not place.startswith(error.name):
-            raise UserError(f"{what}: importing {place} fails: {error}") from error
-        raise UserError(
-            f"{what}: there is no module {place!r} (no {error.name!r} in {cwd} or installed); "
-            "a file is named like path/to/file.py:function"
-        ) from None
-    except Exception as error:
-        raise UserError(f"{what}: {place} fails on import: {type(error).__name__}: {error}") from error

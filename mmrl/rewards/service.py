@@ -7,20 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mmrl.errors import UserError
 from mmrl.rewards.calling import Batch, Failure, Outcome, call, signature_of
 from mmrl.rewards.config import TrainerState
-from mmrl.rewards.loading import load_function
+from mmrl.workers.loading import LoadError, find_function
 from mmrl.workers.values import decode
 from mmrl.workers.wire import error_text
 
 __all__ = ["RewardService", "make"]
-
-
-class LoadError(Exception):
-    """A reward function that cannot be loaded; the pool raises its message as a `UserError`."""
-
-    for_user = True
 
 
 class RewardService:
@@ -50,9 +43,9 @@ class RewardService:
 
     def _load(self, function: str, what: str) -> dict[str, Any]:
         try:
-            self._functions[function] = load_function(function, what=what)
-        except UserError as error:
-            raise LoadError(str(error)) from error
+            self._functions[function] = find_function(function, what=what)
+        except LoadError:
+            raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error_text(error)}"
             raise LoadError(f"{what}: {function} cannot be loaded: {reason}") from error

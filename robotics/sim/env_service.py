@@ -1,15 +1,13 @@
 """The worker's side of `SubprocessSim`: one environment that resets, acts, draws and asks its expert on request.
 
-A factory returns a `RowEnv` or a gymnasium.Env, which `gym_adapter.py` then wraps. A worker loads this file and
-`gym_adapter.py` by their paths in the environment's own Python: they run on Python 3.8 and numpy, and import gymnasium
-only through an environment of it; see `mmrl.workers.serve`.
+A factory returns a `RowEnv` or a gymnasium.Env, which `gym_adapter.py` then wraps. A worker loads this file,
+`gym_adapter.py` and `mmrl/workers/loading.py` by their paths in the environment's own Python: they run on Python 3.8
+and numpy, and import gymnasium only through an environment of it; see `mmrl.workers.serve`.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
 import platform
 import sys
 from collections.abc import Mapping
@@ -34,8 +32,10 @@ def _load_file(path: str | Path, name: str) -> ModuleType:
 
 
 if TYPE_CHECKING:
+    from mmrl.workers import loading
     from robotics.sim import gym_adapter
 else:
+    loading = _load_file(Path(__file__).resolve().parents[2] / "mmrl" / "workers" / "loading.py", "mmrl_loading")
     gym_adapter = _load_file(Path(__file__).resolve().with_name("gym_adapter.py"), "mmrl_gym_adapter")
 
 
@@ -210,63 +210,24 @@ class EnvService:
         return image
 
 
-def load_factory(name: str) -> Any:
-    """Find the function that makes the environment.
-
-    Args:
-        name: `module:function`, or `path/to/file.py:function`; `gymnasium:make` takes any registered id.
-
-    Returns:
-        The function.
-
-    Raises:
-        EnvError: there is no such module, file or function.
-    """
-    place, _, function = name.rpartition(":")
-    if not place:
-        raise gym_adapter.EnvError(f"the factory {name!r} must be module:function or file.py:function")
-    by_path = place.endswith(".py")
-    if by_path and not Path(place).is_file():
-        raise gym_adapter.EnvError(f"there is no file {place}")
-    try:
-        module = _load_file(place, "mmrl_factory_" + Path(place).stem) if by_path else importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        raise gym_adapter.EnvError(f"the factory {name!r}: {error}") from error
-    if not hasattr(module, function):
-        raise gym_adapter.EnvError(f"the factory {name!r}: there is no {function!r} in {place}")
-    return getattr(module, function)
-
-
 def make_env(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> RowEnv:
     """Make the environment and wrap it where it is one of Gymnasium's.
 
     Args:
-        factory: as for `load_factory`.
+        factory: `module:function`, or `path/to/file.py:function`; `gymnasium:make` takes any registered id.
         kwargs: keyword arguments of the factory.
         adapter: keyword arguments of `gym_adapter.GymRow`, where the factory returns a gymnasium.Env.
 
     Returns:
         The environment as the service drives it.
     """
-    function = load_factory(factory)
-    _check_names(factory, function, kwargs)
+    function = loading.find_function(factory, what="the factory")
+    loading.check_arguments(f"options of {factory}", function, kwargs)
     env = function(**kwargs)
     if hasattr(env, "action_space") and hasattr(env, "observation_space"):
-        _check_names("adapter", gym_adapter.GymRow, {"env": env, **adapter})
+        loading.check_arguments("options of adapter", gym_adapter.GymRow, {"env": env, **adapter})
         return gym_adapter.GymRow(env, **adapter)
     return env
-
-
-def _check_names(place: str, function: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that a function does not take, or lacks, before it runs."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise gym_adapter.EnvError(f"options of {place}: {error}; it takes {', '.join(signature.parameters)}") from None
 
 
 def make(

@@ -21,13 +21,13 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_config
+from mmrl.workers.failure_log import FailureLog
 from mmrl.workers.failures import WorkerFailure
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Request
 from robotics.sim.backends import Backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
-from robotics.sim.failure_log import FailureLog
 from robotics.sim.replies import divergence, misshapen, problem_in_hello
 from robotics.sim.subprocess_settings import SubprocessSettings, choose_renderer, worker_spec
 

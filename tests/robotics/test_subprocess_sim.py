@@ -272,7 +272,7 @@ time.sleep(0.3)
         ("broken", RunError, r"did not start; it raised: OSError: no licence found(.|\n)*line \d+, in broken"),
         ("unusable", UserError, "^set ARM_FOLDER to where the arms lie$"),
         ("dies", RunError, "did not start; it crashed: ended with code 7"),
-        ("missing", UserError, "there is no 'missing' in"),
+        ("missing", UserError, "has no 'missing'; "),
     ],
 )
 def test_what_does_not_start_says_why(function, error, message):

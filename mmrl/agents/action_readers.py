@@ -1,0 +1,243 @@
+"""The formats in which models write actions, one reader each.
+
+A reader takes the answer without its thinking and whether to be strict; it returns the thought that stands beside the
+actions, and name and arguments of each. It raises `UnreadableError` and nothing else, and takes time linear in the
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.agents.literals import CALL, UnreadableError, check_value, read_call
+
+__all__ = ["NamedAction", "read_calls", "read_object", "read_tags"]
+
+NamedAction = tuple[str, dict[str, Any]]
+Found = tuple[str, list[NamedAction]]
+
+MAX_CANDIDATES = 256
+"""Places in an answer where an object may begin that are tried."""
+MAX_NAME_CHARS = 200
+MAX_DIGITS = 20
+OBJECT = re.compile(r'\{\s*"')
+THOUGHTS = ("thoughts", "thought", "reasoning")
+ARGUMENTS = ("arguments", "parameters", "args")
+MARKER = re.compile(r"^[ \t]*Action:", re.MULTILINE)
+OPEN, CLOSE = re.compile(r"<action>", re.IGNORECASE), re.compile(r"</action>", re.IGNORECASE)
+
+
+def read_object(text: str, strict: bool) -> Found:
+    """Read a JSON object with `thoughts` and `action`.
+
+    `action` is a name, a number, or an object with `name` and `arguments`; or a list of these. Strict: the answer is
+    this object and nothing else. Tolerant: the first such object in the answer, fenced or not; arguments may also stand
+    beside a name, and a name may be written as a call.
+    """
+    if not strict:
+        return _first_object(text)
+    if not text.startswith("{"):
+        raise UnreadableError("no_action", f"the answer begins with {text[:20]!r}, not with a JSON object")
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        raise _json_error(error) from None
+    if end < len(text):
+        raise UnreadableError("extra_text", f"after the JSON object stands {text[end : end + 40]!r}")
+    return _actions_in(value, strict)
+
+
+def read_calls(text: str, strict: bool) -> Found:
+    """Read `Thought: ...` and `Action: name(key=value)`, several calls with a blank line between them.
+
+    Strict: the lines begin with these words, and nothing else is there. Tolerant: what follows the last `Action:`, or
+    the first line that begins with a call; text after the calls is ignored, and quotes inside the only argument of a
+    call need no escape.
+    """
+    markers = list(MARKER.finditer(text))
+    if strict and len(markers) != 1:
+        raise UnreadableError("no_action", f"{len(markers)} lines begin with Action:, expected one")
+    if markers:
+        before, calls = text[: markers[-1].start()], text[markers[-1].end() :]
+    else:
+        before, calls = _from_first_call(text)
+    thought = before.strip()
+    if strict and thought and not thought.startswith("Thought:"):
+        raise UnreadableError("extra_text", f"before Action: stands {thought[:40]!r}, expected Thought: or nothing")
+    pieces = _split_calls(calls.strip().strip("`").strip(), strict)
+    return thought.removeprefix("Thought:").strip(), [_call(piece, strict) for piece in pieces]
+
+
+def read_tags(text: str, strict: bool) -> Found:
+    """Read `<action>3</action>`: a name, a number or a call between tags, thoughts in front of them.
+
+    Strict: each opening tag has its closing one, and nothing stands between and after them. Tolerant: any case, text
+    after a tag is ignored, and a closing tag that is missing at the end of the answer is added.
+    """
+    opening = OPEN.search(text) if not strict else re.search("<action>", text)
+    if opening is None:
+        raise UnreadableError("no_action", "there is no <action> in the answer")
+    thought, found, place = text[: opening.start()].strip(), [], opening.start()
+    while opening is not None:
+        between = text[place : opening.start()].strip()
+        if strict and between:
+            raise UnreadableError("extra_text", f"between two actions stands {between[:40]!r}")
+        closing = CLOSE.search(text, opening.end())
+        if closing is None and strict:
+            raise UnreadableError("malformed", "an <action> is not closed")
+        end = len(text) if closing is None else closing.start()
+        found.append(_tagged(text[opening.end() : end].strip(), strict))
+        place = end if closing is None else closing.end()
+        opening = OPEN.search(text, place)
+    if strict and text[place:].strip():
+        raise UnreadableError("extra_text", f"after the action stands {text[place:].strip()[:40]!r}")
+    return thought, found
+
+
+def _first_object(text: str) -> Found:
+    """The first object that has the shape of an action."""
+    place, problem = 0, UnreadableError("no_action", "there is no JSON object with an action in the answer")
+    for _ in range(MAX_CANDIDATES):
+        candidate = OBJECT.search(text, place)
+        if candidate is None:
+            break
+        place = candidate.start() + 1
+        try:
+            value, place = _DECODER.raw_decode(text, candidate.start())
+        except UnreadableError:
+            raise
+        except (ValueError, RecursionError) as error:
+            problem = _json_error(error)
+            continue
+        if isinstance(value, dict) and ("action" in value or "name" in value):
+            return _actions_in(value, strict=False)
+    raise problem
+
+
+def _actions_in(value: Any, strict: bool) -> Found:
+    check_value(value)
+    if not isinstance(value, dict):
+        raise UnreadableError("wrong_shape", f"the answer is a {type(value).__name__}, expected an object")
+    if not strict and "action" not in value:
+        return _thought_in(value, strict), [_named(value, strict)]
+    if "action" not in value:
+        raise UnreadableError("wrong_shape", "the object has no action")
+    action = value["action"]
+    rest = {key: entry for key, entry in value.items() if key != "action" and key not in THOUGHTS}
+    if strict and set(rest) - {"arguments"}:
+        raise UnreadableError("wrong_shape", f"the object has more than thoughts and action: {', '.join(rest)[:80]}")
+    thought = _thought_in(value, strict)
+    if isinstance(action, list):
+        return thought, [_named(each, strict) for each in action]
+    if rest and not isinstance(action, dict):
+        return thought, [_named({"name": action, **rest}, strict)]
+    return thought, [_named(action, strict)]
+
+
+def _thought_in(value: Mapping[str, Any], strict: bool) -> str:
+    thought = next((value[key] for key in THOUGHTS if key in value), "")
+    if strict and not isinstance(thought, str):
+        raise UnreadableError("wrong_shape", f"thoughts is a {type(thought).__name__}, expected text")
+    return thought.strip() if isinstance(thought, str) else json.dumps(thought)
+
+
+def _named(value: Any, strict: bool) -> NamedAction:
+    """Name and arguments of an action in JSON."""
+    if type(value) is int:
+        return str(value), {}
+    if isinstance(value, str) and value.strip():
+        if not strict and CALL.match(value):
+            return read_call(value)
+        return _name(value), {}
+    if not isinstance(value, dict) or type(value.get("name", value.get("action"))) not in (str, int):
+        raise UnreadableError("wrong_shape", "an action is a name, or an object with a name and arguments")
+    name = _name(str(value["name"] if "name" in value else value["action"]))
+    rest = {key: entry for key, entry in value.items() if key not in ("name", "action", *THOUGHTS)}
+    key = "arguments" if strict else next((key for key in ARGUMENTS if key in rest), "arguments")
+    arguments = rest.pop(key, None if rest and not strict else {})
+    if arguments is None:
+        return name, rest
+    if rest or not isinstance(arguments, dict):
+        raise UnreadableError("wrong_shape", f"the action {name} needs its arguments as one object")
+    return name, arguments
+
+
+def _name(text: str) -> str:
+    name = text.strip()
+    if not name or len(name) > MAX_NAME_CHARS or "\n" in name:
+        raise UnreadableError("wrong_shape", f"{name[:40]!r} is no name of an action: one line, {MAX_NAME_CHARS} long")
+    return name
+
+
+def _from_first_call(text: str) -> tuple[str, str]:
+    place = 0
+    for line in text.splitlines(keepends=True):
+        if CALL.match(line):
+            return text[:place], text[place:]
+        place += len(line)
+    raise UnreadableError("no_action", "no line of the answer is a call such as click(x=1)")
+
+
+def _split_calls(text: str, strict: bool) -> list[str]:
+    """Cut before a line that begins a call where the call before it has ended; strict asks for a blank line there."""
+    pieces: list[list[str]] = [[]]
+    blank = False
+    for line in text.splitlines():
+        if not line.strip():
+            blank = True
+            continue
+        ended = bool(pieces[-1]) and pieces[-1][-1].rstrip().endswith(")")
+        if ended and CALL.match(line) and (blank or not strict):
+            pieces.append([])
+        elif ended and not strict:
+            break
+        pieces[-1].append(line)
+        blank = False
+    return ["\n".join(piece) for piece in pieces]
+
+
+def _call(text: str, strict: bool) -> NamedAction:
+    try:
+        return read_call(text)
+    except UnreadableError as error:
+        only = re.fullmatch(r"\s*(\w+)\(\s*(\w+)\s*=\s*(['\"])(.*)\3\s*\)\s*", text, re.DOTALL)
+        if strict or error.code != "malformed" or only is None or re.search(r"['\"]\s*,\s*\w+\s*=", only[4]):
+            raise
+        return only[1], {only[2]: only[4]}
+
+
+def _tagged(text: str, strict: bool) -> NamedAction:
+    if CALL.match(text):
+        return _call(text, strict)
+    return _name(text if strict else text.strip("'\"` \t")), {}
+
+
+def _json_error(error: Exception) -> UnreadableError:
+    if isinstance(error, UnreadableError):
+        return error
+    if isinstance(error, RecursionError):
+        return UnreadableError("too_deep", "the JSON nests too deep")
+    return UnreadableError("malformed", f"the JSON cannot be read: {str(error)[:120]}")
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise UnreadableError("duplicate", "an object has a key twice")
+    return found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise UnreadableError("bad_number", f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _constant(name: str) -> Any:
+    raise UnreadableError("bad_number", f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_whole_number)

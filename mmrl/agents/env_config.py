@@ -1,0 +1,73 @@
+"""Which environment a run uses, how many at once, and how long to wait for them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.workers.engine import WorkerSpec
+
+__all__ = ["EnvironmentConfig"]
+
+SERVICE = Path(__file__).resolve().with_name("env_service.py")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass
+class EnvironmentConfig:
+    """Where episodes run."""
+
+    factory: str = MISSING
+    """`module:function` or `path/to/file.py:function`, or a class in their place, that makes the environment: a
+    gymnasium.Env, or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    adapter: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of mmrl.agents.gym_env.GymEnvironment, where the factory makes a gymnasium.Env."""
+    workers: int = bounded(2, at_least=1)
+    """Environments at once, each in a process of its own."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the processes, on top of this one's."""
+    start_timeout_s: float = bounded(180.0, above=0, finite=True)
+    """Seconds for imports and construction."""
+    reset_timeout_s: float = bounded(120.0, above=0, finite=True)
+    """Seconds for beginning an episode."""
+    step_timeout_s: float = bounded(60.0, above=0, finite=True)
+    """Seconds for an action."""
+    heartbeat_timeout_s: float = bounded(30.0, above=0, finite=True)
+    """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
+    memory_mb: float | None = bounded(None, above=0, finite=True)
+    """MiB that a process may hold with what it starts; its episode fails beyond that. Empty = any."""
+    reset_retries: int = bounded(2, at_least=0)
+    """How often an episode that did not begin is tried again, in a fresh process."""
+    max_restarts: int = bounded(20, at_least=1)
+    """Restarts a process without one episode that came to its end, after which the run stops."""
+
+    def validate(self) -> None:
+        """Check that the options of the environment are JSON; raises UserError."""
+        for name in ("kwargs", "adapter"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UserError(f"environment.{name} must be JSON: {error}") from None
+
+    def worker_spec(self) -> WorkerSpec:
+        """How a process is started."""
+        # Threads that wait for each other's cores cost more than they bring with a process an environment.
+        threads = {name: os.environ.get(name, "1") for name in THREADS}
+        return WorkerSpec(
+            f"{SERVICE}:make",
+            {"factory": self.factory, "kwargs": dict(self.kwargs), "adapter": dict(self.adapter)},
+            purpose=f"the environment {self.factory}",
+            environment={**threads, **self.variables},
+            start_timeout_s=self.start_timeout_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            memory_bytes=None if self.memory_mb is None else int(self.memory_mb * (1 << 20)),
+        )

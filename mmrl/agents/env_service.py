@@ -1,0 +1,108 @@
+"""The worker's side of `EnvPool`: one environment that begins episodes and executes actions on request."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mmrl.agents.actions import Action
+from mmrl.agents.env_messages import Fields, pack_outcome
+from mmrl.agents.environment import Environment, MalformedError, Outcome, as_outcome, as_start
+from mmrl.errors import UserError
+from mmrl.workers.loading import LoadError, check_arguments, find_function
+from mmrl.workers.values import decode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["EnvService", "make", "open_environment"]
+
+METHODS = ("reset", "step", "close")
+
+
+class EnvService:
+    """Answers requests of the kinds reset and step.
+
+    An observation, reward or flag that nothing can be made of is reported, not raised: the process is fine.
+
+    Args:
+        env: the environment.
+    """
+
+    def __init__(self, env: Environment) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._env = env
+
+    def hello(self) -> dict[str, Any]:
+        """Names and descriptions of the actions, where the environment has them."""
+        actions = getattr(self._env, "actions", None) or {}
+        return {"actions": {str(name): str(text) for name, text in dict(actions).items()}}
+
+    def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
+        """Begin an episode, or execute an action."""
+        body = decode(fields["body"], arrays)
+        try:
+            if fields["kind"] == "reset":
+                observation, info = as_start(self._reset(body["task"], body["seed"]))
+                outcome = Outcome(observation, 0.0, False, False, info)
+            else:
+                outcome = as_outcome(self._env.step(Action(body["name"], body["arguments"], body["text"])))
+            return pack_outcome(outcome)
+        except MalformedError as error:
+            return {"malformed": str(error)}, {}
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _reset(self, task: Mapping[str, Any], seed: int) -> Any:
+        try:
+            return self._env.reset(task, seed)
+        except UserError as error:  # there is no such task, or the machine lacks something
+            raise LoadError(str(error)) from error
+
+
+def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:
+    """Make an environment; one of Gymnasium's is wrapped.
+
+    Args:
+        factory: `module:function`, `path/to/file.py:function`, or a class in their place; `gymnasium:make` takes any
+            registered id.
+        kwargs: its keyword arguments.
+        adapter: keyword arguments of `mmrl.agents.gym_env.GymEnvironment`, for an environment of Gymnasium's.
+
+    Returns:
+        The environment.
+
+    Raises:
+        LoadError: there is no such function, it takes other arguments, or what it makes is no environment.
+    """
+    function = find_function(factory, what="environment.factory")
+    check_arguments(f"environment.kwargs for {factory}", function, kwargs)
+    try:
+        env = function(**kwargs)
+    except UserError as error:
+        raise LoadError(str(error)) from error
+    if hasattr(env, "action_space") and hasattr(env, "observation_space"):
+        from mmrl.agents.gym_env import GymEnvironment
+
+        check_arguments("environment.adapter", GymEnvironment, {"env": env, **adapter})
+        try:
+            return GymEnvironment(env, **adapter)
+        except UserError as error:
+            raise LoadError(str(error)) from error
+    if adapter:
+        raise LoadError(f"environment.adapter is for environments of Gymnasium; {factory} made a {type(env).__name__}")
+    missing = [name for name in METHODS if not callable(getattr(env, name, None))]
+    if missing:
+        raise LoadError(
+            f"environment.factory: {factory} made a {type(env).__name__} without {', '.join(missing)}; an environment "
+            f"has the methods {', '.join(METHODS)}, or is a gymnasium.Env"
+        )
+    return env
+
+
+def make(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> EnvService:
+    """Make the service of a worker; arguments as for `open_environment`."""
+    return EnvService(open_environment(factory, kwargs, adapter))

@@ -1,0 +1,146 @@
+"""Any Gymnasium environment with pictures or text to look at, for agents that write their actions.
+
+Pictures are the entries of the observation that are Boxes of uint8 shaped like one, or what `render` returns; text is
+the entries that are Text spaces, and any other that is asked for by name. Actions are names of a Discrete space, a
+text, numbers, or the entries of a Dict by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmrl.agents.actions import Action
+from mmrl.agents.environment import Observation
+from mmrl.agents.gym_actions import ActionReader, NotExecutableError, action_reader
+from mmrl.agents.pictures import as_picture
+from mmrl.errors import UserError
+
+__all__ = ["GymEnvironment"]
+
+
+class GymEnvironment:
+    """One Gymnasium environment behind `mmrl.agents.environment.Environment`.
+
+    Args:
+        env: gymnasium.Env.
+        action_names: names of a Discrete space's actions in order; their numbers when None. With a Dict of numbers and
+            texts the entries' names are the arguments of the action.
+        image_keys: entries of a Dict observation that are pictures, in order; None = all that look like one.
+        text_keys: entries of a Dict observation that are shown as text; None = all Text spaces. An entry that is no
+            text is written as `name: value`.
+        render: whether the picture is `env.render()`, which needs render_mode="rgb_array"; None = where the
+            observation has neither picture nor text.
+        task_options: whether `reset` gets the task as its options.
+
+    Raises:
+        UserError: there is nothing to look at, a key does not exist, or the actions are of another kind.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        action_names: Sequence[str] | None = None,
+        image_keys: Sequence[str] | None = None,
+        text_keys: Sequence[str] | None = None,
+        render: bool | None = None,
+        task_options: bool = True,
+    ) -> None:
+        self._env, self._task_options = env, task_options
+        self._reader: ActionReader = action_reader(env.action_space, action_names)
+        entries = _entries(env.observation_space)
+        self._image_keys = _chosen("image_keys", image_keys, entries, _is_picture)
+        self._text_keys = _chosen("text_keys", text_keys, entries, _is_text)
+        seen = bool(self._image_keys or self._text_keys)
+        self._render = not seen if render is None else render
+        if self._render and getattr(env, "render_mode", None) != "rgb_array":
+            raise UserError(
+                f"{_name(env)} is to be seen by what it renders, but its render_mode is "
+                f"{getattr(env, 'render_mode', None)!r}; make it with render_mode='rgb_array'. Its observation is "
+                f"{env.observation_space!r:.200}, in which a picture is a Box of uint8 (H, W, 3)"
+            )
+        self._last = Observation()
+
+    @property
+    def actions(self) -> Mapping[str, str]:
+        """Names of the actions, with a sentence about their arguments."""
+        return self._reader.actions
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Begin an episode; the task is passed as options."""
+        options = dict(task) if self._task_options and task else None
+        observation, info = self._env.reset(seed=seed, options=options)
+        self._last = self._look(observation)
+        return self._last, info
+
+    def step(self, action: Action) -> tuple[Observation, Any, bool, bool, Mapping[str, Any]]:
+        """Execute an action; one that the environment does not have changes nothing and spends the turn."""
+        try:
+            value = self._reader.read(action)
+        except NotExecutableError as error:
+            shown = Observation(str(error), self._last.images)
+            return shown, 0.0, False, False, {"action_error": str(error)}
+        observation, reward, terminated, truncated, info = self._env.step(value)
+        self._last = self._look(observation)
+        return self._last, reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _look(self, observation: Any) -> Observation:
+        parts = observation if isinstance(observation, Mapping) else {"": observation}
+        images = [as_picture(parts[key]) for key in self._image_keys]
+        if self._render:
+            images.append(as_picture(self._env.render()))
+        return Observation("\n".join(_text(key, parts[key]) for key in self._text_keys), tuple(images))
+
+
+def _entries(space: Any) -> Mapping[str, Any]:
+    """The spaces of a Dict by name; any other space under the empty name."""
+    parts = getattr(space, "spaces", None)
+    return dict(parts) if isinstance(parts, Mapping) else {"": space}
+
+
+def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any], fits: Any) -> list[str]:
+    if names is None:
+        return [name for name, space in entries.items() if fits(space)]
+    for name in names:
+        if name not in entries:
+            raise UserError(f"environment.adapter.{option}: the observation has no {name!r}; {_listing(entries)}")
+        if option == "image_keys" and not _is_picture(entries[name]):
+            raise UserError(
+                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; a picture is a Box of uint8 "
+                f"(H, W, 3), (H, W, 1) or (H, W). {_listing(entries)}"
+            )
+    return list(names)
+
+
+def _listing(entries: Mapping[str, Any]) -> str:
+    if list(entries) == [""]:
+        return "it is no Dict"
+    return f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"
+
+
+def _is_picture(space: Any) -> bool:
+    shape: tuple[int, ...] = getattr(space, "shape", None) or ()
+    flat = len(shape) == 2 and min(shape) > 1
+    return getattr(space, "dtype", None) == np.uint8 and (flat or (len(shape) == 3 and shape[2] in (1, 3, 4)))
+
+
+def _is_text(space: Any) -> bool:
+    return type(space).__name__ == "Text"
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    written = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    return f"{key}: {written}" if key else str(written)
+
+
+def _name(env: Any) -> str:
+    return str(getattr(getattr(env, "spec", None), "id", None) or type(env).__name__)

@@ -1,0 +1,130 @@
+"""Functions that users name as `module:function` or `path/to/file.py:function`.
+
+Workers load this file, also by its path in the interpreter of a service: it runs on Python 3.8 with the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+__all__ = ["LoadError", "append_path", "check_arguments", "find_function"]
+
+
+class LoadError(Exception):
+    """A function that cannot be loaded, or takes other arguments; the message names the cause and what there is."""
+
+    for_user = True
+    """See `mmrl.workers.serve.Service`."""
+
+
+def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
+    """Load a function by name, from an installed module, the working directory or a file.
+
+    Args:
+        spec: `package.module:function` or `path/to/file.py:function`.
+        what: Config key or role that names the function, for the errors.
+
+    Returns:
+        The function.
+
+    Raises:
+        LoadError: The name is malformed, or module, file or function do not exist or fail to import.
+    """
+    place, separator, name = spec.rpartition(":")
+    if not separator or not place or not name:
+        raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
+    module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if function is None:
+        raise LoadError(f"{what}: {place} has no {name!r}; {_list_functions(module, name)}")
+    if not callable(function):
+        raise LoadError(f"{what}: {spec} is a {type(function).__name__}, not a function")
+    return function
+
+
+def check_arguments(place: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not take, or lacks, before it runs.
+
+    Args:
+        place: what the arguments are, for the error.
+        function: what is to be called; anything that does not say what it takes is left alone.
+        kwargs: its keyword arguments.
+
+    Raises:
+        LoadError: it takes others; the message lists them.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise LoadError(f"{place}: {error}; it takes {', '.join(signature.parameters)}") from None
+
+
+def append_path(folder: str) -> None:
+    """Let user code import its neighbours; at the end, so that it cannot hide an installed package."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _list_functions(module: ModuleType, name: str) -> str:
+    names = sorted(key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_"))
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}its functions are: {', '.join(names) or 'none'}"
+
+
+def _load_file(place: str, what: str) -> ModuleType:
+    file = Path(place).expanduser().resolve()
+    if not file.is_file():
+        folder = file.parent
+        found = sorted(entry.name for entry in folder.glob("*.py")) if folder.is_dir() else []
+        raise LoadError(f"{what}: no such file {file}; Python files there: {', '.join(found) or 'none'}")
+    # A name of its own, so that two files called rewards.py do not hide each other or an installed module.
+    name = f"mmrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    append_path(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{what}: {file} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise LoadError(f"{what}: {file} fails on import: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _load_module(place: str, what: str) -> ModuleType:
+    cwd = str(Path.cwd())
+    append_path(cwd)
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not place.startswith(error.name):
+            raise LoadError(f"{what}: importing {place} fails: {error}") from error
+        raise LoadError(
+            f"{what}: there is no module {place!r} (no {error.name!r} in {cwd} or installed); "
+            "a file is named like path/to/file.py:function"
+        ) from None
+    except Exception as error:
+        raise LoadError(f"{what}: {place} fails on import: {type(error).__name__}: {error}") from error
