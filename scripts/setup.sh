@@ -51,7 +51,7 @@ ensure_venv_module() {
 }
 
 apt_install() {
-  DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq -o Acquire::http::Timeout=15 -o Acquire::Retries=1 \
+  DEBIAN_FRONTEND=noninteractive timeout "${APT_LIMIT:-300}" apt-get -qq -o Acquire::http::Timeout=15 -o Acquire::Retries=1 \
     install -y --no-install-recommends "$@" >/dev/null 2>&1
 }
 
@@ -84,6 +84,32 @@ install_libraries() {
     [ -n "$missing" ] || return 0
   fi
   say "system libraries missing (only simulator rendering needs them): sudo apt-get install -y $missing"
+}
+
+has_browser() {
+  local name
+  if [ -n "${MMRL_CHROMIUM:-}" ] && command -v "$MMRL_CHROMIUM" >/dev/null; then return; fi
+  for name in chromium chromium-browser google-chrome google-chrome-stable chrome microsoft-edge; do
+    # Ubuntu's package of this name is a script that asks for snap; it prints no version
+    if command -v "$name" >/dev/null && "$name" --version 2>/dev/null | grep -q '[0-9]'; then return; fi
+  done
+  [ -x "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome" ] \
+    || [ -x /Applications/Chromium.app/Contents/MacOS/Chromium ]
+}
+
+# Never fatal: only screens that a browser draws need it, and playwright's own download is not used.
+install_browser() {
+  local packages="chromium fonts-dejavu-core fonts-liberation"
+  if has_browser; then return; fi
+  if is_apt_root; then
+    say "installing Chromium and fonts"
+    timeout 120 apt-get -qq -o Acquire::http::Timeout=15 update >/dev/null 2>&1 || true
+    # shellcheck disable=SC2086
+    APT_LIMIT=600 apt_install $packages || true
+    if has_browser; then return; fi
+  fi
+  say "no Chromium or Chrome (only mmrl.gui needs one): sudo apt-get install -y $packages," \
+    "or set MMRL_CHROMIUM to a browser's program"
 }
 
 make_environment() {
@@ -149,6 +175,7 @@ install_suite() {
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(stamp_text)" ]; then exit 0; fi
 say "first call on this machine or something changed; this takes some minutes"
 install_libraries
+install_browser
 make_environment
 rm -f "$STAMP"
 install_torch

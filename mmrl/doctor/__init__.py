@@ -5,6 +5,7 @@ A check returns findings instead of raising, because it must run in a broken ins
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -88,6 +89,7 @@ def check_all(runs_dir: Path) -> list[Finding]:
         ("rendering", machine.check_rendering),
         ("sandbox", machine.check_sandbox),
         ("names", packages.check_names),
+        *((area, lambda place=place: _load_check(place)()) for area, place in ROOM_CHECKS.items()),
         ("disk", lambda: machine.check_disk(runs_dir)),
     ]
     findings: list[Finding] = []
@@ -97,6 +99,12 @@ def check_all(runs_dir: Path) -> list[Finding]:
         except Exception as error:
             findings.append(Finding(area, "check", "warn", one_line(error), "the check itself failed"))
     return findings
+
+
+def _load_check(place: str) -> Callable[[], list[Finding]]:
+    module, _, function = place.partition(":")
+    check: Callable[[], list[Finding]] = getattr(importlib.import_module(module), function)
+    return check
 
 
 def is_usable(findings: Iterable[Finding]) -> bool:
@@ -153,6 +161,8 @@ def _print_rich(findings: Sequence[Finding]) -> None:
     Console().print(table)
 
 
+ROOM_CHECKS = {"browser": "mmrl.gui.doctor:check_browser"}
+"""Checks that rooms bring along: area to `module:function`, imported when the check runs."""
 INSTALLATION = Words("ready to train", "something `mmrl train` needs is broken", "optional parts absent")
 RUN = Words("the run is sound", "something in the run is damaged", "notes")
 COLOURS = {"ok": "green", "note": "blue", "warn": "yellow", "fail": "bold red"}

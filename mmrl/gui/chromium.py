@@ -1,0 +1,65 @@
+"""Where this machine's Chromium is, and what to install where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from mmrl.errors import UserError
+
+__all__ = ["EXECUTABLE_VARIABLE", "INSTALL_BROWSER", "INSTALL_PACKAGE", "find_chromium", "require_chromium"]
+
+EXECUTABLE_VARIABLE = "MMRL_CHROMIUM"
+"""Environment variable that names the browser's program."""
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
+MAC_PROGRAMS = (
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+)
+INSTALL_BROWSER = (
+    "sudo apt-get install -y --no-install-recommends chromium fonts-dejavu-core fonts-liberation "
+    f"(or install Chrome, or set {EXECUTABLE_VARIABLE} to the browser's program)"
+)
+INSTALL_PACKAGE = "pip install 'mmrl-suite[gui]'"
+
+
+def find_chromium(executable: str = "") -> str | None:
+    """Find a Chromium, Chrome or Edge.
+
+    Args:
+        executable: program to use; the one that `MMRL_CHROMIUM` names, else one on the PATH, when empty.
+
+    Returns:
+        Its path, or None where there is none.
+
+    Raises:
+        UserError: `executable` or `MMRL_CHROMIUM` names no program.
+    """
+    named = executable or os.environ.get(EXECUTABLE_VARIABLE, "")
+    if named:
+        found = shutil.which(os.path.expanduser(named))
+        if found is None:
+            origin = "the option `executable`" if executable else EXECUTABLE_VARIABLE
+            raise UserError(f"{origin} names {named!r}, which is no program that can be run; {INSTALL_BROWSER}")
+        return found
+    on_path = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    return on_path or next((path for path in MAC_PROGRAMS if Path(path).is_file()), None)
+
+
+def require_chromium(executable: str = "") -> str:
+    """The browser's program, with playwright there to drive it.
+
+    Args:
+        executable: as for `find_chromium`.
+
+    Raises:
+        UserError: playwright or a browser is missing; the message says what to install.
+    """
+    if importlib.util.find_spec("playwright") is None:
+        raise UserError(f"screens from a browser need playwright, which is not installed: {INSTALL_PACKAGE}")
+    found = find_chromium(executable)
+    if found is None:
+        raise UserError(f"screens from a browser need Chromium, and there is none on the PATH: {INSTALL_BROWSER}")
+    return found
