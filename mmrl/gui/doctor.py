@@ -27,7 +27,12 @@ def check_browser(find: Callable[[], str | None] = find_chromium) -> list[Findin
     Returns:
         Findings for the browser, playwright, the fonts and the task pages of MiniWoB++.
     """
-    return [_check_program(find), _check_package("playwright", "gui"), _check_fonts(), _check_package("miniwob", "miniwob")]
+    return [
+        _check_program(find),
+        _check_package("playwright", "gui"),
+        _check_fonts(),
+        _check_package("miniwob", "miniwob"),
+    ]
 
 
 def _check_program(find: Callable[[], str | None]) -> Finding:

@@ -1,0 +1,148 @@
+"""A page in Chromium: the same picture every time, nothing gets away, and a browser that dies or hangs is replaced."""
+
+import asyncio
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.gui.browser import Browser, BrowserFailure
+from mmrl.gui.guarded_page import GuardedPage
+
+HTML = """<!doctype html><html><head><style>@keyframes turn {{ to {{ margin-left: 90px }} }}
+  #moving {{ animation: turn .1s infinite; width: 20px; height: 20px; background: red }}</style></head>
+<body><div id="moving"></div><input id="text" autofocus> {}</body></html>"""
+
+
+@pytest.fixture
+def page(browser):
+    if not browser.is_alive():
+        browser.restart(after_failure=False)
+    opened = GuardedPage(browser, 240, 160)
+    yield opened
+    opened.close()
+
+
+def test_a_focused_moving_page_gives_one_picture(page):
+    pictures = []
+    for _ in range(3):
+        page.load_html(HTML.format(""))
+        pictures += [page.screenshot(), page.screenshot()]
+    assert pictures[0].shape == (160, 240, 3)
+    assert pictures[0].std() > 0
+    assert all(np.array_equal(picture, pictures[0]) for picture in pictures)
+
+
+def test_scale_multiplies_the_picture_not_the_page(browser):
+    page = GuardedPage(browser, 120, 80, scale=2)
+    page.load_html(HTML.format(""))
+    assert page.screenshot().shape == (160, 240, 3)
+    assert page.evaluate("() => [innerWidth, innerHeight]") == [120, 80]
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("element", "event"),
+    [
+        ("<button id=x onclick=\"alert('Really?')\">x</button>", "dialog: Really?"),
+        ('<a id=x download="a.zip" href="data:text/plain,hello">x</a>', "download: a.zip"),
+        ('<a id=x target=_blank href="https://example.org/">x</a>', "window"),
+        ('<a id=x href="https://example.org/">x</a>', "navigation: https://example.org/"),
+        ('<form action="/submit"><button id=x>x</button></form>', "navigation: http://page.invalid/submit?"),
+        ("<button id=x onclick='location.reload()'>x</button>", "navigation: http://page.invalid/"),
+    ],
+)
+def test_what_a_page_tries_is_refused_and_reported(page, element, event):
+    page.load_html(HTML.format(element))
+    page.page.click("#x")
+    events = []
+    for _ in range(50):  # a window is reported when the browser has opened it
+        page.settle()
+        events += page.take_events()
+        if events:
+            break
+    assert events == [event]
+    assert page.evaluate("() => document.querySelector('#x').textContent") == "x"
+
+
+def test_a_page_that_leaves_without_a_request_is_reported(page):
+    page.load_html(HTML.format("<button id=x onclick=\"location = 'about:blank'\">x</button>"))
+    page.page.click("#x")
+    page.settle()
+    assert page.take_events() == ["left the page: about:blank"]
+    page.load_html(HTML.format("again"))
+    assert "again" in page.evaluate("() => document.body.textContent")
+
+
+def test_a_killed_browser_is_started_again_and_counted(browser, page):
+    page.load_html(HTML.format(""))
+    before, restarts = page.screenshot(), browser.restarts
+    browser.kill()
+    with pytest.raises(BrowserFailure, match="closed"):
+        page.screenshot()
+    assert not page.is_open()
+    browser.restart()
+    assert browser.restarts == restarts + 1
+    again = GuardedPage(browser, 240, 160)
+    again.load_html(HTML.format(""))
+    assert np.array_equal(again.screenshot(), before)
+    again.close()
+
+
+def test_a_script_that_never_returns_costs_the_browser(browser, page):
+    page.load_html(HTML.format(""))
+    object.__setattr__(browser.settings, "timeout_s", 0.5)
+    try:
+        with pytest.raises(BrowserFailure, match="a script in the page failed"):
+            page.evaluate("() => { while (true); }")
+    finally:
+        object.__setattr__(browser.settings, "timeout_s", 5)
+    assert not browser.is_alive()
+
+
+def test_a_page_that_never_loads(browser, page):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        page.load_html(HTML.format(f'<img src="{address}">'))  # offline: refused at once
+    page.page.set_default_timeout(500)
+    with pytest.raises(BrowserFailure, match=r"loading the page failed: .*Timeout"):
+        page.load_html("<script>while (true);</script>")
+
+
+def test_old_browsers_are_replaced_when_no_other_page_is_open(browser):
+    first, second = GuardedPage(browser, 120, 80), GuardedPage(browser, 120, 80)
+    browser.pages = browser.settings.pages_per_start
+    assert not browser.is_old()
+    second.close()
+    assert browser.is_old()
+    restarts, generation = browser.restarts, browser.generation
+    browser.restart(after_failure=False)
+    assert (browser.restarts, browser.generation, browser.pages) == (restarts, generation + 1, 0)
+    assert not first.is_open()
+
+
+def test_a_browser_belongs_to_its_thread_and_to_no_asyncio_loop(browser):
+    refused = []
+
+    def elsewhere():
+        try:
+            browser.open_context(10, 10)
+        except UserError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "belongs to the thread that started it" in refused[0]
+
+
+def test_starting_inside_a_loop_says_what_to_do(browser):
+    async def start():
+        Browser()
+
+    browser.close()
+    with pytest.raises(UserError, match="run it in a process of its own"):
+        asyncio.run(start())
+    browser.restart(after_failure=False)
