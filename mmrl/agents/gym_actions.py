@@ -165,7 +165,7 @@ def _numbers(space: Any, value: Any) -> Any:
         return None
     try:
         array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if array.shape != space.shape or (space.dtype.kind in "iu" and (array != np.round(array)).any()):
         return None

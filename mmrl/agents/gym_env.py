@@ -8,7 +8,7 @@ text, numbers, or the entries of a Dict by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from mmrl.agents.gym_actions import ActionReader, NotExecutableError, action_rea
 from mmrl.agents.pictures import as_picture
 from mmrl.errors import UserError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 __all__ = ["GymEnvironment"]
 
 
@@ -26,14 +29,15 @@ class GymEnvironment:
 
     Args:
         env: gymnasium.Env.
-        action_names: names of a Discrete space's actions in order; their numbers when None. With a Dict of numbers and
-            texts the entries' names are the arguments of the action.
+        action_names: names of a Discrete space's actions in order; those of the environment's `metadata` when None, or
+            their numbers. With a Dict of numbers and texts the entries' names are the arguments of the action.
         image_keys: entries of a Dict observation that are pictures, in order; None = all that look like one.
         text_keys: entries of a Dict observation that are shown as text; None = all Text spaces. An entry that is no
             text is written as `name: value`.
         render: whether the picture is `env.render()`, which needs render_mode="rgb_array"; None = where the
             observation has neither picture nor text.
         task_options: whether `reset` gets the task as its options.
+        repeat_text: whether a text is shown again in turns in which it is the same, beside a picture.
 
     Raises:
         UserError: there is nothing to look at, a key does not exist, or the actions are of another kind.
@@ -48,8 +52,11 @@ class GymEnvironment:
         text_keys: Sequence[str] | None = None,
         render: bool | None = None,
         task_options: bool = True,
+        repeat_text: bool = False,
     ) -> None:
-        self._env, self._task_options = env, task_options
+        self._env, self._task_options, self._repeat_text = env, task_options, repeat_text
+        if action_names is None:
+            action_names = (getattr(env, "metadata", None) or {}).get("action_names")
         self._reader: ActionReader = action_reader(env.action_space, action_names)
         entries = _entries(env.observation_space)
         self._image_keys = _chosen("image_keys", image_keys, entries, _is_picture)
@@ -62,7 +69,8 @@ class GymEnvironment:
                 f"{getattr(env, 'render_mode', None)!r}; make it with render_mode='rgb_array'. Its observation is "
                 f"{env.observation_space!r:.200}, in which a picture is a Box of uint8 (H, W, 3)"
             )
-        self._last = Observation()
+        self._images: tuple[NDArray[np.uint8], ...] = ()
+        self._text = ""
 
     @property
     def actions(self) -> Mapping[str, str]:
@@ -73,19 +81,17 @@ class GymEnvironment:
         """Begin an episode; the task is passed as options."""
         options = dict(task) if self._task_options and task else None
         observation, info = self._env.reset(seed=seed, options=options)
-        self._last = self._look(observation)
-        return self._last, info
+        self._text = ""
+        return self._look(observation), info
 
     def step(self, action: Action) -> tuple[Observation, Any, bool, bool, Mapping[str, Any]]:
         """Execute an action; one that the environment does not have changes nothing and spends the turn."""
         try:
             value = self._reader.read(action)
         except NotExecutableError as error:
-            shown = Observation(str(error), self._last.images)
-            return shown, 0.0, False, False, {"action_error": str(error)}
+            return Observation(str(error), self._images), 0.0, False, False, {"action_error": str(error)}
         observation, reward, terminated, truncated, info = self._env.step(value)
-        self._last = self._look(observation)
-        return self._last, reward, terminated, truncated, info
+        return self._look(observation), reward, terminated, truncated, info
 
     def close(self) -> None:
         """Close the environment."""
@@ -96,7 +102,10 @@ class GymEnvironment:
         images = [as_picture(parts[key]) for key in self._image_keys]
         if self._render:
             images.append(as_picture(self._env.render()))
-        return Observation("\n".join(_text(key, parts[key]) for key in self._text_keys), tuple(images))
+        text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
+        repeated = text == self._text and bool(images) and not self._repeat_text
+        self._images, self._text = tuple(images), text
+        return Observation("" if repeated else text, self._images)
 
 
 def _entries(space: Any) -> Mapping[str, Any]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AgentTask"]
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.hub.tables import Row, read_rows
+
+__all__ = ["AgentTask", "TaskSetConfig", "check_disjoint", "list_tasks"]
+
+COLUMNS = ("id", "task", "seed", "instruction")
+LARGEST_SEED = 2**31 - 1
+"""What every generator of random numbers takes."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +23,130 @@ class AgentTask:
     """One task; the samples of its group all begin from it."""
 
     id: str
-    """Unique in a run, such as `maze/train/7`."""
+    """Unique in a set, such as `maze/7`."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """What `reset` gets; plain data."""
     seed: int = 0
     instruction: str = ""
     """What the agent is to do, where the first observation does not say it."""
+
+
+@dataclass
+class TaskSetConfig:
+    """A set of tasks: names times seeds, or the rows of a file."""
+
+    names: list[str] = field(default_factory=list)
+    """Names of tasks, which `reset` gets as the entry `name`; empty = the environment's only task."""
+    seeds: int = bounded(100, at_least=1, at_most=LARGEST_SEED)
+    """Seeds of each task."""
+    first_seed: int = bounded(0, at_least=0, at_most=LARGEST_SEED)
+    """The first of them; sets for training and evaluation may share none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further entries that `reset` gets with every task."""
+    instruction: str = ""
+    """What the agent is to do, where the first observation does not say it."""
+    file: str | None = None
+    """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and if need be
+    `instruction` and `id`."""
+    max_tasks: int | None = bounded(None, at_least=1)
+    """Use only the first so many."""
+
+    def validate(self) -> None:
+        """Check that a file stands alone; raises UserError."""
+        if self.file is not None and (self.names or self.options):
+            raise UserError(f"a set of tasks has the file {self.file} and also names or options; give one of them")
+        if len(set(self.names)) < len(self.names):
+            raise UserError(f"a set of tasks has a name twice: {', '.join(self.names)}")
+        if self.first_seed + self.seeds - 1 > LARGEST_SEED:
+            raise UserError(f"first_seed={self.first_seed} and seeds={self.seeds} go beyond the seed {LARGEST_SEED}")
+
+
+def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
+    """The tasks of a set, one of each name in turn, so that the first ones cover all names.
+
+    Args:
+        config: the set.
+
+    Returns:
+        seeds x names tasks, or those of the file.
+
+    Raises:
+        UserError: a row of the file is no task, or a task is there twice.
+    """
+    if config.file is not None:
+        tasks = [_task_in(row, config) for row in read_rows(config.file, "train", None)]
+        _check_distinct(tasks, config.file)
+        return tasks[: config.max_tasks]
+    return [
+        AgentTask(f"{name or 'task'}/{seed}", _named(name, config.options), seed, config.instruction)
+        for seed, name in _first(config)
+    ]
+
+
+def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[AgentTask]]) -> None:
+    """Refuse an evaluation on tasks that are trained on.
+
+    Args:
+        train: tasks of training.
+        splits: tasks of evaluation by name.
+
+    Raises:
+        UserError: a task with the same seed is in both.
+    """
+    known = {_key(task): task.id for task in train}
+    for name, tasks in splits.items():
+        shared = [task.id for task in tasks if _key(task) in known]
+        if shared:
+            raise UserError(
+                f"{len(shared)} of {len(tasks)} tasks of {name} are also trained on, such as {shared[0]}; give the "
+                "sets other seeds (first_seed) or names"
+            )
+
+
+def _first(config: TaskSetConfig) -> Iterator[tuple[int, str]]:
+    count = 0
+    for seed in range(config.first_seed, config.first_seed + config.seeds):
+        for name in config.names or [""]:
+            if count == config.max_tasks:
+                return
+            yield seed, name
+            count += 1
+
+
+def _named(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, **options} if name else dict(options)
+
+
+def _task_in(row: Row, config: TaskSetConfig) -> AgentTask:
+    cells = {key: value for key, value in row.cells.items() if value is not None}
+    unknown = [key for key in cells if key not in COLUMNS]
+    task, seed = cells.get("task", {}), cells.get("seed", config.first_seed)
+    problem = row.problem
+    if problem is None and unknown:
+        problem = f"unknown entry {', '.join(unknown[:5])}; a task has {', '.join(COLUMNS)}"
+    elif problem is None and not isinstance(task, (dict, str)):
+        problem = f"task is {task!r:.80}; expected an object, or the name of a task"
+    elif problem is None and (type(seed) is not int or not 0 <= seed <= LARGEST_SEED):
+        problem = f"seed is {seed!r:.80}; expected a whole number from 0 to {LARGEST_SEED}"
+    texts = {key: cells.get(key, "") for key in ("id", "instruction")}
+    if problem is None and not all(isinstance(text, str) for text in texts.values()):
+        problem = "id and instruction must be text"
+    if problem is not None:
+        raise UserError(f"{row.place}: {problem}")
+    body = _named(task, {}) if isinstance(task, str) else task
+    name = str(body.get("name") or row.place.rpartition("/")[2])
+    return AgentTask(texts["id"] or f"{name}/{seed}", body, seed, texts["instruction"] or config.instruction)
+
+
+def _check_distinct(tasks: Sequence[AgentTask], place: str) -> None:
+    if not tasks:
+        raise UserError(f"{place} has no tasks")
+    ids: set[str] = set()
+    for task in tasks:
+        if task.id in ids:
+            raise UserError(f"{place}: there are two tasks {task.id}; give them different ids")
+        ids.add(task.id)
+
+
+def _key(task: AgentTask) -> tuple[str, int]:
+    return json.dumps(task.task, sort_keys=True, default=str), task.seed

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.hub.video import VideoSettings, copy_video, write_mp4
 from robotics.data.clips import describe_video
 from robotics.data.layout import (
     ACTION,
@@ -42,7 +43,6 @@ from robotics.data.reader import LeRobotReader
 from robotics.data.series import FileSeries
 from robotics.data.statistics import Statistics, aggregate_statistics, image_statistics, vector_statistics
 from robotics.data.tables import column_array, count_rows, episode_table, read_table, task_table, write_table
-from robotics.sim.video import VideoSettings, copy_video, write_mp4
 
 if TYPE_CHECKING:
     import pyarrow as pa

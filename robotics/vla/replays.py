@@ -71,7 +71,7 @@ class ReplayVideos:
             sim.close()
 
     def _write_one(self, sim: RobotSim, row: dict[str, Any]) -> None:
-        from robotics.sim.video import write_mp4
+        from mmrl.hub.video import write_mp4
 
         episode = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
         try:

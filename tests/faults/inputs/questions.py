@@ -119,7 +119,7 @@ def _pictures(lab: _Lab, rng: random.Random, folder: Path) -> Verdict:
 
 
 def _prepare_videos(folder: Path) -> _Lab:
-    from robotics.sim.video import write_mp4
+    from mmrl.hub.video import write_mp4
 
     lab = _prepare_model(folder)
     frames = np.random.RandomState(0).randint(0, 256, (8, 32, 32, 3), np.uint8)

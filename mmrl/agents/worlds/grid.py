@@ -1,0 +1,164 @@
+"""A grid that the agent sees as a picture: walk to the goal, with walls in between and a key to fetch first.
+
+The reward is 1 at the goal and 0 before. The picture shows all there is to know: the agent as a blue disc, the goal as
+a green square, walls dark, the key as a yellow diamond, and once the agent has it a yellow dot on the disc. A cell of
+28 pixels is one token of vision models that merge 2 x 2 patches of 14.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, Text
+from numpy.typing import NDArray
+
+from mmrl.agents.worlds.layouts import (
+    MOVES,
+    Cell,
+    GridLayout,
+    GridState,
+    LayoutRules,
+    draw_layout,
+    first_state,
+    move,
+    reached,
+    shortest_path,
+)
+from mmrl.errors import UserError
+
+__all__ = ["PictureGrid"]
+
+MISSION = "Go to the green square."
+MISSION_WITH_KEY = "Fetch the yellow key, then go to the green square."
+COLOURS = {
+    "floor": (244, 244, 240),
+    "line": (205, 205, 205),
+    "wall": (70, 70, 80),
+    "goal": (50, 165, 75),
+    "key": (240, 190, 30),
+    "agent": (45, 90, 210),
+}
+LARGEST_SIDE = 4096
+"""Pixels of the picture."""
+
+
+class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
+    """A square grid of which a layout is drawn from the seed at every reset.
+
+    Args:
+        size: cells a side.
+        cell: pixels a side of a cell.
+        walls: cells that cannot be entered.
+        key: whether the agent has to fetch a key before the goal counts.
+        min_distance: fewest moves of the shortest way; 8 or more makes credit over time matter.
+        max_distance: most moves of the shortest way; None for any.
+        max_steps: moves after which the episode is truncated.
+        render_mode: only rgb_array, which is what the observation shows already.
+
+    Raises:
+        UserError: a number is out of range, or no layout is like that.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "render_modes": ["rgb_array"],
+        "render_fps": 4,
+        "action_names": list(MOVES),
+    }
+
+    def __init__(
+        self,
+        size: int = 5,
+        cell: int = 28,
+        walls: int = 0,
+        key: bool = False,
+        min_distance: int = 1,
+        max_distance: int | None = None,
+        max_steps: int = 12,
+        render_mode: str | None = None,
+    ) -> None:
+        _check(size, cell, walls, max_steps)
+        self._rules = LayoutRules(size, walls, key, min_distance, max_distance)
+        self._cell, self._max_steps, self.render_mode = cell, max_steps, render_mode
+        self.action_space = Discrete(len(MOVES))
+        letters = "".join(sorted(set(MISSION + MISSION_WITH_KEY)))
+        picture = Box(0, 255, (size * cell, size * cell, 3), np.uint8)
+        self.observation_space = Dict({"image": picture, "mission": Text(100, min_length=1, charset=letters)})
+        # Impossible rules are found out before the first episode.
+        self._layout = self._draw_layout(np.random.default_rng(0))
+        self._state, self._steps = first_state(self._layout), 0
+
+    @property
+    def layout(self) -> GridLayout:
+        """Of this episode."""
+        return self._layout
+
+    @property
+    def state(self) -> GridState:
+        """Where the agent is now, and whether it has the key."""
+        return self._state
+
+    def shortest_path(self) -> list[int]:
+        """Actions of a shortest way from here to the goal."""
+        path = shortest_path(self._layout, self._state) or []
+        return [list(MOVES).index(name) for name in path]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Draw a layout; options are not used."""
+        super().reset(seed=seed)
+        self._layout = self._draw_layout(self.np_random)
+        self._state, self._steps = first_state(self._layout), 0
+        return self._look(), {"distance": len(self.shortest_path())}
+
+    def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Move; the reward is 1 at the goal."""
+        self._state = move(self._layout, self._state, list(MOVES)[int(action)])
+        self._steps += 1
+        done = reached(self._layout, self._state)
+        return self._look(), float(done), done, not done and self._steps >= self._max_steps, {"success": done}
+
+    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
+        """The picture of the observation."""
+        layout, cell = self._layout, self._cell
+        image = np.full((layout.size * cell, layout.size * cell, 3), COLOURS["floor"], np.uint8)
+        image[::cell] = image[:, ::cell] = COLOURS["line"]
+        for wall in layout.walls:
+            self._paint(image, wall, "wall", np.ones((cell, cell), bool))
+        rows, columns = (np.indices((cell, cell)) + 0.5) / cell - 0.5
+        self._paint(image, layout.goal, "goal", np.maximum(abs(rows), abs(columns)) < 0.4)
+        if layout.key is not None and not self._state.has_key:
+            self._paint(image, layout.key, "key", abs(rows) + abs(columns) < 0.38)
+        self._paint(image, self._state.agent, "agent", rows**2 + columns**2 < 0.3**2)
+        if layout.key is not None and self._state.has_key:
+            self._paint(image, self._state.agent, "key", rows**2 + columns**2 < 0.13**2)
+        return image
+
+    def _paint(self, image: NDArray[np.uint8], cell: Cell, colour: str, shape: NDArray[np.bool_]) -> None:
+        top, left = cell.row * self._cell, cell.column * self._cell
+        image[top : top + self._cell, left : left + self._cell][shape] = COLOURS[colour]
+
+    def _look(self) -> dict[str, Any]:
+        return {"image": self.render(), "mission": MISSION_WITH_KEY if self._rules.key else MISSION}
+
+    def _draw_layout(self, generator: np.random.Generator) -> GridLayout:
+        layout = draw_layout(self._rules, generator)
+        if layout is None:
+            raise UserError(
+                f"no grid of {self._rules.size} x {self._rules.size} cells with {self._rules.walls} walls"
+                f"{' and a key' if self._rules.key else ''} was found whose shortest way takes "
+                f"{self._rules.min_distance} to {self._rules.max_distance or 'any number of'} moves; allow shorter "
+                "ways (min_distance), or make it larger (size)"
+            )
+        return layout
+
+
+def _check(size: int, cell: int, walls: int, max_steps: int) -> None:
+    if size < 2 or cell < 4 or size * cell > LARGEST_SIDE:
+        raise UserError(f"a grid of {size} cells of {cell} pixels; at least 2 of 4, at most {LARGEST_SIDE} in all")
+    if not 0 <= walls <= size**2 - 3:
+        raise UserError(f"walls is {walls}; a grid of {size} x {size} has room for 0 to {size**2 - 3}")
+    if max_steps < 1:
+        raise UserError(f"max_steps is {max_steps}; must be at least 1")

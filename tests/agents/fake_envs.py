@@ -1,0 +1,111 @@
+"""Environments that do what they are told, some of it bad; loaded by path in a worker."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+HELD = []
+
+
+class Fake:
+    """Counts its steps; an action's name says what goes wrong."""
+
+    actions = {"go": "take a step", "end": "end the episode"}  # noqa: RUF012
+
+    def __init__(self, folder="", length=3):
+        self.folder, self.length, self.steps, self.task, self.seed = folder, length, 0, {}, 0
+
+    def reset(self, task, seed):
+        self.steps, self.task, self.seed = 0, task, seed
+        getattr(self, "_begin_" + task.get("name", "well"))()
+        return {"text": f"seed {seed}", "image": np.full((2, 3, 3), seed, np.uint8)}, {"pid": os.getpid()}
+
+    def step(self, action):
+        self.steps += 1
+        if hasattr(self, "_act_" + action.name):
+            return getattr(self, "_act_" + action.name)()
+        if action.name not in self.actions:
+            return "what?", 0.0, False, {"action_error": f"no action {action.name}"}
+        picture = np.full((2, 3, 3), self.steps, np.uint8)
+        info = {"arguments": action.arguments, "answer": action.text, "open": sys.stderr, "box": np.arange(4)}
+        return {"image": picture}, float(self.steps), action.name == "end", self.steps >= self.length, info
+
+    def close(self):
+        pass
+
+    def _begin_well(self):
+        pass
+
+    def _begin_never(self):
+        raise RuntimeError("cannot begin, ever")
+
+    def _begin_unknown(self):
+        raise UserError("there is no task 'unknown'; there is: well")
+
+    def _begin_slowly(self):
+        time.sleep(60)
+
+    def _begin_flaky(self):
+        mark = Path(self.folder) / "begun"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _act_raise(self):
+        raise ValueError("the door is stuck")
+
+    def _act_exit(self):
+        raise SystemExit(0)
+
+    def _act_die(self):
+        os._exit(3)
+
+    def _act_hang(self):
+        time.sleep(60)
+
+    def _act_eat(self):
+        while True:
+            HELD.append(np.ones(1 << 20))
+            time.sleep(0.01)
+
+    def _act_print(self):
+        os.write(1, b"noise" * 1000)
+        return "printed", 0.0, False
+
+    def _act_nan(self):
+        return "", float("nan"), False
+
+    def _act_float_picture(self):
+        return np.zeros((2, 2, 3)), 0.0, False
+
+    def _act_two_values(self):
+        return "", 0.0
+
+    def _act_none(self):
+        return None, 0.0, False
+
+
+class NoStep:
+    def reset(self, task, seed):
+        return ""
+
+    def close(self):
+        pass
+
+
+def broken():
+    raise OSError("no licence found")
+
+
+def unusable():
+    raise UserError("set MAZES to where the mazes lie")
+
+
+def dies():
+    os._exit(7)

@@ -1,0 +1,225 @@
+import random
+import re
+import time
+
+import pytest
+
+from mmrl.agents.actions import FORMATS, PARSE_ERRORS, ActionConfig, parse_answer
+from mmrl.agents.literals import UnreadableError, read_call, read_literal
+from mmrl.fields import check_config
+
+# Answer, then what strict and tolerant reading find: name and arguments of each action, or an error.
+JSON = [
+    ('{"thoughts": "t", "action": "up"}', [("up", {})], [("up", {})]),
+    (' {"action": 3}\n', [("3", {})], [("3", {})]),
+    ('{"action": {"name": "click", "arguments": {"x": 1}}}', [("click", {"x": 1})], [("click", {"x": 1})]),
+    ('{"action": "click", "arguments": {"x": 1}}', [("click", {"x": 1})], [("click", {"x": 1})]),
+    ('{"action": ["up", "down"]}', [("up", {}), ("down", {})], [("up", {}), ("down", {})]),
+    ('{"action": ["a", "b", "c"]}', "too_many", [("a", {}), ("b", {})]),
+    ('{"action": "click", "coordinate": [1, 2]}', "wrong_shape", [("click", {"coordinate": [1, 2]})]),
+    ('{"name": "click", "arguments": {"x": 1}}', "wrong_shape", [("click", {"x": 1})]),
+    ('{"action": {"action": "click", "x": 1}}', "wrong_shape", [("click", {"x": 1})]),
+    ('{"action": {"name": "click", "args": {"x": 1}}}', "wrong_shape", [("click", {"x": 1})]),
+    ('Sure!\n```json\n{"action": "up"}\n```', "no_action", [("up", {})]),
+    ('a set {x} and {"box": [1]} then {"action": "up"}', "no_action", [("up", {})]),
+    ('{"action": "up"} {"action": "down"}', "extra_text", [("up", {})]),
+    ('{"action": "up"} done', "extra_text", [("up", {})]),
+    ('{"action": "up"', "malformed", "malformed"),
+    ("{'action': 'up'}", "malformed", "no_action"),
+    ("up", "no_action", "no_action"),
+    ('{"thoughts": "t"}', "wrong_shape", "no_action"),
+    ('{"thoughts": 3, "action": "up"}', "wrong_shape", [("up", {})]),
+    ('{"action": true}', "wrong_shape", "wrong_shape"),
+    ('{"action": null}', "wrong_shape", "wrong_shape"),
+    ('{"action": ""}', "wrong_shape", "wrong_shape"),
+    ('{"action": 1.5}', "wrong_shape", "wrong_shape"),
+    ('{"action": {"name": true}}', "wrong_shape", "wrong_shape"),
+    ('{"action": {"name": "click", "arguments": [1]}}', "wrong_shape", "wrong_shape"),
+    ('{"action": "%s"}' % ("x" * 201), "wrong_shape", "wrong_shape"),
+    ('{"action": "up", "action": "down"}', "duplicate", "duplicate"),
+    ('{"action": {"name": "click", "arguments": {"x": NaN}}}', "bad_number", "bad_number"),
+    ('{"action": {"name": "click", "arguments": {"x": -Infinity}}}', "bad_number", "bad_number"),
+    ('{"action": {"name": "click", "arguments": {"x": 1e999}}}', "bad_number", "bad_number"),
+    ('{"action": {"name": "click", "arguments": {"x": 1%s}}}' % ("0" * 30), "bad_number", "bad_number"),
+    ('{"action": {"name": "x", "arguments": {"y": ' + "[" * 9 + "]" * 9 + "}}}", "too_deep", "too_deep"),
+    ('{"action": ' + "[" * 3000 + "1" + "]" * 3000 + "}", "too_deep", "too_deep"),
+    ('<think>{"action": "down"}</think>{"action": "up"}', [("up", {})], [("up", {})]),
+    ('<think>{"action": "down"}', "unfinished_thought", "unfinished_thought"),
+    ("<think>t</think>  ", "empty", "empty"),
+    ("", "empty", "empty"),
+]
+CALL = [
+    ("Thought: t\nAction: click(start_box='(10,20)')", *[[("click", {"start_box": "(10,20)"})]] * 2),
+    ("Action: wait()", [("wait", {})], [("wait", {})]),
+    ("Action: a(x=-1.5, y=[1, (2, 'b')], z={'k': None}, w=True)",
+     *[[("a", {"x": -1.5, "y": [1, [2, "b"]], "z": {"k": None}, "w": True})]] * 2),
+    ("Action: a(\n  x=1,\n  y=2\n)", [("a", {"x": 1, "y": 2})], [("a", {"x": 1, "y": 2})]),
+    ("Action: a(x=1)\n\nb(y='2')", [("a", {"x": 1}), ("b", {"y": "2"})], [("a", {"x": 1}), ("b", {"y": "2"})]),
+    ("Action: a()\nb()", "malformed", [("a", {}), ("b", {})]),
+    ("Action: a()\n\nb()\n\nc()", "too_many", [("a", {}), ("b", {})]),
+    ("Action: a()\n\nThat should do.", "malformed", [("a", {})]),
+    ("Action: a()\nAction: b()", "no_action", [("b", {})]),
+    ("I click.\nAction: a()", "extra_text", [("a", {})]),
+    ("I click.\n```\na(x=1)\n```", "no_action", [("a", {"x": 1})]),
+    (r"Action: type(content='it\'s\n')", [("type", {"content": "it's\n"})], [("type", {"content": "it's\n"})]),
+    ("Action: type(content='it's')", "malformed", [("type", {"content": "it's"})]),
+    ("Action: type(content='it's', x='1')", "malformed", "malformed"),
+    ("Action: click(10, 20)", "wrong_shape", "wrong_shape"),
+    ("Action: click(**{'x': 1})", "malformed", "malformed"),
+    ("Action: click(x=1, x=2)", "duplicate", "duplicate"),
+    ("Action: click(x={'a': 1, 'a': 2})", "duplicate", "duplicate"),
+    ("Action: click(x={1: 2})", "wrong_shape", "wrong_shape"),
+    ("Action: click(x=1e999)", "bad_number", "bad_number"),
+    ("Action: click(x=nan)", "malformed", "malformed"),
+    ("Action: click(x=__import__('os').system('touch /tmp/no'))", "malformed", "malformed"),
+    ("Action: click(x=f'{1}')", "malformed", "malformed"),
+    ("Action: click(x=1).y", "malformed", "malformed"),
+    ("Action: click(x=1)(y=2)", "malformed", "malformed"),
+    ("Action: click(x=2**9)", "malformed", "malformed"),
+    ("Action: click(x=1j)", "malformed", "malformed"),
+    ("Action: click(x=b'a')", "malformed", "malformed"),
+    ("Action: click(x=1 y=2)", "malformed", "malformed"),
+    ("Action: click(x=1", "malformed", "malformed"),
+    ("Action: click", "malformed", "malformed"),
+    ("Action: click(x='\0')", "malformed", [("click", {"x": "\0"})]),
+    ("Action: click(x=" + "[" * 12 + "]" * 12 + ")", "too_deep", "too_deep"),
+    ("Action: click(x='" + "a" * 20_000 + "')", "too_long", "too_long"),
+    ("Nothing to do.", "no_action", "no_action"),
+]  # fmt: skip
+TAG = [
+    ("It is above. <action>up</action>", [("up", {})], [("up", {})]),
+    ("<action> 3 </action>\n", [("3", {})], [("3", {})]),
+    ("<action>move up</action>", [("move up", {})], [("move up", {})]),
+    ("<action>click(x=1)</action>", [("click", {"x": 1})], [("click", {"x": 1})]),
+    ("<action>a</action> <action>b</action>", [("a", {}), ("b", {})], [("a", {}), ("b", {})]),
+    ("<action>a</action> or <action>b</action>", "extra_text", [("a", {}), ("b", {})]),
+    ("<action>a</action>" * 3, "too_many", [("a", {}), ("a", {})]),
+    ("<action>a</action> done", "extra_text", [("a", {})]),
+    ("<ACTION>'a'</Action>", "no_action", [("a", {})]),
+    ("<action>a", "malformed", [("a", {})]),
+    ("<action></action>", "wrong_shape", "wrong_shape"),
+    ("<action>a\nb</action>", "wrong_shape", "wrong_shape"),
+    ("<action>click(x=1, x=1)</action>", "duplicate", "duplicate"),
+    ("</action>", "no_action", "no_action"),
+    ("<think>a</think>b<action>c</action>", [("c", {})], [("c", {})]),
+]
+ROWS = [(format, *row) for format, rows in (("json", JSON), ("call", CALL), ("tag", TAG)) for row in rows]
+
+
+def found(text, format, strict):
+    parsed = parse_answer(text, format, strict=strict, max_actions=2)
+    assert (parsed.error is None) == bool(parsed.actions)
+    assert parsed.error is None or parsed.error in PARSE_ERRORS
+    assert all(action.text == text for action in parsed.actions)
+    return parsed.error or [(action.name, action.arguments) for action in parsed.actions]
+
+
+@pytest.mark.parametrize(("format", "text", "strict", "tolerant"), ROWS, ids=lambda value: str(value)[:40])
+def test_what_an_answer_means(format, text, strict, tolerant):
+    assert found(text, format, True) == strict
+    assert found(text, format, False) == tolerant
+
+
+def test_every_error_is_reached():
+    codes = {code for _, _, *both in ROWS for code in both if isinstance(code, str)}
+    assert codes == set(PARSE_ERRORS)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_examples_are_read_in_both_modes(format):
+    example = FORMATS[format].example
+    assert found(example, format, True) == found(example, format, False)
+    assert isinstance(found(example, format, True), list)
+
+
+def test_thoughts_are_what_stands_beside_the_action():
+    thoughts = {
+        "json": '<think>first</think>{"thoughts": "then", "action": "up"}',
+        "call": "first</think>Thought: then\nAction: up()",
+        "tag": "<think>first</think>then <action>up</action>",
+    }
+    assert {parse_answer(text, format).thought for format, text in thoughts.items()} == {"first\nthen"}
+
+
+LONG = {
+    "brackets": "(" * 100_000,
+    "braces": "{" * 100_000,
+    "spaced braces": "{ " * 50_000,
+    "nested objects": '{"a":' * 20_000,
+    "nested lists": '{"action": ' + "[1," * 33_000,
+    "escaped quotes": '{\\"' * 33_000,
+    "broken objects": '{"a":"' * 16_000,
+    "a long text": '{"action": "' + "x" * 100_000,
+    "digits": '{"action": 1' + "0" * 100_000 + "}",
+    "minus signs": "Action: f(x=" + "-" * 19_000,
+    "deep lists": "Action: f(x=" + "[" * 19_000,
+    "backslashes": "Action: f(x='" + "\\" * 19_001 + "')",
+    "quotes": "Action: f(x='" + "'" * 19_000 + "')",
+    "calls": "f()\n" * 25_000,
+    "closed lines": "Action:" + " )\n" * 33_000,
+    "open tags": "<action>" * 12_000,
+    "tags": "<action>x</action>" * 5_500,
+    "thinking": "<think>" * 14_000,
+    "lines": "\n" * 100_000,
+    "words": "x " * 50_000,
+    "half a pair": "\ud800" * 100_000,
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_long_answers_take_linear_time(text, format):
+    begin = time.process_time()
+    for strict in (True, False):
+        found(text, format, strict)
+    assert time.process_time() - begin < 5.0, "milliseconds where it is linear, minutes where it is not"
+
+
+def test_whatever_is_written_does_not_raise():
+    pieces = [
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "'",
+        "\\",
+        ":",
+        ",",
+        "(",
+        ")",
+        "=",
+        "action",
+        "name",
+        "Action:",
+        "<action>",
+        "\n",
+    ]
+    pieces += ["</action>", "<think>", "</think>", "1", "-", "NaN", "true", " ", "f", "\0", "\ud800", "```", "ü"]
+    draw = random.Random(0)
+    for _ in range(3000):
+        text = "".join(draw.choices(pieces, k=draw.randrange(1, 30)))
+        for format in FORMATS:
+            for strict in (True, False):
+                found(text, format, strict)
+
+
+def test_too_long_answers_are_not_read():
+    assert found("x" * 1_000_001, "tag", False) == "too_long"
+
+
+def test_literals_are_read_for_others_too():
+    assert read_literal("(10, -2.5)") == [10, -2.5]
+    assert read_call("click(point=[1, 2])") == ("click", {"point": [1, 2]})
+    for text in ("open('x')", "1 + 1", "(1, 2", "[i for i in (1,)]", ""):
+        with pytest.raises(UnreadableError):
+            read_literal(text)
+
+
+def test_configuration_reads_as_it_says():
+    config = ActionConfig("tag", strict=True)
+    assert config.parse("<action>a</action>").actions[0].name == "a"
+    assert config.parse("<action>a</action><action>b</action>").error == "too_many"
+    for bad in (ActionConfig("xml"), ActionConfig(max_actions=0), ActionConfig(on_parse_error="retry")):
+        with pytest.raises(ValueError, match=re.escape("is ")):
+            check_config(bad)

@@ -1,0 +1,232 @@
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmrl.agents.actions import Action
+from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.env_messages import pack_outcome, unpack_outcome
+from mmrl.agents.env_pool import EnvPool
+from mmrl.agents.environment import MalformedError, Observation, Outcome
+from mmrl.agents.tasks import AgentTask
+from mmrl.errors import ConfigError, RunError, UserError
+from mmrl.fields import check_config
+
+FAKES = Path(__file__).with_name("fake_envs.py")
+
+
+def config(function: str = "Fake", workers: int = 1, **options) -> EnvironmentConfig:
+    limits = {"step_timeout_s": 20.0, "reset_timeout_s": 20.0, "start_timeout_s": 60.0}
+    return EnvironmentConfig(f"{FAKES}:{function}", workers=workers, **{**limits, **options})
+
+
+def tasks(*names: str) -> dict[int, AgentTask]:
+    return {row: AgentTask(f"{name}/{row}", {"name": name}, 10 + row) for row, name in enumerate(names)}
+
+
+@pytest.fixture(scope="module")
+def calm():
+    """Two environments for tests that harm none."""
+    with EnvPool(config(workers=2)) as pool:
+        yield pool
+
+
+def test_episodes_run_side_by_side_to_their_ends(calm):
+    begun = calm.reset(tasks("well", "well"))
+    assert [begun[row].observation.text for row in (0, 1)] == ["seed 10", "seed 11"]
+    assert [begun[row].reward for row in (0, 1)] == [0.0, 0.0]
+    assert begun[0].info["pid"] != begun[1].info["pid"]
+    assert calm.live == [0, 1]
+    assert calm.actions == {"go": "take a step", "end": "end the episode"}
+
+    turns = calm.step({0: Action("go", {"x": [1, None, "ü"]}, "raw"), 1: Action("end")})
+    np.testing.assert_array_equal(turns[0].observation.images[0], np.full((2, 3, 3), 1))
+    assert (turns[0].reward, turns[0].terminated, turns[0].truncated) == (1.0, False, False)
+    assert (turns[0].info["arguments"], turns[0].info["answer"]) == ({"x": [1, None, "ü"]}, "raw")
+    np.testing.assert_array_equal(turns[0].info["box"], np.arange(4))
+    assert turns[0].info["not_sent"] == ["open"]
+    assert (turns[1].terminated, calm.live) == (True, [0])
+
+    calm.step({0: Action("go")})
+    last = calm.step({0: Action("go")})[0]
+    assert (last.reward, last.terminated, last.truncated, last.failure) == (3.0, False, True, None)
+    assert calm.live == []
+    assert calm.counts["episodes_failed"] == 0
+
+
+def test_a_row_begins_anew_while_another_goes_on(calm):
+    calm.reset(tasks("well", "well"))
+    calm.step({0: Action("go"), 1: Action("go")})
+    calm.reset({1: AgentTask("again", {}, 99)})
+    turns = calm.step({0: Action("go"), 1: Action("go")})
+    assert [turns[row].reward for row in (0, 1)] == [2.0, 1.0]
+    calm.stop([1])
+    assert calm.live == [0]
+
+
+def test_an_action_that_is_none_spends_the_turn(calm):
+    calm.reset(tasks("well"))
+    turn = calm.step({0: Action("fly")})[0]
+    assert (turn.observation.text, turn.info["action_error"]) == ("what?", "no action fly")
+    assert turn.failure is None
+    assert calm.live == [0]
+
+
+def test_what_is_asked_for_wrongly_is_refused(calm):
+    calm.reset(tasks("well"))
+    calm.stop([0])
+    with pytest.raises(ValueError, match=r"rows \[0\] have no episode going on"):
+        calm.step({0: Action("go")})
+    with pytest.raises(UserError, match=r"no rows \[2\]; environment.workers is 2"):
+        calm.reset({2: AgentTask("x")})
+    with pytest.raises(UserError, match=r"reset of an environment: a builtins\.object cannot be sent"):
+        calm.reset({0: AgentTask("x", {"door": object()})})
+
+
+BAD_ACTIONS = {
+    "raise": ("raised", "ValueError: the door is stuck"),
+    "exit": ("raised", "SystemExit: 0"),
+    "die": ("crashed", "ended with code 3"),
+    "hang": ("hung", "no answer in 3 s"),
+    "nan": ("malformed", "the reward is nan; expected a finite number"),
+    "float_picture": ("malformed", "a picture is float64; expected uint8"),
+    "two_values": ("malformed", "step returned a tuple of str, float; expected"),
+    "none": ("malformed", "a picture is a NoneType"),
+}
+
+
+def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog):
+    names = [*BAD_ACTIONS, "print"]
+    with EnvPool(config(workers=len(names), step_timeout_s=3.0), tmp_path / "failures") as pool:
+        pool.reset(tasks(*["well"] * len(names)))
+        with caplog.at_level(logging.WARNING):
+            turns = pool.step({row: Action(name) for row, name in enumerate(names)})
+        for row, (kind, reason) in enumerate(BAD_ACTIONS.values()):
+            failure = turns[row].failure
+            assert (failure.kind, failure.reason[: len(reason)]) == (kind, reason)
+            assert math.isnan(turns[row].reward)
+            assert turns[row].over
+            assert turns[row].observation == Observation()
+        assert turns[len(BAD_ACTIONS)].observation.text == "printed"
+        assert pool.live == [len(BAD_ACTIONS)]
+        counts = pool.counts
+        assert [counts[kind] for kind in ("raised", "crashed", "hung", "malformed", "episodes_failed")] == [
+            *(2, 1, 1, 4, 8),
+        ]
+        assert counts["restarted"] == 4, "what is malformed does not cost a process"
+        again = pool.reset(tasks(*["well"] * len(names)))
+        assert pool.live == list(range(len(names)))
+        assert all(turn.failure is None for turn in again.values())
+    texts = [path.read_text() for path in (tmp_path / "failures").glob("environment-raised-*.txt")]
+    assert any("fake_envs.py" in text and "in _act_raise" in text for text in texts)
+    assert sum("the door is stuck" in record.message for record in caplog.records) == 1
+
+
+def test_memory_has_a_limit():
+    with EnvPool(config(memory_mb=400)) as pool:
+        pool.reset(tasks("well"))
+        failure = pool.step({0: Action("eat")})[0].failure
+    assert failure.kind == "memory"
+    assert "at most 400 MiB are allowed" in failure.reason
+
+
+def test_an_episode_that_does_not_begin_is_tried_again_in_a_fresh_process(tmp_path):
+    with EnvPool(config(workers=2, kwargs={"folder": str(tmp_path)}, reset_retries=1)) as pool:
+        begun = pool.reset(tasks("flaky", "never"))
+        assert begun[0].observation.text == "seed 10"
+        assert (begun[1].failure.kind, begun[1].failure.reason) == ("raised", "RuntimeError: cannot begin, ever")
+        assert math.isnan(begun[1].reward)
+        assert pool.live == [0]
+        counts = pool.counts
+        assert (counts["crashed"], counts["raised"], counts["episodes_failed"]) == (1, 2, 1)
+
+
+def test_a_reset_has_a_time_limit_of_its_own():
+    with EnvPool(config(reset_timeout_s=0.5, reset_retries=0)) as pool:
+        begin = time.monotonic()
+        assert pool.reset(tasks("slowly"))[0].failure.reason.startswith("no answer in 0.5 s")
+        assert time.monotonic() - begin < 20
+
+
+def test_restarts_without_an_episode_stop_the_run():
+    with EnvPool(config(reset_retries=0, max_restarts=2)) as pool:
+        for _ in range(3):
+            assert pool.reset(tasks("never"))[0].failure is not None
+        with pytest.raises(RunError, match=r"3 restarts without one episode of .*Fake that came to its end"):
+            pool.reset(tasks("never"))
+
+
+def test_a_mistake_in_a_task_is_the_users():
+    with EnvPool(config(workers=2)) as pool, pytest.raises(UserError, match=r"^there is no task 'unknown'; there is"):
+        pool.reset(tasks("well", "unknown"))
+
+
+def test_processes_end_with_the_pool():
+    pool = EnvPool(config())
+    (pid,) = pool.processes()
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.reset(tasks("well"))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "error", "message"),
+    [
+        ("broken", {}, RunError, r"did not start; it raised: OSError: no licence found(.|\n)*line \d+, in broken"),
+        ("unusable", {}, UserError, "^set MAZES to where the mazes lie$"),
+        ("dies", {}, RunError, "did not start; it crashed: ended with code 7"),
+        ("Fakes", {}, UserError, "environment.factory: .* has no 'Fakes'"),
+        ("NoStep", {}, UserError, "made a NoStep without step; an environment has the methods reset, step, close"),
+        ("Fake", {"kwargs": {"size": 3}}, UserError, "unexpected keyword argument 'size'; it takes folder, length"),
+        ("Fake", {"adapter": {"render": True}}, UserError, "adapter is for environments of Gymnasium; .* a Fake"),
+    ],
+)
+def test_what_does_not_start_says_why(function, options, error, message):
+    with pytest.raises(error, match=message):
+        EnvPool(config(function, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers is 0; must be at least 1"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s is 0.0; must be positive"),
+        ({"step_timeout_s": math.inf}, "step_timeout_s is inf"),
+        ({"kwargs": {"x": object()}}, "environment.kwargs must be JSON"),
+        ({"adapter": {"x": math.nan}}, "environment.adapter must be JSON"),
+    ],
+)
+def test_options_are_checked_before_a_process_starts(options, message):
+    with pytest.raises((ConfigError, UserError), match=message):
+        check_config(config(**options), "environment")
+
+
+def test_an_outcome_comes_back_as_it_was_sent():
+    image = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
+    sent = Outcome(Observation("ü\ud800", (image, image.copy())), -0.25, True, False, {"a": (1, 2.5), "b": {3: None}})
+    fields, arrays = pack_outcome(sent)
+    back = unpack_outcome(fields, arrays)
+    assert (back.reward, back.terminated, back.truncated, back.info) == (-0.25, True, False, sent.info)
+    assert back.observation.text == sent.observation.text
+    np.testing.assert_array_equal(back.observation.images, sent.observation.images)
+
+
+@pytest.mark.parametrize("fields", [{}, {"outcome": 3}, {"outcome": [1, 2, 3]}, {"outcome": {"array": "9"}}])
+def test_anything_else_from_a_process_is_malformed(fields):
+    with pytest.raises(MalformedError):
+        unpack_outcome(fields, {})
+
+
+def test_a_worker_and_a_pool_load_nothing_heavy():
+    code = "import sys, mmrl.agents.env_service, mmrl.agents.env_pool, mmrl.agents.gym_env, mmrl.agents.films;"
+    code += "print({'torch', 'transformers', 'PIL', 'av', 'gymnasium', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

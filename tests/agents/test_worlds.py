@@ -1,0 +1,165 @@
+import sys
+from itertools import product
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from mmrl.agents.actions import Action
+from mmrl.agents.env_service import open_environment
+from mmrl.agents.worlds.grid import COLOURS, PictureGrid
+from mmrl.agents.worlds.layouts import MOVES, Cell, GridLayout, GridState, first_state, move, reached, shortest_path
+from mmrl.errors import UserError
+
+KINDS = [{}, {"walls": 6}, {"key": True}, {"walls": 4, "key": True, "min_distance": 8, "max_distance": 12}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_shortest_way_leads_to_the_goal(kind):
+    env = PictureGrid(**{"max_steps": 50, **kind})
+    for seed in range(20):
+        _, info = env.reset(seed=seed)
+        path = env.shortest_path()
+        assert len(path) == info["distance"]
+        assert kind.get("min_distance", 1) <= len(path) <= kind.get("max_distance", 50)
+        outcomes = [env.step(action)[1:4] for action in path]
+        assert outcomes == [*[(0.0, False, False)] * (len(path) - 1), (1.0, True, False)]
+
+
+def test_no_shorter_way_exists():
+    """Against trying every sequence of moves, on a layout drawn by hand.
+
+    . K # .
+    S # G .
+    . . # .
+    . . . .
+    """
+    walls = frozenset({Cell(0, 2), Cell(1, 1), Cell(2, 2)})
+    layout = GridLayout(4, Cell(1, 0), Cell(1, 2), walls, Cell(0, 1))
+    path = shortest_path(layout)
+    assert len(path) == 12
+    assert path[:4] == ["up", "right", "left", "down"]
+    without = GridLayout(4, Cell(1, 0), Cell(1, 2), walls)
+    assert len(shortest_path(without)) == 8
+
+    def leads_there(moves):
+        state = first_state(without)
+        for name in moves:
+            state = move(without, state, name)
+        return reached(without, state)
+
+    assert not any(leads_there(moves) for moves in product(MOVES, repeat=7))
+    assert leads_there(shortest_path(without))
+
+
+def test_a_goal_behind_walls_is_not_reached():
+    layout = GridLayout(3, Cell(0, 0), Cell(2, 2), frozenset({Cell(1, 2), Cell(2, 1)}))
+    assert shortest_path(layout) is None
+    state = GridState(Cell(1, 1), True)
+    assert move(layout, state, "right") == move(layout, state, "down") == state
+    assert move(layout, GridState(Cell(0, 0), True), "up") == GridState(Cell(0, 0), True)
+
+
+def test_the_goal_does_not_count_without_the_key():
+    layout = GridLayout(3, Cell(0, 0), Cell(0, 1), frozenset(), Cell(0, 2))
+    on_goal = move(layout, first_state(layout), "right")
+    assert not reached(layout, on_goal)
+    with_key = move(layout, on_goal, "right")
+    assert with_key.has_key
+    assert reached(layout, move(layout, with_key, "left"))
+
+
+def test_the_same_seed_gives_the_same_pixels():
+    first, second = PictureGrid(walls=3), PictureGrid(walls=3)
+    pictures = [env.reset(seed=seed)[0]["image"] for env in (first, second) for seed in (1, 2)]
+    np.testing.assert_array_equal(pictures[0], pictures[2])
+    np.testing.assert_array_equal(pictures[1], pictures[3])
+    assert (pictures[0] != pictures[1]).any()
+    first.step(0)
+    np.testing.assert_array_equal(first.reset(seed=1)[0]["image"], pictures[0])
+
+
+def test_the_picture_shows_where_everything_is():
+    env = PictureGrid(size=4, cell=14, walls=2, key=True, max_steps=99)
+    observation, _ = env.reset(seed=3)
+    assert observation["mission"] == "Fetch the yellow key, then go to the green square."
+    assert env.observation_space.contains(observation)
+
+    def colours(image):
+        centres = image[7::14, 7::14]
+        return {
+            name: {Cell(*place) for place in np.argwhere((centres == colour).all(-1)).tolist()}
+            for name, colour in COLOURS.items()
+        }
+
+    seen, layout = colours(observation["image"]), env.layout
+    assert (seen["agent"], seen["goal"], seen["key"], seen["wall"]) == (
+        *({layout.start}, {layout.goal}, {layout.key}, set(layout.walls)),
+    )
+    while not env.state.has_key:
+        image = env.step(env.shortest_path()[0])[0]["image"]
+    seen = colours(image)
+    assert (seen["key"], seen["agent"]) == ({env.state.agent}, set()), "the key is on the agent"
+
+
+def test_episodes_are_cut():
+    env = PictureGrid(size=3, max_steps=2, min_distance=3)
+    env.reset(seed=0)
+    way_back = {0: 1, 1: 0, 2: 3, 3: 2}
+    action = env.shortest_path()[0]
+    assert env.step(action)[2:4] == (False, False)
+    assert env.step(way_back[action])[2:4] == (False, True)
+    env.reset(seed=0)
+    assert env.step(action)[2:4] == (False, False)
+
+
+def test_the_environment_keeps_gymnasiums_rules():
+    check_env(PictureGrid(walls=2, key=True), skip_render_check=True)
+    made = gymnasium.make("mmrl.agents.worlds:mmrl/PictureGrid-v0", size=3, render_mode="rgb_array")
+    made.reset(seed=0)
+    assert made.render().shape == (84, 84, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 1}, "a grid of 1 cells of 28 pixels"),
+        ({"cell": 5000}, "at most 4096 in all"),
+        ({"walls": 23}, "walls is 23; a grid of 5 x 5 has room for 0 to 22"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"min_distance": 9}, "no grid of 5 x 5 .* takes 9 to any number of moves; allow shorter"),
+        ({"min_distance": 4, "max_distance": 3}, "takes 4 to 3 moves"),
+    ],
+)
+def test_impossible_worlds_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        PictureGrid(**options)
+
+
+def test_minigrid_that_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(Exception, match=r"needs the package minigrid, .* pip install 'mmrl-suite\[minigrid\]'"):
+        open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0"}, {})
+
+
+def test_minigrid_is_seen_as_pictures_and_acted_on_by_name():
+    pytest.importorskip("minigrid")
+    env = open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}, {})
+    assert list(env.actions) == ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
+    observation, _ = env.reset({}, 1)
+    assert observation.text == "get to the green goal square"
+    assert observation.images[0].shape == (140, 140, 3)
+    names = ["forward", "forward", "right", "forward", "forward"]
+    outcomes = [env.step(Action(name)) for name in names]
+    assert [(reward > 0, ended) for _, reward, ended, _, _ in outcomes] == [*[(False, False)] * 4, (True, True)]
+    with pytest.raises(Exception, match="MiniGrid has no 'MiniGrid-Emty-5x5-v0'; close are MiniGrid-Empty-5x5-v0"):
+        open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Emty-5x5-v0"}, {})
+    part = open_environment(
+        "mmrl.agents.worlds.minigrid:make",
+        {"id": "MiniGrid-Empty-5x5-v0", "full_view": False, "tile_size": 14, "direction": True},
+        {},
+    )
+    observation, _ = part.reset({}, 1)
+    assert observation.images[0].shape == (98, 98, 3)
+    assert observation.text.endswith("direction: 0")
