@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["Prompt", "VlmPayload", "token_lists"]
+__all__ = ["Context", "Insert", "Prompt", "VlmPayload", "join_prompts", "leaves", "token_lists"]
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class Prompt:
     """(videos, 3) int64, patches of each video along time, height and width."""
     text: str = ""
     """The question as the chat template rendered it, with one placeholder for each image or video."""
+    parts: tuple[Prompt, ...] = ()
+    """Prompts that this one was joined from, whose features it shares; see `join_prompts`. Its own pixels are None."""
 
     def __len__(self) -> int:
         """Number of tokens P."""
@@ -44,7 +47,8 @@ class Prompt:
     @property
     def has_vision(self) -> bool:
         """Whether the prompt has an image or a video."""
-        return self.pixel_values is not None or self.pixel_values_videos is not None
+        own = self.pixel_values is not None or self.pixel_values_videos is not None
+        return own or any(part.has_vision for part in self.parts)
 
     def to(self, device: torch.device | str) -> Prompt:
         """Return the prompt with its pixels on a device; the small tables that rows are built from stay."""
@@ -55,6 +59,31 @@ class Prompt:
         }
         moved = any(value is not getattr(self, name) for name, value in pixels.items())
         return dataclasses.replace(self, **pixels) if moved else self
+
+
+@dataclass(eq=False)
+class Insert:
+    """Tokens and pictures inside a response that were given, not sampled: what the model sees between two turns."""
+
+    start: int
+    """Place of its first token in the response."""
+    prompt: Prompt
+    """Its tokens and pixels; the positions are those that it has behind what stands before it."""
+
+    @property
+    def stop(self) -> int:
+        """Place of the token behind it."""
+        return self.start + len(self.prompt)
+
+
+@dataclass(eq=False)
+class Context:
+    """From some token on, a response is read behind another prompt and without what stands before that token."""
+
+    start: int
+    """Place of the first token of the response that is read so."""
+    prompt: Prompt
+    """What it is read behind, such as the history without its oldest pictures."""
 
 
 @dataclass
@@ -73,6 +102,10 @@ class VlmPayload(Payload):
     """Why each row ended: "eos", "stop" or "length"."""
     views: dict[str, list[Prompt | None]] = per_group(blank=None, default_factory=dict)
     """Other forms of each group's prompt, such as "masked"; None where a group has no such form."""
+    inserts: list[tuple[Insert, ...]] = per_row(blank=(), default_factory=list)
+    """What each response holds that was not sampled, in order; its tokens are in `response_ids` and have mask 0."""
+    contexts: list[tuple[Context, ...]] = per_row(blank=(), default_factory=list)
+    """Where a response goes on behind another prompt than its group's, in order."""
 
     def prompts_of(self, view: str) -> list[Prompt]:
         """Prompts of a view, one for each group.
@@ -93,6 +126,37 @@ class VlmPayload(Payload):
             raise ValueError(f"there is no view {view!r} of these prompts; there are: {known}.")
         pairs = zip(self.views[view], self.prompts, strict=True)
         return [prompt if other is None else other for other, prompt in pairs]
+
+
+def join_prompts(parts: Sequence[Prompt]) -> Prompt:
+    """Put prompts behind one another; each keeps its own pixels and features.
+
+    Args:
+        parts: at least one; the positions of each begin at 0, or where those of the one before end.
+
+    Returns:
+        Their tokens as one prompt; the positions of a part follow those of the part before it.
+    """
+    positions, start = [], 0
+    for part in parts:
+        offset = start - int(part.position_ids.min())
+        positions.append(part.position_ids + offset)
+        start = part.next_position + offset
+    return Prompt(
+        input_ids=torch.cat([part.input_ids for part in parts]),
+        mm_token_type_ids=torch.cat([part.mm_token_type_ids for part in parts]),
+        position_ids=torch.cat(positions, 1),
+        next_position=start,
+        pixel_values=None,
+        image_grid_thw=None,
+        text="".join(part.text for part in parts),
+        parts=tuple(leaf for part in parts for leaf in leaves(part)),
+    )
+
+
+def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
+    """The prompts with pixels of their own that a prompt was joined from; itself where it was not."""
+    return prompt.parts or (prompt,)
 
 
 def token_lists(response_ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,10 +18,11 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.vlm.chat import PromptLayout, encode_prompt
 from mmrl.vlm.model_config import ModelConfig
-from mmrl.vlm.packing import PackedRows, pack_prompts, pack_responses, pack_rows, tabulate
+from mmrl.vlm.packing import PackedRows, pack_prompts, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.prefix import Prefix
 from mmrl.vlm.prefix_store import PrefixStore
+from mmrl.vlm.reading import Reading, joined_rows, make_reading, pack_reading
 from mmrl.vlm.shared_attention import ATTENTION_NAME, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.special_tokens import banned_ids, eos_ids
 from mmrl.vlm.storage import load_policy_weights, save_policy
@@ -32,25 +33,6 @@ from mmrl.vlm.weights_state import weights_state
 __all__ = ["VlmPolicy"]
 
 OUTPUTS = frozenset({"logp", "entropy", "values"})
-
-
-class ScoringBatch(NamedTuple):
-    """Which tokens of which responses are to be scored."""
-
-    prompts: list[Prompt]
-    """One for each of N groups."""
-    view: str
-    """Form that the prompts are."""
-    group: Tensor
-    """(B,) int64."""
-    responses: Tensor
-    """(B, T) int64."""
-    input_lengths: Tensor
-    """(B,) int64, tokens of each response that the model reads."""
-    row: Tensor
-    """(M,) int64, response of each token."""
-    step: Tensor
-    """(M,) int64, its place in the response."""
 
 
 class VlmPolicy(nn.Module):
@@ -184,20 +166,13 @@ class VlmPolicy(nn.Module):
         """
         self._check_outputs(outputs)
         payload = VlmPayload.of(rollouts)
-        prompts = payload.prompts_of(view)
-        device = self.device
-        mask = rollouts.mask.to(device)
-        group = rollouts.group.to(device)
-        responses = payload.response_ids[:, : mask.shape[1]].to(device)
-        columns = torch.arange(1, mask.shape[1] + 1, device=device)
-        # the last token of a response is predicted but predicts nothing
-        input_lengths = ((mask * columns).amax(1).long() - 1).clamp(min=0)
-        row, step = torch.nonzero(mask, as_tuple=True)
-        batch = ScoringBatch(prompts, view, group, responses, input_lengths, row, step)
+        mask = rollouts.mask.to(self.device)
+        reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
-        sharing = self.shares_prefix and (len(mask) > len(prompts) or self.prefixes.is_open)
-        states = self._shared_states(batch) if sharing else self._flat_states(batch)
-        return self._score(states, responses[row, step], (row, step), mask.shape, temperature, outputs)
+        sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
+        states = self._shared_states(reading) if sharing else self._flat_states(reading)
+        places = torch.nonzero(mask, as_tuple=True)
+        return self._score(states, reading.targets, places, mask.shape, temperature, outputs)
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run prompts through the vision tower and the language model, each once.
@@ -230,26 +205,34 @@ class VlmPolicy(nn.Module):
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return weights_state(self.parameters()), self._adapter_off, precision
 
-    def _flat_states(self, batch: ScoringBatch) -> Tensor:
+    def _flat_states(self, reading: Reading) -> Tensor:
         """States before the chosen tokens, every row with a prompt of its own."""
-        table = tabulate(batch.prompts, self.pad_id, batch.group.device)
-        rows = pack_rows(table, batch.group, batch.responses, batch.input_lengths, self.pad_id)
-        hidden = self.run(rows, gather_features(self.network.model, batch.prompts, self.features))
-        return hidden[batch.row, table.lengths[batch.group][batch.row] - 1 + batch.step]
+        prompts, group, lengths = reading.prompts, reading.group, reading.lengths
+        if reading.inserts:  # the rows with their pictures are prompts of their own
+            before = torch.tensor([len(prompt) for prompt in prompts], device=group.device)[group]
+            prompts, group = joined_rows(reading), torch.arange(len(lengths), device=group.device)
+            lengths = torch.zeros_like(lengths)
+        table = tabulate(prompts, self.pad_id, group.device)
+        rows = pack_rows(table, group, reading.tokens, lengths, self.pad_id)
+        hidden = self.run(rows, gather_features(self.network.model, prompts, self.features))
+        if not reading.inserts:
+            before = table.lengths[group]
+        return hidden[reading.row, before[reading.row] - 1 + reading.step]
 
-    def _shared_states(self, batch: ScoringBatch) -> Tensor:
+    def _shared_states(self, reading: Reading) -> Tensor:
         """States before the chosen tokens, with each prompt computed once."""
-        prefix, input_lengths, group = self.prefixes.get(batch.prompts, batch.view), batch.input_lengths, batch.group
+        prefix = self.prefixes.get(reading.prompts, reading.view)
+        lengths, group, row, step = reading.lengths, reading.group, reading.row, reading.step
         states = prefix.last_state
-        if int(input_lengths.sum()):
-            shared = ResponseRow(
-                response_index(input_lengths, group, len(prefix)), prefix.real, prefix.keys, prefix.values
-            )
-            rows = pack_responses(batch.responses, input_lengths, prefix.next_position[group])
-            states = torch.cat([states, self.run(rows, None, shared=shared)[0]])
-        starts = len(prefix) + input_lengths.cumsum(0) - input_lengths
-        # the first token of a response is predicted by the prompt's last state, which the group shares
-        return states[torch.where(batch.step == 0, group[batch.row], starts[batch.row] + batch.step - 1)]
+        if int(lengths.sum()):
+            shared = ResponseRow(response_index(lengths, group, len(prefix)), prefix.real, prefix.keys, prefix.values)
+            rows = pack_reading(reading, prefix.next_position[group])
+            inserted = [insert.prompt for own in reading.inserts for insert in own]
+            features = gather_features(self.network.model, inserted, self.features) if inserted else None
+            states = torch.cat([states, self.run(rows, features, shared=shared)[0]])
+        starts = len(prefix) + lengths.cumsum(0) - lengths
+        # the first token of a row is predicted by the prompt's last state, which the group shares
+        return states[torch.where(step == 0, group[row], starts[row] + step - 1)]
 
     def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
         """Last hidden states of packed rows.

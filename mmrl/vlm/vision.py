@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmrl.vlm.payload import Prompt
+from mmrl.vlm.payload import Prompt, leaves
 from mmrl.vlm.weights_state import weights_state
 
 __all__ = ["FeatureCache", "VisionFeatures", "encode_vision", "gather_features", "multiply_patches"]
@@ -60,7 +60,7 @@ class VisionFeatures:
 
 
 class FeatureCache:
-    """Features of a frozen vision tower, kept as long as the prompts they belong to."""
+    """Features of the vision tower, kept as long as its weights and the prompts they belong to."""
 
     def __init__(self) -> None:
         self._features: weakref.WeakKeyDictionary[Prompt, VisionFeatures] = weakref.WeakKeyDictionary()
@@ -81,7 +81,7 @@ class FeatureCache:
         """Features of all prompts; only those not seen before pass the tower.
 
         Args:
-            model: inner model with the frozen tower.
+            model: inner model with the tower.
             prompts: N prompts.
 
         Returns:
@@ -111,7 +111,7 @@ class FeatureCache:
 
 
 def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) -> VisionFeatures | None:
-    """Features of all prompts, through the cache where the tower is frozen.
+    """Features of all prompts, through the cache where no gradient flows into the tower.
 
     Args:
         model: inner model with `visual`, the vision tower.
@@ -121,9 +121,11 @@ def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) 
     Returns:
         Features of all prompts in order, or None where none has images.
     """
-    if not any(parameter.requires_grad for parameter in model.visual.parameters()):
+    prompts = [leaf for prompt in prompts for leaf in leaves(prompt)]
+    trained = any(parameter.requires_grad for parameter in model.visual.parameters())
+    if not (trained and torch.is_grad_enabled()):
         return cache.gather(model, prompts)
-    cache.clear()  # a fused optimiser may move the tower without raising its version
+    cache.clear()
     return encode_vision(model, prompts)
 
 

@@ -32,20 +32,25 @@ def answers_differ(prompts, completions, **columns):
 
 
 def one_step(tmp_path, model, *, kept: bool, preset: str = "grpo", **trainer) -> tuple[list[int], torch.Tensor]:
-    """Patches in each pass of the vision tower during a step, and all weights after it."""
+    """Prompts of each pass over prompts during a step, and all weights after it."""
     config: VlmConfig = run_config(VlmConfig, tmp_path, model, **trainer)
     config.rewards = [RewardConfig(name="tests.vlm.test_kept_prefill:answers_differ", isolate=False)]
     config.objective = ObjectiveConfig(preset=preset, kl={"coef": 0.0})
     config.sampler.keep_prefill = kept
     recipe = VlmRecipe(config)
-    patches: list[int] = []
-    tower = recipe.policy.network.model.visual
-    tower.register_forward_hook(lambda module, inputs, output: patches.append(len(inputs[0])))
+    read: list[int] = []
+    encode = recipe.policy.encode_prefix
+
+    def counted(prompts):
+        read.append(len(prompts))
+        return encode(prompts)
+
+    recipe.policy.encode_prefix = counted
     try:
         Trainer(recipe, config, tmp_path / "run", make_accelerator(), None).train_step()
     finally:
         recipe.close()
-    return patches, torch.cat([p.detach().flatten() for p in recipe.policy.parameters()])
+    return read, torch.cat([p.detach().flatten() for p in recipe.policy.parameters()])
 
 
 @pytest.mark.parametrize(
