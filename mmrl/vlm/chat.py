@@ -16,7 +16,7 @@ from mmrl.vlm.payload import Prompt
 from mmrl.vlm.rotary import rotary_positions, split_frames
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["PROMPT_ERRORS", "PromptLayout", "PromptTooLong", "encode_prompt"]
+__all__ = ["PROMPT_ERRORS", "PromptLayout", "PromptTooLong", "encode_prompt", "encode_turn"]
 
 
 class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
@@ -73,8 +73,37 @@ def encode_prompt(
         TaskError: an image is unreadable or cannot be processed, or places and images differ in number.
         PromptTooLong: more tokens than the model or the settings allow.
     """
+    return _encode(task, _render(task, processor), processor, layout, images)
+
+
+def encode_turn(
+    task: VlmTask, processor: Any, layout: PromptLayout, *, answered: bool, images: Sequence[Image.Image] | None = None
+) -> Prompt:
+    """Turn the user's next message into the tokens that stand between two answers of the model.
+
+    Args:
+        task: one user turn with places for images.
+        processor: the model's processor.
+        layout: limits and positions of the model.
+        answered: whether the answer before ended with the token that the template ends a turn with; else this begins
+            with that token.
+        images: RGB images to use in place of the task's own; None loads the task's.
+
+    Returns:
+        What the template puts between the two answers, up to and including the start of the assistant's turn; its
+        positions begin at 0.
+
+    Raises:
+        TaskError: as for `encode_prompt`.
+    """
+    end, turn = _render_turn(task, processor)
+    return _encode(task, turn if answered else end + turn, processor, layout, images)
+
+
+def _encode(
+    task: VlmTask, text: str, processor: Any, layout: PromptLayout, images: Sequence[Image.Image] | None
+) -> Prompt:
     loaded = task.load_images() if images is None else list(images)
-    text = _render(task, processor)
     _check_places(task, text, processor, len(loaded))
     frames = _load_videos(task, layout.patch_size)
     inputs = _process(task, processor, text, loaded, frames)
@@ -100,6 +129,24 @@ def _render(task: VlmTask, processor: Any) -> str:
         return str(processor.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates raise their own errors, for instance on an unknown role
         raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
+
+
+def _render_turn(task: VlmTask, processor: Any) -> tuple[str, str]:
+    """What ends the assistant's turn, and what stands between it and the assistant's next turn."""
+    before = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+    try:
+        whole, alone = (
+            str(processor.apply_chat_template(before + more, tokenize=False, add_generation_prompt=bool(more)))
+            for more in (task.messages, [])
+        )
+    except Exception as error:  # templates raise their own errors, for instance on an unknown role
+        raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
+    end = processor.tokenizer.eos_token
+    behind = whole.rpartition(MARK)[2]
+    if not alone.rpartition(MARK)[2].startswith(end) or not behind.startswith(end):
+        message = f"the chat template does not end the assistant's turn with the end token {end}"
+        raise TaskError("bad_prompt", task.id, message)
+    return end, behind.removeprefix(end)
 
 
 def _check_places(task: VlmTask, text: str, processor: Any, images: int) -> None:
@@ -158,6 +205,9 @@ def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:
     types = inputs["mm_token_type_ids"][0]
     return rotary_positions(types, layout.merge_size, inputs.get("image_grid_thw"), videos, steps)
 
+
+MARK = "\u2063turn\u2063"
+"""Stands for the text of earlier turns where the template is rendered; no question holds it."""
 
 PROMPT_ERRORS: dict[str, str] = {
     "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",

@@ -44,6 +44,17 @@ class PrefixDecoder:
         """
         self._attention.keep(index)
 
+    def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What some rows keep of the tokens that they have read so far.
+
+        Args:
+            index: (n,) int64.
+
+        Returns:
+            Keys with rotary applied and values, for each layer (n, Hk, t, d).
+        """
+        return self._attention.cached(index)
+
     def advance(self, token: Tensor) -> Tensor:
         """Read one token of each row.
 
@@ -123,6 +134,13 @@ class _GroupAttention:
         for layers in (self.keys, self.values):
             for number, old in enumerate(layers):
                 layers[number] = old[source // width, head, source % width]
+
+    def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
+        slot, read = self.slot[index], self.step + 1
+        group, place = slot // self.places, slot % self.places
+        keys = [keys[group, :, place, :, :read].transpose(2, 3).contiguous() for keys in self.keys]
+        return keys, [values[group, :, place, :read].contiguous() for values in self.values]
 
     def begin_step(self) -> None:
         """Make room for one more token of each row."""

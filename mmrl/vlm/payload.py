@@ -137,6 +137,8 @@ def join_prompts(parts: Sequence[Prompt]) -> Prompt:
     Returns:
         Their tokens as one prompt; the positions of a part follow those of the part before it.
     """
+    if len(parts) == 1:
+        return parts[0]
     positions, start = [], 0
     for part in parts:
         offset = start - int(part.position_ids.min())

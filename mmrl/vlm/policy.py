@@ -16,7 +16,7 @@ from mmrl.core.logprobs import linear_logprobs
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.vlm.chat import PromptLayout, encode_prompt
+from mmrl.vlm.chat import PromptLayout, encode_prompt, encode_turn
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_rows, tabulate
 from mmrl.vlm.payload import Prompt, VlmPayload
@@ -139,6 +139,24 @@ class VlmPolicy(nn.Module):
         """
         return encode_prompt(task, self.processor, self.layout, images)
 
+    def encode_turn(
+        self, task: VlmTask, images: Sequence[Image.Image] | None = None, *, answered: bool = True
+    ) -> Prompt:
+        """Turn the user's next message into what stands between two answers; see `mmrl.vlm.chat.encode_turn`.
+
+        Args:
+            task: one user turn with places for images.
+            images: RGB images to use in place of the task's own; None loads the task's.
+            answered: whether the answer before ended with the end token.
+
+        Returns:
+            Its tokens and pixels, with positions from 0.
+
+        Raises:
+            TaskError: the turn cannot be used.
+        """
+        return encode_turn(task, self.processor, self.layout, answered=answered, images=images)
+
     def forward(
         self,
         rollouts: Rollouts,
@@ -171,8 +189,8 @@ class VlmPolicy(nn.Module):
         # responses that are alone with their prompt have nothing to share, and one row each is one pass less
         sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
         states = self._shared_states(reading) if sharing else self._flat_states(reading)
-        places = torch.nonzero(mask, as_tuple=True)
-        return self._score(states, reading.targets, places, mask.shape, temperature, outputs)
+        row, step = torch.nonzero(mask, as_tuple=True)
+        return self._score(states, reading.targets, (row, step), mask.shape, temperature, outputs)
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run prompts through the vision tower and the language model, each once.

@@ -69,7 +69,9 @@ def make_reading(payload: VlmPayload, view: str, group: Tensor, mask: Tensor) ->
         response = torch.repeat_interleave(first.diff())
         responses = responses[response].gather(1, shifted.clamp(max=responses.shape[1] - 1))
         row, step = _places_in_contexts(first, starts, row, step)
-        inserts = [_within(inserts, number, start) for number, start in zip(response.tolist(), starts.tolist())]
+        inserts = [
+            _within(inserts, number, start) for number, start in zip(response.tolist(), starts.tolist(), strict=True)
+        ]
     # the last token of a row is predicted but predicts nothing
     lengths = torch.zeros(len(responses), dtype=torch.int64, device=device).scatter_reduce_(0, row, step, "amax")
     if any(inserts):

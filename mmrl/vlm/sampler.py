@@ -24,7 +24,7 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prefix import Prefix
 from mmrl.vlm.sampling import SamplerConfig, Samples
 
-__all__ = ["PolicySampler", "sample"]
+__all__ = ["PolicySampler", "sample", "sample_with"]
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -85,7 +85,32 @@ def sample(
     _check_request(prompts, samples_per_prompt, config)
     total = len(prompts) * samples_per_prompt
     uniforms = None if greedy else torch.rand(total, config.max_new_tokens, generator=generator)
-    draw = GenerationState(policy, config, total, uniforms)
+    return sample_with(policy, prompts, samples_per_prompt, config, uniforms, keep=keep)
+
+
+def sample_with(
+    policy: VlmPolicy,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    config: SamplerConfig,
+    uniforms: Tensor | None,
+    *,
+    keep: KeepPrefill = KeepPrefill.NOTHING,
+) -> Samples:
+    """`sample` with given random numbers.
+
+    Args:
+        policy: as for `sample`, like the arguments that are not listed.
+        prompts: N prompts.
+        samples_per_prompt: G.
+        config: lengths, temperature and truncation.
+        uniforms: (N * G, max_new_tokens) in [0, 1); None takes the likeliest tokens.
+        keep: what is left of the prompts' prefill.
+
+    Returns:
+        The responses, as `sample` does.
+    """
+    draw = GenerationState(policy, config, len(prompts) * samples_per_prompt, uniforms)
     training = policy.training
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
