@@ -75,7 +75,7 @@ class EnvPool:
         self.failures = FailureLog(config.factory, folder)
         """Reasons of failures, counted; each is logged once."""
         self._live: set[int] = set()
-        self._failed = self._malformed = 0
+        self._dropped = self._malformed = 0
         hello = self._pool.start()
         if isinstance(hello, WorkerFailure):
             raise _start_error(config.factory, hello)
@@ -94,8 +94,8 @@ class EnvPool:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Failures by kind, restarts, and episodes that failed, since the pool was made."""
-        return {**self._pool.counts, "malformed": self._malformed, "episodes_failed": self._failed}
+        """Failures by kind, restarts, and episodes without a result, since the pool was made."""
+        return {**self._pool.counts, "malformed": self._malformed, "dropped": self._dropped}
 
     def reset(self, tasks: Mapping[int, AgentTask]) -> dict[int, TurnResult]:
         """Begin episodes; what was going on in these rows is dropped.
@@ -158,6 +158,10 @@ class EnvPool:
         """Numbers of the processes that run now."""
         return self._pool.processes()
 
+    def memory_mb(self) -> float:
+        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        return self._pool.memory_bytes() / 1e6
+
     def close(self) -> None:
         """End all processes; also done when the interpreter ends."""
         self.failures.summary()
@@ -188,7 +192,7 @@ class EnvPool:
                 return TurnResult(found.observation, found.reward, found.terminated, found.truncated, found.info)
             answer = found
             self._malformed += 1
-        self._failed += 1
+        self._dropped += 1
         self.failures.note(answer)
         return TurnResult(Observation(), math.nan, failure=answer)
 

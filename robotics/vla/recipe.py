@@ -32,6 +32,7 @@ from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.loop.sim_counts import SimCounts
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
@@ -42,7 +43,6 @@ from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.replays import ReplayVideos
 from robotics.vla.saved import is_saved_policy
-from robotics.vla.sim_counts import SimCounts
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
 
 __all__ = ["RobotConfig", "RobotRecipe", "pack_episodes"]

@@ -17,6 +17,8 @@ from mmrl.agents.environment import MalformedError, Observation, Outcome
 from mmrl.agents.tasks import AgentTask
 from mmrl.errors import ConfigError, RunError, UserError
 from mmrl.fields import check_config
+from mmrl.training.loop.sim_counts import SimCounts
+from mmrl.training.record.tracking import describe_metric
 
 FAKES = Path(__file__).with_name("fake_envs.py")
 
@@ -57,7 +59,7 @@ def test_episodes_run_side_by_side_to_their_ends(calm):
     last = calm.step({0: Action("go")})[0]
     assert (last.reward, last.terminated, last.truncated, last.failure) == (3.0, False, True, None)
     assert calm.live == []
-    assert calm.counts["episodes_failed"] == 0
+    assert calm.counts["dropped"] == 0
 
 
 def test_a_row_begins_anew_while_another_goes_on(calm):
@@ -116,9 +118,7 @@ def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog):
         assert turns[len(BAD_ACTIONS)].observation.text == "printed"
         assert pool.live == [len(BAD_ACTIONS)]
         counts = pool.counts
-        assert [counts[kind] for kind in ("raised", "crashed", "hung", "malformed", "episodes_failed")] == [
-            *(2, 1, 1, 4, 8),
-        ]
+        assert [counts[kind] for kind in ("raised", "crashed", "hung", "malformed", "dropped")] == [2, 1, 1, 4, 8]
         assert counts["restarted"] == 4, "what is malformed does not cost a process"
         again = pool.reset(tasks(*["well"] * len(names)))
         assert pool.live == list(range(len(names)))
@@ -144,7 +144,7 @@ def test_an_episode_that_does_not_begin_is_tried_again_in_a_fresh_process(tmp_pa
         assert math.isnan(begun[1].reward)
         assert pool.live == [0]
         counts = pool.counts
-        assert (counts["crashed"], counts["raised"], counts["episodes_failed"]) == (1, 2, 1)
+        assert (counts["crashed"], counts["raised"], counts["dropped"]) == (1, 2, 1)
 
 
 def test_a_reset_has_a_time_limit_of_its_own():
@@ -165,6 +165,21 @@ def test_restarts_without_an_episode_stop_the_run():
 def test_a_mistake_in_a_task_is_the_users():
     with EnvPool(config(workers=2)) as pool, pytest.raises(UserError, match=r"^there is no task 'unknown'; there is"):
         pool.reset(tasks("well", "unknown"))
+
+
+def test_counts_and_tracebacks_belong_to_the_run(tmp_path):
+    with EnvPool(config()) as pool:
+        counts = SimCounts(pool, tmp_path)
+        counts.restore({"raised": 3, "dropped": 4})
+        pool.reset(tasks("well"))
+        pool.step({0: Action("raise")})
+        metrics = counts.metrics()
+        state = counts.state()
+    assert (metrics["sim/raised"], metrics["sim/dropped"], metrics["sim/malformed"]) == (4, 5, 0)
+    assert metrics["memory/worker_mb"] > 0
+    assert (state["raised"], state["dropped"]) == (4, 5)
+    assert len(list((tmp_path / "failures").iterdir())) == 1
+    assert [name for name in metrics if describe_metric(name) is None] == []
 
 
 def test_processes_end_with_the_pool():

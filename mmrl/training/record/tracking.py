@@ -347,6 +347,7 @@ METRICS: dict[str, str] = {
     "memory/worker_mb": "Memory in 10^6 bytes, at the end of the step, of the largest environment process.",
     "sim/memory": "Environments whose process held more memory than allowed so far.",
     "sim/raised": "Environments that raised so far.",
+    "sim/malformed": "Environments that returned something of which nothing can be made so far.",
     "sim/diverged": "Simulations that blew up so far.",
     "sim/restarted": "Environments that were started again so far.",
     "sim/dropped": "Episodes that were given up so far.",

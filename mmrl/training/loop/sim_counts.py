@@ -1,39 +1,60 @@
-"""What a run says of its simulator: failures since its beginning, whichever process counted them, and memory."""
+"""What a run says of its environments: failures since its beginning, whichever process counted them, and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from accelerate import PartialState
 
 from mmrl.training.loop.distributed import sum_over_processes
-from robotics.sim.episodes import RobotSim
-from robotics.sim.subprocess_sim import SubprocessSim
+from mmrl.workers.failure_log import FailureLog
 
-__all__ = ["SimCounts"]
+__all__ = ["Counted", "InProcesses", "SimCounts"]
+
+
+class Counted(Protocol):
+    """Environments that count what goes wrong."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Failures since they were made, by kind."""
+        ...
+
+
+@runtime_checkable
+class InProcesses(Protocol):
+    """Environments that live in processes of their own."""
+
+    failures: FailureLog
+    """What went wrong, with tracebacks."""
+
+    def memory_mb(self) -> float:
+        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        ...
 
 
 class SimCounts:
-    """Counts that survive an interruption; a simulator itself counts from its start.
+    """Counts that survive an interruption; environments themselves count from their start.
 
     Args:
-        sim: the simulator.
+        sim: a simulator, or a pool of environments.
         run_dir: of the run, whose `failures` folder gets the tracebacks of environments.
     """
 
-    def __init__(self, sim: RobotSim, run_dir: Path) -> None:
+    def __init__(self, sim: Counted, run_dir: Path) -> None:
         self._sim = sim
         self._before: dict[str, int] = {}
         self._latest: dict[str, int] = {}
-        if isinstance(sim, SubprocessSim):
+        if isinstance(sim, InProcesses):
             sim.failures.folder = run_dir / "failures"
 
     def metrics(self) -> dict[str, float]:
         """Totals over all processes, and the memory of this one's largest worker; every process calls it."""
         self._latest = self._totals(sum_over_processes(self._sim.counts))
         found = {f"sim/{name}": float(count) for name, count in self._latest.items()}
-        if isinstance(self._sim, SubprocessSim):
+        if isinstance(self._sim, InProcesses):
             found["memory/worker_mb"] = self._sim.memory_mb()
         return found
 
