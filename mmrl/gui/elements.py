@@ -1,0 +1,86 @@
+"""What can be acted on in a page: boxes, roles and accessible names from its DOM, with a test of visibility."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.gui.coords import Box, Point
+
+if TYPE_CHECKING:
+    from mmrl.gui.guarded_page import GuardedPage
+
+__all__ = ["Element", "read_elements"]
+
+
+@dataclass(frozen=True)
+class Element:
+    """A control of a page."""
+
+    key: str
+    """Its `data-key`, which the suite's own pages give to every control; empty elsewhere."""
+    tag: str
+    role: str
+    """ARIA role, given or that of the tag."""
+    name: str
+    """Accessible name: aria-labelledby, aria-label, label, contents, then alt, title or placeholder."""
+    text: str
+    """Text that is shown in it."""
+    box: Box
+    """Visible part in pixels of the picture; of a wrapped link the largest line."""
+    hidden: str = ""
+    """Why it cannot be clicked: style, outside (the window or a frame), covered; empty for a visible one."""
+    visible_share: float = 1.0
+    """Visible share of its area."""
+    icon_only: bool = False
+    """Whether it shows a picture and no text."""
+    type: str = ""
+    """Of an input."""
+    disabled: bool = False
+    checked: bool = False
+    value: str = ""
+    row: str = ""
+    """`data-row` of the row or card that it stands in."""
+    focused: bool = False
+    all_selected: bool = False
+    """Whether typing would replace its whole text."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Its data attributes."""
+
+    @property
+    def visible(self) -> bool:
+        """Whether a click on its middle reaches it."""
+        return not self.hidden
+
+    @property
+    def center(self) -> Point:
+        """Middle of its visible part in pixels of the picture."""
+        return self.box.center
+
+
+def read_elements(page: GuardedPage) -> list[Element]:
+    """The controls of a page in the order of the document, also those that are not visible.
+
+    Args:
+        page: an open page.
+
+    Returns:
+        Elements with boxes in pixels of the screenshot.
+
+    Raises:
+        BrowserFailure: the page does not answer.
+    """
+    return [_element(entry, page.scale) for entry in page.evaluate(_script())]
+
+
+def _element(entry: dict[str, Any], scale: float) -> Element:
+    entry["box"] = Box(*(edge * scale for edge in entry["box"]))
+    return Element(**entry)
+
+
+@cache
+def _script() -> str:
+    return Path(__file__).with_name("read_elements.js").read_text(encoding="utf-8")

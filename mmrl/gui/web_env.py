@@ -1,0 +1,155 @@
+"""The suite's own tasks as environments: Gymnasium's for everybody, and the three methods that agents use.
+
+    env = WebTaskEnv(WebTaskSettings(tasks=("login",)))
+    observation, info = env.reset(seed=0, options={"task": {"name": "login", "seed": 3, "sub_goals": 1}})
+    observation, reward, terminated, truncated, info = env.step({"name": "click", "arguments": {"x": 100, "y": 50}})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from mmrl.agents.actions import Action
+from mmrl.agents.environment import Observation
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields
+from mmrl.gui.browser import Browser, BrowserFailure
+from mmrl.gui.guarded_page import GuardedPage
+from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict
+from mmrl.gui.tasks.case import Case, Move, View
+from mmrl.gui.tasks.catalogue import TASKS, Disturbances, expert_move, make_case, page_html
+
+__all__ = ["WebAgentEnv", "WebTaskEnv", "WebTaskSettings", "web_tasks"]
+
+TASK_FIELDS = ("name", "seed", "sub_goals", "distractors")
+TICK = """async () => {
+  const frames = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+  await frames();
+  const report = window.task.tick();
+  await frames();
+  return report;
+}"""
+
+
+@dataclass(frozen=True)
+class WebTaskSettings(PageEnvSettings):
+    """Which tasks, how hard, and how much happens of itself."""
+
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """Tasks that a reset without a name draws from; see `mmrl.gui.tasks.catalogue.TASKS`."""
+    sub_goals: int = bounded(2, at_least=1)
+    """Things to do in a task, where the task does not say; at most what the task has."""
+    distractors: int = bounded(2, at_least=0, at_most=3)
+    """Things that are there to be taken for others, where the task does not say."""
+    disturbances: Disturbances = field(default_factory=Disturbances)
+    """Pop-ups, mirrored layouts and slow loading, drawn from the seed of each episode."""
+
+    def validate(self) -> None:
+        """Check the names of the tasks and the probabilities; raises UserError."""
+        super().validate()
+        unknown = [name for name in self.tasks if name not in TASKS]
+        if unknown or not self.tasks:
+            raise UserError(f"there is no task {(unknown or [''])[0]!r}; there are: {', '.join(TASKS)}")
+        check_fields(self.disturbances, "environment.disturbances")
+
+
+class WebTaskEnv(PageEnv):
+    """The suite's own tasks.
+
+    A task is {"name", "seed", "sub_goals", "distractors"}; what is left out comes from the settings, and the seed of the
+    case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
+
+    Args:
+        settings: which tasks, and what the agent sees.
+        browser: a running browser to use; that of the process when None.
+    """
+
+    settings: WebTaskSettings
+
+    def __init__(self, settings: WebTaskSettings | None = None, browser: Browser | None = None) -> None:
+        super().__init__(settings or WebTaskSettings(), browser)
+        self._name = ""
+        self._case = Case("", {})
+        self._report: dict[str, Any] = {}
+
+    def expert_move(self) -> Move:
+        """What the task's expert does next, its points in the agent's coordinate space."""
+        elements = {element.key: element for element in self.elements() if element.key and element.visible}
+        name, arguments = expert_move(self._name, self._case, View(elements, self._report))
+        if name == "click":
+            x, y = self.viewpoint.from_picture((arguments["x"], arguments["y"]))
+            arguments = {"x": x, "y": y}
+        return name, arguments
+
+    def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        unknown = [str(key) for key in options if key not in TASK_FIELDS]
+        if unknown:
+            raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
+        name = options.get("name") or Random(f"task/{seed}").choice(self.settings.tasks)
+        most = TASKS[name].most_goals if name in TASKS else self.settings.sub_goals
+        task = {"seed": seed, "sub_goals": min(self.settings.sub_goals, most), "distractors": self.settings.distractors}
+        return {**task, **options, "name": name}
+
+    def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
+        self._name, self._case = task["name"], make_case(**task)
+        page.load_html(page_html(self._name, self._case, self.settings.disturbances.draw(seed)))
+        self._report = page.evaluate("() => window.task.report()")
+        return self._case.instruction
+
+    def _after(self, page: GuardedPage) -> Verdict:
+        self._report = report = page.evaluate(TICK)
+        share = report["progress"] if self.settings.partial_credit and report["unharmed"] else 0.0
+        told = {name: report[name] for name in ("progress", "popup", "loading", "mirrored")}
+        return Verdict(1.0 if report["success"] else share, report["success"], report["done"], told)
+
+
+class WebAgentEnv:
+    """A page environment behind the three methods of `mmrl.agents.environment.Environment`.
+
+    The first observation's text is the instruction; later ones say what went wrong with an action, or what the page
+    tried and was refused. A browser that fails raises, so that the episode has no result.
+
+    Args:
+        env: the environment.
+    """
+
+    def __init__(self, env: PageEnv) -> None:
+        self.env = env
+
+    @property
+    def actions(self) -> Mapping[str, str]:
+        """The actions with a sentence each."""
+        return self.env.actions
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Begin an episode."""
+        observation, info = self.env.reset(seed=seed, options={"task": dict(task)})
+        return Observation(observation["instruction"], (observation["image"],)), info
+
+    def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
+        """Execute an action; raises BrowserFailure where the browser failed."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if "env_error" in info:
+            raise BrowserFailure(info["env_error"])
+        told = [text for text in (info["action_message"], *info["events"]) if text]
+        return Observation("\n".join(told), (observation["image"],)), reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Close the page."""
+        self.env.close()
+
+
+def web_tasks(**settings: Any) -> WebAgentEnv:
+    """The suite's own tasks for agents: `environment.factory: mmrl.gui.web_env:web_tasks`.
+
+    Args:
+        settings: fields of `WebTaskSettings` as plain data; `space` by its name, `resize`, `browser` and `disturbances` as
+            mappings.
+
+    Raises:
+        UserError: there is no such field, or its value is out of bounds.
+    """
+    return WebAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))
