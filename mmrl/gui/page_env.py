@@ -17,10 +17,11 @@ import numpy as np
 from gymnasium import spaces
 
 from mmrl.agents.actions import Action
+from mmrl.agents.films import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 from mmrl.gui.browser import Browser, BrowserFailure, BrowserSettings, process_browser
-from mmrl.gui.coords import CoordinateSpace, Resize, resize_image
+from mmrl.gui.coords import CoordinateSpace, Point, Resize, resize_image
 from mmrl.gui.elements import Element, read_elements
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.web_actions import ACTIONS, ActionError, Command, Viewpoint, carry_out, read_action
@@ -61,7 +62,9 @@ class PageEnvSettings:
     def validate(self) -> None:
         """Check rules between fields; raises UserError."""
         if self.space is CoordinateSpace.ABS_RESIZED and self.resize is None:
-            raise UserError("points of the space abs_resized need `resize`, which says how large the model sees the picture")
+            raise UserError(
+                "points of the space abs_resized need `resize`, which says how large the model sees the picture"
+            )
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,6 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     Args:
         settings: what the agent sees, and how long it may act.
         browser: a running browser to use; that of the process, started at the first reset, when None.
-        metadata: unused fields of Gymnasium keep their defaults.
 
     Raises:
         UserError: a setting is out of bounds.
@@ -250,8 +252,14 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._over = terminated or truncated
         reward = verdict.reward if self._over and command.name != "fail" else 0.0
         info = {**self._facts(), **verdict.info, "success": verdict.success and command.name != "fail"}
+        info |= {MARKS: [self._shown(point) for point in command.points]}
         info |= {"action_error": code, "action_message": message, "events": self.page.take_events()}
         return self._observation(), reward, terminated, truncated, info
+
+    def _shown(self, point: Point) -> Point:
+        """A point of the screenshot in pixels of the picture that the agent saw."""
+        (width, height), shown = self.viewpoint.picture_wh, self.viewpoint.model_wh or self.viewpoint.picture_wh
+        return point[0] * shown[0] / width, point[1] * shown[1] / height
 
     def _ready_page(self) -> GuardedPage:
         """A page in a browser that runs, a fresh one where the last one failed or grew old."""
@@ -285,7 +293,9 @@ def _task_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if isinstance(task, str):
         return {"name": task}
     if not isinstance(task, Mapping):
-        raise UserError(f"the task is a {type(task).__name__}; expected its name, or a mapping such as {{'name': 'login'}}")
+        raise UserError(
+            f"the task is a {type(task).__name__}; expected its name, or a mapping such as {{'name': 'login'}}"
+        )
     return task
 
 

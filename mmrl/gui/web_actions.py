@@ -189,7 +189,9 @@ def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
     last = parts[-1] if parts else ""
     key = last if last in CHARACTERS else KEYS.get(last.lower().replace("_", ""), "")
     if not key or not all(named) or len(set(named)) < len(named):
-        examples = "a character, or Enter, Tab, Escape, Backspace, ArrowDown and the like, after Control+, Shift+ or Alt+"
+        examples = (
+            "a character, or Enter, Tab, Escape, Backspace, ArrowDown and the like, after Control+, Shift+ or Alt+"
+        )
         raise ActionError("wrong_arguments", f"There is no key {str(given)[:40]!r}; a key is {examples}.")
     return Command(name, text="+".join([*named, key]))
 
@@ -207,7 +209,9 @@ def _point(name: str, left: dict[str, Any], whole: str, parts: tuple[str, str]) 
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15 and math.isfinite(value)
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15 and math.isfinite(value)
+    )
 
 
 def _wrong(name: str) -> ActionError:

@@ -1,8 +1,8 @@
 """The suite's own tasks as environments: Gymnasium's for everybody, and the three methods that agents use.
 
-    env = WebTaskEnv(WebTaskSettings(tasks=("login",)))
-    observation, info = env.reset(seed=0, options={"task": {"name": "login", "seed": 3, "sub_goals": 1}})
-    observation, reward, terminated, truncated, info = env.step({"name": "click", "arguments": {"x": 100, "y": 50}})
+env = WebTaskEnv(WebTaskSettings(tasks=("login",)))
+observation, info = env.reset(seed=0, options={"task": {"name": "login", "seed": 3, "sub_goals": 1}})
+observation, reward, terminated, truncated, info = env.step({"name": "click", "arguments": {"x": 100, "y": 50}})
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mmrl.fields import bounded, check_fields
 from mmrl.gui.browser import Browser, BrowserFailure
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict
+from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.tasks.case import Case, Move, View
 from mmrl.gui.tasks.catalogue import TASKS, Disturbances, expert_move, make_case, page_html
 
@@ -59,8 +60,8 @@ class WebTaskSettings(PageEnvSettings):
 class WebTaskEnv(PageEnv):
     """The suite's own tasks.
 
-    A task is {"name", "seed", "sub_goals", "distractors"}; what is left out comes from the settings, and the seed of the
-    case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
+    A task is {"name", "seed", "sub_goals", "distractors"}; what is left out comes from the settings, and the seed of
+    the case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
 
     Args:
         settings: which tasks, and what the agent sees.
@@ -146,8 +147,8 @@ def web_tasks(**settings: Any) -> WebAgentEnv:
     """The suite's own tasks for agents: `environment.factory: mmrl.gui.web_env:web_tasks`.
 
     Args:
-        settings: fields of `WebTaskSettings` as plain data; `space` by its name, `resize`, `browser` and `disturbances` as
-            mappings.
+        settings: fields of `WebTaskSettings` as plain data; `space` by its name, `resize`, `browser` and
+            `disturbances` as mappings.
 
     Raises:
         UserError: there is no such field, or its value is out of bounds.

@@ -1,4 +1,4 @@
-"""Generated screens: true boxes and names, instructions for one control each, equal pixels, splits that share nothing."""
+"""Generated screens: true boxes and names, instructions for one control, equal pixels, splits that share nothing."""
 
 import random
 

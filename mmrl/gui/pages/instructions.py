@@ -1,7 +1,7 @@
 """Instructions that exactly one visible control of a page fulfils.
 
-Three kinds: by its name, by what it is for, and by where it stands. An instruction that a second control fulfils is left
-out, or with `all_boxes` kept with the boxes of both.
+Three kinds: by its name, by what it is for, and by where it stands. An instruction that a second control fulfils is
+left out, or with `all_boxes` kept with the boxes of both.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class WebScreens:
             seed: first part of the seeds of the screens; equal ones give equal samples.
 
         Yields:
-            Samples with pictures as PIL images; `meta` has id, kind, group (text or icon), role, name, language, layout,
-            theme, scale, split and seed.
+            Samples with pictures as PIL images; `meta` has id, kind, group (text or icon), role, name, language,
+            layout, theme, scale, split and seed.
         """
         given, number = 0, 0
         while given < count:

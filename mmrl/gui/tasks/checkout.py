@@ -55,7 +55,9 @@ def expert(case: Case, view: View) -> Move:
 
 
 def _pay(asked: dict[str, Any], view: View) -> Move:
-    if str(view.state["city"]).strip() != asked["city"] or view.state["shipping"] != asked.get("shipping", SHIPPINGS[0]):
+    if str(view.state["city"]).strip() != asked["city"] or view.state["shipping"] != asked.get(
+        "shipping", SHIPPINGS[0]
+    ):
         return click(view, "back")
     move = fill(view, "code", asked["code"]) if "code" in asked else None
     if move:

@@ -20,7 +20,9 @@ TABS: dict[str, dict[str, tuple[str, ...]]] = {
 def make(draw: Random, sub_goals: int, distractors: int) -> Case:
     """A case; distractors are further tabs."""
     names = draw.sample(sorted(TABS), min(len(TABS), 1 + distractors))
-    tabs = [{"name": name, "options": [_option(draw, *entry) for entry in TABS[name].items()]} for name in names]
+    tabs: list[dict[str, Any]] = [
+        {"name": name, "options": [_option(draw, *entry) for entry in TABS[name].items()]} for name in names
+    ]
     options = [(tab["name"], option) for tab in tabs for option in tab["options"]]
     chosen = draw.sample(options, min(sub_goals, len(options)))
     wanted = [{"id": option["id"], "value": _other(draw, option)} for _, option in chosen]
