@@ -92,7 +92,8 @@ def write_expert_episodes(
     Args:
         env: the environment; its settings say which tasks.
         folder: where to; made where it is missing.
-        count: episodes, of the seeds `seed` to `seed + count - 1`.
+        count: episodes.
+        seed: of the first one; each next one has the next number.
         films: of the first episodes.
 
     Returns:
