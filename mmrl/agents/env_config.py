@@ -32,7 +32,7 @@ class EnvironmentConfig:
     adapter: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of mmrl.agents.gym_env.GymEnvironment, where the factory makes a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
-    """Environments at once, each in a process of its own."""
+    """Environments at once of each training process, each in a process of its own."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the processes, on top of this one's."""
     start_timeout_s: float = bounded(180.0, above=0, finite=True)

@@ -37,7 +37,14 @@ class EnvService:
     def hello(self) -> dict[str, Any]:
         """Names and descriptions of the actions, where the environment has them."""
         actions = getattr(self._env, "actions", None) or {}
-        return {"actions": {str(name): str(text) for name, text in dict(actions).items()}}
+        if isinstance(actions, (list, tuple)):
+            actions = dict.fromkeys(actions, "")
+        if not isinstance(actions, Mapping):
+            raise LoadError(
+                f"`actions` of {type(self._env).__name__} is a {type(actions).__name__}; expected a mapping from the "
+                "names of its actions to a sentence each"
+            )
+        return {"actions": {str(name): str(text) for name, text in actions.items()}}
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
         """Begin an episode, or execute an action."""

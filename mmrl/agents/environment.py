@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Environment", "MalformedError", "Observation", "Outcome", "as_observation", "as_outcome", "as_start"]
 
+ACTION_ERROR = "action_error"
 KEYS = ("image", "images", "text")
 """Of an observation that is a dict."""
 MAX_TEXT_CHARS = 200_000
@@ -48,7 +49,7 @@ class Outcome:
     truncated: bool
     """Whether a time limit of the environment cut it."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever the environment adds; `action_error` says why an action was not executed."""
+    """Whatever the environment adds; `action_error`, where it is there, says why an action was not executed."""
 
 
 class Environment(Protocol):
@@ -162,6 +163,8 @@ def as_outcome(value: Any) -> Outcome:
     info = value[-1] if len(value) > 3 else {}
     if not isinstance(info, Mapping):
         raise MalformedError(f"step returned {_kinds(value)}; the last of {len(value)} values must be a dict")
+    if info.get(ACTION_ERROR, "") is None:  # said in every turn by some, None where all was well
+        info = {key: entry for key, entry in info.items() if key != ACTION_ERROR}
     return Outcome(
         as_observation(observation), _reward(reward), _flag("ended", terminated), _flag("truncated", truncated), info
     )

@@ -99,6 +99,14 @@ class NoStep:
         pass
 
 
+class Named(Fake):
+    actions = ("go", "end")
+
+
+class Counted(Fake):
+    actions = 2
+
+
 def broken():
     raise OSError("no licence found")
 

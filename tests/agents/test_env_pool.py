@@ -167,6 +167,11 @@ def test_a_mistake_in_a_task_is_the_users():
         pool.reset(tasks("well", "unknown"))
 
 
+def test_actions_may_be_names_only():
+    with EnvPool(config("Named")) as pool:
+        assert pool.actions == {"go": "", "end": ""}
+
+
 def test_counts_and_tracebacks_belong_to_the_run(tmp_path):
     with EnvPool(config()) as pool:
         counts = SimCounts(pool, tmp_path)
@@ -199,6 +204,7 @@ def test_processes_end_with_the_pool():
         ("unusable", {}, UserError, "^set MAZES to where the mazes lie$"),
         ("dies", {}, RunError, "did not start; it crashed: ended with code 7"),
         ("Fakes", {}, UserError, "environment.factory: .* has no 'Fakes'"),
+        ("Counted", {}, UserError, "`actions` of Counted is a int; expected a mapping"),
         ("NoStep", {}, UserError, "made a NoStep without step; an environment has the methods reset, step, close"),
         ("Fake", {"kwargs": {"size": 3}}, UserError, "unexpected keyword argument 'size'; it takes folder, length"),
         ("Fake", {"adapter": {"render": True}}, UserError, "adapter is for environments of Gymnasium; .* a Fake"),

@@ -84,6 +84,8 @@ def test_reset_may_return_information_too():
         (("t", np.float32(0.5), np.bool_(False)), 0.5, False, False, {}),
         (("t", np.array([2.0]), False, {"a": 1}), 2.0, False, False, {"a": 1}),
         (("t", 0.0, False, True, {"a": 1}), 0.0, False, True, {"a": 1}),
+        (("t", 0.0, False, {"action_error": None, "a": None}), 0.0, False, False, {"a": None}),
+        (("t", 0.0, False, {"action_error": "far off"}), 0.0, False, False, {"action_error": "far off"}),
         ((Observation("t"), True, True), 1.0, True, False, {}),
         (Outcome(Observation("t"), 1.0, False, True), 1.0, False, True, {}),
     ],

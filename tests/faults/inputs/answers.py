@@ -24,6 +24,11 @@ COMPLETIONS = (
     "<answer>$\\sqrt{2}$</answer>",
 )
 ANSWERS: tuple[Any, ...] = ("7", "B", "0.5", "1234.5", 7, 7.5, "\\frac{1}{2}", ["7", "seven"], "(3, 4)")
+AGENT_ANSWERS = (
+    '{"thoughts": "t", "action": {"name": "drag", "arguments": {"from": [1, 2.5], "to": [3, 4]}}}',
+    "Thought: t\nAction: drag(start_box='(1,2)', end_box='(3,4)')\n\ntype(content='it\\'s')",
+    "<think>t</think><action>click(point=[1, 2])</action>",
+)
 IN_PROCESS = ("format", "choice", "number", "exact", "overlong")
 
 
@@ -104,6 +109,23 @@ def _messages(_: None, rng: random.Random, folder: Path) -> Verdict:
     return of_call(lambda: list(wire.Decoder().feed(data)), skips=(wire.WireError,))
 
 
+def _actions(_: None, rng: random.Random, folder: Path) -> Verdict:
+    """What an agent may write instead of an action, and what is in it where there is one."""
+    from mmrl.agents.actions import FORMATS, PARSE_ERRORS, parse_answer
+    from mmrl.workers.values import encode
+
+    format = rng.choice(list(FORMATS))
+    text = damage_text(rng, rng.choice((FORMATS[format].example, *AGENT_ANSWERS)))
+    text = text * rng.choice((2, 100, 3000)) if rng.random() < 0.1 else text
+
+    def parse() -> None:
+        found = parse_answer(text, format, strict=rng.random() < 0.5, max_actions=3)
+        assert (found.error in PARSE_ERRORS) != bool(found.actions), found
+        encode([[action.name, dict(action.arguments)] for action in found.actions])
+
+    return of_call(parse)
+
+
 def _captions(_: None, rng: random.Random, folder: Path) -> Verdict:
     """Captions and their data columns as the image rewards read them."""
     from diffusion.rewards.table import load_image_rewards
@@ -129,6 +151,7 @@ KINDS = (
     Kind("answers", _nothing, _rewards, share=6),
     Kind("answers to math", _nothing, _maths, share=0.1, limit_s=90),
     Kind("answers of a judge", _nothing, _judge, share=1),
+    Kind("actions of agents", _nothing, _actions, share=2),
     Kind("captions", _nothing, _captions, share=1.5),
     Kind("messages of workers", _nothing, _messages, share=4),
 )
