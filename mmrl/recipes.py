@@ -143,6 +143,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         supervised=True,
     ),
     RecipeEntry(
+        "agent",
+        "mmrl.agents.recipe",
+        "AgentRecipe",
+        "AgentConfig",
+        "an agent that looks and acts over several turns, with any objective of the catalogue",
+        "objective: see `mmrl list objectives`",
+    ),
+    RecipeEntry(
         "ddpo",
         "diffusion.ddpo",
         "DdpoRecipe",

@@ -1,0 +1,171 @@
+"""What an agent reads: the system turn, the first observation with the instruction, and what follows its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from PIL import Image
+
+from mmrl.agents.actions import FORMATS, ActionConfig
+from mmrl.agents.environment import Observation
+from mmrl.agents.tasks import AgentTask
+from mmrl.fields import bounded
+from mmrl.vlm.payload import Prompt, join_prompts
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.reading import text_prompt
+from mmrl.vlm.task import ImageSource, VlmTask
+
+__all__ = ["Conversation", "ConversationConfig", "Writer"]
+
+OMITTED = "[picture left out]"
+"""What stands for a picture that has left the history."""
+
+
+@dataclass
+class ConversationConfig:
+    """How an episode is put into words."""
+
+    system: str = "You act in an environment. {manual}\nActions:\n{actions}"
+    """System turn; {manual} is replaced by how actions are written and {actions} by those that the environment names, a
+    line each. Empty = no system turn."""
+    history_images: int = bounded(0, at_least=0)
+    """Pictures that are kept: older ones are left out, their text stays. 0 = all. A window costs time: once it is full,
+    every turn is read from the beginning."""
+
+    def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
+        """The system turn.
+
+        Args:
+            actions: how actions are written.
+            known: names of the environment's actions with a sentence each.
+        """
+        listed = "\n".join(f"- {name}: {about}" if about else f"- {name}" for name, about in known.items())
+        return self.system.replace("{manual}", FORMATS[actions.format].manual).replace("{actions}", listed).strip()
+
+
+@dataclass
+class _Part:
+    """One piece of a conversation: an observation, or an answer."""
+
+    prompt: Prompt
+    """Its tokens, with all pictures."""
+    observation: Observation | None = None
+    """None for an answer."""
+    note: str = ""
+    """What stands in front of the observation's text."""
+    answered: bool = True
+
+
+@dataclass
+class Conversation:
+    """One episode's conversation so far."""
+
+    task: AgentTask
+    parts: list[_Part] = field(default_factory=list)
+    left_out: int = 0
+    """Pictures that the window has left out so far."""
+
+    @property
+    def pictures(self) -> int:
+        """Pictures shown so far."""
+        return sum(len(part.observation.images) for part in self.parts if part.observation is not None)
+
+
+class Writer:
+    """Writes conversations for a policy.
+
+    Args:
+        policy: whose chat template and processor are used.
+        config: how an episode is put into words.
+        system: text of the system turn; empty without one.
+    """
+
+    def __init__(self, policy: VlmPolicy, config: ConversationConfig, system: str) -> None:
+        self._policy, self._config, self._system = policy, config, system
+
+    def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
+        """Start a conversation.
+
+        Args:
+            task: its instruction stands in front of the observation's text.
+            observation: what the agent sees first.
+            prompt: that of another conversation which begins with the same; None encodes it.
+
+        Raises:
+            TaskError: the observation cannot be encoded, or is too long.
+        """
+        first = self._first(task, observation, observation.images) if prompt is None else prompt
+        return Conversation(task, [_Part(first, observation)])
+
+    def answer(self, conversation: Conversation, ids: list[int]) -> None:
+        """Append what the agent answered, as its tokens."""
+        conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64))))
+
+    def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
+        """Append what the agent sees next.
+
+        Args:
+            conversation: one that ends with an answer.
+            observation: what it sees.
+            note: stands in front of its text, such as what was wrong with the answer.
+
+        Returns:
+            What stands between the two answers.
+
+        Raises:
+            TaskError: the observation cannot be encoded, or is too long.
+        """
+        last = conversation.parts[-1].prompt.input_ids
+        answered = bool(last[-1] == self._policy.processor.tokenizer.eos_token_id)
+        prompt = self._turn(conversation.task, observation, observation.images, note, answered)
+        conversation.parts.append(_Part(prompt, observation, note, answered))
+        return prompt
+
+    def cut(self, conversation: Conversation) -> Prompt | None:
+        """The conversation as one prompt without the pictures that the window leaves out.
+
+        Returns:
+            The prompt; None where no further picture has to be left out.
+        """
+        keep = self._config.history_images
+        excess = conversation.pictures - keep
+        if not keep or excess <= conversation.left_out:
+            return None
+        conversation.left_out = excess
+        return join_prompts([self._without(conversation, number, excess) for number in range(len(conversation.parts))])
+
+    def _without(self, conversation: Conversation, number: int, excess: int) -> Prompt:
+        """A part without those of its pictures that are among the first `excess` of the conversation."""
+        part = conversation.parts[number]
+        if part.observation is None:
+            return part.prompt
+        seen = sum(len(p.observation.images) for p in conversation.parts[:number] if p.observation is not None)
+        gone = min(max(excess - seen, 0), len(part.observation.images))
+        if not gone:
+            return part.prompt
+        kept = part.observation.images[gone:]
+        if number == 0:
+            return self._first(conversation.task, part.observation, kept)
+        return self._turn(conversation.task, part.observation, kept, part.note, part.answered)
+
+    def _first(self, task: AgentTask, observation: Observation, images: tuple) -> Prompt:
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        turn = _user_turn(observation, len(images), task.instruction)
+        return self._policy.encode(VlmTask(task.id, [*messages, turn], _pictures(images)))
+
+    def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, answered: bool) -> Prompt:
+        turn = VlmTask(task.id, [_user_turn(observation, len(images), note)], _pictures(images))
+        return self._policy.encode_turn(turn, answered=answered)
+
+
+def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, object]:
+    text = "\n".join(filter(None, (front, observation.text)))
+    left_out = [{"type": "text", "text": f"{OMITTED}\n"}] * (len(observation.images) - kept)
+    images = [{"type": "image"}] * kept
+    return {"role": "user", "content": [*left_out, *images, {"type": "text", "text": text}]}
+
+
+def _pictures(images: tuple) -> list[ImageSource]:
+    return [Image.fromarray(image) for image in images]

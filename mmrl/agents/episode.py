@@ -1,0 +1,77 @@
+"""One episode of an agent, how it may end, and how long it may last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mmrl.agents.environment import Observation
+from mmrl.agents.films import Film
+from mmrl.agents.tasks import AgentTask
+from mmrl.agents.trajectories import Trajectory
+from mmrl.fields import bounded
+from mmrl.vlm.payload import Prompt
+
+__all__ = ["ENDINGS", "NO_RESULT", "Episode", "EpisodeConfig"]
+
+
+@dataclass
+class EpisodeConfig:
+    """How long episodes last."""
+
+    max_turns: int = bounded(15, at_least=1)
+    """Turns after which an episode is truncated, where the environment has not ended it before."""
+    success_above: float = 0.0
+    """An episode succeeds where the sum of its rewards is larger, unless the environment says so itself in
+    info["success"]."""
+
+
+@dataclass
+class Episode:
+    """One episode and how it ended."""
+
+    task: AgentTask
+    prompt: Prompt | None = None
+    """What the agent read first; None where the environment did not begin."""
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    rewards: list[float] = field(default_factory=list)
+    """The environment's reward of each turn."""
+    answers: list[str] = field(default_factory=list)
+    """What the agent said in each turn."""
+    unreadable: int = 0
+    """Answers without an action that could be read."""
+    refused: int = 0
+    """Actions that the environment could not execute."""
+    ending: str = ""
+    """Key of `ENDINGS`; empty while it runs."""
+    reason: str = ""
+    """Why it has no result, in one line."""
+    success: bool = False
+    finish: str = ""
+    """Why the last answer ended: "eos", "stop" or "length"."""
+    last: Observation = field(default_factory=Observation)
+    """What was seen last."""
+    film: Film | None = None
+    """What was seen and done, where it is recorded."""
+
+    @property
+    def has_result(self) -> bool:
+        """Whether its reward means anything."""
+        return self.ending not in NO_RESULT
+
+    @property
+    def total(self) -> float:
+        """Sum of the environment's rewards; NaN where there is no result."""
+        return sum(self.rewards) if self.has_result else math.nan
+
+
+NO_RESULT = ("failed", "overflow")
+"""Endings of episodes whose reward means nothing."""
+
+ENDINGS: dict[str, str] = {
+    "terminated": "The environment ended the episode.",
+    "truncated": "The environment's limit or episode.max_turns was reached.",
+    "unreadable": "An answer had no action that could be read, and actions.on_parse_error is terminate.",
+    "failed": "The environment raised, hung, died or returned something malformed: there is no result.",
+    "overflow": "What was to be seen next does not fit into the model's positions: there is no result.",
+}

@@ -1,0 +1,163 @@
+"""Success of an agent on held-out tasks, with films of some episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mmrl.agents.episode import ENDINGS, Episode
+from mmrl.agents.films import Film, write_films
+from mmrl.agents.tasks import AgentTask
+from mmrl.fields import bounded
+from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
+from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.metrics import metric_label
+from mmrl.training.record.outcomes import Outcome
+from mmrl.training.record.samples import SampleRecord
+
+__all__ = ["AgentEvaluationConfig", "AgentMeasure", "episode_record"]
+
+RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]], list[Episode]]
+"""Tasks, seeds, whether greedy, and which are filmed, to their episodes."""
+
+
+@dataclass
+class AgentEvaluationConfig(EvaluationConfig):
+    """Evaluation in episodes: greedy ones, and sampled ones where `samples` asks for them."""
+
+    samples: int = bounded(0, at_least=0)
+    """Further episodes of each task with sampled answers; 0 = none."""
+    films: int = bounded(2, at_least=0)
+    """First successes and first failures of the headline split that are kept as mp4, that many of each; 0 = none."""
+
+
+@dataclass
+class AgentMeasure(Measure[AgentTask]):
+    """Success over tasks, with greedy or with sampled answers.
+
+    The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over tasks for sampled), the same
+    for each name of a task, and the means of return, turns, unreadable answers and refused actions. Episodes without a
+    result are counted in episode/no_result and are part of no other number.
+    """
+
+    run_episodes: RunEpisodes
+    protocol: str
+    """greedy or sampled."""
+    evaluation: AgentEvaluationConfig
+    seed: int
+    split: str
+    folder: Path | None = None
+    """Where films go; None makes none."""
+    label: str = ""
+    """Beginning of the films' names."""
+    _films: list[Film] = field(default_factory=list)
+
+    unit = "episodes"
+
+    def __post_init__(self) -> None:
+        self.repeats = int(self.evaluation.greedy) if self.protocol == "greedy" else self.evaluation.samples
+
+    @property
+    def batch_size(self) -> int:
+        """Episodes that are begun together."""
+        return self.evaluation.batch_tasks
+
+    def run(self, batch: Sequence[Trial[AgentTask]], start: int) -> list[Row]:
+        """Run some episodes to their ends."""
+        tasks = [trial.task for trial in batch]
+        seeds = [stream_seed(self.seed, "evaluate", self.split, trial.task.id, trial.repeat) for trial in batch]
+        filmed = [self.folder is not None] * len(batch)
+        episodes = self.run_episodes(tasks, seeds, self.protocol == "greedy", filmed)
+        if self.folder is not None:
+            self._keep_films(episodes)
+        return [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[AgentTask]) -> dict[str, float]:
+        """Success overall and of each name of a task, and what the episodes were like."""
+        sound = [row for row in rows if not row["failed"]]
+        name = f"success/{self.protocol}"
+        metrics = self._success(sound, name)
+        names = dict.fromkeys(row["name"] for row in rows)
+        for own in names if len(names) > 1 else ():
+            metrics |= self._success([row for row in sound if row["name"] == own], f"{name}/{metric_label(own)}")
+        for key in ("return", "turns", "unreadable", "refused"):
+            values = [row[key] for row in sound]
+            metrics[f"episode/{key}/{self.protocol}"] = float(np.mean(values)) if values else float("nan")
+        return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(sound))}
+
+    def record(self, row: Row) -> SampleRecord:
+        """An episode as its answers and what was seen last."""
+        return row["sample"]  # type: ignore[no-any-return]
+
+    def failure(self, rows: Sequence[Row]) -> str:
+        """Why no episode has a result; empty where one has."""
+        if not rows or not all(row["failed"] for row in rows):
+            return ""
+        return f"no episode of {self.split} came to a result: {rows[0]['reason']}"
+
+    def outcome(self, row: Row) -> Outcome | None:
+        """Whether an episode succeeded; nothing where it has no result."""
+        if row["failed"]:
+            return None
+        scores = {f"success/{self.protocol}": float(row["success"]), f"return/{self.protocol}": row["return"]}
+        return Outcome(row["id"], scores, {"task": row["name"]} if row["name"] else {})
+
+    def finish(self, rows: Sequence[Row], saved: object) -> None:
+        """Write the films."""
+        if self.folder is not None:
+            write_films(self.folder, self.label, self._films, self.evaluation.films)
+
+    def _keep_films(self, episodes: Sequence[Episode]) -> None:
+        for success in (True, False):
+            kept = sum(film.success is success for film in self._films)
+            found = [e.film for e in episodes if e.film is not None and e.film.success is success]
+            self._films += found[: max(self.evaluation.films - kept, 0)]
+
+    def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
+        by_task: dict[int, list[float]] = {}
+        for row in rows:
+            by_task.setdefault(row["index"], []).append(float(row["success"]))
+        rng = None if self.protocol == "greedy" else np.random.default_rng(self.seed)
+        return with_interval(name, list(by_task.values()), rng)
+
+
+def episode_record(
+    episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
+) -> SampleRecord:
+    """An episode as a sample for the report: what was said in each turn, and the picture seen last."""
+    turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
+    return SampleRecord(
+        id=episode.task.id,
+        prompt="" if episode.prompt is None else episode.prompt.text,
+        response="\n".join(turns),
+        outputs=[Image.fromarray(image) for image in episode.last.images[-1:]],
+        reward=reward,
+        terms=terms,
+        advantage=advantage,
+        finish=episode.ending,
+        correct=episode.success if episode.has_result else None,
+    )
+
+
+def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
+    total = episode.total if episode.has_result else None
+    return {
+        "index": trial.index,
+        "repeat": trial.repeat,
+        "id": trial.task.id,
+        "name": str(trial.task.task.get("name", "")),
+        "success": episode.success,
+        "failed": not episode.has_result,
+        "ending": episode.ending,
+        "reason": episode.reason or ENDINGS.get(episode.ending, ""),
+        "return": total,
+        "turns": episode.trajectory.turns,
+        "unreadable": episode.unreadable,
+        "refused": episode.refused,
+        "sample": episode_record(episode, total, {}, None),
+    }

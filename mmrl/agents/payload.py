@@ -1,0 +1,95 @@
+"""The payload of agents' rollouts: a row is an episode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mmrl.agents.episode import Episode
+from mmrl.agents.trajectories import tabulate_tokens
+from mmrl.core.payload import per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.vlm.payload import Context, Prompt, VlmPayload
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.task import VlmTask
+
+__all__ = ["AgentPayload", "pack_episodes"]
+
+
+@dataclass
+class AgentPayload(VlmPayload):
+    """Episodes of B rows, behind the first prompt of their group."""
+
+    episodes: list[Episode] = per_row(default_factory=list)
+    """What happened in each row."""
+
+
+def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: VlmPolicy) -> Rollouts:
+    """Turn finished episodes into rollouts.
+
+    An episode that began with another observation than its group's first one is read behind a prompt of its own. One
+    without a result has no decision that is trained.
+
+    Args:
+        episodes: B episodes; each group has one that began.
+        group: the group of each, 0 to N - 1.
+        policy: names the padding.
+
+    Returns:
+        Rows with the log-probabilities as sampled, the turn of each token, `extras["decision_reward"]` with the
+        environment's reward at the last token of each turn, and the reward still NaN.
+
+    Raises:
+        ValueError: no episode of a group began.
+    """
+    prompts = _first_prompts(episodes, group)
+    rows = [_behind(episode, prompts[number]) for episode, number in zip(episodes, group, strict=True)]
+    table = tabulate_tokens([episode.trajectory for episode in rows], policy.pad_id, policy.device)
+    tasks = {number: episode.task for episode, number in zip(episodes, group, strict=True)}
+    payload = AgentPayload(
+        prompts=prompts,
+        tasks=[VlmTask(tasks[number].id, []) for number in range(len(prompts))],
+        response_ids=table.ids,
+        texts=["\n".join(episode.answers) for episode in rows],
+        finish=[episode.finish for episode in rows],
+        inserts=table.inserts,
+        contexts=table.contexts,
+        episodes=list(episodes),
+    )
+    sound = torch.tensor([episode.has_result for episode in episodes], device=table.mask.device)
+    rewards = torch.zeros_like(table.logp)
+    for row, episode in enumerate(episodes):
+        places = episode.trajectory.last_tokens()
+        rewards[row, places] = torch.tensor(episode.rewards[: len(places)], device=rewards.device)
+    return Rollouts(
+        group=torch.tensor(list(group), device=table.mask.device),
+        mask=table.mask * sound[:, None],
+        logp_old=table.logp,
+        reward=torch.full((len(episodes),), float("nan"), device=table.mask.device),
+        payload=payload,
+        turn=table.turn,
+        extras={"decision_reward": rewards},
+    )
+
+
+def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Prompt]:
+    """The first prompt of each group."""
+    found: dict[int, Prompt] = {}
+    for episode, number in zip(episodes, group, strict=True):
+        if episode.prompt is not None:
+            found.setdefault(number, episode.prompt)
+    missing = sorted(set(group) - found.keys())
+    if missing:
+        raise ValueError(f"no episode of the groups {missing} began; leave such groups out.")
+    return [found[number] for number in range(len(found))]
+
+
+def _behind(episode: Episode, prompt: Prompt) -> Episode:
+    """The episode, with its own first prompt as a context where it is not the group's."""
+    if episode.prompt is None or episode.prompt is prompt:
+        return episode
+    own = dataclasses.replace(episode.trajectory, contexts=[Context(0, episode.prompt), *episode.trajectory.contexts])
+    return dataclasses.replace(episode, trajectory=own)

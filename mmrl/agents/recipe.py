@@ -1,0 +1,315 @@
+"""Base of the agents' recipes: episodes as rollouts, rewards from the environment, evaluation in episodes.
+
+An episode is a row: its decisions are the tokens that the agent wrote in all turns, and what it was shown in between is
+part of the row without being trained. An episode whose environment failed, or whose conversation does not fit into the
+model, has no result: it is left out of its group and counted, and never has the reward 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.agents.actions import ActionConfig
+from mmrl.agents.conversation import ConversationConfig, Writer
+from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.env_pool import EnvPool
+from mmrl.agents.episode import Episode, EpisodeConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
+from mmrl.agents.payload import AgentPayload, pack_episodes
+from mmrl.agents.runner import EpisodeRunner
+from mmrl.agents.tasks import AgentTask, TaskSetConfig, check_disjoint, list_tasks
+from mmrl.core.groups import group_sum
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.rewards.loading import source_digest
+from mmrl.training.loop.distributed import sum_over_processes
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
+from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.loop.settings import RunConfig
+from mmrl.training.record.samples import SampleRecord
+from mmrl.vlm.model_config import ModelConfig, check_update_precision
+from mmrl.vlm.models import load_policy
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.storage import save_merged
+
+__all__ = ["AgentConfig", "AgentRecipe", "AgentRewardConfig"]
+
+LOGGER = logging.getLogger("mmrl")
+SCORES = ("values", "turns", "entropy", "logp_ref")
+"""What an agent's policy scores beside log-probabilities."""
+
+
+@dataclass
+class AgentRewardConfig:
+    """What an episode is worth."""
+
+    environment: float = 1.0
+    """Weight of the environment's reward, turn by turn."""
+    format: float = 0.0
+    """Taken off where the last answer had no action that could be read; 0.5 in ARPO."""
+
+
+@dataclass
+class AgentConfig(RunConfig):
+    """A run of an agent in an environment."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model, adapter, precision."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Where episodes run."""
+    data: TaskSetConfig = field(default_factory=TaskSetConfig)
+    """Tasks of training."""
+    eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
+    """Held-out tasks by split; the first one is the headline."""
+    conversation: ConversationConfig = field(default_factory=ConversationConfig)
+    """What the agent reads."""
+    actions: ActionConfig = field(default_factory=ActionConfig)
+    """How its actions are read out of what it writes."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """How long episodes last."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Sampling of a turn; its temperature is also that of scoring."""
+    reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
+    """What an episode is worth."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimised."""
+    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
+    """Evaluation on held-out tasks."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_update_precision(self.model, self.trainer.learning_rate)
+        check_objective(
+            make_objective(self.objective), SCORES, self.trainer.samples_per_task, ("environment", "format")
+        )
+
+
+class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
+    """Runs, scores and evaluates episodes of an agent; the loss is the objective's.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: environment, tasks or model cannot be used.
+        RunError: the environment does not start.
+    """
+
+    config: AgentConfig
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.objective = make_objective(config.objective, config.sampler.max_new_tokens * config.episode.max_turns)
+        self.train_tasks: Sequence[AgentTask] = list_tasks(config.data)
+        self.eval_tasks: Mapping[str, Sequence[AgentTask]] = {
+            name: list_tasks(data)[: config.evaluation.max_tasks or None] for name, data in config.eval_data.items()
+        }
+        check_disjoint(self.train_tasks, self.eval_tasks)
+        self.code = source_digest(config.environment.factory)
+        with ExitStack() as undone:
+            self.pool = EnvPool(config.environment, Path(config.output_dir) / "failures")
+            undone.callback(self.pool.close)
+            self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
+            self.policy.check_response_length(config.sampler.max_new_tokens)
+            undone.pop_all()
+        self.step = 0
+        self._totals: Counter[str] = Counter()
+        self._seen: Counter[str] = Counter()
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
+        """Run G episodes of each task; the random numbers of an episode follow from seed, step, task and sample.
+
+        Raises:
+            NoUsableTasksError: no episode came to a result; the loop tries other tasks.
+        """
+        size = self.config.trainer.samples_per_task
+        repeated = [task for task in tasks for _ in range(size)]
+        episodes = self.run_episodes(policy, repeated, self._seeds(tasks))
+        self._note(episodes)
+        groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        kept = [own for own in groups if any(episode.has_result for episode in own)]
+        if not kept:
+            reasons = sorted({episode.reason for episode in episodes if episode.reason})
+            raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+        group = [number for number, own in enumerate(kept) for _ in own]
+        return pack_episodes([episode for own in kept for episode in own], group, policy)
+
+    def run_episodes(
+        self,
+        policy: VlmPolicy,
+        tasks: Sequence[AgentTask],
+        seeds: Sequence[int],
+        greedy: bool = False,
+        film: Sequence[bool] = (),
+        *,
+        temperature: float | None = None,
+    ) -> list[Episode]:
+        """Run an episode of each task; see `EpisodeRunner.run`.
+
+        Args:
+            policy: samples the answers.
+            tasks: a task an episode.
+            seeds: of each episode's answers.
+            greedy: take the likeliest tokens.
+            film: which episodes are recorded.
+            temperature: of the answers; None is the run's.
+        """
+        config = self.config
+        sampler = config.sampler if temperature is None else replace(config.sampler, temperature=temperature)
+        system = config.conversation.system_text(config.actions, self.pool.actions)
+        writer = Writer(policy, config.conversation, system)
+        runner = EpisodeRunner(policy, self.pool, writer, config.actions, sampler, config.episode)
+        return runner.run(tasks, seeds, greedy=greedy, film=film)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """The environment's reward and the format's; NaN for episodes without a result and for groups of one result."""
+        episodes = AgentPayload.of(rollouts).episodes
+        weights, device = self.config.reward, rollouts.mask.device
+        total = torch.tensor([episode.total for episode in episodes], device=device)
+        unreadable = [-float(episode.ending == "unreadable") for episode in episodes]
+        form = torch.where(torch.isnan(total), total, torch.tensor(unreadable, device=device))
+        reward = weights.environment * total + weights.format * form
+        alone = self._alone(rollouts, reward)
+        terms = {"environment": total, "format": form}
+        turns = rollouts.extras["decision_reward"] * weights.environment
+        last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
+        turns = turns + weights.format * torch.where(last & (rollouts.mask > 0), form.nan_to_num()[:, None], 0.0)
+        return rollouts.replace(
+            reward=reward.masked_fill(alone, math.nan),
+            reward_terms={name: values.masked_fill(alone, math.nan) for name, values in terms.items()},
+            extras=rollouts.extras | {"decision_reward": turns},
+        )
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
+        """Hold the first prompt of a group while the micro-batches of its episodes run."""
+        scorer: Any = getattr(policy, "module", policy)
+        return scorer.prefixes.open()  # type: ignore[no-any-return]
+
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+        """Success on held-out tasks, overall and of each name of a task."""
+        config = self.config
+        filmed = bool(config.evaluation.films) and split == next(iter(self.eval_tasks))
+
+        def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, film: Sequence[bool]) -> list[Episode]:
+            temperature = None if greedy else config.evaluation.temperature
+            return self.run_episodes(policy, tasks, seeds, greedy, film, temperature=temperature)
+
+        measures = [
+            AgentMeasure(
+                run_episodes=run,
+                protocol=protocol,
+                evaluation=config.evaluation,
+                seed=config.seed,
+                split=split,
+                folder=Path(config.output_dir) / "videos" if filmed and number == 0 else None,
+                label=f"step-{self.step:06d}-{split}",
+            )
+            for number, protocol in enumerate(self._protocols())
+        ]
+        return evaluate_tasks(measures, self.eval_tasks[split], config.evaluation.records, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as what was said and seen, rewards and advantages."""
+        episodes, advantage = AgentPayload.of(rollouts).episodes, rollouts.advantage
+        found = []
+        for row in range(min(limit, rollouts.num_rows)):
+            length = max(float(rollouts.mask[row].sum()), 1.0)
+            terms = {name: float(values[row]) for name, values in rollouts.reward_terms.items()}
+            mean = None if advantage is None else float(advantage[row].sum()) / length
+            found.append(episode_record(episodes[row], float(rollouts.reward[row]), terms, mean))
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """What the step's episodes were like, and failures so far, over all processes."""
+        seen = sum_over_processes(self._seen)
+        self._seen.clear()
+        results = seen.get("results", 0) or math.nan
+        answers = seen.get("answers", 0) or math.nan
+        self._totals.update({name: int(seen.get(name, 0)) for name in ("failed", "overflow")})
+        return {
+            "episode/success": seen.get("success", 0) / results,
+            "episode/return": seen.get("return", 0) / results,
+            "episode/turns": seen.get("turns", 0) / results,
+            "episode/unreadable": seen.get("unreadable", 0) / answers,
+            "episode/refused": seen.get("refused", 0) / answers,
+            "env/episodes_failed": float(self._totals["failed"]),
+            "env/episodes_overflown": float(self._totals["overflow"]),
+            "env/restarts": float(self.pool.counts["restarted"]),
+        }
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count the steps, which the episodes' random numbers depend on."""
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and counts of episodes without a result."""
+        return {"step": self.step, "totals": dict(self._totals)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.step = int(state["step"])
+        self._totals = Counter(state["totals"])
+
+    @classmethod
+    def export(cls, config: AgentConfig, checkpoint: Path, output: Path) -> str:
+        """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
+        save_merged(load_policy(replace(config.model, path=str(checkpoint / "model"), build=None)), output)
+        return "transformers.AutoModelForImageTextToText.from_pretrained"
+
+    def close(self) -> None:
+        """End the environments."""
+        self.pool.close()
+
+    def _protocols(self) -> list[str]:
+        evaluation = self.config.evaluation
+        return [name for name, wanted in (("greedy", evaluation.greedy), ("sampled", evaluation.samples)) if wanted]
+
+    def _seeds(self, tasks: Sequence[AgentTask]) -> list[int]:
+        """A seed an episode; a task that is there twice has other ones the second time."""
+        found, times = [], Counter[str]()
+        for task in tasks:
+            for sample in range(self.config.trainer.samples_per_task):
+                found.append(stream_seed(self.config.seed, "agent", self.step, task.id, times[task.id], sample))
+            times[task.id] += 1
+        return found
+
+    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
+        """(B,) bool, rows of groups with a single result, which there is nothing to compare with."""
+        if "samples" not in self.objective.advantage.needs:
+            return torch.zeros_like(reward, dtype=torch.bool)
+        count = group_sum(torch.isfinite(reward).long(), rollouts.group)
+        return count[rollouts.group] < 2
+
+    def _note(self, episodes: Sequence[Episode]) -> None:
+        sound = [episode for episode in episodes if episode.has_result]
+        self._seen["results"] += len(sound)
+        self._seen["success"] += sum(episode.success for episode in sound)
+        self._seen["return"] += sum(episode.total for episode in sound)  # type: ignore[assignment]
+        self._seen["turns"] += sum(episode.trajectory.turns for episode in sound)
+        self._seen["answers"] += sum(len(episode.answers) for episode in sound)
+        self._seen["unreadable"] += sum(episode.unreadable for episode in sound)
+        self._seen["refused"] += sum(episode.refused for episode in sound)
+        for episode in episodes:
+            if not episode.has_result:
+                if not self._totals[episode.ending] and not self._seen[episode.ending]:
+                    LOGGER.warning("an episode has no result (%s): %s", episode.ending, episode.reason)
+                self._seen[episode.ending] += 1

@@ -1,0 +1,38 @@
+"""A corridor that a model which babbles can walk: every answer is a step, and its length decides what happens."""
+
+import os
+
+import numpy as np
+
+
+class Corridor:
+    """Ends after some steps with the share of right ones; the picture shows where one is."""
+
+    actions = {"left": "", "right": "", "finish": "ask for the verdict"}  # noqa: RUF012
+
+    def __init__(self, length=3, side=56, fail_at=None, twins=True):
+        self.length, self.side, self.fail_at, self.twins = length, side, fail_at, twins
+        self.resets = 0
+
+    def reset(self, task, seed):
+        self.resets += 1
+        self.place, self.right, self.seed = 0, 0, seed
+        return self._look()
+
+    def step(self, action):
+        self.place += 1
+        self.right += action.name == "right"
+        if self.fail_at == self.place and action.name == "left":
+            os._exit(1)
+        over = self.place == self.length or action.name == "finish"
+        return self._look(), (self.right / self.length if over else 0.0), over, {"marks": [(3, 4)]}
+
+    def close(self):
+        pass
+
+    def _look(self):
+        picture = np.full((self.side, self.side, 3), 40 * self.seed % 256, np.uint8)
+        picture[:, : 8 * (self.place + 1)] = 250
+        if not self.twins:
+            picture[0, 0] = self.resets
+        return {"image": picture, "text": f"step {self.place}"}

@@ -1,0 +1,199 @@
+"""Episodes of a real tiny model in real environment processes, as rollouts and as runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.agents.actions import Action, ActionConfig, ParsedAnswer
+from mmrl.agents.conversation import OMITTED, ConversationConfig
+from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.episode import EpisodeConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig
+from mmrl.agents.payload import AgentPayload
+from mmrl.agents.recipe import AgentConfig, AgentRecipe, AgentRewardConfig
+from mmrl.agents.tasks import TaskSetConfig
+from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.record.tracking import TrackingConfig
+from mmrl.training.runs import train
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.sampling import SamplerConfig
+from tests.rounding import assert_equal_up_to_rounding
+
+CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"
+
+
+def by_length(self, text):
+    """An action for every answer of a model that babbles; none where the answer has a digit in front."""
+    if text[:1].isdigit():
+        return ParsedAnswer(error="no_action", detail="begins with a digit")
+    return ParsedAnswer((Action("right" if sum(map(ord, text)) % 3 else "left", {}, text),))
+
+
+@pytest.fixture(autouse=True)
+def _every_answer_acts(monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+
+
+def make_config(folder, model, **changes) -> AgentConfig:
+    changes.setdefault("actions", ActionConfig(format="tag", on_parse_error="noop"))
+    config = AgentConfig(
+        recipe="test",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(
+            factory=CORRIDOR, kwargs=changes.pop("kwargs", {}), workers=changes.pop("workers", 3)
+        ),
+        data=TaskSetConfig(seeds=4),
+        eval_data={"heldout": TaskSetConfig(seeds=3, first_seed=100)},
+        conversation=changes.pop("conversation", ConversationConfig(system="Walk. {actions}")),
+        sampler=SamplerConfig(max_new_tokens=5),
+        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+        evaluation=AgentEvaluationConfig(records=2, films=1),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+        **changes,
+    )
+    config.validate()
+    return config
+
+
+def roll(config, tasks=2):
+    recipe = AgentRecipe(config)
+    try:
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], torch.Generator())
+        with torch.no_grad():
+            logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
+        return rollouts, recipe.score(rollouts), logp, recipe
+    finally:
+        recipe.close()
+
+
+def test_run_leaves_a_whole_folder_and_repeats_bit_for_bit(tmp_path, folder):
+    ends = []
+    for name in "ab":
+        run_dir = train(RECIPES["agent"], make_config(tmp_path / name, folder))
+        assert json.loads((run_dir / "result.json").read_text())["status"] == "done"
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+        assert 1 <= rows[0]["episode/turns"] <= 15
+        assert rows[0]["policy/ratio_mean"] == 1.0
+        assert rows[0]["env/episodes_failed"] == 0
+        assert len(list((run_dir / "videos").glob("*.mp4"))) >= 1
+        samples = [json.loads(line) for line in (run_dir / "samples/step-000002/train.jsonl").open()]
+        assert samples[0]["response"].startswith("[turn 1]")
+        ends.append((run_dir / "checkpoints/step-000002/model/model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+
+
+def test_rollouts_hold_all_turns(tmp_path, folder):
+    rollouts, scored, logp, _ = roll(make_config(tmp_path, folder))
+    payload = AgentPayload.of(rollouts)
+    assert (rollouts.num_rows, rollouts.num_groups, len(payload.prompts)) == (6, 2, 2)
+    assert_equal_up_to_rounding(logp, rollouts.logp_old)
+    for row, episode in enumerate(payload.episodes):
+        turns = rollouts.turn[row][rollouts.mask[row] > 0]
+        assert sorted(set(turns.tolist())) == list(range(episode.trajectory.turns))
+        assert len(payload.inserts[row]) == episode.trajectory.turns - 1
+        assert float(rollouts.extras["decision_reward"][row].sum()) == pytest.approx(episode.total)
+        assert float(scored.reward[row]) == pytest.approx(episode.total)
+        for place in torch.nonzero(rollouts.extras["decision_reward"][row]).flatten().tolist():
+            assert rollouts.mask[row, place] == 1
+    assert all(not contexts for contexts in payload.contexts), "the group's episodes begin with one picture"
+
+
+def test_episodes_do_not_depend_on_what_runs_beside_them(tmp_path, folder):
+    few, many = (roll(make_config(tmp_path / str(n), folder, workers=n))[0] for n in (2, 6))
+    assert torch.equal(AgentPayload.of(few).response_ids, AgentPayload.of(many).response_ids)
+    assert_equal_up_to_rounding(few.logp_old, many.logp_old)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_window_of_pictures_is_what_is_trained_on(tmp_path, folder, kept, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer((Action("right"),)))
+    conversation = ConversationConfig(system="", history_images=kept)
+    rollouts, _, logp, _ = roll(make_config(tmp_path, folder, conversation=conversation, kwargs={"length": 4}))
+    payload = AgentPayload.of(rollouts)
+    assert_equal_up_to_rounding(logp, rollouts.logp_old)
+    assert [len(own) for own in payload.contexts] == [4 - kept] * 6
+    for number, context in enumerate(payload.contexts[0], 1):
+        pictures = [leaf for leaf in context.prompt.parts if leaf.image_grid_thw is not None]
+        assert len(pictures) == kept
+        assert context.prompt.text.count(OMITTED) == number
+        assert "step 0" in context.prompt.text, "the text stays"
+
+
+def test_other_first_pictures_get_prompts_of_their_own(tmp_path, folder):
+    rollouts, _, logp, _ = roll(make_config(tmp_path, folder, kwargs={"twins": False}, workers=1))
+    payload = AgentPayload.of(rollouts)
+    assert sum(bool(own) and own[0].start == 0 for own in payload.contexts) == 4, "all but the first of each group"
+    assert_equal_up_to_rounding(logp, rollouts.logp_old)
+
+
+def test_failed_episodes_are_left_out_and_counted(tmp_path, folder):
+    config = make_config(tmp_path, folder, kwargs={"fail_at": 2})
+    rollouts, scored, _, recipe = roll(config, tasks=4)
+    episodes = AgentPayload.of(rollouts).episodes
+    failed = torch.tensor([episode.ending == "failed" for episode in episodes])
+    assert 0 < int(failed.sum()) < len(failed)
+    assert bool(torch.isnan(scored.reward[failed]).all())
+    assert float(rollouts.mask[failed].sum()) == 0
+    sound = [[not bad for bad in failed[scored.group == group].tolist()] for group in range(scored.num_groups)]
+    for group, own in enumerate(sound):
+        finite = torch.isfinite(scored.reward[scored.group == group]).tolist()
+        assert finite == (own if sum(own) > 1 else [False] * len(own)), "a single result has nothing to compare with"
+    metrics = recipe.step_metrics(rollouts)
+    assert metrics["env/episodes_failed"] >= int(failed.sum())
+    assert list((tmp_path / "run/failures").glob("environment-*.txt"))
+
+
+def test_where_every_environment_fails_other_tasks_are_drawn(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer((Action("left"),)))
+    with pytest.raises(NoUsableTasksError, match="no episode came to a result"):
+        roll(make_config(tmp_path, folder, kwargs={"fail_at": 1}))
+
+
+def test_an_unreadable_answer_ends_the_episode_with_the_verdict_or_spends_the_turn(tmp_path, folder, monkeypatch):
+    def never(self, text):
+        return ParsedAnswer(error="no_action", detail="no tag")
+
+    monkeypatch.setattr(ActionConfig, "parse", never)
+    ends = make_config(tmp_path / "a", folder, actions=ActionConfig(format="tag"), reward=AgentRewardConfig(format=0.5))
+    rollouts, scored, _, _ = roll(ends)
+    assert [episode.ending for episode in AgentPayload.of(rollouts).episodes] == ["unreadable"] * 6
+    assert [episode.last.text for episode in AgentPayload.of(rollouts).episodes] == ["step 1"] * 6, "the verdict's step"
+    assert scored.reward.tolist() == [-0.5] * 6
+    assert scored.extras["decision_reward"].sum(1).tolist() == [-0.5] * 6
+    spends = make_config(tmp_path / "b", folder, episode=EpisodeConfig(max_turns=2))
+    rollouts, _, _, _ = roll(spends)
+    payload = AgentPayload.of(rollouts)
+    assert [episode.trajectory.turns for episode in payload.episodes] == [2] * 6
+    assert [episode.ending for episode in payload.episodes] == ["truncated"] * 6
+    assert all("could not be read: no tag" in own[0].prompt.text for own in payload.inserts)
+
+
+def test_a_conversation_that_does_not_fit_is_dropped_never_cut(tmp_path, folder):
+    """The tiny models have 512 positions; a picture of 168 x 168 has 36 tokens or more."""
+    config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168}, episode=EpisodeConfig(max_turns=30))
+    with pytest.raises(NoUsableTasksError, match="does not fit into the model's positions"):
+        roll(config)
+
+
+def test_a_run_with_a_critic_over_turns(tmp_path, folder):
+    objective = ObjectiveConfig(preset="ppo", advantage={"kind": "gae_turn"}, kl={"kind": "none"})
+    run_dir = train(RECIPES["agent"], make_config(tmp_path, folder, objective=objective))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert all(row["loss/value"] > 0 for row in rows)
+
+
+def test_training_tasks_may_not_be_evaluated_on(tmp_path, folder):
+    config = make_config(tmp_path, folder)
+    config.eval_data["heldout"].first_seed = 2
+    with pytest.raises(UserError, match="also trained on"):
+        AgentRecipe(config)
