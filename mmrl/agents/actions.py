@@ -9,11 +9,12 @@ Nothing an answer holds is ever run, and none makes `parse_answer` raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.agents.action_readers import NamedAction, read_calls, read_object, read_tags
+from mmrl.agents.action_writers import write_calls, write_object, write_tags
 from mmrl.agents.literals import UnreadableError
 from mmrl.fields import bounded, choice
 
@@ -25,6 +26,7 @@ __all__ = [
     "ActionFormat",
     "ParsedAnswer",
     "parse_answer",
+    "write_answer",
 ]
 
 MAX_CHARS = 1_000_000
@@ -62,6 +64,8 @@ class ActionFormat:
 
     read: Callable[[str, bool], tuple[str, list[NamedAction]]]
     """Thought and actions of an answer; see `mmrl.agents.action_readers`."""
+    write: Callable[[str, Sequence[NamedAction]], str]
+    """The answer from these; see `mmrl.agents.action_writers`."""
     example: str
     """An answer in this format."""
     manual: str
@@ -116,6 +120,28 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
     return ParsedAnswer(actions, "\n".join(filter(None, (thinking.strip().removeprefix("<think>").strip(), thought))))
 
 
+def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> str:
+    """Write actions as a model is to write them, for demonstrations.
+
+    Args:
+        actions: at least one.
+        format: key of `FORMATS`.
+        thought: what stands beside them.
+
+    Returns:
+        An answer of which `parse_answer` reads the same, strictly too.
+
+    Raises:
+        ValueError: the format cannot say this, such as a name with a space in a call, or NaN.
+    """
+    named = [(action.name, dict(action.arguments)) for action in actions]
+    text = FORMATS[format].write(thought, named)
+    found = parse_answer(text, format, strict=True, max_actions=len(named))
+    if [(action.name, action.arguments) for action in found.actions] != named or found.thought != thought.strip():
+        raise ValueError(f"the format {format} cannot say {named!r:.200} with the thought {thought!r:.80}")
+    return text
+
+
 PARSE_ERRORS: dict[str, str] = {
     "empty": "The answer has no text beside its thinking.",
     "too_long": "The answer or an action is longer than is read.",
@@ -133,18 +159,21 @@ PARSE_ERRORS: dict[str, str] = {
 FORMATS: dict[str, ActionFormat] = {
     "json": ActionFormat(
         read_object,
+        write_object,
         '{"thoughts": "The door is ahead.", "action": "forward"}',
         'Answer with a JSON object that has "thoughts" and "action"; an action with arguments is an object with "name" '
         'and "arguments".',
     ),
     "call": ActionFormat(
         read_calls,
+        write_calls,
         "Thought: The button is below.\nAction: click(x=10, y=20)",
         "Answer with a line that begins with Thought: and a line that begins with Action:, which calls an action with "
         "named arguments.",
     ),
     "tag": ActionFormat(
         read_tags,
+        write_tags,
         "The goal is above. <action>up</action>",
         "Think, then give the action between <action> and </action>.",
     ),

@@ -29,6 +29,10 @@ class ActionReader(Protocol):
         """The member of the space; raises NotExecutableError."""
         ...
 
+    def write(self, value: Any) -> Action:
+        """The action that `read` turns into a member of the space."""
+        ...
+
 
 class NamedActions:
     """A Discrete space: one name an action.
@@ -62,6 +66,10 @@ class NamedActions:
             raise NotExecutableError(f"The action {action.name} takes no arguments.")
         return self._numbers[action.name]
 
+    def write(self, value: Any) -> Action:
+        """The name of a number."""
+        return Action(next(name for name, number in self._numbers.items() if number == int(value)))
+
 
 class TextAction:
     """A Text space: the argument `text` of any action; without one the action's name."""
@@ -83,6 +91,10 @@ class TextAction:
             low, high = self._space.min_length, self._space.max_length
             raise NotExecutableError(f"The text must have {low} to {high} characters, of those that are allowed.")
         return text
+
+    def write(self, value: Any) -> Action:
+        """The text as an argument."""
+        return Action("type", {"text": str(value)})
 
 
 class ArgumentActions:
@@ -113,6 +125,12 @@ class ArgumentActions:
             if values[name] is None or not space.contains(values[name]):
                 raise NotExecutableError(f"The argument {name} must be {_described(space)}.")
         return values["value"] if self._alone else values
+
+    def write(self, value: Any) -> Action:
+        """The entries as arguments."""
+        entries = {"value": value} if self._alone else dict(value)
+        plain = {name: part.tolist() if hasattr(part, "tolist") else part for name, part in entries.items()}
+        return Action("act", plain)
 
 
 def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:

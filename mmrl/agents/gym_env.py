@@ -93,6 +93,17 @@ class GymEnvironment:
         observation, reward, terminated, truncated, info = self._env.step(value)
         return self._look(observation), reward, terminated, truncated, info
 
+    def expert(self) -> Action:
+        """What the environment's own expert, its method `expert_action`, would do now.
+
+        Raises:
+            UserError: it has none.
+        """
+        expert = getattr(getattr(self._env, "unwrapped", self._env), "expert_action", None)
+        if expert is None:
+            raise UserError(f"{_name(self._env)} has no method expert_action that returns a member of its action space")
+        return self._reader.write(expert())
+
     def close(self) -> None:
         """Close the environment."""
         self._env.close()

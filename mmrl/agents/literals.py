@@ -8,7 +8,7 @@ import re
 import warnings
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "MAX_NUMBER", "UnreadableError", "check_value", "read_call", "read_literal"]
+__all__ = ["MAX_DEPTH", "MAX_NUMBER", "NAME", "UnreadableError", "check_value", "read_call", "read_literal"]
 
 MAX_CALL_CHARS = 20_000
 MAX_DEPTH = 8

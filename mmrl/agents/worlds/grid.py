@@ -104,6 +104,10 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         path = shortest_path(self._layout, self._state) or []
         return [list(MOVES).index(name) for name in path]
 
+    def expert_action(self) -> int:
+        """The first action of a shortest way."""
+        return self.shortest_path()[0]
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
