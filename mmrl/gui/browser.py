@@ -31,6 +31,7 @@ ARGUMENTS = (
     "--hide-scrollbars",
     "--disable-dev-shm-usage",
     "--disable-lcd-text",  # subpixel colours would differ with the position of a text
+    "--disable-partial-raster",  # a part that is drawn again blends its round corners once more
     "--font-render-hinting=none",
     "--force-color-profile=srgb",
 )
