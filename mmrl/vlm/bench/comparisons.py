@@ -245,6 +245,34 @@ def _equality(bench: Bench) -> dict[str, Any]:
     return comparison(runs, notes=notes)
 
 
+def _turns(bench: Bench) -> dict[str, Any]:
+    """Episodes of six turns with a picture each, read once against anew in every turn."""
+    ((_, shape),) = bench.shapes("4:1").items()
+    shape = dataclasses.replace(shape, completion=shape.prompt // 16, group=shape.group // 2)
+    turns = 2 if bench.options.quick else 6
+    arms = [
+        dataclasses.replace(
+            bench.arm(f"{part} {way}", "", shape, anew=way == "anew", turns=turns),
+            function=f"mmrl.agents.bench:{part}_arm",
+        )
+        for part in ("sample", "update")
+        for way in ("anew", "once")
+    ]
+    runs = run_arms("turns", arms, bench.options)
+    limits = bench.targets({"minimum": 3.0, "goal": 3.5})
+    ratios: dict[str, Any] = {}
+    for part in ("sample", "update"):
+        ratios[f"{part} time"] = ratio(runs, f"{part} anew", f"{part} once", **limits)
+        ratios[f"{part} wall time"] = ratio(runs, f"{part} anew", f"{part} once", "wall_s")
+        ratios[f"{part} memory"] = ratio(runs, f"{part} anew", f"{part} once", "peak_mb")
+    notes = [
+        f"{shape.group} episodes of {turns} turns: a prompt of {shape.prompt} tokens with a picture of "
+        f"{shape.image_tokens}, and as much again before every later turn; answers of {shape.completion} tokens",
+        "anew: every turn reads its conversation from the beginning, pictures included; the update has a row a turn",
+    ]
+    return comparison(runs, ratios=ratios, notes=notes)
+
+
 COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "equality": _equality,
     "update": _update,
@@ -253,5 +281,6 @@ COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "papo": _papo,
     "memory": _memory,
     "tricks": _tricks,
+    "turns": _turns,
 }
 NAMES = tuple(COMPARISONS)

@@ -1,0 +1,162 @@
+"""The arms of `mmrl bench vlm --only turns`: what going on from a conversation's history saves.
+
+The episodes are made up: every turn answers with the same number of tokens, and is followed by a picture. "anew" reads
+the whole conversation in every turn, in sampling and in the update, as trainers do whose rows are single turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mmrl.agents.trajectories import Trajectory, tabulate_tokens
+from mmrl.agents.turn_sampler import TurnSampler
+from mmrl.bench import measure
+from mmrl.bench.harness import check
+from mmrl.bench.measure import repeat
+from mmrl.core.rollouts import Rollouts
+from mmrl.vlm.bench.arms import make_recipe
+from mmrl.vlm.bench.workload import shape_of
+from mmrl.vlm.payload import Insert, Prompt, VlmPayload, join_prompts
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.reading import text_prompt
+from mmrl.vlm.recipe import VlmRecipe
+from mmrl.vlm.task import VlmTask
+
+__all__ = ["sample_arm", "turn_rows", "update_arm"]
+
+TOLERANCE = 1e-5
+"""Largest difference of a log-probability between the two ways, in nats."""
+
+
+def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
+    """Draw all turns of a group's episodes.
+
+    Args:
+        options: model, data, shape, turns, and anew: whether each turn reads its conversation from the beginning.
+
+    Returns:
+        What `repeat` returns; counts say how many tokens were drawn.
+    """
+    with make_recipe(options) as recipe:
+        drawn: list[Rollouts] = []
+
+        def once(watch: measure.Stopwatch) -> None:
+            drawn.append(_converse(recipe, options))
+            recipe.policy.features.clear()
+
+        found = repeat(once, options["repetitions"], options["device"])
+    return found | {"counts": {"sampled_tokens": float(drawn[0].mask.sum())}}
+
+
+def update_arm(options: dict[str, Any]) -> dict[str, Any]:
+    """Forward and backward pass of the log-probabilities of a group's episodes.
+
+    Args:
+        options: model, data, shape, turns, and anew: whether each turn is a row behind its whole conversation.
+
+    Returns:
+        What `repeat` returns; checks compare the log-probabilities with those of sampling.
+    """
+    with make_recipe(options) as recipe:
+        whole = _converse(recipe, options)
+        rollouts = turn_rows(whole) if options["anew"] else whole
+        differences: list[float] = []
+
+        def once(watch: measure.Stopwatch) -> None:
+            with watch.stage("forward"):
+                logp = recipe.policy(rollouts).logp
+            with watch.stage("backward"):
+                (logp.sum() / rollouts.mask.sum()).backward()
+            recipe.policy.zero_grad(set_to_none=True)
+            differences.append(float((logp.detach() - rollouts.logp_old * rollouts.mask).abs().max()))
+
+        found = repeat(once, options["repetitions"], options["device"])
+    limit = TOLERANCE if options["device"] == "cpu" else 0.5
+    return found | {"checks": {"logp of sampling": check(max(differences), limit)}}
+
+
+def turn_rows(rollouts: Rollouts) -> Rollouts:
+    """Episodes without a window as rows of single turns, each behind its whole conversation.
+
+    Args:
+        rollouts: B episodes.
+
+    Returns:
+        A row and a group a turn, in the order of the episodes and their turns.
+    """
+    payload = VlmPayload.of(rollouts)
+    prompts, ids, logp = [], [], []
+    for row, inserts in enumerate(payload.inserts):
+        parts, start = [payload.prompts[int(rollouts.group[row])]], 0
+        length = int((rollouts.turn[row] >= 0).sum()) if rollouts.turn is not None else 0
+        for stop, behind in [*((insert.start, insert) for insert in inserts), (length, None)]:
+            own = payload.response_ids[row, start:stop]
+            prompts.append(dataclasses.replace(join_prompts(parts)))
+            ids.append(own)
+            logp.append(rollouts.logp_old[row, start:stop])
+            if behind is not None:
+                parts, start = [*parts, text_prompt(own.cpu()), _renewed(behind)], behind.stop
+    table = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    sizes = torch.tensor([len(own) for own in ids], device=table.device)
+    mask = (torch.arange(table.shape[1], device=table.device) < sizes[:, None]).float()
+    count = len(prompts)
+    tasks = [VlmTask(str(number), []) for number in range(count)]
+    return Rollouts(
+        group=torch.arange(count, device=table.device),
+        mask=mask,
+        logp_old=torch.nn.utils.rnn.pad_sequence(logp, batch_first=True),
+        reward=torch.zeros(count, device=table.device),
+        payload=VlmPayload(prompts, tasks, table, [""] * count, ["length"] * count),
+    )
+
+
+def _renewed(insert: Insert) -> Prompt:
+    """The same tokens and pixels as a prompt that no cache has seen."""
+    return dataclasses.replace(insert.prompt)
+
+
+def _converse(recipe: VlmRecipe, options: dict[str, Any]) -> Rollouts:
+    """Episodes of a group, each with a picture a turn."""
+    shape, policy = shape_of(options["shape"]), recipe.policy
+    _, prompts = recipe.encode(policy, recipe.train_tasks[:1])
+    part = _observation(policy, recipe.train_tasks[1 % len(recipe.train_tasks)])
+    rows = torch.arange(shape.group, device=policy.device)
+    trajectories = [Trajectory() for _ in range(shape.group)]
+    turns = TurnSampler(policy, recipe.config.sampler, shape.group, reread=options["anew"])
+    turns.begin(rows, prompts, torch.zeros_like(rows))
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(options["turns"]):
+        if options["anew"]:
+            policy.features.clear()
+        drawn = turns.sample(rows, torch.rand(shape.group, shape.completion, generator=generator))
+        for row, trajectory in enumerate(trajectories):
+            trajectory.add_turn(drawn.response_ids[row].tolist(), drawn.logp[row].tolist())
+        if turn + 1 < options["turns"]:
+            parts = [dataclasses.replace(part) for _ in trajectories]
+            for trajectory, given in zip(trajectories, parts, strict=True):
+                trajectory.add_given(given)
+            turns.extend(rows, parts)
+    return _rollouts(policy, prompts, trajectories)
+
+
+def _observation(policy: VlmPolicy, task: VlmTask) -> Prompt:
+    """A question of the benchmark as what is shown between two answers; none of them ends with the end token."""
+    return policy.encode_turn(task, answered=False)
+
+
+def _rollouts(policy: VlmPolicy, prompts: Sequence[Prompt], rows: Sequence[Trajectory]) -> Rollouts:
+    table, count = tabulate_tokens(rows, policy.pad_id, policy.device), len(rows)
+    tasks = [VlmTask("0", [])]
+    payload = VlmPayload(list(prompts), tasks, table.ids, [""] * count, ["length"] * count, inserts=table.inserts)
+    return Rollouts(
+        group=torch.zeros(count, dtype=torch.int64, device=policy.device),
+        mask=table.mask,
+        logp_old=table.logp,
+        reward=torch.zeros(count, device=policy.device),
+        payload=payload,
+        turn=table.turn,
+    )
