@@ -134,6 +134,23 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "View-R1 / Asymmetric Policy Optimization, arXiv 2506.21655",
     ),
     RecipeEntry(
+        "aepo",
+        "mmrl.gui.aepo",
+        "AepoRecipe",
+        "AepoConfig",
+        "screen grounding with several answers and the adaptive exploration reward; naive RLVR by options",
+        "InfiGUI-G1, arXiv 2508.05731",
+    ),
+    RecipeEntry(
+        "grounding_sft",
+        "mmrl.gui.grounding_sft",
+        "GroundingSftRecipe",
+        "GroundingSftConfig",
+        "supervised warm start on worked answers to questions about screens",
+        "maximum likelihood",
+        supervised=True,
+    ),
+    RecipeEntry(
         "sft",
         "mmrl.vlm.sft",
         "SftRecipe",

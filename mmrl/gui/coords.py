@@ -10,13 +10,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 __all__ = [
     "FAMILIES",
@@ -29,7 +26,6 @@ __all__ = [
     "clean_box",
     "coordinate_space",
     "from_original",
-    "resize_image",
     "smart_resize",
     "to_original",
 ]
@@ -186,11 +182,6 @@ def _check_sides(height: int, width: int, lowest: int, highest: int) -> None:
         raise ValueError(f"the image is {width} x {height} pixels; the long side may be {MAX_RATIO} short sides")
 
 
-def resize_image(image: Image.Image, model_wh: Size) -> Image.Image:
-    """The image as the model sees it, resampled as qwen-vl-utils does (bicubic)."""
-    return image if image.size == model_wh else image.resize(model_wh)
-
-
 def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_wh: Size | None = None) -> Point:
     """A model's point in pixels of the original image; nothing is clipped, outside stays outside.
 
@@ -209,14 +200,19 @@ def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_w
     first, second = point
     x, y = (second, first) if space is CoordinateSpace.REL1_YX else (first, second)
     width, height = _extent(space, original_wh, model_wh)
-    return x * original_wh[0] / width, y * original_wh[1] / height
+    return _scaled(x, original_wh[0], width), _scaled(y, original_wh[1], height)
 
 
 def from_original(point: Point, space: CoordinateSpace, original_wh: Size, model_wh: Size | None = None) -> Point:
     """The inverse of `to_original`, not rounded."""
     width, height = _extent(space, original_wh, model_wh)
-    x, y = point[0] * width / original_wh[0], point[1] * height / original_wh[1]
+    x, y = _scaled(point[0], width, original_wh[0]), _scaled(point[1], height, original_wh[1])
     return (y, x) if space is CoordinateSpace.REL1_YX else (x, y)
+
+
+def _scaled(number: float, to: float, of: float) -> float:
+    """Exact where both sides are equal, and where the result of whole numbers is whole."""
+    return number if to == of else number * to / of
 
 
 def _extent(space: CoordinateSpace, original_wh: Size, model_wh: Size | None) -> tuple[float, float]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mmrl.gui.coords import Box, CoordinateSpace, Point, Resize, Size, from_original, resize_image, to_original
+from mmrl.gui.coords import Box, CoordinateSpace, Point, Resize, Size, from_original, to_original
+from mmrl.hub.images import resize_image
 
 if TYPE_CHECKING:
     from PIL import Image

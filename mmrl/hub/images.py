@@ -12,7 +12,15 @@ from mmrl.fields import bounded
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["MAX_IMAGE_PIXELS", "ImageError", "check_pixels", "decode_image", "image_pixels_option", "read_image_file"]
+__all__ = [
+    "MAX_IMAGE_PIXELS",
+    "ImageError",
+    "check_pixels",
+    "decode_image",
+    "image_pixels_option",
+    "read_image_file",
+    "resize_image",
+]
 
 MAX_IMAGE_PIXELS = 64_000_000
 """Largest image that is decoded unless an option says otherwise: 192 MB as RGB."""
@@ -95,3 +103,8 @@ def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
     if size > max_pixels * BYTES_PER_PIXEL + 2**20:
         raise ImageError(f"it has {size} bytes, more than an image of {max_pixels} pixels can have")
     return path.read_bytes()
+
+
+def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """An image of (width, height) pixels, resampled as qwen-vl-utils does (bicubic)."""
+    return image if image.size == tuple(size) else image.resize(size)

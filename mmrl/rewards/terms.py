@@ -21,7 +21,7 @@ from mmrl.rewards.loading import load_function
 __all__ = ["Term", "make_term"]
 
 LOGGER = logging.getLogger("mmrl")
-ROW_COLUMNS = ("answer", "completion_lengths")
+ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
 SPARE_LIMITS = 10.0
 """All rows may together take so many times timeout_s beside one time for each row that a worker gets."""

@@ -72,6 +72,7 @@ def encode_prompt(
     Raises:
         TaskError: an image is unreadable or cannot be processed, or places and images differ in number.
         PromptTooLong: more tokens than the model or the settings allow.
+        UserError: the processor resized an image that the task had resized already.
     """
     return _encode(task, _render(task, processor), processor, layout, images)
 
@@ -107,6 +108,7 @@ def _encode(
     _check_places(task, text, processor, len(loaded))
     frames = _load_videos(task, layout.patch_size)
     inputs = _process(task, processor, text, loaded, frames)
+    _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
     if len(ids) > layout.max_tokens:
         raise PromptTooLong(task.id, len(ids), layout.max_tokens, layout.limit_source)
@@ -193,6 +195,19 @@ def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], fr
         return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **options))
     except ValueError as error:  # for instance an aspect ratio above 200
         raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
+
+
+def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
+    """Coordinates in a prompt or an answer are of `image_wh`, so the model must see exactly that size."""
+    if not task.image_wh or grids is None:
+        return
+    found = [(int(width) * patch_size, int(height) * patch_size) for _, height, width in grids.tolist()]
+    if found != [tuple(size) for size in task.image_wh]:
+        sizes = " and ".join(", ".join(f"{w} x {h}" for w, h in pairs) for pairs in (task.image_wh, found))
+        raise UserError(
+            f"{task.id}: image and model size differ, {sizes} pixels: the processor resizes again; give the model the "
+            "pixel budget of the data (model.min_pixels, model.max_pixels) and the factor of its family"
+        )
 
 
 def _positions(inputs: dict[str, Any], layout: PromptLayout) -> Tensor:

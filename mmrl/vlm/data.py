@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import MISSING
 
@@ -43,7 +43,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-PROMPT_KEYS = ("prompt", "problem", "question")
+PROMPT_KEYS = ("prompt", "problem", "question", "instruction")
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
 IMAGE_KEYS = ("images", "image")
 VIDEO_KEYS = ("videos", "video")
@@ -65,7 +65,7 @@ class DataConfig:
     """Configuration name of a hub data set that has several."""
 
     prompt_key: str | None = None
-    """Column of the question; empty: the first of prompt, problem, question that exists."""
+    """Column of the question; empty: the first of prompt, problem, question, instruction that exists."""
 
     answer_key: str | None = None
     """Column of the answer (dots reach into nested columns), passed to the rewards as `answer`; empty: the
@@ -310,13 +310,22 @@ def _log_skipped(path: str, loaded: LoadedTasks) -> None:
         log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, loaded.examples[kind])
 
 
-def load_splits(config: Any) -> dict[str, Sequence[VlmTask]]:
-    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks`."""
+class PrepareTasks(Protocol):
+    """Function such as `VlmRecipe.prepare_tasks`."""
+
+    def __call__(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Complete the questions of a data set."""
+
+
+def load_splits(config: Any, prepare: PrepareTasks | None = None) -> dict[str, Sequence[VlmTask]]:
+    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks` and completed by `prepare`."""
     limit = config.evaluation.max_tasks or None
     splits: dict[str, Sequence[VlmTask]] = {}
     for name, data in config.eval_data.items():
         try:
-            splits[name] = load_tasks(data).tasks[:limit]
+            loaded = load_tasks(data)
+            loaded.tasks = loaded.tasks[:limit]
+            splits[name] = (loaded if prepare is None else prepare(loaded, training=False)).tasks
             parts_of_tasks([task.columns for task in splits[name]], config.evaluation.by)
         except (UserError, ValueError) as error:
             raise UserError(f"eval_data.{name}: {error}") from error

@@ -77,6 +77,8 @@ class AnswerMeasure(Measure[VlmTask]):
     split: str
     parts: Sequence[Mapping[str, str]]
     """Value of each question of the split in the columns that it is broken down by."""
+    broken_down: Sequence[str] = ()
+    """Reward terms beside the accuracies that are broken down by these columns too."""
 
     @property
     def batch_size(self) -> int:
@@ -112,7 +114,7 @@ class AnswerMeasure(Measure[VlmTask]):
         metrics["unscored"] = float(sum(unscored([row["scores"][name]]) for row in rows for name in self._accuracies()))
         for column, value, part in self._parts_of(rows):
             metrics[part_metric("n", column, value)] = float(len(part))
-            for name in self._accuracies():
+            for name in (*self._accuracies(), *self._broken_down()):
                 metrics |= self._mean(part_metric(name, column, value), part, name)
         return metrics
 
@@ -147,6 +149,9 @@ class AnswerMeasure(Measure[VlmTask]):
 
     def _accuracies(self) -> list[str]:
         return [f"accuracy/{mode}" for mode, _ in self._modes()]
+
+    def _broken_down(self) -> list[str]:
+        return [_term_metric(term, mode) for term in self.broken_down for mode, _ in self._modes()]
 
     def _parts_of(self, rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
         """Column, value and rows of each part."""
@@ -195,7 +200,7 @@ class AnswerMeasure(Measure[VlmTask]):
         """Scores of the answers to one question by metric; the accuracy comes first."""
         right = [value if value != value else float(value == 1.0) for value in terms[self.accuracy_reward][own]]
         others = {
-            f"terms/{metric_label(name)}/{mode}": list(values[own])
+            _term_metric(name, mode): list(values[own])
             for name, values in terms.items()
             if name != self.accuracy_reward
         }
@@ -209,3 +214,7 @@ class AnswerMeasure(Measure[VlmTask]):
             "terms": {name: values[place] for name, values in terms.items()},
             "correct": terms[self.accuracy_reward][place] == 1.0,
         }
+
+
+def _term_metric(term: str, mode: str) -> str:
+    return f"terms/{metric_label(term)}/{mode}"

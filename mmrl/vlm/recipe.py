@@ -32,7 +32,7 @@ from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.data import DataConfig, load_splits, load_tasks
+from mmrl.vlm.data import DataConfig, LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.evaluation import AnswerMeasure, VlmEvaluationConfig
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
@@ -122,9 +122,9 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     def __init__(self, config: VlmConfig) -> None:
         self.config = config
         self.objective = make_objective(config.objective, config.sampler.max_new_tokens)
-        loaded = load_tasks(config.data)
+        loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         self.train_tasks = loaded.tasks
-        self.eval_tasks = load_splits(config)
+        self.eval_tasks = load_splits(config, self.prepare_tasks)
         self.skipped: Counter[str] = Counter(loaded.skipped)
         self.rewards = RewardSum(config.rewards)
         with ExitStack() as undone:
@@ -137,6 +137,15 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         self.version = 0
         self._errors = RewardErrors()
         self._controller = _kl_controller(config, self.objective)
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Complete the questions of a data set as this recipe asks them, before the model is loaded.
+
+        Args:
+            loaded: questions of `data` or of a held-out split.
+            training: whether they are of `data`.
+        """
+        return loaded
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
         """Sample G responses to each question; questions that cannot be encoded are counted and left out."""
@@ -204,8 +213,13 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Greedy and sampled accuracy on held-out questions."""
+        measure = self.answer_measure(policy, split)
+        return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
+
+    def answer_measure(self, policy: VlmPolicy, split: str) -> AnswerMeasure:
+        """What is measured on a held-out split."""
         config = self.config
-        measure = AnswerMeasure(
+        return AnswerMeasure(
             policy=policy,
             encode=self.encode,
             score=self.score_texts,
@@ -217,7 +231,6 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
             split=split,
             parts=parts_of_tasks([task.columns for task in self.eval_tasks[split]], config.evaluation.by),
         )
-        return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """Whole groups as text, images, rewards and advantages."""

@@ -96,7 +96,7 @@ class SftRecipe(VlmRecipe):
     def __init__(self, config: SftConfig) -> None:
         self.config = config
         self.objective = OBJECTIVE
-        loaded = load_tasks(config.data)
+        loaded = self.prepare_tasks(load_tasks(config.data), training=True)
         for task in loaded.tasks:
             if not isinstance(task.columns.get(config.target_key), str):
                 raise UserError(
@@ -104,7 +104,7 @@ class SftRecipe(VlmRecipe):
                     f"columns: {', '.join(task.columns)}"
                 )
         self.train_tasks = loaded.tasks
-        self.eval_tasks = load_splits(config)
+        self.eval_tasks = load_splits(config, self.prepare_tasks)
         self.skipped = Counter(loaded.skipped)
         self.rewards = RewardSum(config.rewards)
         with ExitStack() as undone:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from PIL import Image
 
 from mmrl.files import is_file
-from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
+from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
 
 __all__ = [
     "TASK_ERRORS",
@@ -83,8 +83,12 @@ class VlmTask:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Images with more are not decoded."""
 
+    image_wh: list[tuple[int, int]] = field(default_factory=list)
+    """(width, height) that each image is resized to before the processor sees it, which must then leave it as it is;
+    empty: the processor resizes."""
+
     def load_images(self) -> list[Image.Image]:
-        """Open the images as RGB.
+        """Open the images as RGB, resized where `image_wh` says so.
 
         Returns:
             One RGB image for each image item.
@@ -96,7 +100,9 @@ class VlmTask:
         for number, source in enumerate(self.images, start=1):
             where = f"image {number} of {len(self.images)}"
             images.append(open_image(source, self.id, where, self.max_image_pixels))
-        return images
+        if not self.image_wh:
+            return images
+        return [resize_image(image, size) for image, size in zip(images, self.image_wh, strict=True)]
 
 
 def open_image(

@@ -67,6 +67,7 @@ def build_tiny_vlm(
     full_attention: Sequence[int] | None = None,
     patch_size: int | None = None,
     vocab_size: int = 400,
+    tokens: Sequence[str] = (),
     embedding_rows: int | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
@@ -95,6 +96,7 @@ def build_tiny_vlm(
             (Qwen2.5-VL only); None is all blocks, since windows only pay on large images.
         patch_size: pixels on a side of one patch; None is the released one (14, or 16 for Qwen3-VL).
         vocab_size: most tokens, counting the 256 bytes and the control tokens.
+        tokens: texts that are one token each, beyond `vocab_size`, such as the fixed parts of an answer's JSON.
         embedding_rows: rows of the embedding and the head, the last of them without a token, as released models
             have; None is one a token.
         min_pixels: smallest image area in pixels after resizing; None is 2 x 2 image tokens.
@@ -121,7 +123,7 @@ def build_tiny_vlm(
     ensure_torchvision()
     path = Path(path)
     patch = patch_size or DEFAULT_PATCH[family]
-    tokenizer = train_tokenizer(corpus, vocab_size)
+    tokenizer = train_tokenizer(corpus, vocab_size, tokens)
     text = {
         "vocab_size": embedding_rows or len(tokenizer),
         "hidden_size": hidden,
@@ -192,12 +194,13 @@ def _rope(head_dim: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
 
 
-def train_tokenizer(corpus: Sequence[str], vocab_size: int) -> Any:
+def train_tokenizer(corpus: Sequence[str], vocab_size: int, tokens: Sequence[str] = ()) -> Any:
     """Train a byte-level BPE tokenizer whose digits are single tokens.
 
     Args:
         corpus: texts to learn merges from.
         vocab_size: most tokens, counting the 256 bytes and the control tokens.
+        tokens: texts that are one token each, beyond `vocab_size`.
 
     Returns:
         A PreTrainedTokenizerFast with chat template, end of turn as EOS and left padding.
@@ -225,7 +228,7 @@ def train_tokenizer(corpus: Sequence[str], vocab_size: int) -> Any:
     core.train_from_iterator([*corpus, *list(ROLES) * max(len(corpus), 100)], trainer)
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
     # not special: decoding must keep them, the reward functions read them
-    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in ANSWER_TOKENS])
+    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in (*ANSWER_TOKENS, *tokens)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",

@@ -46,7 +46,7 @@ class Domain:
 def domain_of(recipe: str) -> Domain:
     """The room of a recipe."""
     room = RECIPES[recipe].module.rpartition(".")[0]
-    (found,) = [domain for domain in DOMAINS.values() if domain.recipe_module.rpartition(".")[0] == room]
+    (found,) = [domain for domain in (*DOMAINS.values(), GUI) if domain.recipe_module.rpartition(".")[0] == room]
     return found
 
 
@@ -96,6 +96,19 @@ def _vlm(name: str, folder: Path) -> Any:
     config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     if entry.supervised:
         config.trainer.samples_per_task = 1
+    return config
+
+
+def _gui(name: str, folder: Path) -> Any:
+    from mmrl.gui.drawn import build_icons
+    from mmrl.rewards import RewardConfig
+    from mmrl.vlm.data import DataConfig
+
+    config = _vlm(name, folder)
+    screens = build_icons(folder / "screens.jsonl", count=4, worked=True)
+    config.data = DataConfig(path=str(screens))
+    config.grounding.template = "{instruction}"
+    config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     return config
 
 
@@ -182,3 +195,6 @@ DOMAINS = {
     "diffusion": Domain("flow_grpo", "diffusion.settings", _diffusion, needs=("diffusers",)),
     "robotics": Domain("robot_grpo", "robotics.vla.recipe", _robotics),
 }
+
+GUI = Domain("aepo", "mmrl.gui.aepo", _gui)
+"""Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""

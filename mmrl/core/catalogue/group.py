@@ -103,4 +103,12 @@ ROWS = (
         SequenceMean(),
         citation="SRPO, arXiv 2511.15605 (clip 0.2/0.28, dual clip 3, mean of episode means)",
     ),
+    Objective(
+        "aepo",
+        LeaveOneOut(),
+        PpoClip(high=0.4, dual=3.0),
+        # token-mean by name, but of micro-batches of one response whose losses are averaged
+        SequenceMean(),
+        citation="InfiGUI-G1, arXiv 2508.05731; its public scripts (RLOO, clip 0.2/0.4, dual clip 3, no KL)",
+    ),
 )

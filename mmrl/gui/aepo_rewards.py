@@ -1,0 +1,260 @@
+"""Rewards of grounding answers with one or several points: AEPO's, naive RLVR's and a binary one.
+
+AEPO's efficiency reward is utility over cost: +1 where one of N answers is inside the target and -1 where none is,
+over the geometric mean of N proposals and k verifications (k is the rank of the first answer inside, N on failure).
+The total is format + accuracy, both of weight 1, and -1 for an answer in another format or with three points on a line.
+
+Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py; with parser=reference the defaults are its behaviour.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields, choice
+from mmrl.gui.answers import PARSERS, parse_answer, split_think
+from mmrl.gui.coords import Point, coordinate_space, to_original
+from mmrl.gui.samples import Target
+from mmrl.gui.tables import target_of
+from mmrl.rewards import RewardConfig
+from mmrl.rewards.answers import Chat, completion_text
+
+__all__ = [
+    "ACCURACIES",
+    "PARTS",
+    "AnswerRules",
+    "PointScore",
+    "adaptive_accuracy",
+    "has_collinear",
+    "point_reward",
+    "point_rewards",
+    "score_answer",
+]
+
+COLLINEAR_SCOPES = ("total", "accuracy")
+
+
+@dataclass
+class AnswerRules:
+    """What an answer has to look like and what it earns."""
+
+    accuracy: str = choice("adaptive", lambda: ACCURACIES)
+    """adaptive: 1/sqrt(N k), or -1/N; any: 1 where any answer is inside, else -1; first: 1 where the first is, else
+    -1."""
+    parser: str = choice("robust", lambda: PARSERS)
+    """reference (the public code's), or robust, which reads more ways of writing points."""
+    collinear_scope: str = choice("total", COLLINEAR_SCOPES)
+    """What three points on a line cost: total, the whole score is -1; accuracy, the format is still paid."""
+    collinear_tol_px: float = bounded(0.0, at_least=0, finite=True)
+    """Three points are on a line where their triangle is lower than this in pixels of the original image; 0 is the
+    exact test on the numbers as written, which a jitter of a pixel evades."""
+    max_answers: int = bounded(0, at_least=0)
+    """More answers are a wrong format; 0 is no limit, which pays a model for guessing on and on."""
+    dedupe_px: float = bounded(0.0, at_least=0, finite=True)
+    """Answers within this of an earlier one, in pixels of the original image, do not count; 0 counts every one, which
+    pays for saying a wrong point twice."""
+    empty_is_malformed: bool = False
+    """Whether an empty list is a wrong format, instead of a miss that costs nothing."""
+
+
+@dataclass(frozen=True)
+class PointScore:
+    """The score of one answer and what it is made of."""
+
+    score: float
+    """format + accuracy, or -1."""
+    format: float
+    """1, or 0 for an answer in a wrong format or with three points on a line."""
+    accuracy: float
+    """-1 to 1."""
+    num_pred: int = 0
+    """Answers N; 0 in a wrong format."""
+    has_correct: int = 0
+    """1 where any answer is inside the target."""
+    first_correct: int = 0
+    """1 where the first one is."""
+    only_correct: int = 0
+    """1 where the one and only answer is."""
+    is_collinear: int = 0
+    """1 where three answers are on a line."""
+    wrong_format: int = 0
+    """1 where no list of points could be read."""
+
+
+WRONG_FORMAT = PointScore(score=-1.0, format=0.0, accuracy=-1.0, wrong_format=1)
+PARTS = tuple(PointScore.__dataclass_fields__)
+
+
+def point_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[Chat],
+    *,
+    grounding: Sequence[Mapping[str, Any]],
+    part: str = "score",
+    accuracy: str = "adaptive",
+    parser: str = "robust",
+    collinear_scope: str = "total",
+    collinear_tol_px: float = 0.0,
+    max_answers: int = 0,
+    dedupe_px: float = 0.0,
+    empty_is_malformed: bool = False,
+) -> list[float]:
+    """Score answers that point at an element of a screen; see `AnswerRules` for the options.
+
+    Args:
+        prompts: Not used.
+        completions: B answers.
+        grounding: B columns that the GUI recipes add: target, original_wh, model_wh, space, no_think.
+        part: field of `PointScore` that is the reward; all but score are for logging with weight 0.
+        accuracy: adaptive (AEPO), any or first; naive RLVR is first with max_answers 1.
+        parser: robust or reference.
+        collinear_scope: total or accuracy.
+        collinear_tol_px: height below which a triangle is a line.
+        max_answers: most answers.
+        dedupe_px: distance below which an answer repeats another.
+        empty_is_malformed: whether an empty list is a wrong format.
+
+    Returns:
+        B numbers; score is -1 or in [0, 2].
+
+    Raises:
+        UserError: an option has no such value.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`calculate_point_reward`).
+    """
+    if part not in PARTS:
+        raise UserError(f"point reward: part is {part!r}; expected one of {', '.join(PARTS)}")
+    rules = AnswerRules(accuracy, parser, collinear_scope, collinear_tol_px, max_answers, dedupe_px, empty_is_malformed)
+    check_fields(rules, "point reward")
+    scores = [
+        _score_row(completion_text(completion), row, rules)
+        for completion, row in zip(completions, grounding, strict=True)
+    ]
+    return [float(getattr(score, part)) for score in scores]
+
+
+def point_rewards(rules: AnswerRules) -> list[RewardConfig]:
+    """The reward as a term of a sum, and its parts as terms of weight 0, which are logged and evaluated."""
+    options = asdict(rules)
+    parts = [
+        RewardConfig(name=part, function="point", weight=0.0, options={"part": part, **options})
+        for part in PARTS
+        if part != "score"
+    ]
+    return [*parts, RewardConfig(name="point", options=options)]
+
+
+def _score_row(text: str, row: Mapping[str, Any], rules: AnswerRules) -> PointScore:
+    space, sizes = coordinate_space(row["space"]), (row["original_wh"], row["model_wh"])
+    return score_answer(
+        text, target_of(row), rules, lambda point: to_original(point, space, *sizes), no_think=row["no_think"]
+    )
+
+
+def score_answer(
+    text: str,
+    target: Target,
+    rules: AnswerRules,
+    locate: Callable[[Any], Point] = lambda point: point,
+    *,
+    no_think: bool = False,
+) -> PointScore:
+    """Score one answer; never raises, whatever the text.
+
+    Args:
+        text: what the model wrote, decoded.
+        target: in pixels of the original image.
+        rules: options.
+        locate: from a point of the answer to pixels of the original image.
+        no_think: whether the answer has no think block; False makes a missing or wrong block a wrong format.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`calculate_point_reward`).
+    """
+    try:
+        return _score(text, target, rules, locate, no_think)
+    except (TypeError, ValueError, ArithmeticError):  # the reference parser lets pass coordinates that are no numbers
+        return WRONG_FORMAT
+
+
+def _score(text: str, target: Target, rules: AnswerRules, locate: Callable[[Any], Point], no_think: bool) -> PointScore:
+    if not no_think and split_think(text) is None:
+        return WRONG_FORMAT
+    parsed = parse_answer(text, rules.parser, no_think=no_think, max_answers=rules.max_answers)
+    if not parsed.ok and (parsed.error != "empty" or rules.empty_is_malformed):
+        return WRONG_FORMAT
+    points = parsed.points
+    if rules.dedupe_px:
+        points = _distinct(points, [locate(point) for point in points], rules.dedupe_px)
+    if has_collinear(points) or (rules.collinear_tol_px and has_collinear(map(locate, points), rules.collinear_tol_px)):
+        paid = 1.0 if rules.collinear_scope == "accuracy" else 0.0
+        return PointScore(score=paid - 1.0, format=paid, accuracy=-1.0, is_collinear=1)
+    # one at a time: what follows the first point inside is not looked at
+    rank = next((place for place, point in enumerate(points, start=1) if target.contains(locate(point))), 0)
+    accuracy = ACCURACIES[rules.accuracy](len(points), rank)
+    return PointScore(
+        score=1.0 + accuracy,
+        format=1.0,
+        accuracy=accuracy,
+        num_pred=len(points),
+        has_correct=int(rank > 0),
+        first_correct=int(rank == 1),
+        only_correct=int(rank == 1 and len(points) == 1),
+    )
+
+
+def adaptive_accuracy(answers: int, rank: int) -> float:
+    """1/sqrt(N k) where the answer of rank k is the first inside, -1/N where none is; -1 without answers.
+
+    Args:
+        answers: N.
+        rank: k from 1, or 0 where no answer is inside.
+
+    Source: AEPO, arXiv 2508.05731; InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_accuracy_reward`).
+    """
+    if rank:
+        return 1.0 / math.sqrt(answers * rank)
+    return -1.0 / max(answers, 1)
+
+
+def has_collinear(points: Iterable[Any], tol: float = 0.0) -> bool:
+    """Whether three of the points are on a line.
+
+    Args:
+        points: pairs of numbers.
+        tol: least height of a triangle that is none; 0 compares the two products of the exact test with
+            `math.isclose`, as the public code does.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_check_collinear`).
+    """
+    return any(_on_a_line(*triple, tol) for triple in itertools.combinations(points, 3))
+
+
+def _on_a_line(first: Any, second: Any, third: Any, tol: float) -> bool:
+    (x1, y1), (x2, y2), (x3, y3) = first, second, third
+    if not tol:
+        return math.isclose((y2 - y1) * (x3 - x1), (y3 - y1) * (x2 - x1))
+    longest = max(math.dist(first, second), math.dist(first, third), math.dist(second, third))
+    twice_area = abs((y2 - y1) * (x3 - x1) - (y3 - y1) * (x2 - x1))
+    return twice_area < tol * longest or longest == 0
+
+
+def _distinct(points: Sequence[Any], places: Sequence[Point], radius: float) -> tuple[Any, ...]:
+    """The points that are not within a radius of one kept before."""
+    kept: list[int] = []
+    for number, place in enumerate(places):
+        if all(math.dist(place, places[other]) > radius for other in kept):
+            kept.append(number)
+    return tuple(points[number] for number in kept)
+
+
+ACCURACIES: dict[str, Callable[[int, int], float]] = {
+    "adaptive": adaptive_accuracy,
+    "any": lambda answers, rank: 1.0 if rank else -1.0,
+    "first": lambda answers, rank: 1.0 if rank == 1 else -1.0,
+}
+"""(answers N, rank k of the first inside, or 0) -> accuracy."""

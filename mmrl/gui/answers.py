@@ -1,0 +1,229 @@
+"""Points in a model's answer: how they are written, and two ways to read them that never raise.
+
+`reference` is the rule that InfiGUI-G1's public reward applies, bit for bit; `robust` also takes what other models
+write. Neither looks at the size of a number to guess what it means: the coordinate space is the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.gui.coords import CoordinateSpace, Point
+
+__all__ = ["ANSWER_ERRORS", "PARSERS", "ParsedAnswer", "answer_text", "parse_answer", "split_think"]
+
+THINK, END_THINK = "<think>", "</think>"
+LONGEST = 100_000
+"""Characters of an answer that `robust` reads; no sampler of a grounding model gives more."""
+MOST_SPANS = 256
+"""Bracketed parts of an answer that `robust` tries."""
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """The points of one answer, in the order in which the model prefers them."""
+
+    points: tuple[Any, ...] = ()
+    """Pairs of numbers in the model's space. After `reference` a pair may hold whatever JSON holds."""
+    kind: str = ""
+    """What was found: a key of an object (point_2d, bbox_2d, coordinate), or pairs; empty without points."""
+    error: str = ""
+    """Row of `ANSWER_ERRORS`; empty for an answer that can be used."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are points, be they a refusal."""
+        return self.error in ("", "refusal")
+
+
+def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max_answers: int = 0) -> ParsedAnswer:
+    """Read the points of an answer.
+
+    Args:
+        text: what the model wrote, decoded.
+        mode: "reference" or "robust".
+        no_think: whether the answer is expected without a think block. `robust` removes a block either way and misses
+            none; `reference` refuses an answer without the block, unless this is set.
+        max_answers: more points are the error too_many; 0 is no limit.
+
+    Returns:
+        Points or an error; never raises for any text.
+
+    Raises:
+        UserError: `mode` is unknown.
+    """
+    if mode not in PARSERS:
+        raise UserError(f"unknown parser {mode!r}; there are: {', '.join(PARSERS)}")
+    found = PARSERS[mode](text, no_think)
+    if max_answers and len(found.points) > max_answers:
+        return ParsedAnswer(error="too_many")
+    return found
+
+
+def answer_text(points: Sequence[Point], space: CoordinateSpace) -> str:
+    """Points as Qwen2.5-VL writes them: a JSON list of {"point_2d": [x, y]}, whole numbers where the space has them."""
+    fractions = space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX)
+    pairs = [[round(number, 4) if fractions else round(number) for number in point] for point in points]
+    return json.dumps([{"point_2d": pair} for pair in pairs])
+
+
+def split_think(text: str) -> str | None:
+    """What follows the one think block at the very start of an answer.
+
+    Returns:
+        The stripped rest; None where the text does not start with the tag, a tag is repeated or missing, or the
+        block or the rest is blank.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`extract_think_format`).
+    """
+    if not text.startswith(THINK) or text.count(THINK) != 1 or text.count(END_THINK) != 1:
+        return None
+    thought, _, rest = text[len(THINK) :].partition(END_THINK)
+    return rest.strip() if thought.strip() and rest.strip() else None
+
+
+def _reference(text: str, no_think: bool) -> ParsedAnswer:
+    """The first bracket and its balanced partner as JSON; one bad item spoils the list.
+
+    Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_extract_verifiable_answer`).
+    """
+    answer = text if no_think else split_think(text)
+    if answer is None:
+        return ParsedAnswer(error="no_think")
+    start = answer.find("[")
+    end = _partner(answer, start) if start >= 0 else -1
+    value = _json(answer[start : end + 1]) if end >= 0 else NOTHING
+    if not isinstance(value, list):
+        return ParsedAnswer(error="not_json")
+    if not value:
+        return ParsedAnswer(error="empty")
+    if not all(_is_reference_item(item) for item in value):
+        return ParsedAnswer(error="wrong_shape")
+    return ParsedAnswer(tuple(tuple(item["point_2d"]) for item in value), "point_2d")
+
+
+def _is_reference_item(item: Any) -> bool:
+    pair = item.get("point_2d") if isinstance(item, dict) else None
+    return isinstance(pair, list) and len(pair) == 2
+
+
+def _partner(text: str, start: int) -> int:
+    """Place of the bracket that closes the one at `start`, brackets in JSON strings counted too; -1 without one."""
+    depth = 0
+    for match in re.finditer(r"[\[\]]", text[start:]):
+        depth += 1 if match.group() == "[" else -1
+        if depth == 0:
+            return start + match.start()
+    return -1
+
+
+NOTHING = object()
+"""What is no JSON; None is JSON."""
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # ValueError: also whole numbers of more digits than Python converts
+        return NOTHING
+
+
+def _robust(text: str, no_think: bool) -> ParsedAnswer:
+    """The first balanced list or object after the think block that holds points."""
+    del no_think  # the block is removed where there is one
+    answer = text[:LONGEST]
+    if END_THINK in answer:
+        answer = answer.rpartition(END_THINK)[2]
+    elif answer.lstrip().startswith(THINK):
+        return ParsedAnswer(error="no_think")  # it never stopped thinking
+    error = ""
+    for start, end in _spans(answer):
+        value = _json(answer[start : end + 1])
+        if value is not NOTHING:
+            found = _points_of(value if isinstance(value, list) else [value])
+            if found.ok:
+                return found
+            error = error or found.error
+    return ParsedAnswer(error=error or "not_json")
+
+
+def _spans(text: str) -> list[tuple[int, int]]:
+    """Places of the first opening brackets and braces with their partners, outer before inner."""
+    opened: dict[str, list[int]] = {"]": [], "}": []}
+    spans: list[tuple[int, int]] = []
+    for match in re.finditer(r"[\[\]{}]", text):
+        mark = match.group()
+        if mark in "[{":
+            opened[CLOSING[mark]].append(match.start())
+        elif opened[mark]:
+            spans.append((opened[mark].pop(), match.start()))
+    return sorted(spans)[:MOST_SPANS]
+
+
+def _points_of(value: list[Any]) -> ParsedAnswer:
+    """The points of a JSON list: objects, pairs, or one pair of numbers."""
+    if not value:
+        return ParsedAnswer(error="empty")
+    if not any(isinstance(item, list | dict) for item in value):
+        value = [value]
+    points, kinds = [], []
+    for item in value:
+        kind, numbers = _numbers_of(item)
+        if numbers is None:
+            return ParsedAnswer(error="wrong_shape")
+        if not all(math.isfinite(number) for number in numbers):
+            return ParsedAnswer(error="non_finite")
+        points.append(numbers if len(numbers) == 2 else _middle(numbers))
+        kinds.append(kind)
+    refused = all(x < 0 and y < 0 for x, y in points)
+    return ParsedAnswer(tuple(points), kinds[0], "refusal" if refused else "")
+
+
+def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
+    """Which key holds the numbers of an item, and its two or four numbers; None where there are none."""
+    if isinstance(item, list):
+        return "pairs", _numbers(item, 2)
+    if isinstance(item, dict):
+        for key, count in KEYS.items():
+            if key in item:
+                return key, _numbers(item[key], count)
+    return "", None
+
+
+def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
+    if not isinstance(value, list) or len(value) != count:
+        return None
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in value):
+        return None
+    try:
+        return tuple(float(number) for number in value)
+    except OverflowError:  # a whole number beyond the largest float
+        return (math.inf,) * count
+
+
+def _middle(box: tuple[float, ...]) -> Point:
+    x1, y1, x2, y2 = box
+    return x1 / 2 + x2 / 2, y1 / 2 + y2 / 2  # the sum of two large numbers may be infinite
+
+
+KEYS = {"point_2d": 2, "coordinate": 2, "bbox_2d": 4}
+"""Keys of an object that hold a point or a box, with how many numbers."""
+CLOSING = {"[": "]", "{": "}"}
+
+PARSERS: dict[str, Callable[[str, bool], ParsedAnswer]] = {"reference": _reference, "robust": _robust}
+
+ANSWER_ERRORS: dict[str, str] = {
+    "no_think": "The think block is missing, not at the start, repeated, blank or never closed.",
+    "empty": "The answer is an empty list.",
+    "not_json": "There is no bracketed list that is JSON.",
+    "wrong_shape": "A list was found, but an item is no point or box of numbers.",
+    "non_finite": "A coordinate is NaN or infinite.",
+    "too_many": "There are more points than max_answers.",
+    "refusal": "All coordinates are negative: the model says that the screen holds nothing of the kind.",
+}

@@ -1,0 +1,180 @@
+"""Screens drawn without a browser: a grid of icons, each wanted by its name or by what it is for.
+
+The world of AEPO's confidence trap: a supervised start names the right icon when asked by name and, with near
+certainty, a wrong one when asked by function. Reinforcement learning has to find the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmrl.gui.answers import answer_text
+from mmrl.gui.coords import Box, CoordinateSpace
+from mmrl.gui.icons import ICONS, Color, draw_icon
+from mmrl.gui.samples import GroundingSample
+from mmrl.gui.tables import write_samples
+
+__all__ = ["ASKS", "KINDS", "IconGrid", "build_icons", "build_model", "corpus", "draw_grid", "icon_samples"]
+
+KINDS = ("name", "function")
+"""Kinds of instruction."""
+ASKS = ("one", "some")
+"""Whether a question asks for one point or for as many as the model sees fit; the column `ask`."""
+POINT_TOKENS = ('[{"point_2d": [', ']}, {"point_2d": [', "]}]", ", ")
+"""Parts of an answer that the tiny tokenizer holds as one token each."""
+
+
+@dataclass(frozen=True)
+class IconGrid:
+    """Layout of the grid in pixels."""
+
+    columns: int = 4
+    rows: int = 3
+    cell_px: int = 48
+    """Side of a cell."""
+    min_icon_px: int = 32
+    """Smallest side of an icon."""
+    max_icon_px: int = 38
+    """Largest side of an icon."""
+    jitter_px: int = 5
+    """An icon's middle is that of its cell or so far from it, left or right and up or down."""
+    colored: bool = False
+    """Whether each icon has its own colour on light paper, or all have the ink of the screen's theme."""
+
+
+@dataclass(frozen=True)
+class Screen:
+    """One drawn grid."""
+
+    image: Image.Image
+    boxes: dict[str, Box]
+    """Box of each icon by its name, in pixels."""
+
+
+def draw_grid(rng: np.random.Generator, grid: IconGrid = IconGrid()) -> Screen:
+    """Draw the icons in random cells, each at a random place of its cell.
+
+    Args:
+        rng: source of order, colours, sizes and places.
+        grid: layout; it may have fewer cells than there are icons.
+
+    Returns:
+        The screen.
+    """
+    paper, ink = _theme(rng, dark=0.0 if grid.colored else 0.3)
+    image = Image.new("RGB", (grid.columns * grid.cell_px, grid.rows * grid.cell_px), paper)
+    names = [str(name) for name in rng.permutation(list(ICONS))][: grid.columns * grid.rows]
+    boxes = {}
+    for cell, name in enumerate(names):
+        side = 2 * int(rng.integers(grid.min_icon_px // 2, grid.max_icon_px // 2 + 1))
+        row, column = divmod(cell, grid.columns)
+        shift_x, shift_y = (grid.cell_px - side) // 2 + grid.jitter_px * rng.integers(-1, 2, 2)
+        left, top = column * grid.cell_px + int(shift_x), row * grid.cell_px + int(shift_y)
+        image.paste(draw_icon(name, side, ICONS[name].color if grid.colored else ink, paper), (left, top))
+        boxes[name] = Box(left, top, left + side, top + side)
+    return Screen(image, boxes)
+
+
+def _theme(rng: np.random.Generator, dark: float) -> tuple[Color, Color]:
+    """Paper and ink: dark on light or, with a probability, light on dark."""
+    bright, dim = rng.integers(200, 256, 3).tolist(), rng.integers(0, 90, 3).tolist()
+    paper, ink = (dim, bright) if rng.random() < dark else (bright, dim)
+    return (paper[0], paper[1], paper[2]), (ink[0], ink[1], ink[2])
+
+
+def icon_samples(
+    count: int,
+    *,
+    seed: int,
+    kinds: Sequence[str] = KINDS,
+    ask: str = "both",
+    worked: bool = False,
+    trap: float = 0.99,
+    most_answers: int = 3,
+    grid: IconGrid = IconGrid(),
+) -> Iterator[GroundingSample]:
+    """Draw screens with an instruction each; the same seed gives the same pixels.
+
+    Args:
+        count: samples.
+        seed: of everything drawn; other seeds are other layouts.
+        kinds: of instruction, drawn evenly: name or function.
+        ask: one, some, or both drawn evenly.
+        worked: add worked answers for a supervised start, as the column `answers`.
+        trap: probability that the first worked answer to a function is the icon it is taken for.
+        most_answers: worked answers to a question for some are 1 to this many; the later ones are any other icons.
+        grid: layout, or what differs from the usual one.
+
+    Returns:
+        Samples whose meta has the columns kind, ask, icon and, with `worked`, answers.
+
+    Raises:
+        ValueError: unknown kind or ask.
+    """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds or ask not in (*ASKS, "both"):
+        raise ValueError(
+            f"kinds {list(kinds)} are of {', '.join(KINDS)}; ask {ask!r} is one of {', '.join(ASKS)}, both"
+        )
+    layout = grid if isinstance(grid, IconGrid) else IconGrid(**grid)
+    rng = np.random.default_rng([seed, 1])
+    for _ in range(count):
+        screen = draw_grid(rng, layout)
+        name, kind = str(rng.choice(list(screen.boxes))), str(rng.choice(list(kinds)))
+        asked = str(rng.choice(ASKS)) if ask == "both" else ask
+        meta: dict[str, Any] = {"kind": kind, "ask": asked, "icon": name}
+        if worked:
+            most = most_answers if asked == "some" else 1
+            meta["answers"] = _worked(rng, screen, name, trap if kind == "function" else 0.0, most)
+        text = name if kind == "name" else ICONS[name].functions[0]
+        yield GroundingSample(screen.image, screen.image.size, text, screen.boxes[name], meta=meta)
+
+
+def _worked(rng: np.random.Generator, screen: Screen, name: str, trap: float, most: int) -> list[list[float]]:
+    """The right icon, or with some probability the one it is taken for, then any others."""
+    first = ICONS[name].taken_for if rng.random() < trap else name
+    others = rng.permutation([other for other in screen.boxes if other != first])
+    chosen = [first, *others[: int(rng.integers(1, most + 1)) - 1]]
+    return [list(screen.boxes[str(icon)].center) for icon in chosen]
+
+
+def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options: Any) -> Path:
+    """Write `icon_samples` as JSON lines with PNG images beside them.
+
+    Args:
+        path: .jsonl file.
+        count: samples.
+        seed: of everything drawn.
+        options: see `icon_samples`.
+
+    Returns:
+        The file.
+    """
+    return write_samples(path, icon_samples(count, seed=seed, **options))
+
+
+def corpus() -> list[str]:
+    """What the questions and answers are made of, to train a tokenizer on."""
+    words = [f"{ask}: {text}" for ask in ASKS for name, icon in ICONS.items() for text in (name, *icon.functions)]
+    return [*(words * 20), answer_text([(1, 2), (3, 4)], CoordinateSpace.REL1000)]
+
+
+def build_model(path: str | Path, **options: Any) -> Path:
+    """Build a tiny random Qwen model whose tokenizer knows the words of these screens.
+
+    Args:
+        path: model folder to write.
+        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
+
+    Returns:
+        The folder.
+    """
+    from mmrl.vlm.tiny import build_tiny_vlm
+
+    return build_tiny_vlm(path, corpus=corpus(), tokens=POINT_TOKENS, **options)

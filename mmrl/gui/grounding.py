@@ -1,0 +1,274 @@
+"""Questions about screens for a vision-language model: prompt, the one resize, and what rewards need of the target."""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from mmrl.gui.aepo_rewards import AnswerRules, point_rewards
+from mmrl.gui.answers import answer_text
+from mmrl.gui.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
+from mmrl.gui.samples import GroundingSample, Target
+from mmrl.gui.tables import TARGET_COLUMNS, image_size, sample_row, target_of
+from mmrl.rewards import RewardConfig
+from mmrl.vlm.data import LoadedTasks
+from mmrl.vlm.evaluation import AnswerMeasure
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.task import TaskError, VlmTask, open_image
+
+__all__ = [
+    "GROUNDING_ERRORS",
+    "GroundingOptions",
+    "GroundingSettings",
+    "GroundingTasks",
+    "grounding_task",
+    "prepare_tasks",
+    "sample_of",
+]
+
+LOGGER = logging.getLogger("mmrl")
+
+TEMPLATE = (
+    'The screen is {width} x {height} pixels. Which element is meant by "{instruction}"? Answer with a JSON list of '
+    'points, the most likely first: [{{"point_2d": [x, y]}}, ...]'
+)
+THINK = (
+    "Think about the screen first, inside <think> </think>, and give the answer after it. Every answer starts with "
+    "this block."
+)
+
+
+@dataclass
+class GroundingSettings:
+    """How a model reads screens and writes points."""
+
+    family: str = choice("qwen2_5_vl", lambda: FAMILIES)
+    """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it says in which space points are and how screens are
+    resized."""
+    space: str = choice("", lambda: ("", *CoordinateSpace))
+    """What the two numbers of a point mean; empty: what the family writes."""
+    factor: int | None = bounded(None, at_least=1)
+    """Sides of the resized image are multiples of it; empty: that of the family's released models."""
+    shrink_to: int | None = bounded(None, at_least=1)
+    """Screens with more pixels are first scaled to this area, as InfiGUI-G1's evaluation does; empty: not."""
+    template: str = TEMPLATE
+    """The question: {width} and {height} of the resized image, {instruction}, and any column of the data."""
+    think: bool = False
+    """Whether answers start with a think block; a wrong block is a wrong format."""
+    think_prompt: str = THINK
+    """System turn of questions that ask for a think block; `data.system_prompt` goes first."""
+    min_side: float = bounded(2, at_least=0, finite=True)
+    """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
+    min_visible: float = bounded(0.5, at_least=0, at_most=1)
+    """Training boxes of which a smaller share is inside the image are dropped and counted."""
+
+    def validate(self) -> None:
+        """Check the template; raises UserError."""
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None}
+        except ValueError as error:
+            raise UserError(f"grounding.template: {error}; write {{{{ and }}}} for braces") from None
+        if "instruction" not in names:
+            raise UserError("grounding.template never uses {instruction}, so the question would be lost")
+
+    @property
+    def point_space(self) -> CoordinateSpace:
+        """The space of the model's points."""
+        return coordinate_space(self.space) if self.space else FAMILIES[self.family].space
+
+    def resize(self, model: ModelConfig) -> Resize:
+        """The resize for a model: the pixel budget is the model's own, `model.min_pixels` and `model.max_pixels`."""
+        factor = self.factor or FAMILIES[self.family].factor
+        return Resize(factor, model.min_pixels, model.max_pixels, self.shrink_to)
+
+
+def sample_of(task: VlmTask) -> GroundingSample:
+    """The screen, instruction and target of a task whose columns are those of `mmrl.gui.tables`.
+
+    Raises:
+        TaskError: the task has not exactly one image, or no usable target.
+    """
+    if len(task.images) != 1:
+        raise TaskError("bad_screen", task.id, f"a grounding question has one image, found {len(task.images)}")
+    try:
+        target = target_of(task.columns)
+    except (TypeError, ValueError) as error:
+        raise TaskError("bad_target", task.id, str(error)) from None
+    texts = [item["text"] for item in task.messages[-1]["content"] if item["type"] == "text"]
+    meta = {name: value for name, value in task.columns.items() if name not in (*TARGET_COLUMNS, "original_wh")}
+    image: Any = task.images[0]
+    return GroundingSample(image, _size(task), "".join(texts).strip(), target, meta={"id": task.id, **meta})
+
+
+def _size(task: VlmTask) -> Size:
+    """The column, or the header of the file, which need not be decoded."""
+    given, source = task.columns.get("original_wh"), task.images[0]
+    if given is not None:
+        width, height = given
+        return int(width), int(height)
+    if isinstance(source, str) and not source.startswith("data:"):
+        try:
+            return image_size(Path(source))
+        except OSError as error:
+            raise TaskError("unreadable_image", task.id, f"cannot read {source}: {error}") from None
+    return open_image(source, task.id, max_pixels=task.max_image_pixels).size
+
+
+def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -> VlmTask:
+    """Write the question about a screen.
+
+    Args:
+        task: one image, the instruction as its last turn, columns as in `mmrl.gui.tables`.
+        settings: how the model reads and writes.
+        resize: the one resize.
+
+    Returns:
+        The task with its prompt and its image's size in the model; columns `grounding` (what `point_reward` needs) and,
+        where there are `answers`, `completion` for supervised runs.
+
+    Raises:
+        TaskError: the screen or its target cannot be used.
+    """
+    sample = sample_of(task)
+    try:
+        sample = sample.fitted(resize)
+    except ValueError as error:
+        raise TaskError("unusable_image", task.id, str(error)) from None
+    assert sample.model_wh is not None
+    columns = dict(task.columns) | {"grounding": _needs(sample.target, sample, settings)}
+    answers = task.columns.get("answers")
+    if answers is not None:
+        points = [sample.from_original(tuple(point), settings.point_space) for point in answers]
+        columns["completion"] = answer_text(points, settings.point_space)
+    content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
+    messages = [*_system(task, settings), {"role": "user", "content": content}]
+    return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh])
+
+
+def _needs(target: Target, sample: GroundingSample, settings: GroundingSettings) -> dict[str, Any]:
+    return {
+        **sample_row(replace(sample, target=target, meta={}, instruction="")),
+        "model_wh": sample.model_wh,
+        "space": settings.point_space.value,
+        "no_think": not settings.think,
+    }
+
+
+def _question(sample: GroundingSample, settings: GroundingSettings) -> str:
+    assert sample.model_wh is not None
+    width, height = sample.model_wh
+    known = {**sample.meta, "width": width, "height": height, "instruction": sample.instruction}
+    try:
+        return settings.template.format(**known)
+    except (KeyError, IndexError) as error:
+        raise UserError(
+            f"grounding.template names {error}; it may use width, height, instruction and the columns "
+            f"{', '.join(sorted(sample.meta)) or '(none)'}"
+        ) from None
+
+
+def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
+    texts = [item["text"] for turn in task.messages[:-1] if turn["role"] == "system" for item in turn["content"]]
+    if settings.think:
+        texts.append(settings.think_prompt)
+    return [{"role": "system", "content": [{"type": "text", "text": "\n".join(texts)}]}] if texts else []
+
+
+def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
+    """Write the questions of a data set.
+
+    Args:
+        loaded: tasks with the columns of `mmrl.gui.tables`.
+        settings: how the model reads and writes.
+        resize: the one resize.
+        training: whether unusable boxes are dropped and counted; a held-out box is never dropped or altered.
+
+    Raises:
+        UserError: a row cannot be used; the message names it.
+    """
+    tasks, skipped = [], Counter(loaded.skipped)
+    for task in loaded.tasks:
+        try:
+            ready = grounding_task(task, settings, resize)
+        except TaskError as error:
+            raise UserError(str(error)) from None
+        cleaned = _cleaned(ready, settings) if training else ready
+        if cleaned is None:
+            skipped["unusable_box"] += 1
+        else:
+            tasks.append(cleaned)
+    if loaded.tasks and not tasks:
+        raise UserError(f"all {len(loaded.tasks)} training boxes are too small or outside their screens; see min_side")
+    if skipped["unusable_box"]:
+        LOGGER.warning("%d training boxes were dropped: %s", skipped["unusable_box"], GROUNDING_ERRORS["unusable_box"])
+    return LoadedTasks(tasks, dict(skipped), loaded.examples)
+
+
+def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
+    """The task with its box sorted and clipped, or None where it teaches nothing; places of other shapes stay."""
+    needs = task.columns["grounding"]
+    target = target_of(needs)
+    if not isinstance(target, Box):
+        return task
+    width, height = needs["original_wh"]
+    box = clean_box(target, width, height, settings.min_side, settings.min_visible)
+    return box and replace(task, columns=task.columns | {"grounding": needs | {"bbox": list(box)}})
+
+
+@dataclass
+class GroundingOptions:
+    """What the configuration of a GUI recipe has beside that of its vision-language recipe; to be inherited first."""
+
+    grounding: GroundingSettings = field(default_factory=GroundingSettings)
+    """How the model reads screens and writes points."""
+    answer: AnswerRules = field(default_factory=AnswerRules)
+    """What an answer has to look like and what it earns: the reward `point`, with its parts at weight 0."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms beside `point`."""
+    accuracy_reward: str = "first_correct"
+    """Reward term whose value 1 counts as a right answer in evaluations: the first point is inside."""
+
+    def scored(self) -> Self:
+        """The same configuration with `point` and its parts among the rewards."""
+        return replace(self, rewards=[*point_rewards(self.answer), *self.rewards])
+
+
+class GroundingTasks:
+    """Makes a vision-language recipe ask about screens; to be inherited first.
+
+    Args:
+        config: options of the run.
+    """
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.scored())  # type: ignore[call-arg]
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Write the questions with the model's own pixel budget."""
+        settings: GroundingSettings = self.config.grounding
+        return prepare_tasks(loaded, settings, settings.resize(self.config.model), training=training)
+
+    def answer_measure(self, policy: VlmPolicy, split: str) -> AnswerMeasure:
+        """Breaks down whether any point hits, how many there are and bad formats too."""
+        measure: AnswerMeasure = super().answer_measure(policy, split)  # type: ignore[misc]
+        return replace(measure, broken_down=BROKEN_DOWN)
+
+
+BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
+"""Parts of the reward that evaluations also show by kind of instruction."""
+
+GROUNDING_ERRORS: dict[str, str] = {
+    "bad_screen": "A grounding question has not exactly one image.",
+    "bad_target": "A row has no target, several, or one of another shape.",
+    "unusable_box": "The box is shorter than grounding.min_side, or less than grounding.min_visible is on screen.",
+}
+"""Kinds of `TaskError` and of dropped rows that screens add."""

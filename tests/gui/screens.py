@@ -1,0 +1,40 @@
+"""Small screens and models for the tests of this room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmrl.gui.drawn import build_icons, build_model
+from mmrl.gui.grounding import GroundingSettings
+from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.record.tracking import TrackingConfig
+from mmrl.vlm.data import DataConfig
+from mmrl.vlm.evaluation import VlmEvaluationConfig
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.sampling import SamplerConfig
+
+SMALL = {"hidden": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vision_hidden": 16, "vision_depth": 1}
+
+
+def small_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    return build_model(folder, family=family, **SMALL)
+
+
+def run_config(kind: type[Any], folder: Path, model: Path, *, family: str = "qwen2_5_vl", **trainer: Any) -> Any:
+    """A two-step run on icon screens."""
+    screens = build_icons(folder / "screens.jsonl", count=6, worked=True)
+    options = {"steps": 2, "tasks_per_step": 3, "samples_per_task": 4, "learning_rate": 1e-3} | trainer
+    return kind(
+        recipe="aepo",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        grounding=GroundingSettings(family=family, template="some: {instruction}"),
+        data=DataConfig(path=str(screens)),
+        eval_data={"heldout": DataConfig(path=str(screens))},
+        sampler=SamplerConfig(max_new_tokens=24),
+        trainer=TrainerConfig(**options),
+        evaluation=VlmEvaluationConfig(records=2, by=["kind"]),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )

@@ -1,0 +1,140 @@
+"""The AEPO recipe and its baselines on a tiny model: what they ask, earn, log and evaluate."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.config import load_run
+from mmrl.core import get
+from mmrl.core.rollouts import Rollouts
+from mmrl.gui.aepo import AepoConfig, AepoRecipe, no_signal
+from mmrl.gui.aepo_rewards import PARTS
+from mmrl.gui.answers import answer_text
+from mmrl.gui.coords import CoordinateSpace
+from mmrl.gui.grounding_sft import GroundingSftConfig, GroundingSftRecipe
+from mmrl.training.runs import train
+from mmrl.vlm.payload import VlmPayload
+from tests.gui.screens import run_config, small_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MINE = [path for path in sorted(CONFIGS.glob("gui/*.yaml")) if load_run(path)[0].name in ("aepo", "grounding_sft")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return {family: small_model(tmp_path_factory.mktemp("m") / family, family) for family in ("qwen2_5_vl", "qwen3_vl")}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_logs_every_part_and_evaluates_by_kind(family, tmp_path, model):
+    config = run_config(AepoConfig, tmp_path, model[family], family=family)
+    run_dir = train(load_run_entry(), config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    terms = {f"reward/{part}" for part in PARTS if part != "score"} | {"reward/point"}
+    assert terms <= {*rows[0]}
+    assert any(name.startswith("aepo/no_signal/") for name in rows[0])
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
+    found = {*lines[-1]}
+    for part in ("has_correct", "num_pred", "wrong_format"):
+        assert f"terms/{part}/greedy" in found
+        assert f"terms/{part}/greedy/kind=function" in found
+
+
+def load_run_entry():
+    return load_run(CONFIGS / "gui/icons_aepo.yaml")[0]
+
+
+def recipe_of(tmp_path, model, **answer):
+    config = run_config(AepoConfig, tmp_path, model["qwen2_5_vl"])
+    for name, value in answer.items():
+        setattr(config.answer, name, value)
+    config.validate()
+    return AepoRecipe(config)
+
+
+def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model):
+    """Whole way: boxes in a file, prompt, answers in the model's pixels, score."""
+    recipe = recipe_of(tmp_path, model)
+    recipe.policy.eval()
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:1], torch.Generator().manual_seed(0))
+    task = VlmPayload.of(rollouts).tasks[0]
+    x1, y1, x2, y2 = task.columns["bbox"]
+    (width, height), (model_width, model_height) = task.columns["original_wh"], task.image_wh[0]
+    assert (model_width, model_height) != (width, height), "the resize changes the numbers"
+    hit = ((x1 + x2) / 2 * model_width / width, (y1 + y2) / 2 * model_height / height)
+    outside = (model_width - 1, model_height - 1) if hit[0] < model_width / 2 else (1, 1)
+    texts = [answer_text(points, CoordinateSpace.ABS_RESIZED) for points in ([hit], [outside, hit], [outside])]
+    found = recipe.score_texts([task] * 4, [""] * 4, [*texts, "none"], [[]] * 4)
+    assert found.total == pytest.approx([2, 1.5, 0, -1])
+    assert found.terms["first_correct"] == [1, 0, 0, 0]
+    recipe.close()
+
+
+def test_the_baselines_are_options(tmp_path, model):
+    naive = recipe_of(tmp_path / "a", model, accuracy="first", max_answers=1)
+    options = next(term.options for term in naive.config.rewards if term.name == "point")
+    assert (options["accuracy"], options["max_answers"]) == ("first", 1)
+    naive.close()
+
+
+def test_options_that_cannot_be_are_refused(tmp_path, model):
+    config = run_config(AepoConfig, tmp_path, model["qwen2_5_vl"])
+    config.accuracy_reward = "luck"
+    with pytest.raises(ValueError, match="first_correct"):
+        config.validate()
+    config = run_config(AepoConfig, tmp_path, model["qwen2_5_vl"], samples_per_task=1)
+    with pytest.raises(ValueError, match="samples_per_task"):
+        config.validate()
+
+
+def test_groups_without_signal_are_counted_by_kind():
+    reward = torch.tensor([0.0, 0.0, 0.5, 0.5, 2.0, 2.0, 2.0, 0.0, float("nan"), 1.0])
+    rollouts = Rollouts(group=torch.arange(10) // 2, mask=torch.ones(10, 1), logp_old=torch.zeros(10, 1), reward=reward)
+    kinds = ["name", "function", "name", "name", "function"]
+    assert no_signal(rollouts, kinds) == {
+        "aepo/no_signal/function": 1.0,
+        "aepo/no_signal/name": pytest.approx(2 / 3),
+    }
+
+
+def test_the_objective_has_no_deviation_and_weighs_every_answer_alike():
+    objective = get("aepo")
+    assert not objective.needs_reference
+    rollouts = Rollouts(
+        group=torch.zeros(4, dtype=torch.long),
+        mask=torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]]),
+        logp_old=torch.zeros(4, 2),
+        reward=torch.tensor([-0.5, -1.0, -1 / 3, 1 / 6**0.5]),
+    )
+    advantage = objective.compute_advantages(rollouts).advantage
+    assert advantage[:, 0].tolist() == pytest.approx([-0.19, -0.86, 0.03, 1.02], abs=5e-3)  # the figure's group
+
+
+def test_supervised_answers_are_learnt(tmp_path, model):
+    config = run_config(GroundingSftConfig, tmp_path, model["qwen2_5_vl"], samples_per_task=1, tasks_per_step=6)
+    config.recipe = "grounding_sft"
+    config.validate()
+    recipe = GroundingSftRecipe(config)
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks, torch.Generator())
+    texts = VlmPayload.of(rollouts).texts
+    points = [task.columns["answers"] for task in recipe.train_tasks]
+    assert [text.count("point_2d") for text in texts] == [len(point) for point in points]
+    recipe.close()
+
+
+@pytest.mark.parametrize("path", MINE, ids=lambda path: path.stem)
+def test_a_configuration_builds_and_takes_two_steps(path, tmp_path, model):
+    entry, whole = load_run(path)
+    small = run_config(AepoConfig, tmp_path, model[whole.grounding.family])
+    overrides = [f"output_dir={tmp_path / 'run'}", f"model.path={small.model.path}", f"data.path={small.data.path}"]
+    overrides += [f"eval_data.{name}.path={small.data.path}" for name in whole.eval_data]
+    overrides += ["trainer.steps=2", "trainer.tasks_per_step=2", "trainer.warmup_steps=0", "trainer.learning_rate=1e-3"]
+    overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}", "model.dtype=float32"]
+    overrides += ["trainer.mixed_precision=none", "sampler.max_new_tokens=20", "evaluation.max_tasks=2"]
+    overrides += ["tracking.quiet=true", "tracking.tensorboard=false", "tracking.strict=true", "trainer.micro_batch=0"]
+    entry, config = load_run(path, overrides)
+    run_dir = train(entry, config)
+    assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()] == [1, 2]

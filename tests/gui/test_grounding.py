@@ -1,0 +1,130 @@
+"""Questions about screens: prompt, the one resize, targets and what is dropped."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.errors import UserError
+from mmrl.gui.coords import CoordinateSpace, Resize
+from mmrl.gui.grounding import GroundingSettings, grounding_task, prepare_tasks
+from mmrl.vlm.data import LoadedTasks
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
+from mmrl.vlm.task import TaskError, VlmTask
+from tests.gui.screens import small_model
+
+
+def screen(size=(300, 200), **columns):
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "save it"}]}]
+    return VlmTask("s1", messages, [Image.new("RGB", size, "white")], columns={"bbox": [30, 20, 90, 60], **columns})
+
+
+def text_of(task):
+    return task.messages[-1]["content"][1]["text"]
+
+
+def test_the_prompt_names_the_size_that_the_model_sees():
+    task = grounding_task(screen(), GroundingSettings(), Resize(28))
+    assert task.image_wh == [(308, 196)]
+    assert '308 x 196 pixels. Which element is meant by "save it"?' in text_of(task)
+    assert '[{"point_2d": [x, y]}, ...]' in text_of(task)
+    assert task.load_images()[0].size == (308, 196)
+    assert task.columns["grounding"] == {
+        **{"bbox": [30, 20, 90, 60], "original_wh": [300, 200], "model_wh": (308, 196), "instruction": ""},
+        **{"space": "abs_resized", "no_think": True},
+    }
+
+
+def test_worked_answers_are_written_in_the_models_space():
+    for family, expected in (("qwen2_5_vl", "[154, 98]"), ("qwen3_vl", "[500, 500]")):
+        settings = GroundingSettings(family=family)
+        task = grounding_task(screen(answers=[[150, 100]]), settings, settings.resize(ModelConfig(path="")))
+        assert task.columns["completion"] == f'[{{"point_2d": {expected}}}]'
+
+
+def test_a_think_block_is_asked_for_in_the_system_turn():
+    task = screen()
+    task.messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]})
+    ready = grounding_task(task, GroundingSettings(think=True, think_prompt="Think first."), Resize(28))
+    assert [turn["role"] for turn in ready.messages] == ["system", "user"]
+    assert ready.messages[0]["content"][0]["text"] == "Be brief.\nThink first."
+    assert not ready.columns["grounding"]["no_think"]
+
+
+def test_a_template_may_use_columns():
+    settings = GroundingSettings(template="{ask}: {instruction} ({width})")
+    assert text_of(grounding_task(screen(ask="one"), settings, Resize(28))) == "one: save it (308)"
+    with pytest.raises(UserError, match=r"'ask'.*bbox|'ask'.*columns"):
+        grounding_task(screen(), settings, Resize(28))
+
+
+@pytest.mark.parametrize(("template", "message"), [("{width}", "instruction"), ("{instruction", "braces")])
+def test_a_template_without_the_instruction_is_refused(template, message):
+    with pytest.raises(UserError, match=message):
+        GroundingSettings(template=template).validate()
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        (screen(bbox=None), "bad_target"),
+        (screen(refusal=True), "bad_target"),
+        (screen(bbox=[1, 2, 3]), "bad_target"),
+        (screen(bbox=["a", 2, 3, 4]), "bad_target"),
+        (screen((600, 2)), "unusable_image"),
+        (replace(screen(), images=[]), "bad_screen"),
+        (replace(screen(), images=["/nowhere/a.png"]), "unreadable_image"),
+    ],
+)
+def test_a_screen_that_cannot_be_used_is_an_error_of_its_task(task, kind):
+    with pytest.raises(TaskError) as error:
+        grounding_task(task, GroundingSettings(), Resize(28))
+    assert error.value.kind == kind
+
+
+def test_training_drops_and_counts_bad_boxes_and_held_out_ones_stay():
+    tasks = [screen(), screen(bbox=[10, 10, 10, 50]), screen(bbox=[290, 10, 400, 50]), screen(bbox=[90, 60, 30, 20])]
+    settings = GroundingSettings()
+    kept = prepare_tasks(LoadedTasks(list(tasks)), settings, Resize(28), training=True)
+    assert (len(kept.tasks), kept.skipped) == (2, {"unusable_box": 2})
+    assert kept.tasks[1].columns["grounding"]["bbox"] == [30, 20, 90, 60]
+    held_out = prepare_tasks(LoadedTasks(list(tasks)), settings, Resize(28), training=False).tasks
+    assert [task.columns["grounding"]["bbox"] for task in held_out] == [task.columns["bbox"] for task in tasks]
+    with pytest.raises(UserError, match="all 1 training boxes"):
+        prepare_tasks(LoadedTasks(tasks[1:2]), settings, Resize(28), training=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_model_sees_the_size_that_the_prompt_names(family, tmp_path):
+    """The processor finds nothing left to resize, or the question is refused."""
+    settings = GroundingSettings(family=family)
+    config = ModelConfig(path=str(small_model(tmp_path / "model", family)), min_pixels=10_000, max_pixels=60_000)
+    policy = load_policy(config)
+    for size in ((300, 200), (200, 300), (90, 31), (1000, 700)):
+        task = grounding_task(screen(size, bbox=[1, 1, 20, 20]), settings, settings.resize(config))
+        grid = policy.encode(task).image_grid_thw
+        patch = policy.layout.patch_size
+        assert (grid[0, [2, 1]] * patch).tolist() == list(task.image_wh[0])
+    other = grounding_task(screen((1000, 700)), settings, replace(settings.resize(config), max_pixels=200_000))
+    with pytest.raises(UserError, match="the processor resizes again"):
+        policy.encode(other)
+
+
+def test_pixels_are_those_of_the_resized_image(tmp_path):
+    """What the model reads is our resize, not that of the processor."""
+    policy = load_policy(ModelConfig(path=str(small_model(tmp_path / "model"))))
+    image = Image.radial_gradient("L").convert("RGB").resize((230, 170))
+    task = replace(screen((230, 170)), images=[image])
+    ours = policy.encode(grounding_task(task, GroundingSettings(), Resize(28)))
+    resized = image.resize((224, 168))
+    direct = policy.encode(replace(task, images=[resized]))
+    assert torch.equal(ours.pixel_values, direct.pixel_values)
+
+
+def test_the_space_is_that_of_the_family_unless_it_is_named():
+    assert GroundingSettings(family="qwen3_vl").point_space is CoordinateSpace.REL1000
+    assert GroundingSettings(family="qwen3_vl", space="rel1").point_space is CoordinateSpace.REL1
+    assert GroundingSettings(family="qwen3_vl").resize(ModelConfig(path="")).factor == 32
+    assert GroundingSettings(factor=16).resize(ModelConfig(path="")).factor == 16
