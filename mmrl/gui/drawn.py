@@ -44,8 +44,12 @@ class IconGrid:
     """Largest side of an icon."""
     jitter_px: int = 5
     """An icon's middle is that of its cell or so far from it, left or right and up or down."""
+    fewest_icons: int = 12
+    """A screen has so many icons or more; a start that has seen screens of a few learns to find one among many."""
+    most_icons: int = 12
+    """A screen has so many icons or fewer."""
     colored: bool = False
-    """Whether each icon has its own colour on light paper, or all have the ink of the screen's theme."""
+    """Whether each icon has its own colour on grey, or all have the ink of the screen's theme."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +61,31 @@ class Screen:
     """Box of each icon by its name, in pixels."""
 
 
-def draw_grid(rng: np.random.Generator, grid: IconGrid = IconGrid()) -> Screen:
-    """Draw the icons in random cells, each at a random place of its cell.
+def draw_grid(
+    rng: np.random.Generator,
+    grid: IconGrid = IconGrid(),
+    present: Sequence[str] = (),
+) -> Screen:
+    """Draw icons in random cells.
 
     Args:
-        rng: source of order, colours, sizes and places.
-        grid: layout; it may have fewer cells than there are icons.
+        rng: source of choice, order, colours, sizes and places.
+        grid: layout.
+        present: icons that are there in any case; the others are drawn at random.
 
     Returns:
         The screen.
     """
-    paper, ink = _theme(rng, dark=0.0 if grid.colored else 0.3)
+    paper, ink = _grey(rng) if grid.colored else _theme(rng)
     image = Image.new("RGB", (grid.columns * grid.cell_px, grid.rows * grid.cell_px), paper)
-    names = [str(name) for name in rng.permutation(list(ICONS))][: grid.columns * grid.rows]
+    cells = grid.columns * grid.rows
+    most = min(grid.most_icons, cells)
+    count = int(rng.integers(min(grid.fewest_icons, most), most + 1))
+    others = [str(name) for name in rng.permutation([name for name in ICONS if name not in present])]
     boxes = {}
-    for cell, name in enumerate(names):
+    for name, cell in zip([*present, *others][: max(count, len(present))], rng.permutation(cells), strict=False):
         side = 2 * int(rng.integers(grid.min_icon_px // 2, grid.max_icon_px // 2 + 1))
-        row, column = divmod(cell, grid.columns)
+        row, column = divmod(int(cell), grid.columns)
         shift_x, shift_y = (grid.cell_px - side) // 2 + grid.jitter_px * rng.integers(-1, 2, 2)
         left, top = column * grid.cell_px + int(shift_x), row * grid.cell_px + int(shift_y)
         image.paste(draw_icon(name, side, ICONS[name].color if grid.colored else ink, paper), (left, top))
@@ -81,11 +93,17 @@ def draw_grid(rng: np.random.Generator, grid: IconGrid = IconGrid()) -> Screen:
     return Screen(image, boxes)
 
 
-def _theme(rng: np.random.Generator, dark: float) -> tuple[Color, Color]:
-    """Paper and ink: dark on light or, with a probability, light on dark."""
+def _theme(rng: np.random.Generator) -> tuple[Color, Color]:
+    """Paper and ink: dark on light or light on dark."""
     bright, dim = rng.integers(200, 256, 3).tolist(), rng.integers(0, 90, 3).tolist()
-    paper, ink = (dim, bright) if rng.random() < dark else (bright, dim)
+    paper, ink = (dim, bright) if rng.random() < 0.3 else (bright, dim)
     return (paper[0], paper[1], paper[2]), (ink[0], ink[1], ink[2])
+
+
+def _grey(rng: np.random.Generator) -> tuple[Color, Color]:
+    """A medium grey, which is about 0 to a model, and an ink that coloured icons do not use."""
+    shade = int(rng.integers(116, 140))
+    return (shade, shade, shade), (0, 0, 0)
 
 
 def icon_samples(
@@ -125,8 +143,8 @@ def icon_samples(
     layout = grid if isinstance(grid, IconGrid) else IconGrid(**grid)
     rng = np.random.default_rng([seed, 1])
     for _ in range(count):
-        screen = draw_grid(rng, layout)
-        name, kind = str(rng.choice(list(screen.boxes))), str(rng.choice(list(kinds)))
+        name, kind = str(rng.choice(list(ICONS))), str(rng.choice(list(kinds)))
+        screen = draw_grid(rng, layout, [name] if kind == "name" else [name, ICONS[name].taken_for])
         asked = str(rng.choice(ASKS)) if ask == "both" else ask
         meta: dict[str, Any] = {"kind": kind, "ask": asked, "icon": name}
         if worked:

@@ -156,17 +156,17 @@ def _padlock(pen: Pen) -> None:
 
 
 ICONS: dict[str, Icon] = {
-    "disk": Icon(("keep my changes", "make this permanent"), "padlock", (30, 90, 220), _disk),
-    "padlock": Icon(("nobody else may open this", "protect this"), "disk", (120, 70, 20), _padlock),
-    "bin": Icon(("remove this item", "throw this away"), "cross", (90, 90, 90), _bin),
-    "cross": Icon(("leave this window", "I am finished here"), "bin", (225, 25, 35), _cross),
-    "lens": Icon(("where is my file", "look something up"), "house", (0, 165, 175), _lens),
-    "house": Icon(("back to the start", "show the first page"), "lens", (20, 140, 40), _house),
-    "star": Icon(("remember this page", "put it on my list"), "heart", (245, 170, 0), _star),
-    "heart": Icon(("tell them I enjoyed it", "show some love"), "star", (240, 70, 160), _heart),
-    "plus": Icon(("begin something new", "one more of these"), "pencil", (125, 205, 30), _plus),
-    "pencil": Icon(("correct a mistake", "change the text"), "plus", (235, 110, 20), _pencil),
-    "bell": Icon(("tell me when it happens", "what have I missed"), "envelope", (140, 45, 200), _bell),
-    "envelope": Icon(("write to a friend", "contact them"), "bell", (20, 20, 90), _envelope),
+    "disk": Icon(("keep my changes", "make this permanent"), "padlock", (20, 60, 255), _disk),
+    "padlock": Icon(("nobody else may open this", "protect this"), "disk", (120, 60, 0), _padlock),
+    "bin": Icon(("remove this item", "throw this away"), "cross", (245, 245, 245), _bin),
+    "cross": Icon(("leave this window", "I am finished here"), "bin", (255, 0, 0), _cross),
+    "lens": Icon(("where is my file", "look something up"), "house", (0, 220, 230), _lens),
+    "house": Icon(("back to the start", "show the first page"), "lens", (0, 110, 20), _house),
+    "star": Icon(("remember this page", "put it on my list"), "heart", (255, 220, 0), _star),
+    "heart": Icon(("tell them I enjoyed it", "show some love"), "star", (255, 90, 200), _heart),
+    "plus": Icon(("begin something new", "one more of these"), "pencil", (120, 255, 0), _plus),
+    "pencil": Icon(("correct a mistake", "change the text"), "plus", (255, 130, 0), _pencil),
+    "bell": Icon(("tell me when it happens", "what have I missed"), "envelope", (140, 0, 220), _bell),
+    "envelope": Icon(("write to a friend", "contact them"), "bell", (0, 0, 60), _envelope),
 }
 """By name; no word of a function is the icon's name."""

@@ -74,6 +74,7 @@ def build_tiny_vlm(
     max_positions: int = 4096,
     initializer_range: float = 0.05,
     attention_gain: float = 1.0,
+    position_gain: float = 1.0,
     dtype: str = "float32",
     seed: int = 0,
 ) -> Path:
@@ -106,6 +107,8 @@ def build_tiny_vlm(
         attention_gain: factor on the query and key weights of decoder and tower; random weights attend almost
             uniformly without, which hides errors in masks and positions. Qwen3-VL's decoder normalises both after
             these weights and does not change.
+        position_gain: factor on the tower's learnt position embeddings (Qwen3-VL), which beside random patch weights
+            are so small that a model takes long to tell where something is.
         dtype: precision of the saved weights, float32 or bfloat16.
         seed: seed of the random weights.
 
@@ -150,7 +153,9 @@ def build_tiny_vlm(
     token = (MERGE * patch) ** 2
     pixels = {"shortest_edge": min_pixels or 4 * token, "longest_edge": max_pixels or 256 * token}
     with replaced(path) as draft:
-        _save_model(FAMILIES[family](text, vision), tokenizer, draft, _Weights(attention_gain, dtype, seed))
+        _save_model(
+            FAMILIES[family](text, vision), tokenizer, draft, _Weights(attention_gain, position_gain, dtype, seed)
+        )
         _save_processor(family, tokenizer, patch, pixels, draft)
     return path
 
@@ -158,6 +163,7 @@ def build_tiny_vlm(
 @dataclass(frozen=True)
 class _Weights:
     attention_gain: float
+    position_gain: float
     dtype: str
     seed: int
 
@@ -270,7 +276,7 @@ def _save_model(config: Any, tokenizer: Any, path: Path, weights: _Weights) -> N
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(weights.seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, weights.dtype))
-    _sharpen_attention(model, weights.attention_gain)
+    _scale_weights(model, weights)
     model.generation_config = GenerationConfig(
         do_sample=True,
         top_k=0,
@@ -281,15 +287,17 @@ def _save_model(config: Any, tokenizer: Any, path: Path, weights: _Weights) -> N
         model.save_pretrained(path)
 
 
-def _sharpen_attention(model: Any, gain: float) -> None:
+def _scale_weights(model: Any, weights: _Weights) -> None:
     import torch
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.mul_(gain)
+                parameter.mul_(weights.attention_gain)
             elif name.endswith("attn.qkv.weight"):
-                parameter[: 2 * parameter.shape[0] // 3].mul_(gain)
+                parameter[: 2 * parameter.shape[0] // 3].mul_(weights.attention_gain)
+            elif name.endswith("visual.pos_embed.weight"):
+                parameter.mul_(weights.position_gain)
 
 
 def _save_processor(family: str, tokenizer: Any, patch: int, pixels: dict[str, int], path: Path) -> None:
