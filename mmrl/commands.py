@@ -298,7 +298,7 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("room", choices=["vlm", "diffusion", "sim"], help="what is measured")
+    parser.add_argument("room", choices=["vlm", "diffusion", "sim", "gui"], help="what is measured")
     parser.add_argument("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
     parser.add_argument("--blocks", metavar="N", type=int, default=0, help="processes of each arm, in turns; default 5")

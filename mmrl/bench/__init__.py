@@ -19,6 +19,7 @@ ROOMS = {
     "vlm": "mmrl.vlm.bench.comparisons",
     "diffusion": "diffusion.bench.comparisons",
     "sim": "robotics.bench.comparisons",
+    "gui": "mmrl.gui.bench.comparisons",
 }
 """Rooms with benchmarks: name to the module that holds their comparisons, which is imported when it is asked for."""
 

@@ -20,10 +20,10 @@ from mmrl.gui.browser import Browser, BrowserFailure
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict
 from mmrl.gui.plain_settings import settings_from
-from mmrl.gui.tasks.case import Case, Move, View
+from mmrl.gui.tasks.case import Case, View
 from mmrl.gui.tasks.catalogue import TASKS, Disturbances, expert_move, make_case, page_html
 
-__all__ = ["WebAgentEnv", "WebTaskEnv", "WebTaskSettings", "web_tasks"]
+__all__ = ["WebAgentEnv", "WebTaskAgentEnv", "WebTaskEnv", "WebTaskSettings", "web_tasks"]
 
 TASK_FIELDS = ("name", "seed", "sub_goals", "distractors")
 TICK = """async () => {
@@ -76,14 +76,14 @@ class WebTaskEnv(PageEnv):
         self._case = Case("", {})
         self._report: dict[str, Any] = {}
 
-    def expert_move(self) -> Move:
+    def expert_action(self) -> Action:
         """What the task's expert does next, its points in the agent's coordinate space."""
         elements = {element.key: element for element in self.elements() if element.key and element.visible}
         name, arguments = expert_move(self._name, self._case, View(elements, self._report))
         if name == "click":
             x, y = self.viewpoint.from_picture((arguments["x"], arguments["y"]))
             arguments = {"x": x, "y": y}
-        return name, arguments
+        return Action(name, arguments)
 
     def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
         unknown = [str(key) for key in options if key not in TASK_FIELDS]
@@ -143,7 +143,21 @@ class WebAgentEnv:
         self.env.close()
 
 
-def web_tasks(**settings: Any) -> WebAgentEnv:
+class WebTaskAgentEnv(WebAgentEnv):
+    """The suite's own tasks behind the three methods, with their experts: see `mmrl.agents.experts`.
+
+    Args:
+        env: the environment.
+    """
+
+    env: WebTaskEnv
+
+    def expert(self) -> Action:
+        """What solves the task from here on."""
+        return self.env.expert_action()
+
+
+def web_tasks(**settings: Any) -> WebTaskAgentEnv:
     """The suite's own tasks for agents: `environment.factory: mmrl.gui.web_env:web_tasks`.
 
     Args:
@@ -153,4 +167,4 @@ def web_tasks(**settings: Any) -> WebAgentEnv:
     Raises:
         UserError: there is no such field, or its value is out of bounds.
     """
-    return WebAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))
+    return WebTaskAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))

@@ -9,14 +9,14 @@ from gymnasium.utils.env_checker import check_env
 
 from mmrl.agents.actions import Action, parse_answer
 from mmrl.agents.environment import Observation, as_outcome, as_start
+from mmrl.agents.experts import run_expert, write_episodes
 from mmrl.agents.films import draw_frames
 from mmrl.errors import ConfigError, UserError
 from mmrl.gui.browser import BrowserFailure
 from mmrl.gui.coords import CoordinateSpace, Resize
-from mmrl.gui.experts import expert_episode, write_expert_episodes
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.tasks.catalogue import TASKS, Disturbances, make_case
-from mmrl.gui.web_env import WebAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
+from mmrl.gui.web_env import WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
 
 ROUGH = Disturbances(popup=0.2, flip=0.2, delay=0.4)
 
@@ -43,7 +43,7 @@ def test_the_expert_solves_every_task(make_env, name):
     calm, rough = make_env(max_steps=40), make_env(max_steps=60, disturbances=ROUGH)
     most = TASKS[name].most_goals
     for env, goals, distractors, seed in ((calm, most, 3, 12), (rough, 2, 0, 13)):
-        episode = expert_episode(env, {"name": name, "sub_goals": goals, "distractors": distractors}, seed)
+        episode = run_expert(WebTaskAgentEnv(env), {"name": name, "sub_goals": goals, "distractors": distractors}, seed)
         assert (episode.reward, episode.success) == (1.0, True), [turn.action.text for turn in episode.turns]
         for turn in episode.turns:
             parsed = parse_answer(turn.action.text, "json", strict=True)
@@ -64,15 +64,14 @@ def test_a_mended_mistake_still_leads_to_success(make_env):
         env.step(action)
     over = False
     while not over:
-        name, arguments = env.expert_move()
-        *_, terminated, truncated, info = env.step({"name": name, "arguments": arguments})
+        *_, terminated, truncated, info = env.step(env.expert_action())
         over = terminated or truncated
     assert info["success"]
 
 
 def test_one_seed_gives_one_episode(make_env):
     task = {"name": "settings", "seed": 5}
-    episodes = [expert_episode(make_env(disturbances=ROUGH, max_steps=40), task, 9) for _ in range(2)]
+    episodes = [run_expert(WebTaskAgentEnv(make_env(disturbances=ROUGH, max_steps=40)), task, 9) for _ in range(2)]
     pictures = [[turn.observation.images[0] for turn in episode.turns] for episode in episodes]
     assert len(pictures[0]) == len(pictures[1]) > 2
     assert all(np.array_equal(one, other) for one, other in zip(*pictures, strict=True))
@@ -124,10 +123,10 @@ def test_finish_asks_the_page_and_fail_gives_up(make_env):
     assert (reward, terminated, info["success"], info["progress"]) == (0.0, True, False, 0.0)
     env.reset(seed=0, options={"task": task})
     for _ in range(20):
-        name, arguments = env.expert_move()
-        if name == "finish":
+        action = env.expert_action()
+        if action.name == "finish":
             break
-        _, reward, terminated, _, info = env.step({"name": name, "arguments": arguments})
+        _, reward, terminated, _, info = env.step(action)
         assert (reward, terminated) == (0.0, False)  # nothing before the end
         if info["progress"] == 0.5:
             half = env._report
@@ -141,8 +140,7 @@ def test_partial_credit_is_the_share_of_sub_goals_where_nothing_is_broken(make_e
         env.reset(seed=0, options={"task": {"name": "todo", "seed": 4, "sub_goals": 2}})
         progress = 0.0
         while progress < 0.5:
-            name, arguments = env.expert_move()
-            progress = env.step({"name": name, "arguments": arguments})[-1]["progress"]
+            progress = env.step(env.expert_action())[-1]["progress"]
         if harm:
             asked = {want["name"] for want in env._case.config["wanted"]}
             wrong = next(item for item in env._case.config["items"] if item["name"] not in asked)
@@ -158,13 +156,13 @@ def test_a_popup_covers_the_page_until_it_is_dismissed(make_env):
     assert info["popup"]
     visible = [element.key for element in env.elements() if element.visible]
     assert visible == ["dismiss"]
-    assert env.expert_move()[0] == "click"
+    assert env.expert_action().name == "click"
 
 
 @pytest.mark.parametrize("space", list(CoordinateSpace))
 def test_experts_act_in_the_space_and_size_of_the_model(make_env, space):
     env = make_env(space=space, resize=Resize(factor=28), scale=1.25, max_steps=30)
-    episode = expert_episode(env, {"name": "checkout", "sub_goals": 2}, 3)
+    episode = run_expert(WebTaskAgentEnv(env), {"name": "checkout", "sub_goals": 2}, 3)
     assert episode.success
     assert episode.turns[0].observation.images[0].shape == (252, 308, 3)
     width, height = env.viewpoint.model_wh
@@ -187,7 +185,7 @@ def test_a_browser_killed_in_an_episode_is_started_again_and_counted(browser, ma
 
 
 def test_for_agents_a_failed_browser_raises_and_the_next_reset_works(browser, make_env):
-    agent = WebAgentEnv(make_env())
+    agent = WebTaskAgentEnv(make_env())
     observation, info = as_start(agent.reset({"name": "todo"}, 3))
     assert (observation.text, info["task"]["seed"]) == (agent.env._instruction, 3)
     outcome = as_outcome(agent.step(Action("click", {"x": 9999, "y": 0}, "")))
@@ -244,11 +242,11 @@ def test_tasks_that_do_not_exist(make_env):
 
 
 def test_expert_episodes_and_a_film_on_disk(make_env, tmp_path):
-    episodes = write_expert_episodes(make_env(tasks=("mail",), sub_goals=1), tmp_path, count=2, films=1)
+    agent = WebTaskAgentEnv(make_env(tasks=("mail",), sub_goals=1))
+    episodes = [run_expert(agent, {}, seed) for seed in range(2)]
+    write_episodes(episodes, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
     assert [row["success"] for row in rows] == [True, True]
-    assert all((tmp_path / turn["image"]).is_file() for row in rows for turn in row["turns"])
-    assert rows[0]["turns"][0]["text"] == rows[0]["instruction"] == episodes[0].instruction
     assert len(list((tmp_path / "films").iterdir())) == 1
     frames = list(draw_frames(episodes[0].film()))
     x, y = episodes[0].turns[0].info["marks"][0]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.fields import bounded, check_config, choice
 from mmrl.gui.browser import Browser, BrowserFailure, BrowserSettings
@@ -22,13 +23,14 @@ from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.pages.composer import SPLITS, PageModel, compose, render
 from mmrl.gui.pages.instructions import Instruction, instructions_for
 from mmrl.gui.pages.vocabulary import LANGUAGES, functions
+from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.samples import AnyOf, GroundingSample
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Screen", "ScreenSettings", "WebScreens"]
+__all__ = ["Screen", "ScreenSettings", "WebScreens", "build_screens"]
 
 ATTEMPTS = 3
 
@@ -146,7 +148,7 @@ class WebScreens:
         chosen = _chosen(list(screen.instructions), self.settings.per_screen, draw)
         return [self._sample(screen, image, instruction) for instruction in chosen]
 
-    def _sample(self, screen: Screen, image: object, instruction: Instruction) -> GroundingSample:
+    def _sample(self, screen: Screen, image: Any, instruction: Instruction) -> GroundingSample:
         first, boxes = instruction.targets[0], tuple(target.box for target in instruction.targets)
         height, width = screen.picture.shape[:2]
         meta = {
@@ -163,7 +165,7 @@ class WebScreens:
             "seed": screen.seed,
         }
         target = boxes[0] if len(boxes) == 1 else AnyOf(boxes)
-        return GroundingSample(image, (width, height), instruction.text, target, meta=meta)  # type: ignore[arg-type]
+        return GroundingSample(image, (width, height), instruction.text, target, meta=meta)
 
     def _draw(self, seed: int) -> Screen:
         settings = self.settings
@@ -172,7 +174,7 @@ class WebScreens:
         language = draw.choice(settings.languages)
         model = compose(draw, settings.split, round(settings.width_px / scale), language)
         page = self._page(scale)
-        page.load_html(render(model), new_document=False)
+        page.load_html(render(model), new_document=self._new_documents)
         elements = tuple(read_elements(page))
         words = SPLITS[settings.split][1]
         known = dict(functions(words, language))
@@ -190,6 +192,27 @@ class WebScreens:
     def _restart(self, after_failure: bool) -> None:
         self._pages.clear()
         self.browser.restart(after_failure)
+
+
+def build_screens(path: str | Path, *, count: int = 1000, seed: int = 0, **settings: Any) -> Path:
+    """Write samples as JSON lines with PNG images beside them, to be read as any data set of screens.
+
+    Args:
+        path: .jsonl file.
+        count: samples.
+        seed: of the screens.
+        settings: fields of `ScreenSettings` as plain data.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: there is no such setting, or playwright or a browser is missing.
+    """
+    from mmrl.gui.tables import write_samples
+
+    with WebScreens(settings_from(ScreenSettings, settings, "screens")) as screens:
+        return write_samples(path, screens.samples(count, seed))
 
 
 def screen_seed(seed: int, number: int) -> int:

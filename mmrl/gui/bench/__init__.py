@@ -1,0 +1,1 @@
+"""Benchmarks of screens and environments in a browser."""
