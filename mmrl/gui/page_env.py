@@ -21,10 +21,11 @@ from mmrl.agents.films import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 from mmrl.gui.browser import Browser, BrowserFailure, BrowserSettings, process_browser
-from mmrl.gui.coords import CoordinateSpace, Point, Resize, resize_image
+from mmrl.gui.coords import CoordinateSpace, Point, Resize
 from mmrl.gui.elements import Element, read_elements
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.web_actions import ACTIONS, ActionError, Command, Viewpoint, carry_out, read_action
+from mmrl.hub.images import resize_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

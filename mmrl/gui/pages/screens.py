@@ -74,15 +74,20 @@ class WebScreens:
 
     Args:
         settings: what they look like.
-        browser: how the browser runs.
+        browser: how the browser runs, or one that runs already.
+        new_documents: a new document for each page, which gives the same pictures and takes longer; for benchmarks.
 
     Raises:
         UserError: a setting is out of bounds, or playwright or a browser is missing.
     """
 
     def __init__(
-        self, settings: ScreenSettings | None = None, browser: BrowserSettings | Browser | None = None
+        self,
+        settings: ScreenSettings | None = None,
+        browser: BrowserSettings | Browser | None = None,
+        new_documents: bool = False,
     ) -> None:
+        self._new_documents = new_documents
         self.settings = settings or ScreenSettings()
         check_config(self.settings, "screens")
         self._own = not isinstance(browser, Browser)
