@@ -14,11 +14,13 @@ from typing import Any
 
 from mmrl.agents.literals import CALL, UnreadableError, check_value, read_call
 
-__all__ = ["NamedAction", "read_calls", "read_object", "read_tags"]
+__all__ = ["SAY", "NamedAction", "read_calls", "read_object", "read_tags", "read_text"]
 
 NamedAction = tuple[str, dict[str, Any]]
 Found = tuple[str, list[NamedAction]]
 
+SAY = "say"
+"""Action of an answer that is the action itself."""
 MAX_CANDIDATES = 256
 """Places in an answer where an object may begin that are tried."""
 MAX_NAME_CHARS = 200
@@ -69,6 +71,11 @@ def read_calls(text: str, strict: bool) -> Found:
         raise UnreadableError("extra_text", f"before Action: stands {thought[:40]!r}, expected Thought: or nothing")
     pieces = _split_calls(calls.strip().strip("`").strip(), strict)
     return thought.removeprefix("Thought:").strip(), [_call(piece, strict) for piece in pieces]
+
+
+def read_text(text: str, strict: bool) -> Found:
+    """Take the whole answer, without the white space around it, as the argument `text` of the action `say`."""
+    return "", [(SAY, {"text": text})]
 
 
 def read_tags(text: str, strict: bool) -> Found:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrl.agents.action_readers import NamedAction
+from mmrl.agents.action_readers import SAY, NamedAction
 from mmrl.agents.literals import NAME
 
-__all__ = ["write_calls", "write_object", "write_tags"]
+__all__ = ["write_calls", "write_object", "write_tags", "write_text"]
 
 
 def write_object(thought: str, actions: Sequence[NamedAction]) -> str:
@@ -30,6 +30,13 @@ def write_tags(thought: str, actions: Sequence[NamedAction]) -> str:
     """The thought, and each action between tags; one with arguments as a call."""
     tags = [f"<action>{_call(name, arguments) if arguments else name}</action>" for name, arguments in actions]
     return " ".join([thought, *tags] if thought else tags)
+
+
+def write_text(thought: str, actions: Sequence[NamedAction]) -> str:
+    """The text of the one action `say`; a thought would be part of it."""
+    if thought or [(name, [*arguments]) for name, arguments in actions] != [(SAY, ["text"])]:
+        raise ValueError(f"the format text can only say one action {SAY} with the argument text")
+    return str(actions[0][1]["text"])
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.agents.action_readers import NamedAction, read_calls, read_object, read_tags
-from mmrl.agents.action_writers import write_calls, write_object, write_tags
+from mmrl.agents.action_readers import NamedAction, read_calls, read_object, read_tags, read_text
+from mmrl.agents.action_writers import write_calls, write_object, write_tags, write_text
 from mmrl.agents.literals import UnreadableError
 from mmrl.fields import bounded, choice
 
@@ -77,7 +77,8 @@ class ActionConfig:
     """How actions are read out of answers."""
 
     format: str = choice("json", lambda: FORMATS)
-    """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>."""
+    """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
+    answer is the argument `text` of the action `say`."""
     strict: bool = False
     """Whether the answer has to be in the format to the letter; otherwise the first action that can be read without
     guessing counts."""
@@ -176,5 +177,11 @@ FORMATS: dict[str, ActionFormat] = {
         write_tags,
         "The goal is above. <action>up</action>",
         "Think, then give the action between <action> and </action>.",
+    ),
+    "text": ActionFormat(
+        read_text,
+        write_text,
+        "go north",
+        "Answer with the action and nothing else.",
     ),
 }

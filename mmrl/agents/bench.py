@@ -28,6 +28,8 @@ from mmrl.vlm.task import VlmTask
 
 __all__ = ["sample_arm", "turn_rows", "update_arm"]
 
+CHUNK = 6
+"""Rows of single turns in one pass; all at once, they would not fit into memory."""
 TOLERANCE = 1e-5
 """Largest difference of a log-probability between the two ways, in nats."""
 
@@ -67,12 +69,13 @@ def update_arm(options: dict[str, Any]) -> dict[str, Any]:
         differences: list[float] = []
 
         def once(watch: measure.Stopwatch) -> None:
-            with watch.stage("forward"):
-                logp = recipe.policy(rollouts).logp
-            with watch.stage("backward"):
-                (logp.sum() / rollouts.mask.sum()).backward()
+            for chunk in rollouts.micro_batches(CHUNK if options["anew"] else rollouts.num_rows):
+                with watch.stage("forward"):
+                    logp = recipe.policy(chunk).logp
+                with watch.stage("backward"):
+                    (logp.sum() / rollouts.mask.sum()).backward()
+                differences.append(float((logp.detach() - chunk.logp_old * chunk.mask).abs().max()))
             recipe.policy.zero_grad(set_to_none=True)
-            differences.append(float((logp.detach() - rollouts.logp_old * rollouts.mask).abs().max()))
 
         found = repeat(once, options["repetitions"], options["device"])
     limit = TOLERANCE if options["device"] == "cpu" else 0.5

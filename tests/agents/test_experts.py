@@ -27,7 +27,14 @@ def value(draw, depth=0):
     return draw.choice(kinds[: 4 if depth > 2 else 6])()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+def test_the_format_text_says_one_thing_only():
+    assert write_answer([Action("say", {"text": "go north"})], "text") == "go north"
+    for thought, actions in (("so be it", [Action("say", {"text": "x"})]), ("", [Action("up")]), ("", [])):
+        with pytest.raises(ValueError, match="can only say one action"):
+            write_answer(actions, "text", thought)
+
+
+@pytest.mark.parametrize("format", ["json", "call", "tag"])
 def test_what_is_written_is_read_again_in_both_modes(format):
     draw = random.Random(0)
     for _ in range(300):

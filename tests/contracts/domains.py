@@ -112,6 +112,27 @@ def _gui(name: str, folder: Path) -> Any:
     return config
 
 
+def _agents(name: str, folder: Path) -> Any:
+    from mmrl.agents.actions import ActionConfig
+    from mmrl.agents.env_config import EnvironmentConfig
+    from mmrl.agents.tasks import TaskSetConfig
+    from mmrl.vlm.model_config import ModelConfig
+    from mmrl.vlm.sampling import SamplerConfig
+
+    return RECIPES[name].load_config_class()(
+        recipe=name,
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(_tiny_vlm())),
+        environment=EnvironmentConfig(factory=f"{Path(__file__).parents[1]}/agents/talk.py:Talk", workers=2),
+        data=TaskSetConfig(seeds=6),
+        actions=ActionConfig(format="text"),
+        sampler=SamplerConfig(max_new_tokens=4),
+        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False),
+    )
+
+
 def _diffusion(name: str, folder: Path) -> Any:
     from tests.diffusion.runs import run_config
 
@@ -192,6 +213,7 @@ def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
 
 DOMAINS = {
     "vlm": Domain("vlm", "mmrl.vlm.recipe", _vlm),
+    "agents": Domain("agent", "mmrl.agents.recipe", _agents),
     "diffusion": Domain("flow_grpo", "diffusion.settings", _diffusion, needs=("diffusers",)),
     "robotics": Domain("robot_grpo", "robotics.vla.recipe", _robotics),
 }

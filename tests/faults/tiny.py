@@ -31,8 +31,8 @@ def write_run(recipe: str, folder: Path) -> Path:
     config = domain_of(recipe).make_config(recipe, folder / "data")
     config.trainer.steps = STEPS
     config.checkpoint = dataclasses.replace(config.checkpoint, every=2, keep=2)
-    room = RECIPES[recipe].module.partition(".")[0]
-    {"mmrl": _vlm, "diffusion": _diffusion, "robotics": _robotics}[room](config, folder / "data")
+    room = RECIPES[recipe].module.rpartition(".")[0]
+    ROOMS[room](config, folder / "data")
     config.evaluation = dataclasses.replace(config.evaluation, every=2, records=2)
     config.validate()
     path = folder / "run.yaml"
@@ -59,6 +59,13 @@ def _vlm(config: Any, folder: Path) -> None:
     ]
 
 
+def _agents(config: Any, folder: Path) -> None:
+    from mmrl.agents.tasks import TaskSetConfig
+
+    config.eval_data = {"held_out": TaskSetConfig(seeds=3, first_seed=100)}
+    config.evaluation = dataclasses.replace(config.evaluation, films=1)
+
+
 def _diffusion(config: Any, folder: Path) -> None:
     from diffusion.data import PromptConfig
     from mmrl.rewards import RewardConfig
@@ -76,3 +83,6 @@ def _robotics(config: Any, folder: Path) -> None:
 
     config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right", "left"], split="held_out", layouts=2)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)
+
+
+ROOMS = {"mmrl.vlm": _vlm, "mmrl.agents": _agents, "diffusion": _diffusion, "robotics.vla": _robotics}
