@@ -75,6 +75,8 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     if args.from_last_good and not args.resume:
         raise UserError("--from-last-good says where --resume continues; give both")
     entry, config = load_run(args.config, args.overrides)
+    if not entry.trains:
+        raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     from mmrl.training.loop.distributed import leave
@@ -105,7 +107,7 @@ def evaluate(args: argparse.Namespace) -> int:
         config.output_dir = str(run_dir)  # the folder may have been moved since it was written
     metrics = evaluate(entry, config, run_dir)
     width = max(map(len, metrics), default=0)
-    for name, value in metrics.items():
+    for name, value in metrics.items() if is_first_process() else ():
         say(f"{name:<{width}}  {value:.6g}")
     return 0
 
@@ -240,7 +242,7 @@ def sim(args: argparse.Namespace) -> int:
 
 def gui(args: argparse.Namespace) -> int:
     """Screens for training, and checks of grounding benchmarks."""
-    return int(args.run_gui(args, say))
+    return int(args.run_gui(args, say))  # of the table in `mmrl.gui.commands`
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -330,15 +332,6 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", metavar="N", type=int, default=5, help="experts: of each task; default: 5")
 
 
-def _add_gui_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for name, command in importlib.import_module("mmrl.gui.commands").COMMANDS.items():
-        sentence = command.run.__doc__
-        sub = actions.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
-        command.add_arguments(sub)
-        sub.set_defaults(run_gui=command.run)
-
-
 COMMANDS: dict[str, Command] = {
     "train": Command(train, _add_training_arguments, takes_overrides=True),
     "sft": Command(sft, _add_training_arguments, takes_overrides=True),
@@ -352,5 +345,5 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(demo, _add_demo_arguments),
     "bench": Command(bench, _add_bench_arguments),
     "sim": Command(sim, _add_sim_arguments),
-    "gui": Command(gui, _add_gui_arguments),
+    "gui": Command(gui, lambda parser: importlib.import_module("mmrl.gui.commands").add_arguments(parser)),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["RECIPES", "RecipeEntry", "find_recipe"]
+__all__ = ["EVALUATIONS", "RECIPES", "RecipeEntry", "find_recipe"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class RecipeEntry:
     """Paper or source."""
     supervised: bool = False
     """Whether it learns from given answers (`mmrl sft`) rather than from rewards."""
+    trains: bool = True
+    """False for a row of EVALUATIONS, which only `mmrl evaluate` takes."""
     preset: str = ""
     """`module:function` that returns a configuration with other defaults than the dataclass's own."""
 
@@ -59,7 +61,7 @@ def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
     """Look a recipe up by its name or by `module:RecipeClass:ConfigClass`.
 
     Args:
-        name: key of `RECIPES`, or a user's own classes.
+        name: key of `RECIPES` or `EVALUATIONS`, or a user's own classes.
         where: what to name in the error.
 
     Returns:
@@ -68,12 +70,14 @@ def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
     Raises:
         UserError: the name is unknown; the message lists what exists.
     """
-    if name in RECIPES:
-        return RECIPES[name]
+    found = RECIPES.get(name) or EVALUATIONS.get(name)
+    if found is not None:
+        return found
     if name.count(":") == 2:
         return _user_recipe(name, where)
     raise UserError(
-        f"{where}: unknown recipe '{name}'; {_hint(name)}there are: {', '.join(RECIPES)}, or module:Recipe:Config"
+        f"{where}: unknown recipe '{name}'; {_hint(name)}there are: {', '.join((*RECIPES, *EVALUATIONS))}, or "
+        "module:Recipe:Config"
     )
 
 
@@ -81,10 +85,10 @@ def _hint(name: str) -> str:
     """The closest recipe, or where the closest objective of the catalogue belongs."""
     from mmrl.core.catalogue import CATALOGUE  # loads torch, which listing the recipes must not
 
-    close = difflib.get_close_matches(name, [*RECIPES, *CATALOGUE], n=1)
+    close = difflib.get_close_matches(name, [*RECIPES, *EVALUATIONS, *CATALOGUE], n=1)
     if not close:
         return ""
-    if close[0] in RECIPES:
+    if close[0] in RECIPES or close[0] in EVALUATIONS:
         return f"did you mean '{close[0]}'? "
     meant = "" if close[0] == name else f"did you mean '{close[0]}'? "
     return (
@@ -276,3 +280,16 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "SRPO, arXiv 2511.15605",
     ),
 )
+
+EVALUATIONS: dict[str, RecipeEntry] = _entries(
+    RecipeEntry(
+        "grounding_eval",
+        "mmrl.gui.benchmarks.recipe",
+        "GroundingEvaluation",
+        "GroundingEvaluationConfig",
+        "published GUI grounding benchmarks, greedy",
+        "protocol of InfiXAI/InfiGUI-G1 eval/eval.py",
+        trains=False,
+    ),
+)
+"""What `mmrl evaluate` runs and nothing trains."""

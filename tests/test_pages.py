@@ -17,7 +17,7 @@ import yaml
 
 from mmrl.cli import COMMANDS, _parse
 from mmrl.config import load_run
-from mmrl.recipes import RECIPES
+from mmrl.recipes import EVALUATIONS, RECIPES
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.record.tracking import METRICS, describe_metric
 from tests import example_runs
@@ -129,7 +129,7 @@ def test_files_and_modules_that_are_named_exist(page):
 
 
 def schemas():
-    return {name: entry.load_config_class() for name, entry in RECIPES.items()}
+    return {name: entry.load_config_class() for name, entry in {**RECIPES, **EVALUATIONS}.items()}
 
 
 def field_of(schema, key):
@@ -165,8 +165,8 @@ def test_options_in_the_text_exist(page):
 def test_configurations_shown_load(page, block, tmp_path, monkeypatch):
     values = yaml.safe_load(block.text)
     own = any(str(values.get("recipe", "")).startswith(name) for name in ("my_", "runs/"))
-    if values.get("recipe") in RECIPES:
-        schema = RECIPES[values["recipe"]].load_config_class()
+    if values.get("recipe") in schemas():
+        schema = schemas()[values["recipe"]]
         for key in dotted({name: value for name, value in values.items() if name != "eval_data"}):
             assert field_of(schema, key) is not None, key
     elif not own:

@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from mmrl.gui.benchmarks.validation import Validation
 
-__all__ = ["COMMANDS", "GuiCommand"]
+__all__ = ["COMMANDS", "GuiCommand", "add_arguments"]
 
 Say = Callable[[str], None]
 LISTED = 50
@@ -29,6 +29,16 @@ class GuiCommand(NamedTuple):
     """Carries it out, prints lines with its second argument and returns the exit code."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     """Declares its arguments."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the commands of the table; the chosen one's function becomes `run_gui`."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for name, command in COMMANDS.items():
+        sentence = command.run.__doc__
+        sub = actions.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
+        command.add_arguments(sub)
+        sub.set_defaults(run_gui=command.run)
 
 
 def validate(args: argparse.Namespace, say: Say) -> int:

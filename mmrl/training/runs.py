@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from mmrl.training.record.run_lock import RunLock
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from mmrl.training.loop.evaluation import Evaluation
     from mmrl.training.loop.recipe import Recipe
     from mmrl.training.record.tracking import Tracker
 
@@ -54,7 +57,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
             stack.enter_context(RunLock(run_dir))
         _check_folder(run_dir, resume)
         changed = _changed_settings(run_dir, config) if resume else {}
-        accelerator, recipe = _build(entry, config)
+        accelerator, recipe = _build(entry, config, trains=True)
         stack.callback(recipe.close)
         if accelerator.is_main_process and changed:
             listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
@@ -103,7 +106,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         run_dir: a finished run whose best (else newest) checkpoint is measured; None = the model of the configuration.
 
     Returns:
-        Metrics as "split/name"; also appended to evaluations.jsonl of the run folder, or of `config.output_dir`.
+        Metrics as "split/name"; also appended to evaluations.jsonl of the run folder, or of `config.output_dir`, which
+        then gets samples and a report too, unless it holds a run.
 
     Raises:
         UserError: there is no such checkpoint, or no evaluation data.
@@ -112,7 +116,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
 
     if run_dir is not None:
         _start_from_checkpoint(config, chosen_checkpoint(run_dir) / "model")
-    accelerator, recipe = _build(entry, config)
+    accelerator, recipe = _build(entry, config, trains=False)
     step = 0
     try:
         if not recipe.eval_tasks:
@@ -124,17 +128,17 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             LOGGER.info("evaluating %s", folder)
             step = int(folder.name.removeprefix("step-"))
         policy = recipe.policy.to(accelerator.device).eval()
-        results: dict[str, float] = {}
+        results: dict[str, Evaluation] = {}
         for split in recipe.eval_tasks:
             with accelerator.autocast():
-                found = recipe.evaluate(policy, split, accelerator)
+                results[split] = found = recipe.evaluate(policy, split, accelerator)
             if found.failure:
                 raise RunError(found.failure)
-            metrics = found.metrics
-            results |= {f"{split}/{name}": value for name, value in metrics.items()}
             if accelerator.is_main_process:
-                _append_evaluation(run_dir or Path(config.output_dir), step, split, metrics)
-        return results
+                _append_evaluation(run_dir or Path(config.output_dir), step, split, found.metrics)
+        if run_dir is None and accelerator.is_main_process:
+            _report_evaluation(Path(config.output_dir), results)
+        return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
     finally:
         recipe.close()
 
@@ -149,7 +153,7 @@ def _start_from_checkpoint(config: Any, folder: Path) -> None:
         model.path = str(folder)  # type: ignore[union-attr]
 
 
-def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
+def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recipe]:
     from mmrl.training.loop.distributed import make_accelerator
     from mmrl.training.loop.seeds import seed_everything
 
@@ -157,7 +161,7 @@ def _build(entry: Any, config: Any) -> tuple[Accelerator, Recipe]:
         torch.set_num_threads(config.trainer.threads)
     seed_everything(config.seed)
     accelerator = make_accelerator(config.trainer.mixed_precision)
-    if config.trainer.tasks_per_step % accelerator.num_processes:
+    if trains and config.trainer.tasks_per_step % accelerator.num_processes:
         raise UserError(
             f"trainer.tasks_per_step is {config.trainer.tasks_per_step}; with {accelerator.num_processes} processes "
             "it must be a multiple of that"
@@ -239,3 +243,19 @@ def _append_evaluation(folder: Path, step: int, split: str, metrics: dict[str, f
     row = {"step": step, "time": time.time(), "tag": "evaluate", "split": split, **metrics}
     with (folder / "evaluations.jsonl").open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(finite_or_none(row), allow_nan=False) + "\n")
+
+
+def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
+    """Write samples of all splits, outcomes and a report into a folder in which nothing was trained."""
+    from mmrl.training.record.outcomes import write_outcomes
+    from mmrl.training.record.samples import write_samples
+    from mmrl.training.report.page import write_report
+
+    if has_begun(folder):
+        return
+    in_turns = itertools.zip_longest(*(found.records for found in results.values()))
+    write_samples(folder, 0, "eval", [record for turn in in_turns for record in turn if record is not None])
+    for split, found in results.items():
+        if found.outcomes:
+            write_outcomes(folder, 0, split, found.outcomes)
+    LOGGER.info("report: %s", write_report(folder))

@@ -79,7 +79,8 @@ def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
     name = str(cells.get("id") or context.default_id)
     image = cells.get("image") if cells.get("image") is not None else read_text(cells, "image_path")
     kinds = cells.get("GUI_types")
-    groups = {"target": (kind,), "category": context.companion.get(name, ())}
+    on_screen = ("absent",) if kind == "refusal" else ("present",)
+    groups = {"target": (kind,), "on_screen": on_screen, "category": context.companion.get(name, ())}
     return Annotation(
         id=name,
         place=context.place,

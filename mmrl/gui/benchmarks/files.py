@@ -11,6 +11,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, is_file
 from mmrl.gui.benchmarks.annotations import Annotation, RowError
 from mmrl.gui.benchmarks.layout import Benchmark, Layout, RowContext
+from mmrl.gui.tables import image_size
 from mmrl.hub.tables import Row, read_rows
 
 if TYPE_CHECKING:
@@ -129,17 +130,12 @@ class ImageFolder:
 
 
 def _size(image: Any) -> Size:
-    import io
-
-    from PIL import Image, UnidentifiedImageError
-
     source = image.read() if hasattr(image, "read") else image
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
-            return opened.width, opened.height
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        return image_size(source)
+    except Exception as error:  # Pillow's readers raise OSError, ValueError, SyntaxError, DecompressionBombError, ...
         name = image if isinstance(image, Path) else "its image"
         raise RowError(f"{name} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,15 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.gui.benchmarks.annotations import Annotation, RowError, make_target
+from mmrl.gui.benchmarks.box_checks import box_problem, fit_convention
 from mmrl.gui.benchmarks.files import LANGUAGES, BenchmarkFiles, ImageFolder, locate, read_annotations
 from mmrl.gui.benchmarks.table import find_benchmark
+from mmrl.gui.coords import Size
 from mmrl.gui.samples import GroundingSample
 
 __all__ = ["BenchmarkConfig", "load_benchmark"]
+
+LOGGER = logging.getLogger("mmrl")
 
 
 @dataclass
@@ -39,6 +44,7 @@ class _Loading:
     images: ImageFolder
     samples: list[GroundingSample] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
+    boxes: list[tuple[Annotation, Size]] = field(default_factory=list)
 
 
 def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
@@ -48,8 +54,8 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
         config: which one and where.
 
     Returns:
-        Its samples in the published order. `meta` holds "id", "place" and "groups", the values of each column that
-        results are broken down by.
+        Its samples in the published order. `meta` holds "id", "place", "groups", the values of each column that results
+        are broken down by, and "suspicious", why the box looks wrong.
 
     Raises:
         UserError: nothing of the benchmark is there, or a row has another format: leaving it out would change the
@@ -66,20 +72,10 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
         raise UserError(_describe(found, loading, config))
     if not loading.samples:
         raise UserError(f"{benchmark.title}: {', '.join(map(str, found.files))} has no rows")
+    convention = fit_convention(found.layout.form, loading.boxes)
+    if convention is not None and convention.verdict == "wrong":
+        LOGGER.warning("%s: %s", benchmark.title, convention.sentence)
     return _with_unique_ids(loading.samples)
-
-
-def to_sample(annotation: Annotation, images: ImageFolder) -> GroundingSample:
-    """A row with its image.
-
-    Raises:
-        RowError: the image is missing or unreadable.
-    """
-    image: Any = images.resolve(annotation.image)
-    original_wh = images.size(image)
-    meta = {"id": annotation.id, "place": annotation.place, "groups": annotation.groups}
-    target = make_target(annotation, original_wh)
-    return GroundingSample(image, original_wh, annotation.instruction, target, meta=meta)
 
 
 def _add(loading: _Loading, annotation: Annotation | tuple[str, str]) -> None:
@@ -87,9 +83,22 @@ def _add(loading: _Loading, annotation: Annotation | tuple[str, str]) -> None:
         loading.problems.append(annotation)
         return
     try:
-        loading.samples.append(to_sample(annotation, loading.images))
+        image: Any = loading.images.resolve(annotation.image)
+        original_wh = loading.images.size(image)
     except RowError as error:
         loading.problems.append((annotation.place, str(error)))
+        return
+    size = annotation.size or original_wh
+    if annotation.is_box:
+        loading.boxes.append((annotation, size))
+    meta = {
+        "id": annotation.id,
+        "place": annotation.place,
+        "groups": annotation.groups,
+        "suspicious": box_problem(annotation, size) or "",
+    }
+    target = make_target(annotation, original_wh)
+    loading.samples.append(GroundingSample(image, original_wh, annotation.instruction, target, meta=meta))
 
 
 def _describe(found: BenchmarkFiles, loading: _Loading, config: BenchmarkConfig) -> str:
@@ -109,6 +118,6 @@ def _with_unique_ids(samples: list[GroundingSample]) -> list[GroundingSample]:
         name = str(sample.meta["id"])
         if name in seen:
             name = f"{name} ({sample.meta['place']})"
-            sample.meta["id"] = name  # type: ignore[index]  # made by to_sample, a dict
+            sample.meta["id"] = name  # type: ignore[index]  # made here, a dict
         seen.add(name)
     return samples

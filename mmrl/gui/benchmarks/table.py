@@ -75,7 +75,7 @@ def _osworld_g(name: str, title: str, file: str, *more: Layout) -> Benchmark:
         layouts=(Layout((file,), ("images",), BoxForm.XYWH, read_osworld_g), *more),
         roots=("", "benchmark"),
         known_by=("box_type", "box_coordinates"),
-        columns=("target", "category"),
+        columns=("target", "on_screen", "category"),
         details=("type",),
         size=564,
         companion=osworld_g_categories,

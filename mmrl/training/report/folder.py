@@ -15,6 +15,8 @@ from mmrl.training.record.tracking import read_evaluations, read_metrics
 
 __all__ = ["EvaluationPoint", "RunFolder", "estimate", "evaluation_points", "label", "measured", "plain", "read_run"]
 
+EVALUATED = "evaluate"
+"""Tag of the evaluations that `mmrl evaluate` appends."""
 COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that say when it was made, not what it measured."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -49,6 +51,12 @@ class RunFolder:
         """Held-out splits, the headline first."""
         return list(dict.fromkeys(record.get("split", "") for record in self.evaluations))
 
+    @property
+    def only_evaluated(self) -> bool:
+        """Whether nothing was trained: `mmrl evaluate` of a model."""
+        tags = {record.get("tag") for record in self.evaluations}
+        return not self.metrics and tags == {EVALUATED}
+
     def of_split(self, split: str) -> list[dict[str, Any]]:
         """Evaluations of one split in the order of steps."""
         return [record for record in self.evaluations if record.get("split", "") == split]
@@ -81,8 +89,11 @@ class EvaluationPoint:
 
 def read_run(folder: Path) -> RunFolder:
     """Read whatever a run folder holds."""
+    rows = read_evaluations(folder)
     # `mmrl evaluate` appends to the same file later, possibly at an older step: not a point of the curve
-    evaluations = [record for record in read_evaluations(folder) if record.get("tag") != "evaluate"]
+    evaluations = [record for record in rows if record.get("tag") != EVALUATED]
+    if not evaluations:  # a model that was only evaluated: the newest numbers of each split
+        evaluations = list({record.get("split", ""): record for record in rows}.values())
     run = RunFolder(folder, {}, read_metrics(folder), evaluations)
     try:
         result = json.loads(run.text("result.json") or "{}")
@@ -146,6 +157,8 @@ def _ends(run: RunFolder, split: str, several: bool) -> list[EvaluationPoint]:
         return []
     ends = [("before", records[0]), ("after", records[-1])] if len(records) > 1 else [("at", records[0])]
     training = run.name if several else "training"
+    if run.only_evaluated:
+        return [EvaluationPoint("evaluated", split, records[-1], run.folder)]
     return [EvaluationPoint(f"{when} {training}", split, record, run.folder) for when, record in ends]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.training.record.samples import SampleRecord, read_samples, sample_steps
+from mmrl.training.report.folder import read_run
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -112,6 +113,8 @@ def evaluation_columns(
         for step in [*steps[:1], *between, *end]:
             when = "before" if step == 0 else "during" if step in between else "after"
             label = f"{when} {name}" if len(runs) > 1 else f"{when} training"
+            if read_run(folder).only_evaluated:
+                label = "evaluated"
             groups = _by_task(read_samples(folder, step, "eval"))
             if groups:
                 columns.append((f"{label} (step {step})", groups))

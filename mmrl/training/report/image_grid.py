@@ -31,7 +31,7 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
             evaluations during training and its last one.
 
     Returns:
-        `note`, `columns` and `rows` with `prompt` and `cells`; None where the last evaluation kept no images.
+        `title`, `note`, `columns` and `rows` with `prompt` and `cells`; None where the last evaluation kept no images.
         Evaluations that share no prompt with the last one are left out.
     """
     columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs, GRID_DURING)]
@@ -47,11 +47,13 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         }
         for task in list(last)[:GRID_PROMPTS]
     ]
-    note = (
-        f"The first {len(rows)} of the {len(last)} prompts kept from the evaluations, not selected; "
-        "a run draws them from the same seeds every time. The reward is the mean of the images shown."
-    )
-    return {"note": note, "columns": [label for label, _ in columns], "rows": rows}
+    note = f"The first {len(rows)} of the {len(last)} prompts kept from the evaluations, not selected"
+    if any(group.correct is not None for group in last.values()):  # pictures of what was done, not drawn by the model
+        title, note = "The same held-out tasks in pictures", f"{note}."
+    else:
+        title = "Images of the same prompts and seeds"
+        note += "; a run draws them from the same seeds every time. The reward is the mean of the images shown."
+    return {"title": title, "note": note, "columns": [label for label, _ in columns], "rows": rows}
 
 
 def save_image_grid(runs: Sequence[tuple[str, Path]], path: Path) -> Path | None:

@@ -76,6 +76,8 @@ def _subtitle(run: RunFolder) -> str:
 
 
 def _notices(run: RunFolder) -> list[str]:
+    if run.only_evaluated:
+        return ["Nothing was trained here: these are evaluations of the model that the configuration names."]
     notices = []
     if not run.result:
         notices.append("There is no result.json: the run has not finished, the numbers are those so far.")

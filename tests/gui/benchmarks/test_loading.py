@@ -124,6 +124,16 @@ def test_a_box_that_training_would_drop_stays(tmp_path):
     assert samples["excel_0"].target == Box(50, 50, 50, 50)
     assert samples["excel_0"].target.contains((50, 50))
     assert samples["excel_1"].target == Box(300, 180, 400, 260)
+    assert [name for name, sample in samples.items() if sample.meta["suspicious"]] == ["excel_0", "excel_1"]
+
+
+def test_boxes_in_another_convention_are_warned_of(tmp_path, caplog):
+    copy = screenspot(tmp_path / "copy")
+    for file in copy.glob("*.json"):
+        rows = json.loads(file.read_text())
+        write_json(file, [row | {"bbox": list(BOXES[number])} for number, row in enumerate(rows)])
+    load("screenspot", copy)
+    assert "100.0% fit xyxy: the file is in the other convention" in caplog.text
 
 
 def test_a_malformed_row_is_an_error_that_names_it(tmp_path):

@@ -227,6 +227,24 @@ def test_empty_folder_gets_a_report_that_says_so(tmp_path):
     assert page.open == []
 
 
+def test_a_folder_of_evaluations_shows_the_newest_of_each_split(tmp_path):
+    rows = [
+        {"step": 0, "tag": "evaluate", "split": split, "n": 50, "accuracy/first": value}
+        for split, value in (("web", 0.25), ("mobile", 0.75), ("web", 0.5))
+    ]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = SampleRecord("a", "find it", "[1, 2]", outputs=[scene(1, 2)], correct=False)
+    write_samples(tmp_path, 0, "eval", [shown])
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "Nothing was trained here" in text
+    assert "has not finished" not in text
+    assert "evaluated 0 50 50.0 %" in text
+    assert "evaluated 0 50 75.0 %" in text
+    assert "25.0 %" not in text
+    assert "evaluated (step 0)" in text
+    assert "The same held-out tasks in pictures" in text
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "null", ""])
 def test_damaged_result_is_no_obstacle(tmp_path, content):
     (tmp_path / "result.json").write_text(content)

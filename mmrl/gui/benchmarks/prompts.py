@@ -1,0 +1,219 @@
+"""How a model is asked where something is: system turn, question, the words its answer is made to begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.errors import UserError
+from mmrl.fields import choice
+from mmrl.files import is_file
+from mmrl.gui.coords import CoordinateSpace, coordinate_space
+from mmrl.gui.grounding import TEMPLATE, THINK, GroundingSettings
+from mmrl.gui.samples import GroundingSample, Refusal
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.task import VlmTask
+
+__all__ = ["PRESETS", "PromptConfig", "PromptPreset", "begin_answer", "question"]
+
+OF_THE_RUN = "run"
+
+
+@dataclass(frozen=True)
+class PromptPreset:
+    """Texts in which {width} and {height} are those of the resized image; braces are doubled."""
+
+    space: CoordinateSpace
+    """What the numbers of an answer mean."""
+    user: str
+    """The question after the image, with {instruction}."""
+    system: str = ""
+    """System turn; empty: none."""
+    prefix: str = ""
+    """What the answer is made to begin with."""
+    refusal: str = ""
+    """Added to the question by benchmarks in which some things are not on the screen."""
+
+
+@dataclass
+class PromptConfig:
+    """How the model is asked. Published numbers depend on it: compare only results of the same prompt."""
+
+    preset: str = choice("points", lambda: (*PRESETS, OF_THE_RUN))
+    """points: JSON points as InfiGUI-G1 writes them; points_think: the same after a think block; tool_call: the
+    computer-use call of Qwen2.5-VL; rel1000: JSON points in thousandths, for Qwen3-VL; run: as the run was trained
+    whose folder model.path is."""
+    system: str | None = None
+    """System turn in place of the preset's; '' = none. {width} and {height} stand for the resized image's."""
+    user: str | None = None
+    """Question in place of the preset's; {instruction}, {width} and {height} are filled in, braces are doubled."""
+    prefix: str | None = None
+    """What the answer is made to begin with, in place of the preset's; '' = nothing."""
+    refusal: str | None = None
+    """What is added to the question where a benchmark also asks for things that are not there; '' = nothing."""
+    space: str = choice("", lambda: ("", *CoordinateSpace))
+    """What the two numbers of an answer mean; empty: as the preset says."""
+
+    def validate(self) -> None:
+        """Check the templates; raises UserError."""
+        for name in ("system", "user", "refusal"):
+            _check_template(f"prompt.{name}", getattr(self, name), needs_instruction=name == "user")
+
+    def resolved(self, model_path: str = "") -> PromptPreset:
+        """The preset with the texts that are given instead of its own.
+
+        Args:
+            model_path: the run's folder, for the preset `run`.
+
+        Raises:
+            UserError: that is no folder of a run on screens.
+        """
+        base = preset_of_run(model_path) if self.preset == OF_THE_RUN else PRESETS[self.preset]
+        given = {name: getattr(self, name) for name in ("system", "user", "prefix", "refusal")}
+        texts = {name: text for name, text in given.items() if text is not None}
+        chosen = dataclasses.replace(base, **texts)
+        return dataclasses.replace(chosen, space=coordinate_space(self.space)) if self.space else chosen
+
+
+def preset_of_run(model_path: str) -> PromptPreset:
+    """The question that a run was trained with, out of its config.yaml.
+
+    Raises:
+        UserError: the folder holds no run, or one that was not trained on screens.
+    """
+    from omegaconf import OmegaConf
+
+    file = Path(model_path).expanduser() / "config.yaml"
+    if not is_file(file):
+        raise UserError(f"prompt.preset=run needs the folder of a run as model.path; {model_path} has no config.yaml")
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    values = content.get("grounding") if isinstance(content, dict) else None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} has no part 'grounding': the run was not trained on screens; choose a prompt.preset")
+    known = {field.name for field in dataclasses.fields(GroundingSettings)}
+    settings = GroundingSettings(**{str(name): value for name, value in values.items() if name in known})
+    _check_template(f"{file}: grounding.template", settings.template, needs_instruction=True)
+    data = content.get("data")
+    texts = [data.get("system_prompt") if isinstance(data, dict) else None]
+    texts += [settings.think_prompt] if settings.think else []
+    system = "\n".join(text.replace("{", "{{").replace("}", "}}") for text in texts if text)
+    return PromptPreset(settings.point_space, settings.template, system=system, refusal=ABSENT)
+
+
+def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool, max_image_pixels: int) -> VlmTask:
+    """A sample as a chat: the resized screen, then the question.
+
+    Args:
+        sample: with `model_wh` set.
+        preset: the texts.
+        asks_refusals: whether some samples of the benchmark are not to be found.
+        max_image_pixels: images with more are not decoded.
+    """
+    assert sample.model_wh is not None
+    width, height = sample.model_wh
+    text = preset.user.format(instruction=sample.instruction, width=width, height=height)
+    if asks_refusals:
+        text += preset.refusal.format(width=width, height=height)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    if preset.system:
+        system = preset.system.format(width=width, height=height)
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+    return VlmTask(
+        id=str(sample.meta["id"]),
+        messages=messages,
+        images=[str(sample.image) if isinstance(sample.image, Path) else sample.image],
+        max_image_pixels=max_image_pixels,
+        image_wh=[sample.model_wh],
+    )
+
+
+def asks_refusals(samples: list[GroundingSample]) -> bool:
+    """Whether some samples of a benchmark are not to be found."""
+    return any(isinstance(sample.target, Refusal) for sample in samples)
+
+
+def begin_answer(prompt: Prompt, tokens: list[int]) -> Prompt:
+    """A prompt whose answer already has its first tokens.
+
+    Args:
+        prompt: up to the start of the assistant's turn.
+        tokens: the answer's first tokens.
+    """
+    if not tokens:
+        return prompt
+    ids = torch.tensor(tokens, dtype=prompt.input_ids.dtype)
+    positions = prompt.next_position + torch.arange(len(tokens), dtype=prompt.position_ids.dtype)
+    return dataclasses.replace(
+        prompt,
+        input_ids=torch.cat([prompt.input_ids, ids]),
+        mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(ids)]),
+        position_ids=torch.cat([prompt.position_ids, positions.expand(3, -1)], dim=1),
+        next_position=prompt.next_position + len(tokens),
+    )
+
+
+def _check_template(name: str, text: str | None, needs_instruction: bool) -> None:
+    if text is None:
+        return
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    except ValueError as error:
+        raise UserError(f"{name}: {error}; write {{{{ and }}}} for braces") from None
+    allowed = {"width", "height", *(["instruction"] if needs_instruction else [])}
+    if fields - allowed:
+        raise UserError(f"{name} names {{{min(fields - allowed)}}}; it may use {', '.join(sorted(allowed))}")
+    if needs_instruction and "instruction" not in fields:
+        raise UserError(f"{name} never uses {{instruction}}, so the question would be lost")
+
+
+COMPUTER_USE = {
+    "type": "function",
+    "function": {
+        "name": "computer_use",
+        "description": "Mouse and keyboard of a desktop whose screen is WIDTHxHEIGHT pixels. Click in the middle of "
+        "elements, not on their edges.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "action": {"type": "string", "enum": ["left_click"], "description": "what to do"},
+                "coordinate": {"type": "array", "description": "[x, y] in pixels from the top left corner"},
+            },
+            "required": ["action", "coordinate"],
+        },
+    },
+}
+TOOLS = (
+    "You are a helpful assistant.\n\n# Tools\n\nThe functions inside <tools></tools> can be called:\n<tools>\n"
+    f"{json.dumps(COMPUTER_USE)}\n</tools>\n\nA call is a JSON object with name and arguments inside <tool_call>"
+    "</tool_call> tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+CALL = '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": ['
+ABSENT = ' If the screen holds nothing of the kind, answer [{{"point_2d": [-1, -1]}}].'
+ABSENT_CALL = " If the screen holds nothing of the kind, give the coordinate [-1, -1]."
+
+
+def _doubled(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}").replace("WIDTH", "{width}").replace("HEIGHT", "{height}")
+
+
+POINTS = PromptPreset(CoordinateSpace.ABS_RESIZED, TEMPLATE, refusal=ABSENT)
+PRESETS: dict[str, PromptPreset] = {
+    "points": POINTS,
+    "points_think": dataclasses.replace(POINTS, system=THINK),
+    "tool_call": PromptPreset(
+        CoordinateSpace.ABS_RESIZED, "{instruction}", system=_doubled(TOOLS), prefix=CALL, refusal=ABSENT_CALL
+    ),
+    "rel1000": PromptPreset(
+        CoordinateSpace.REL1000,
+        'Which element of the screen is meant by "{instruction}"? Answer with a JSON list of one point, x and y in '
+        'thousandths of the width and height: [{{"point_2d": [x, y]}}]',
+        refusal=ABSENT,
+    ),
+}
