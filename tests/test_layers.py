@@ -158,6 +158,7 @@ HEAVY = (
         ("import diffusion", ("torch", *HEAVY)),
         ("import robotics", ("torch", *HEAVY)),
         ("import mmrl.vlm", HEAVY),
+        ("import mmrl.gui, mmrl.gui.commands", ("torch", "numpy", "gymnasium", "playwright", *HEAVY)),
         ("from mmrl.cli import main; main(['--help'])", ("torch", "numpy", "omegaconf", *HEAVY)),
         ("from mmrl.cli import main; main(['train', '--help'])", ("torch", "numpy", "omegaconf", *HEAVY)),
         ("from mmrl.cli import main; main(['list', 'recipes'])", ("torch", "numpy", *HEAVY)),

@@ -1,0 +1,78 @@
+"""What each action does in a page: the events that reach it, how far it scrolls, what a native select holds after."""
+
+import pytest
+
+from mmrl.gui.coords import CoordinateSpace
+from mmrl.gui.guarded_page import GuardedPage
+from mmrl.gui.web_actions import Viewpoint, carry_out, read_action
+
+HTML = """<!doctype html><body style="margin:0;height:3000px">
+<div id="frame" style="position:absolute;left:100px;top:20px;width:100px;height:80px;overflow:auto">
+  <div style="height:900px;width:900px">x</div></div>
+<input id="text" style="position:absolute;left:10px;top:120px">
+<select id="choice" style="position:absolute;left:10px;top:160px"><option>One<option>Two<option>Three</select>
+<script>window.log = [];
+for (const type of ['mousedown', 'mouseup', 'click', 'dblclick', 'contextmenu'])
+  document.addEventListener(type, event => log.push([type, Math.round(event.clientX), Math.round(event.clientY)]));
+</script>"""
+
+
+@pytest.fixture(scope="module", params=[1.0, 1.5])
+def shown(browser, request):
+    page = GuardedPage(browser, 320, 240, scale=request.param)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def act(shown):
+    shown.load_html(HTML)
+    picture_wh = round(320 * shown.scale), round(240 * shown.scale)
+    viewpoint = Viewpoint(CoordinateSpace.REL1, picture_wh, None, shown.scale)  # fractions are the same at any scale
+
+    def run(name, question="() => window.log.splice(0)", **arguments):
+        for key, whole in {"x": 320, "y": 240, "to_x": 320, "to_y": 240}.items():
+            if key in arguments:
+                arguments[key] /= whole
+        carry_out(read_action(name, arguments, viewpoint), shown)
+        shown.settle()
+        return shown.evaluate(question)
+
+    return run
+
+
+def test_buttons_of_the_mouse(act):
+    one = [["mousedown", 20, 30], ["mouseup", 20, 30], ["click", 20, 30]]
+    assert act("click", x=20, y=30) == one
+    assert act("double_click", x=20, y=30) == [*one, *one, ["dblclick", 20, 30]]
+    assert act("right_click", x=20, y=30) == [["mousedown", 20, 30], ["contextmenu", 20, 30], ["mouseup", 20, 30]]
+
+
+def test_a_drag_goes_from_one_point_to_the_other(act):
+    assert act("drag", x=20, y=30, to_x=60, to_y=90)[:2] == [["mousedown", 20, 30], ["mouseup", 60, 90]]
+
+
+def test_scrolling_moves_what_is_under_the_point_at_once(act):
+    where = "() => [scrollY, frame.scrollTop, frame.scrollLeft]"
+    assert act("scroll", where, direction="down", x=20, y=200) == [120, 0, 0]
+    assert act("scroll", where, direction="up", amount=100, x=20, y=200) == [20, 0, 0]
+    assert act("scroll", where, direction="down", amount=50, x=150, y=30) == [20, 50, 0]
+    assert act("scroll", where, direction="right", amount=30, x=150, y=30) == [20, 50, 30]
+
+
+def test_keys_and_text(act):
+    act("click", x=30, y=130)
+    assert act("type", "() => text.value", text="héllo ß") == "héllo ß"
+    act("key", key="ctrl+a")
+    assert act("type", "() => text.value", text="new") == "new"
+    assert act("key", "() => text.value", key="Backspace") == "ne"
+
+
+def test_a_native_select_opens_in_the_picture_and_is_set_by_keys(act, shown):
+    closed = shown.screenshot()
+    act("click", x=20, y=170)
+    assert (shown.screenshot() != closed).any(-1).sum() > 300 * shown.scale**2
+    assert act("key", "() => choice.value", key="ArrowDown") == "One"  # not before Enter
+    assert act("key", "() => choice.value", key="Enter") == "Two"
+    act("click", x=20, y=170)
+    assert act("type", "() => choice.value", text="Three\n") == "Three"
