@@ -39,6 +39,7 @@ from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.loop.settings import RunConfig
+from mmrl.training.loop.sim_counts import SimCounts
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.model_config import ModelConfig, check_update_precision
 from mmrl.vlm.models import load_policy
@@ -122,11 +123,12 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         check_disjoint(self.train_tasks, self.eval_tasks)
         self.code = source_digest(config.environment.factory)
         with ExitStack() as undone:
-            self.pool = EnvPool(config.environment, Path(config.output_dir) / "failures")
+            self.pool = EnvPool(config.environment)
             undone.callback(self.pool.close)
             self.policy: VlmPolicy = load_policy(config.model, value_head=self.objective.needs_values)
             self.policy.check_response_length(config.sampler.max_new_tokens)
             undone.pop_all()
+        self.env_counts = SimCounts(self.pool, Path(config.output_dir))
         self.step = 0
         self._totals: Counter[str] = Counter()
         self._seen: Counter[str] = Counter()
@@ -244,16 +246,15 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         self._seen.clear()
         results = seen.get("results", 0) or math.nan
         answers = seen.get("answers", 0) or math.nan
-        self._totals.update({name: int(seen.get(name, 0)) for name in ("failed", "overflow")})
+        self._totals["overflow"] += int(seen.get("overflow", 0))
         return {
             "episode/success": seen.get("success", 0) / results,
             "episode/return": seen.get("return", 0) / results,
             "episode/turns": seen.get("turns", 0) / results,
             "episode/unreadable": seen.get("unreadable", 0) / answers,
             "episode/refused": seen.get("refused", 0) / answers,
-            "env/episodes_failed": float(self._totals["failed"]),
             "env/episodes_overflown": float(self._totals["overflow"]),
-            "env/restarts": float(self.pool.counts["restarted"]),
+            **self.env_counts.metrics(),
         }
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -262,12 +263,13 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
 
     def state_dict(self) -> dict[str, Any]:
         """Step and counts of episodes without a result."""
-        return {"step": self.step, "totals": dict(self._totals)}
+        return {"step": self.step, "totals": dict(self._totals), "counts": self.env_counts.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.step = int(state["step"])
         self._totals = Counter(state["totals"])
+        self.env_counts.restore(state["counts"])
 
     @classmethod
     def export(cls, config: AgentConfig, checkpoint: Path, output: Path) -> str:
@@ -310,6 +312,6 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         self._seen["refused"] += sum(episode.refused for episode in sound)
         for episode in episodes:
             if not episode.has_result:
-                if not self._totals[episode.ending] and not self._seen[episode.ending]:
+                if episode.ending == "overflow" and not self._totals["overflow"] + self._seen["overflow"]:
                     LOGGER.warning("an episode has no result (%s): %s", episode.ending, episode.reason)
                 self._seen[episode.ending] += 1

@@ -84,7 +84,7 @@ def test_run_leaves_a_whole_folder_and_repeats_bit_for_bit(tmp_path, folder):
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
         assert 1 <= rows[0]["episode/turns"] <= 15
         assert rows[0]["policy/ratio_mean"] == 1.0
-        assert rows[0]["env/episodes_failed"] == 0
+        assert rows[0]["sim/dropped"] == 0
         assert len(list((run_dir / "videos").glob("*.mp4"))) >= 1
         samples = [json.loads(line) for line in (run_dir / "samples/step-000002/train.jsonl").open()]
         assert samples[0]["response"].startswith("[turn 1]")
@@ -149,7 +149,8 @@ def test_failed_episodes_are_left_out_and_counted(tmp_path, folder):
         finite = torch.isfinite(scored.reward[scored.group == group]).tolist()
         assert finite == (own if sum(own) > 1 else [False] * len(own)), "a single result has nothing to compare with"
     metrics = recipe.step_metrics(rollouts)
-    assert metrics["env/episodes_failed"] >= int(failed.sum())
+    assert metrics["sim/dropped"] >= int(failed.sum())
+    assert metrics["sim/crashed"] >= int(failed.sum())
     assert list((tmp_path / "run/failures").glob("environment-*.txt"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from mmrl.vlm.models import load_policy
 from tests.contracts.domains import domain_of
 
 ROOT = Path(__file__).parents[2]
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def train(folder: Path, processes: int) -> tuple[list[dict], torch.Tensor]:
@@ -26,7 +27,8 @@ def train(folder: Path, processes: int) -> tuple[list[dict], torch.Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     save(config, folder / "run.yaml")
     words = [sys.executable, *(LAUNCHER if processes > 1 else []), "-m", "mmrl.cli", "train", str(folder / "run.yaml")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
     policy = load_policy(ModelConfig(path=str(folder / "run/checkpoints/step-000001/model")))
