@@ -223,4 +223,15 @@ def test_this_machine_can_train(capsys, tmp_path):
     assert main(["doctor", "--json", "--output", str(tmp_path)]) == 0
     content = json.loads(capsys.readouterr().out)
     areas = {finding["area"] for finding in content["findings"]}
-    assert {"python", "packages", "torch", "cpu", "torchvision", "video", "rendering", "names", "disk"} <= areas
+    assert {
+        "python",
+        "packages",
+        "torch",
+        "cpu",
+        "torchvision",
+        "video",
+        "rendering",
+        "names",
+        "browser",
+        "disk",
+    } <= areas

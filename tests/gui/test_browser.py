@@ -1,8 +1,12 @@
 """A page in Chromium: the same picture every time, nothing gets away, and a browser that dies or hangs is replaced."""
 
 import asyncio
+import os
+import signal
 import socket
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.gui.browser import Browser, BrowserFailure
 from mmrl.gui.guarded_page import GuardedPage
+from mmrl.workers.family import descendants
 
 HTML = """<!doctype html><html><head><style>@keyframes turn {{ to {{ margin-left: 90px }} }}
   #moving {{ animation: turn .1s infinite; width: 20px; height: 20px; background: red }}</style></head>
@@ -88,6 +93,22 @@ def test_a_killed_browser_is_started_again_and_counted(browser, page):
     again = GuardedPage(browser, 240, 160)
     again.load_html(HTML.format(""))
     assert np.array_equal(again.screenshot(), before)
+    again.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the driver's process in /proc")
+def test_a_killed_driver_is_started_again_too(browser, page):
+    page.load_html(HTML.format(""))
+    drivers = [pid for pid in descendants(os.getpid()) if b"/driver/node" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in drivers:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(BrowserFailure):
+        page.screenshot()
+    browser.restart()
+    again = GuardedPage(browser, 240, 160)
+    again.load_html(HTML.format(""))
+    assert drivers
+    assert again.screenshot().std() > 0
     again.close()
 
 

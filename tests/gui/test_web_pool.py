@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mmrl.agents.actions import Action
 from mmrl.agents.env_config import EnvironmentConfig
@@ -26,6 +28,7 @@ def browsers(pid):
     return found
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the browser's process in /proc")
 def test_a_browser_killed_in_a_worker(browser):
     browser.close()  # in this process
     kwargs = {"tasks": ["todo"], "width_px": 240, "height_px": 180}

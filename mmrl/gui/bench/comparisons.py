@@ -52,7 +52,7 @@ def _pages(options: BenchOptions) -> dict[str, Any]:
             memory=False,
         ),
     ]
-    runs = run_arms("pages", arms, options)
+    runs = run_arms("pages", arms[:2] if options.quick else arms, options)
     ratios = {"time": ratio(runs, ANEW, REUSED, "wall_s"), "CPU time": ratio(runs, ANEW, REUSED)}
     notes = [
         f"{common['pages']} pages: HTML, loading, boxes and names of the controls, instructions, picture",
