@@ -172,6 +172,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "objective: see `mmrl list objectives`",
     ),
     RecipeEntry(
+        "arpo",
+        "mmrl.agents.arpo",
+        "ArpoRecipe",
+        "ArpoConfig",
+        "GRPO over an agent's trajectories, with past successes replayed into groups that have none",
+        "ARPO for GUI agents, github.com/dvlab-research/ARPO",
+    ),
+    RecipeEntry(
         "ddpo",
         "diffusion.ddpo",
         "DdpoRecipe",

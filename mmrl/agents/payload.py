@@ -16,7 +16,7 @@ from mmrl.vlm.payload import Context, Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["AgentPayload", "pack_episodes"]
+__all__ = ["AgentPayload", "pack_episodes", "pack_groups"]
 
 
 @dataclass
@@ -73,6 +73,12 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
         turn=table.turn,
         extras={"decision_reward": rewards},
     )
+
+
+def pack_groups(groups: Sequence[Sequence[Episode]], policy: VlmPolicy) -> Rollouts:
+    """Turn the episodes of whole groups into rollouts; see `pack_episodes`."""
+    group = [number for number, own in enumerate(groups) for _ in own]
+    return pack_episodes([episode for own in groups for episode in own], group, policy)
 
 
 def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Prompt]:

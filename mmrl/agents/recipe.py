@@ -26,7 +26,7 @@ from mmrl.agents.env_config import EnvironmentConfig
 from mmrl.agents.env_pool import EnvPool
 from mmrl.agents.episode import Episode, EpisodeConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
-from mmrl.agents.payload import AgentPayload, pack_episodes
+from mmrl.agents.payload import AgentPayload, pack_groups
 from mmrl.agents.runner import EpisodeRunner
 from mmrl.agents.tasks import AgentTask, TaskSetConfig, check_disjoint, list_tasks
 from mmrl.core.groups import group_sum
@@ -139,6 +139,17 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         Raises:
             NoUsableTasksError: no episode came to a result; the loop tries other tasks.
         """
+        return pack_groups(self.run_groups(policy, tasks), policy)
+
+    def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask]) -> list[list[Episode]]:
+        """Run G episodes of each task.
+
+        Returns:
+            The groups in which an episode came to a result.
+
+        Raises:
+            NoUsableTasksError: none did.
+        """
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
         episodes = self.run_episodes(policy, repeated, self._seeds(tasks))
@@ -148,8 +159,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
             raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
-        group = [number for number, own in enumerate(kept) for _ in own]
-        return pack_episodes([episode for own in kept for episode in own], group, policy)
+        return kept
 
     def run_episodes(
         self,

@@ -8,7 +8,19 @@ import torch
 from mmrl.core import PolicyOutputs, Rollouts, get
 from tests.golden.numbers import assert_agrees, inputs_of, load, tensor
 
-METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo", "aepo")
+METHODS = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gspo",
+    "cispo",
+    "ppo",
+    "aepo",
+    "arpo",
+)
 CASES = [(name, i) for name in METHODS for i in range(len(load(name).peers))]
 
 

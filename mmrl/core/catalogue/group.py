@@ -111,4 +111,11 @@ ROWS = (
         SequenceMean(),
         citation="InfiGUI-G1, arXiv 2508.05731; its public scripts (RLOO, clip 0.2/0.4, dual clip 3, no KL)",
     ),
+    Objective(
+        "arpo",
+        GroupMeanStd(),
+        PpoClip(high=0.3, dual=3.0),
+        SequenceMean(),
+        citation="ARPO for GUI agents, dvlab-research/ARPO (clip 0.2/0.3, dual clip 3, mean of trajectory means)",
+    ),
 )

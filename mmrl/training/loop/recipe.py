@@ -158,7 +158,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
             A scalar whose sum over micro-batches is the loss of the step, and its metrics.
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
-        output = self.objective.loss(scores, self.old_logprobs.in_update(minibatch, scores.logp), denominators)
+        output = self.objective.loss(scores, self.old_in_update(minibatch, scores.logp), denominators)
         return self.loss_terms(policy, minibatch, scores, denominators).added_to(output)
 
     def loss_terms(
@@ -206,6 +206,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         with stopwatch("old_logp"):
             scores = self.scores_in_chunks(policy, rollouts, outputs)
         return self.old_logprobs.before_update(rollouts.replace(values=scores.values), scores.logp)
+
+    def old_in_update(self, minibatch: Rollouts, logp: Tensor) -> Rollouts:
+        """Put the old log-probs in place that the loss compares the update's own `logp` (B, T) with."""
+        return self.old_logprobs.in_update(minibatch, logp)
 
     def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Score the rollouts with the reference policy, where the objective has a KL term."""

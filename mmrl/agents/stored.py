@@ -1,0 +1,177 @@
+"""Episodes as plain data that `torch.load(weights_only=True)` reads back to the bit.
+
+What several prompts of an episode share, such as the pictures of a history, is stored once. Pixels are compressed
+without loss, as screens are mostly flat: a picture as the model reads it takes some hundredths of its float32 size.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.agents.environment import Observation
+from mmrl.agents.episode import Episode
+from mmrl.agents.tasks import AgentTask
+from mmrl.agents.trajectories import Trajectory
+from mmrl.vlm.payload import Context, Insert, Prompt
+
+__all__ = ["Record", "restore_episode", "size_of", "store_episode"]
+
+Record = dict[str, Any]
+"""Tensors, numbers, texts, and lists and dictionaries of them."""
+
+PIXELS = ("pixel_values", "pixel_values_videos")
+GRIDS = ("image_grid_thw", "video_grid_thw")
+TABLES = ("input_ids", "mm_token_type_ids", "position_ids", *GRIDS)
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
+FASTEST = 1
+"""Level of zlib; higher ones take several times as long for a few per cent."""
+
+
+def store_episode(episode: Episode) -> Record:
+    """Turn an episode that is over into plain data.
+
+    Args:
+        episode: one that began; its film is not kept.
+
+    Returns:
+        Data of its own memory, on the CPU.
+
+    Raises:
+        ValueError: it did not begin, so there is nothing to store.
+    """
+    if episode.prompt is None:
+        raise ValueError("an episode that did not begin cannot be stored.")
+    table = _PromptTable()
+    steps = episode.trajectory
+    return {
+        "id": episode.task.id,
+        "instruction": episode.task.instruction,
+        "first": table.add(episode.prompt),
+        "inserts": [[insert.start, table.add(insert.prompt)] for insert in steps.inserts],
+        "contexts": [[context.start, table.add(context.prompt)] for context in steps.contexts],
+        "prompts": table.records,
+        "ids": torch.tensor(steps.ids, dtype=torch.int64),
+        "logp": torch.tensor(steps.logp, dtype=torch.float64),
+        "turn": torch.tensor(steps.turn, dtype=torch.int32),
+        "sampled": torch.tensor(steps.sampled, dtype=torch.bool),
+        "turns": steps.turns,
+        "last_text": episode.last.text,
+        "last_images": [_compressed(torch.from_numpy(image)) for image in episode.last.images[-1:]],
+        **{name: getattr(episode, name) for name in PLAIN},
+        "rewards": [float(reward) for reward in episode.rewards],
+        "answers": list(episode.answers),
+    }
+
+
+def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
+    """The episode that `store_episode` was given, without its film and all but the last picture of its end.
+
+    Args:
+        record: as stored, or as read back from a file.
+        task: the task that it belongs to; None makes one of what is stored, which has only id and instruction.
+    """
+    prompts = _restored_prompts(record["prompts"])
+    trajectory = Trajectory(
+        ids=record["ids"].tolist(),
+        logp=record["logp"].tolist(),
+        turn=record["turn"].tolist(),
+        sampled=record["sampled"].tolist(),
+        inserts=[Insert(start, prompts[number]) for start, number in record["inserts"]],
+        contexts=[Context(start, prompts[number]) for start, number in record["contexts"]],
+        turns=record["turns"],
+    )
+    pictures = tuple(_expanded(image).numpy() for image in record["last_images"])
+    return Episode(
+        task or AgentTask(record["id"], instruction=record["instruction"]),
+        prompts[record["first"]],
+        trajectory,
+        rewards=list(record["rewards"]),
+        answers=list(record["answers"]),
+        last=Observation(record["last_text"], pictures),
+        **{name: record[name] for name in PLAIN},
+    )
+
+
+PLAIN = ("unreadable", "refused", "ending", "reason", "success", "finish")
+"""Fields of an episode that are numbers and texts."""
+
+
+def size_of(record: Any) -> int:
+    """Bytes of the tensors and texts of a record."""
+    if isinstance(record, Tensor):
+        return record.nbytes
+    if isinstance(record, dict):
+        return sum(size_of(value) for value in record.values())
+    if isinstance(record, list):
+        return sum(size_of(value) for value in record)
+    return len(record) if isinstance(record, str) else 8
+
+
+class _PromptTable:
+    """Prompts by number, each object once."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._number: dict[int, int] = {}
+
+    def add(self, prompt: Prompt) -> int:
+        if id(prompt) not in self._number:
+            parts = [self.add(part) for part in prompt.parts]
+            self._number[id(prompt)] = len(self.records)
+            self.records.append(_plain_prompt(prompt, parts))
+        return self._number[id(prompt)]
+
+
+def _plain_prompt(prompt: Prompt, parts: list[int]) -> Record:
+    record: Record = {
+        "input_ids": prompt.input_ids.cpu().clone(),
+        "mm_token_type_ids": prompt.mm_token_type_ids.cpu().clone(),
+        "position_ids": prompt.position_ids.cpu().clone(),
+        "next_position": int(prompt.next_position),
+        "text": prompt.text,
+        "parts": parts,
+    }
+    for name in PIXELS:
+        value = getattr(prompt, name)
+        record[name] = None if value is None else _compressed(value)
+    for name in GRIDS:
+        value = getattr(prompt, name)
+        record[name] = None if value is None else value.cpu().clone()
+    return record
+
+
+def _restored_prompts(records: list[Record]) -> list[Prompt]:
+    """Prompts by number; the parts of a prompt stand before it."""
+    found: list[Prompt] = []
+    for record in records:
+        plain: dict[str, Any] = {name: record[name] for name in TABLES}
+        pixels: dict[str, Any] = {name: None if record[name] is None else _expanded(record[name]) for name in PIXELS}
+        parts = tuple(found[number] for number in record["parts"])
+        found.append(Prompt(**plain, **pixels, next_position=record["next_position"], text=record["text"], parts=parts))
+    return found
+
+
+def _compressed(values: Tensor) -> Record:
+    values = values.detach().cpu().contiguous()
+    packed = bytearray(zlib.compress(values.flatten().view(torch.uint8).numpy().tobytes(), FASTEST))
+    return {
+        "data": torch.frombuffer(packed, dtype=torch.uint8).clone(),
+        "dtype": str(values.dtype),
+        "shape": list(values.shape),
+    }
+
+
+def _expanded(record: Record) -> Tensor:
+    dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
+    raw = bytearray(zlib.decompress(record["data"].numpy().tobytes()))
+    return (
+        torch.from_numpy(np.frombuffer(raw, np.uint8)).view(dtype).reshape(shape)
+        if math.prod(shape)
+        else (torch.empty(shape, dtype=dtype))
+    )
