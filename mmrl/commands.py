@@ -245,6 +245,40 @@ def gui(args: argparse.Namespace) -> int:
     return int(args.run_gui(args, say))  # of the table in `mmrl.gui.commands`
 
 
+def select(args: argparse.Namespace) -> int:
+    """Choose the training tasks that a configuration's agent solves sometimes, and write them as a task file."""
+    from mmrl.agents.recipe import AgentRecipe
+    from mmrl.agents.selection import TaskSelector, measure_tasks, write_tasks
+    from mmrl.config import load_run
+
+    selector = TaskSelector(args.min_success, args.rollouts, args.max_rate)
+    entry, config = load_run(args.config, args.overrides)
+    kind = entry.load_recipe_class()
+    if not issubclass(kind, AgentRecipe):
+        raise UserError(f"{args.config}: recipe '{entry.name}' has no agent whose episodes could be counted")
+    with contextlib.closing(kind(config)) as recipe:
+        rates = []
+        for rate in measure_tasks(recipe, selector.n_rollouts):
+            rates.append(rate)
+            verdict = "kept" if selector.keeps(rate) else "left out"
+            say(f"{rate.task.id}: {rate.successes} of {rate.rollouts} episodes succeeded, {verdict}")
+    kept = selector.select(rates)
+    write_tasks(kept, args.output)
+    say(f"{len(kept)} of {len(rates)} tasks in {args.output}; train on them with data.file={args.output}")
+    return 0
+
+
+def _add_select_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of an agent's recipe")
+    _add_overrides(parser)
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help=".jsonl file to write")
+    parser.add_argument("--rollouts", metavar="N", type=int, default=16, help="episodes of each task; default: 16")
+    parser.add_argument("--min-success", metavar="N", type=int, default=1, help="successes needed; default: 1")
+    parser.add_argument(
+        "--max-rate", metavar="SHARE", type=float, default=1.0, help="leave out tasks solved more often; default: 1"
+    )
+
+
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file")
     _add_overrides(parser)
@@ -344,6 +378,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(doctor, _add_doctor_arguments),
     "demo": Command(demo, _add_demo_arguments),
     "bench": Command(bench, _add_bench_arguments),
+    "select": Command(select, _add_select_arguments, takes_overrides=True),
     "sim": Command(sim, _add_sim_arguments),
     "gui": Command(gui, lambda parser: importlib.import_module("mmrl.gui.commands").add_arguments(parser)),
 }

@@ -14,6 +14,8 @@ from mmrl.hub.tables import Row, read_rows
 __all__ = ["AgentTask", "TaskSetConfig", "check_disjoint", "list_tasks"]
 
 COLUMNS = ("id", "task", "seed", "instruction")
+NOTES = ("success_rate", "rollouts")
+"""What `mmrl select` writes beside them."""
 LARGEST_SEED = 2**31 - 1
 """What every generator of random numbers takes."""
 
@@ -119,7 +121,7 @@ def _named(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _task_in(row: Row, config: TaskSetConfig) -> AgentTask:
     cells = {key: value for key, value in row.cells.items() if value is not None}
-    unknown = [key for key in cells if key not in COLUMNS]
+    unknown = [key for key in cells if key not in COLUMNS + NOTES]
     task, seed = cells.get("task", {}), cells.get("seed", config.first_seed)
     problem = row.problem
     if problem is None and unknown:

@@ -1,0 +1,126 @@
+"""Choosing training tasks by how often the agent solves them before training.
+
+Groups of a task that is never solved have no signal, and neither have those of one that is always solved. The public
+code of ARPO trains on tasks that its base agent solved at least once; `TaskSelector(max_rate=0.9)` leaves out those
+that are solved already, too. The price is `n_rollouts` episodes of every task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.agents.tasks import AgentTask
+from mmrl.errors import UserError
+from mmrl.files import replaced
+from mmrl.training.loop.seeds import stream_seed
+
+if TYPE_CHECKING:
+    from mmrl.agents.recipe import AgentRecipe
+
+__all__ = ["TaskRate", "TaskSelector", "measure_tasks", "write_tasks"]
+
+
+@dataclass(frozen=True)
+class TaskRate:
+    """How often a task was solved."""
+
+    task: AgentTask
+    successes: int
+    rollouts: int
+    """Episodes that came to a result."""
+
+    @property
+    def rate(self) -> float:
+        """Share of the episodes with a result that succeeded; 0 where there is none."""
+        return self.successes / self.rollouts if self.rollouts else 0.0
+
+
+@dataclass(frozen=True)
+class TaskSelector:
+    """Keeps tasks that the agent solves sometimes.
+
+    Args:
+        min_success: successes that a task needs.
+        n_rollouts: episodes that are run of each task.
+        max_rate: largest share of successes; 1 keeps tasks that are always solved.
+
+    Raises:
+        UserError: no task can be kept.
+
+    Source: dvlab-research/ARPO, its list of training tasks (solved by the base agent at least once).
+    """
+
+    min_success: int = 1
+    n_rollouts: int = 16
+    max_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.n_rollouts < 1 or not 0 <= self.min_success <= self.n_rollouts or not 0 < self.max_rate <= 1:
+            raise UserError(
+                f"min_success={self.min_success}, n_rollouts={self.n_rollouts}, max_rate={self.max_rate}: expected at "
+                "least 1 rollout, 0 to that many successes, and a rate above 0 and at most 1"
+            )
+
+    def keeps(self, rate: TaskRate) -> bool:
+        """Whether a task is trained on; one without any result never is."""
+        return rate.rollouts > 0 and rate.successes >= self.min_success and rate.rate <= self.max_rate
+
+    def select(self, rates: Sequence[TaskRate]) -> list[TaskRate]:
+        """The tasks that are kept, in order."""
+        return [rate for rate in rates if self.keeps(rate)]
+
+
+def measure_tasks(recipe: AgentRecipe, n_rollouts: int, batch_tasks: int = 16) -> Iterator[TaskRate]:
+    """Run the recipe's policy, as it samples in training, on its training tasks.
+
+    Args:
+        recipe: names policy, environment and tasks.
+        n_rollouts: episodes of each task.
+        batch_tasks: tasks whose episodes are begun together.
+
+    Yields:
+        The rate of each task, in order. The answers follow from the run's seed and the task's id.
+    """
+    tasks = recipe.train_tasks
+    for start in range(0, len(tasks), batch_tasks):
+        batch = tasks[start : start + batch_tasks]
+        repeated = [task for task in batch for _ in range(n_rollouts)]
+        seeds = [
+            stream_seed(recipe.config.seed, "select", task.id, number) for task in batch for number in range(n_rollouts)
+        ]
+        outcomes: dict[int, list[bool]] = defaultdict(list)
+        for place, episode in enumerate(recipe.run_episodes(recipe.policy, repeated, seeds)):
+            if episode.has_result:
+                outcomes[place // n_rollouts].append(episode.success)
+        for number, task in enumerate(batch):
+            yield TaskRate(task, sum(outcomes[number]), len(outcomes[number]))
+
+
+def write_tasks(rates: Sequence[TaskRate], path: Path) -> None:
+    """Write tasks with their rates as a file that `data.file` reads.
+
+    Args:
+        rates: the tasks, in order.
+        path: a .jsonl file.
+
+    Raises:
+        UserError: there is no task, or the file is of another kind.
+    """
+    if path.suffix != ".jsonl":
+        raise UserError(f"the tasks go into {path}; expected a name that ends in .jsonl")
+    if not rates:
+        raise UserError("no task is left; lower min_success, raise max_rate, or start from a better agent")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as draft, draft.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(_row(rate), ensure_ascii=False) + "\n" for rate in rates)
+
+
+def _row(rate: TaskRate) -> dict[str, Any]:
+    task = rate.task
+    row = {"id": task.id, "task": dict(task.task), "seed": task.seed, "instruction": task.instruction}
+    return row | {"success_rate": rate.rate, "rollouts": rate.rollouts}

@@ -1,0 +1,69 @@
+"""Training tasks by how often the agent solves them before training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mmrl.agents.actions import ActionConfig, ParsedAnswer
+from mmrl.agents.recipe import AgentRecipe
+from mmrl.agents.selection import TaskRate, TaskSelector, measure_tasks, write_tasks
+from mmrl.agents.tasks import AgentTask, TaskSetConfig, list_tasks
+from mmrl.errors import UserError
+from tests.agents.test_recipe import by_length, make_config
+
+RATES = [TaskRate(AgentTask(f"t/{n}", {"name": "t"}, n, "Go."), n, 4) for n in range(5)]
+
+
+def test_the_published_rule_keeps_what_succeeded_once():
+    assert [rate.task.id for rate in TaskSelector(n_rollouts=4).select(RATES)] == ["t/1", "t/2", "t/3", "t/4"]
+
+
+def test_tasks_that_are_solved_already_can_be_left_out():
+    assert [rate.successes for rate in TaskSelector(2, 4, max_rate=0.75).select(RATES)] == [2, 3]
+
+
+def test_a_task_without_results_is_not_kept():
+    assert not TaskSelector(min_success=0).keeps(TaskRate(AgentTask("t/0"), 0, 0))
+
+
+@pytest.mark.parametrize("options", [{"n_rollouts": 0}, {"min_success": 17}, {"max_rate": 0.0}, {"max_rate": 1.5}])
+def test_impossible_rules_are_refused(options):
+    with pytest.raises(UserError, match="expected at least 1 rollout"):
+        TaskSelector(**options)
+
+
+def test_the_file_is_read_as_tasks_and_holds_the_rates(tmp_path):
+    write_tasks(RATES[1:3], tmp_path / "tasks.jsonl")
+    assert list_tasks(TaskSetConfig(file=str(tmp_path / "tasks.jsonl"))) == [rate.task for rate in RATES[1:3]]
+    rows = [json.loads(line) for line in (tmp_path / "tasks.jsonl").open()]
+    assert [(row["success_rate"], row["rollouts"]) for row in rows] == [(0.25, 4), (0.5, 4)]
+    with pytest.raises(UserError, match="no task is left"):
+        write_tasks([], tmp_path / "none.jsonl")
+
+
+def test_rates_are_those_of_sampled_episodes_with_a_result(tmp_path, folder, monkeypatch):
+    """A corridor of one step: it succeeds to the right and fails to the left."""
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+    recipe = AgentRecipe(make_config(tmp_path, folder, kwargs={"length": 1}))
+    try:
+        rates = list(measure_tasks(recipe, 6, batch_tasks=3))
+        assert rates == list(measure_tasks(recipe, 6)), "the batch does not matter"
+    finally:
+        recipe.close()
+    assert [rate.task for rate in rates] == list(recipe.train_tasks)
+    assert all(rate.rollouts == 6 for rate in rates)
+    assert 0 < sum(rate.successes for rate in rates) < 24
+
+
+def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text: ParsedAnswer(error="no_action", detail="-"))
+    config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168})
+    config.episode.max_turns = 30
+    recipe = AgentRecipe(config)
+    try:
+        rates = list(measure_tasks(recipe, 1))
+    finally:
+        recipe.close()
+    assert [rate.rollouts for rate in rates] == [0] * 4
