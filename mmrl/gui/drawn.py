@@ -48,6 +48,8 @@ class IconGrid:
     """A screen has so many icons or more; a start that has seen screens of a few learns to find one among many."""
     most_icons: int = 12
     """A screen has so many icons or fewer."""
+    arrangements: int = 0
+    """Icons stand in one of so many arrangements, so that a screen's is told by a glance; 0 is any arrangement."""
     colored: bool = False
     """Whether each icon has its own colour on grey, or all have the ink of the screen's theme."""
 
@@ -82,15 +84,27 @@ def draw_grid(
     most = min(grid.most_icons, cells)
     count = int(rng.integers(min(grid.fewest_icons, most), most + 1))
     others = [str(name) for name in rng.permutation([name for name in ICONS if name not in present])]
+    names = [*present, *others][: max(count, len(present))]
     boxes = {}
-    for name, cell in zip([*present, *others][: max(count, len(present))], rng.permutation(cells), strict=False):
+    for name, cell in zip(names, _cells(rng, grid, names), strict=True):
         side = 2 * int(rng.integers(grid.min_icon_px // 2, grid.max_icon_px // 2 + 1))
-        row, column = divmod(int(cell), grid.columns)
+        row, column = divmod(cell, grid.columns)
         shift_x, shift_y = (grid.cell_px - side) // 2 + grid.jitter_px * rng.integers(-1, 2, 2)
         left, top = column * grid.cell_px + int(shift_x), row * grid.cell_px + int(shift_y)
         image.paste(draw_icon(name, side, ICONS[name].color if grid.colored else ink, paper), (left, top))
         boxes[name] = Box(left, top, left + side, top + side)
     return Screen(image, boxes)
+
+
+def _cells(rng: np.random.Generator, grid: IconGrid, names: Sequence[str]) -> list[int]:
+    """The cell of each icon: any, or its own in one of the grid's arrangements."""
+    cells = grid.columns * grid.rows
+    if not grid.arrangements:
+        return [int(cell) for cell in rng.permutation(cells)[: len(names)]]
+    if cells < len(ICONS):
+        raise ValueError(f"arrangements need a cell for each of {len(ICONS)} icons, the grid has {cells}")
+    order = np.random.default_rng(int(rng.integers(grid.arrangements))).permutation(cells)
+    return [int(order[list(ICONS).index(name)]) for name in names]
 
 
 def _theme(rng: np.random.Generator) -> tuple[Color, Color]:
