@@ -182,7 +182,7 @@ def page_samples(
         kind = draw.choice(sorted({item.kind for item in found}))
         chosen = draw.choice([item for item in found if item.kind == kind])
         first, boxes = chosen.targets[0], tuple(target.box for target in chosen.targets)
-        meta = {"kind": kind, "role": first.role, "name": first.name, "layout": page.layout}
+        meta: dict[str, object] = {"kind": kind, "role": first.role, "name": first.name, "layout": page.layout}
         meta |= {"theme": page.theme.name, "scale": scale}
         given += 1
         target = boxes[0] if len(boxes) == 1 else AnyOf(boxes)

@@ -125,3 +125,11 @@ def test_positions_can_be_made_louder(tmp_path):
         return AutoModelForImageTextToText.from_pretrained(path).model.visual.pos_embed.weight
 
     torch.testing.assert_close(positions(15.0), 15 * positions(1.0))
+
+
+def test_an_arrangement_keeps_every_icon_in_its_cell():
+    fixed = list(icon_samples(30, seed=6, grid={"arrangements": 1}))
+    cells = {(s.meta["icon"], int(s.target.center[0] // 48), int(s.target.center[1] // 48)) for s in fixed}
+    assert len(cells) == len({icon for icon, _, _ in cells})
+    with pytest.raises(ValueError, match="12 icons"):
+        next(icon_samples(1, seed=6, grid={"arrangements": 1, "rows": 1}))
