@@ -180,6 +180,23 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "ARPO for GUI agents, github.com/dvlab-research/ARPO",
     ),
     RecipeEntry(
+        "vl_dac",
+        "mmrl.agents.vl_dac",
+        "VlDacRecipe",
+        "VlDacConfig",
+        "PPO over tokens with a critic over environment steps, warmed up alone (the paper's constants)",
+        "Bredis et al., VL-DAC, arXiv 2508.04280",
+    ),
+    RecipeEntry(
+        "vl_dac_repo",
+        "mmrl.agents.vl_dac",
+        "VlDacRecipe",
+        "VlDacConfig",
+        "VL-DAC with the constants of its public code",
+        "Bredis et al., VL-DAC, arXiv 2508.04280; corl-team/VL-DAC configs/miniworld_qwen2vl.yaml",
+        preset="mmrl.agents.vl_dac:repo_preset",
+    ),
+    RecipeEntry(
         "ddpo",
         "diffusion.ddpo",
         "DdpoRecipe",

@@ -39,8 +39,9 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
         policy: names the padding.
 
     Returns:
-        Rows with the log-probabilities as sampled, the turn of each token, `extras["decision_reward"]` with the
-        environment's reward at the last token of each turn, and the reward still NaN.
+        Rows with the log-probabilities as sampled, the turn of each token, and the reward still NaN. Extras:
+        "decision_reward" (B, T), the environment's reward at the last token of each turn; "truncated" (B,), 1 where a
+        time limit ended the episode; "outlook" (B, T), 1 at the token behind what was seen after the last action.
 
     Raises:
         ValueError: no episode of a group began.
@@ -60,10 +61,13 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
         episodes=list(episodes),
     )
     sound = torch.tensor([episode.has_result for episode in episodes], device=table.mask.device)
-    rewards = torch.zeros_like(table.logp)
+    rewards, outlook = torch.zeros_like(table.logp), torch.zeros_like(table.logp)
     for row, episode in enumerate(episodes):
         places = episode.trajectory.last_tokens()
         rewards[row, places] = torch.tensor(episode.rewards[: len(places)], device=rewards.device)
+        if episode.trajectory.outlook is not None:
+            outlook[row, episode.trajectory.outlook] = 1.0
+    truncated = torch.tensor([float(episode.ending == "truncated") for episode in episodes], device=rewards.device)
     return Rollouts(
         group=torch.tensor(list(group), device=table.mask.device),
         mask=table.mask * sound[:, None],
@@ -71,7 +75,7 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
         reward=torch.full((len(episodes),), float("nan"), device=table.mask.device),
         payload=payload,
         turn=table.turn,
-        extras={"decision_reward": rewards},
+        extras={"decision_reward": rewards, "truncated": truncated, "outlook": outlook},
     )
 
 

@@ -29,6 +29,7 @@ from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_
 from mmrl.agents.payload import AgentPayload, pack_groups
 from mmrl.agents.runner import EpisodeRunner
 from mmrl.agents.tasks import AgentTask, TaskSetConfig, check_disjoint, list_tasks
+from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.groups import group_sum
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
@@ -41,7 +42,7 @@ from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.loop.sim_counts import SimCounts
 from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.model_config import ModelConfig, check_update_precision
+from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
@@ -95,9 +96,9 @@ class AgentConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
-        check_objective(
-            make_objective(self.objective), SCORES, self.trainer.samples_per_task, ("environment", "format")
-        )
+        objective = make_objective(self.objective)
+        check_objective(objective, SCORES, self.trainer.samples_per_task, ("environment", "format"))
+        check_critic(self.model, objective.needs_values)
 
 
 class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
@@ -152,7 +153,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         """
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
-        episodes = self.run_episodes(policy, repeated, self._seeds(tasks))
+        episodes = self.run_episodes(policy, repeated, self._seeds(tasks), outlook=self._bootstraps)
         self._note(episodes)
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         kept = [own for own in groups if any(episode.has_result for episode in own)]
@@ -170,6 +171,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         film: Sequence[bool] = (),
         *,
         temperature: float | None = None,
+        outlook: bool = False,
     ) -> list[Episode]:
         """Run an episode of each task; see `EpisodeRunner.run`.
 
@@ -180,12 +182,13 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
             greedy: take the likeliest tokens.
             film: which episodes are recorded.
             temperature: of the answers; None is the run's.
+            outlook: append to truncated episodes what was seen last, for a critic.
         """
         config = self.config
         sampler = config.sampler if temperature is None else replace(config.sampler, temperature=temperature)
         system = config.conversation.system_text(config.actions, self.pool.actions)
         writer = Writer(policy, config.conversation, system)
-        runner = EpisodeRunner(policy, self.pool, writer, config.actions, sampler, config.episode)
+        runner = EpisodeRunner(policy, self.pool, writer, config.actions, sampler, config.episode, outlook=outlook)
         return runner.run(tasks, seeds, greedy=greedy, film=film)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
@@ -210,6 +213,28 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+
+    def old_pass(self, policy: VlmPolicy, rollouts: Rollouts) -> Rollouts:
+        """Score with the policy before the update, and ask a critic for the value of the states after time limits.
+
+        Returns:
+            The rollouts with `extras["bootstrap_value"]` (B,), where the estimator bootstraps: the value of the state
+            that a truncated episode ended in, NaN where that state does not fit into the model's positions, 0 for
+            episodes that terminated.
+        """
+        if not self._bootstraps:
+            return super().old_pass(policy, rollouts)
+        mask, outlook = rollouts.mask, rollouts.extras["outlook"] * rollouts.scored[:, None]
+        scored = super().old_pass(policy, rollouts.replace(mask=mask + outlook))
+        assert scored.values is not None
+        unknown = (rollouts.extras["truncated"] > 0) & (outlook.sum(1) == 0)
+        value = (scored.values * outlook).sum(1).masked_fill(unknown, math.nan)
+        return scored.replace(
+            mask=mask,
+            values=scored.values * mask,
+            logp_old=torch.where(mask > 0, scored.logp_old, 0.0),
+            extras=scored.extras | {"bootstrap_value": value},
+        )
 
     def prefix_scope(self, policy: nn.Module) -> AbstractContextManager[PrefixScope]:
         """Hold the first prompt of a group while the micro-batches of its episodes run."""
@@ -290,6 +315,12 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
     def close(self) -> None:
         """End the environments."""
         self.pool.close()
+
+    @property
+    def _bootstraps(self) -> bool:
+        """Whether the critic is asked for the value of the states that truncated episodes end in."""
+        advantage = self.objective.advantage
+        return isinstance(advantage, CriticAdvantage) and advantage.truncation == "bootstrap"
 
     def _protocols(self) -> list[str]:
         evaluation = self.config.evaluation

@@ -6,6 +6,7 @@ another is over. The random numbers of an episode are its own, so that it does n
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class EpisodeRunner:
         sampler: how answers are drawn.
         limits: how long episodes last.
         reread: read the conversation anew in each turn; for comparisons.
+        outlook: append to truncated episodes what was seen after their last action, see `Trajectory.end_in`.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class EpisodeRunner:
         limits: EpisodeConfig,
         *,
         reread: bool = False,
+        outlook: bool = False,
     ) -> None:
         self._policy, self._pool, self._writer = policy, pool, writer
         self._actions, self._sampler, self._limits, self._reread = actions, sampler, limits, reread
+        self._outlook = outlook
 
     def run(
         self, tasks: Sequence[AgentTask], seeds: Sequence[int], *, greedy: bool = False, film: Sequence[bool] = ()
@@ -163,6 +167,8 @@ class EpisodeRunner:
         with stopwatch("environment"):
             results = self._act(running, parsed)
         over = [row for row in rows.tolist() if self._settle(running[row], parsed[row], results.get(row))]
+        if self._outlook:
+            self._look_ahead({row: running[row] for row in over}, parsed, results, turns)
         going_on = {row: slot for row, slot in running.items() if row not in over}
         over += self._show(going_on, parsed, results, turns)
         self._pool.stop(over)
@@ -273,6 +279,23 @@ class EpisodeRunner:
                 rows = self._rows(anew)
                 turns.begin(rows, list(anew.values()), torch.arange(len(rows), device=rows.device))
         return full
+
+    def _look_ahead(
+        self,
+        over: dict[int, _Slot],
+        parsed: dict[int, ParsedAnswer],
+        results: dict[int, TurnResult],
+        turns: TurnSampler,
+    ) -> None:
+        """Append to truncated episodes what was seen last, where it fits into the model's positions."""
+        cut_off = {row: slot for row, slot in over.items() if slot.episode.ending == "truncated"}
+        room = dict(zip(cut_off, turns.room(self._rows(cut_off)), strict=True)) if cut_off else {}
+        for row, slot in sorted(cut_off.items()):
+            with contextlib.suppress(TaskError):
+                part, cut = self._next_part(slot, parsed[row], results.get(row))
+                left = room[row] - len(part) if cut is None else self._policy.positions - len(cut)
+                if left >= 1:
+                    slot.episode.trajectory.end_in(part if cut is None else cut, anew=cut is not None)
 
     def _next_part(self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None) -> tuple[Prompt, Prompt | None]:
         note = "" if answer.error is None else f"The answer could not be read: {answer.detail}."

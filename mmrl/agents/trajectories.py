@@ -31,6 +31,8 @@ class Trajectory:
     """Where the history was cut and the trajectory goes on behind another prompt."""
     turns: int = 0
     """Turns sampled so far."""
+    outlook: int | None = None
+    """Place of a token behind what was seen after the last action, which nobody reads; see `end_in`."""
 
     def add_turn(self, ids: Sequence[int], logp: Sequence[float]) -> None:
         """Append what the policy sampled in a turn."""
@@ -51,6 +53,22 @@ class Trajectory:
     def restart(self, prompt: Prompt) -> None:
         """Go on behind another prompt, which stands for everything up to here."""
         self.contexts.append(Context(len(self.ids), prompt))
+
+    def end_in(self, seen: Prompt, anew: bool = False) -> None:
+        """Append what the agent saw after its last action, so that a critic can be asked for the value of that state.
+
+        A value belongs to the state before a token, so a token is appended that stands for the next answer.
+
+        Args:
+            seen: what was seen.
+            anew: whether it stands for everything up to here.
+        """
+        self.restart(seen) if anew else self.add_given(seen)
+        self.outlook = len(self.ids)
+        self.ids.append(next(id_ for id_, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled))
+        self.logp.append(0.0)
+        self.turn.append(self.turns)
+        self.sampled.append(False)
 
     def last_tokens(self) -> list[int]:
         """Place of the last sampled token of each turn."""

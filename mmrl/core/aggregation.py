@@ -18,6 +18,8 @@ __all__ = [
     "sequence_mean",
     "sequence_sum",
     "token_mean",
+    "turn_mean",
+    "turn_segments",
 ]
 
 
@@ -32,7 +34,7 @@ class Denominators:
     length: float = 0.0
     """Constant divisor a row of "fixed_length"; 0 where that mode is not used."""
     turns: float = 0.0
-    """Turns with at least one trained decision; only the value loss of a turn-level critic needs it."""
+    """Turns with at least one trained decision; 0 where neither the aggregation nor a critic needs them."""
     others: Mapping[str, float] = field(default_factory=dict)
     """Counts that a recipe's own terms are divided by, by name."""
 
@@ -118,6 +120,37 @@ def sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
 def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """This batch's share of the mean over rows of row sums; see `token_mean`."""
     return masked_sum(x, mask).sum() / max(denominators.rows, 1.0)
+
+
+def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators) -> Tensor:
+    """This batch's share of the mean over turns of the mean over each turn's decisions; see `token_mean`.
+
+    Args:
+        x: (B, T) terms.
+        mask: (B, T) {0, 1}, what counts.
+        turn: (B, T) int64, not falling along a row.
+        denominators: Counts over the whole step; `turns` counts those with a decision that counts.
+
+    Returns:
+        Scalar; 0 where the mask is empty.
+    """
+    segment = turn_segments(turn)
+    number = torch.zeros_like(mask).scatter_add(1, segment, mask).gather(1, segment).clamp(min=1)
+    return masked_sum(x / number.to(x.dtype), mask).sum() / max(denominators.turns, 1.0)
+
+
+def turn_segments(turn: Tensor) -> Tensor:
+    """Number the turns of each row from 0, whatever numbers they have.
+
+    Args:
+        turn: (B, T) int64, not falling along a row; padding (-1) counts to the turn before it.
+
+    Returns:
+        (B, T) int64, below T.
+    """
+    changes = torch.zeros_like(turn)
+    changes[:, 1:] = turn.cummax(1).values.diff(dim=1) != 0
+    return changes.cumsum(1)
 
 
 def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from mmrl.core.aggregation import masked_sum
 
-__all__ = ["group_center", "group_count", "group_extremes", "group_std", "group_sum", "masked_whiten"]
+__all__ = [
+    "group_center",
+    "group_count",
+    "group_extremes",
+    "group_std",
+    "group_sum",
+    "masked_whiten",
+    "whitening_factor",
+]
 
 WHITEN_EPS = 1e-8
 
@@ -92,12 +100,13 @@ def group_std(reward: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> Te
     return (squares / (group_count(group, valid) - ddof).clamp(min=1)).sqrt()
 
 
-def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
     """Bring the masked values to mean 0 and (unbiased) variance 1, and everything else to 0.
 
     Args:
         x: (B, T).
         mask: (B, T) {0, 1}.
+        eps_to: What 1e-8 is added to, see `whitening_factor`.
 
     Returns:
         (B, T); 0 everywhere if all masked values are equal.
@@ -107,7 +116,19 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     number = mask.sum()
     mean = masked_sum(x, mask).sum() / number.clamp(min=1)
     variance = masked_sum((x - mean) ** 2, mask).sum() / (number - 1).clamp(min=1)
-    return torch.where(mask > 0, (x - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0)
+    return torch.where(mask > 0, (x - mean) * whitening_factor(variance, eps_to), 0.0)
+
+
+def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
+    """What centred values are multiplied by to have variance 1.
+
+    Args:
+        variance: Theirs, a scalar.
+        eps_to: What 1e-8 is added to: "variance", inside the root, or "deviation".
+    """
+    if eps_to == "deviation":
+        return 1.0 / (variance.sqrt() + WHITEN_EPS)
+    return torch.rsqrt(variance + WHITEN_EPS)
 
 
 def _number_of_groups(group: Tensor) -> int:

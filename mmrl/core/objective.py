@@ -89,6 +89,7 @@ class Objective:
         """What the blocks need, see `Block.needs`; blocks with weight 0 need nothing."""
         idle = {"kl": not self.needs_reference, "entropy": self.entropy is None or self.entropy.coef == 0}
         active = [block.needs for key, block in self.blocks.items() if not idle.get(key, False)]
+        active += [mean.needs for mean in self._averages]
         return frozenset().union(*active) | self.scaling.needed_turns()
 
     @property
@@ -228,14 +229,14 @@ class Objective:
         Returns:
             The counts; add those of other ranks with `Denominators.total` before calling `loss`.
         """
-        turns = float(turn_starts(rollouts).sum()) if self.advantage.level == "turn" else 0.0
+        counted = self.advantage.level == "turn" or any("turns" in mean.needs for mean in self._averages)
+        turns = float(turn_starts(rollouts).sum()) if counted else 0.0
         return count(rollouts.loss_mask, length=self.fixed_length or 0.0, turns=turns)
 
     @property
     def fixed_length(self) -> int | None:
         """Constant length of a `FixedLength` aggregation, None without one."""
-        modes = (self.aggregation, self.kl.aggregation if self.kl is not None else None)
-        return next((mode.length for mode in modes if isinstance(mode, FixedLength)), None)
+        return next((mode.length for mode in self._averages if isinstance(mode, FixedLength)), None)
 
     def with_fixed_length(self, length: int) -> Objective:
         """A copy whose `FixedLength` aggregations, if any, have this length."""
@@ -268,7 +269,7 @@ class Objective:
         terms = {"loss/policy": policy}
         for name, (term, more) in (
             ("loss/kl", self._kl_term(outputs, rollouts, denominators)),
-            ("loss/entropy", self._entropy_term(outputs, mask, denominators)),
+            ("loss/entropy", self._entropy_term(outputs, rollouts, denominators)),
             ("loss/value", self._value_term(outputs, rollouts, denominators)),
         ):
             metrics |= more
@@ -278,13 +279,31 @@ class Objective:
         summed = {name: Metric.summed(term.detach()) for name, term in {"loss/total": total, **terms}.items()}
         return LossOutput(total, summed | metrics)
 
+    def critic_loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
+        """The part of `loss` that trains the critic, alone; for warming it up before the policy moves.
+
+        Raises:
+            ValueError: The objective has no critic.
+        """
+        term, _ = self._value_term(outputs.masked(rollouts.loss_mask), rollouts, denominators)
+        value = required(
+            term, "the value loss", f"advantage '{self.advantage.kind}' has no critic; use gae or gae_turn"
+        )
+        return LossOutput(value, {name: Metric.summed(value.detach()) for name in ("loss/total", "loss/value")})
+
+    @property
+    def _averages(self) -> list[Aggregation]:
+        """All aggregations."""
+        own = self.kl.aggregation if self.kl is not None else None
+        return [self.aggregation, *([own] if own is not None else [])]
+
     def _policy_term(
         self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_ratio = self.ratio(outputs.logp, logp_old, mask)
-        loss, indicators = self.clip(log_ratio, outputs.logp, torch.where(mask > 0, advantage, 0.0))
+        loss, indicators = self.clip(log_ratio, outputs.logp, torch.where(mask > 0, advantage, 0.0), rollouts.turn)
         rho = log_ratio.detach().exp()
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),
@@ -292,7 +311,7 @@ class Objective:
             "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
         }
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
-        return self.aggregation(loss, mask, denominators), metrics
+        return self.aggregation(loss, mask, denominators, rollouts.turn), metrics
 
     def _kl_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         if self.kl is None or not self.needs_reference:
@@ -305,14 +324,17 @@ class Objective:
         weighted = divergence * row_weights(rollouts)
         if self.kl.importance:
             weighted = weighted * self.ratio(outputs.logp, rollouts.logp_old.detach(), mask).exp()
-        return self.kl.coef * (self.kl.aggregation or self.aggregation)(weighted, mask, denominators), metrics
+        mean = self.kl.aggregation or self.aggregation
+        return self.kl.coef * mean(weighted, mask, denominators, rollouts.turn), metrics
 
-    def _entropy_term(self, outputs: PolicyOutputs, mask: Tensor, denominators: Denominators) -> Term:
+    def _entropy_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
+        mask = rollouts.loss_mask
         shown = entropy_sampled(outputs.logp) if outputs.entropy is None else outputs.entropy
         metrics = {"policy/entropy": mean_metric(shown, mask)}
         if self.entropy is None or self.entropy.coef == 0:
             return None, metrics
-        return -self.entropy.coef * self.aggregation(self.entropy(outputs), mask, denominators), metrics
+        bonus = self.aggregation(self.entropy(outputs), mask, denominators, rollouts.turn)
+        return -self.entropy.coef * bonus, metrics
 
     def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         if not self.needs_values or self.value is None:
@@ -325,7 +347,7 @@ class Objective:
         values = required(outputs.values, "scores.values", "the policy needs a value head")
         values_old = required(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
         returns = required(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
-        return self.value.coef * mode(self.value(values, values_old, returns), mask, counts), {}
+        return self.value.coef * mode(self.value(values, values_old, returns), mask, counts, rollouts.turn), {}
 
     def _kl_shaped(self, rollouts: Rollouts) -> Rollouts:
         assert self.kl is not None

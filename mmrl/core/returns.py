@@ -51,7 +51,13 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, mask_carry: str =
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+    masked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation that skips untrained decisions.
 
@@ -66,6 +72,8 @@ def gae(
         gamma: Discount.
         lam: Weight of longer returns.
         bootstrap: (B,) value of the state after the last decision; 0 for episodes that terminated. None is 0 for all.
+        masked: (B,) bool, rows whose last decision has the advantage 0 and is worth its own value to those before it;
+            None for none.
 
     Returns:
         advantages (B, T) and returns (B, T) = advantages + values; both 0 where the mask is 0.
@@ -74,10 +82,13 @@ def gae(
     """
     carry = torch.zeros_like(values[:, 0])
     next_value = carry if bootstrap is None else bootstrap.detach().to(values.dtype)
-    columns = []
+    columns, open_end = [], masked
     for t in range(values.shape[1] - 1, -1, -1):
         trained = mask[:, t] > 0
         here = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * carry
+        if open_end is not None:
+            here = here.masked_fill(open_end, 0.0)
+            open_end = open_end & ~trained
         carry = torch.where(trained, here, carry)
         next_value = torch.where(trained, values[:, t], next_value)
         columns.append(torch.where(trained, here, 0.0))
@@ -86,7 +97,12 @@ def gae(
 
 
 def gae_over_turns(
-    rollouts: Rollouts, values: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+    rollouts: Rollouts,
+    values: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+    masked: Tensor | None = None,
 ) -> Tensor:
     """Generalised advantage estimation with one step a turn, given to every decision of the turn.
 
@@ -98,6 +114,7 @@ def gae_over_turns(
         gamma: Discount per turn.
         lam: Weight of longer returns.
         bootstrap: (B,) value after the last turn, as in `gae`.
+        masked: (B,) bool, rows whose last turn has the advantage 0, as in `gae`.
 
     Returns:
         (B, T), 0 where nothing is trained.
@@ -112,7 +129,7 @@ def gae_over_turns(
     turn_rewards = empty.scatter_add(1, place, decision_rewards(rollouts).to(values.dtype))
     turn_values = empty.scatter_add(1, place, torch.where(starts, values, 0.0))
     turn_mask = empty.scatter_add(1, place, starts.to(values.dtype))
-    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam, bootstrap)
+    advantages, _ = gae(turn_rewards, turn_values, turn_mask, gamma, lam, bootstrap, masked)
     return torch.where(mask > 0, advantages.gather(1, place), 0.0)
 
 

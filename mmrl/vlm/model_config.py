@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP
 
-__all__ = ["LoraSettings", "ModelConfig", "check_update_precision"]
+__all__ = ["CriticSettings", "LoraSettings", "ModelConfig", "check_critic", "check_update_precision"]
 
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -51,6 +51,20 @@ class LoraSettings:
 
 
 @dataclass
+class CriticSettings:
+    """The value head that a model gets where the objective has a critic."""
+
+    hidden: list[int] = field(default_factory=list)
+    """Widths of its hidden layers, with ReLU between them; none is one linear layer."""
+
+    stop_gradient: bool = False
+    """End the critic's gradient at the model's last state, so that its loss trains the head alone."""
+
+    seed: int = 0
+    """Seed of the hidden layers; the last layer starts at zero, so every value is 0 at first."""
+
+
+@dataclass
 class ModelConfig:
     """Which model is trained and how it is held in memory."""
 
@@ -65,6 +79,9 @@ class ModelConfig:
 
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters in place of full fine-tuning."""
+
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    """The value head, where the objective has a critic."""
 
     shared_prefix: bool = True
     """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
@@ -99,6 +116,25 @@ class ModelConfig:
             raise UserError(f"model.min_pixels={self.min_pixels} is above model.max_pixels={self.max_pixels}")
         if self.lora.enabled and not self.lora.targets:
             raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
+        if any(width < 1 for width in self.critic.hidden):
+            raise UserError(f"model.critic.hidden is {list(self.critic.hidden)}; each width must be at least 1")
+
+
+def check_critic(config: ModelConfig, needed: bool) -> None:
+    """Refuse settings of a value head that nothing needs.
+
+    Args:
+        config: the model.
+        needed: whether the objective has a critic.
+
+    Raises:
+        ValueError: model.critic is set without need.
+    """
+    if not needed and config.critic != CriticSettings():
+        raise ValueError(
+            "model.critic is set, but the objective has no critic; use an advantage that has one (gae, gae_turn), or "
+            "leave model.critic out"
+        )
 
 
 def check_update_precision(config: ModelConfig, learning_rate: float) -> None:

@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.hub.compat import ensure_torchvision
@@ -21,6 +19,7 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.processing import load_processor
 from mmrl.vlm.shared_attention import register_attention
 from mmrl.vlm.storage import VALUE_HEAD_FILE, load_value_head
+from mmrl.vlm.value_head import make_value_head
 from mmrl.vlm.vision import multiply_patches
 
 __all__ = ["load_policy"]
@@ -33,7 +32,7 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> VlmPolicy:
 
     Args:
         config: which model and how.
-        value_head: add a critic; it starts at zero unless the folder holds one.
+        value_head: add a critic of `config.critic`; it starts at value 0 unless the folder holds one.
 
     Returns:
         The policy on the CPU, in evaluation mode.
@@ -52,7 +51,7 @@ def load_policy(config: ModelConfig, *, value_head: bool = False) -> VlmPolicy:
     processor = load_processor(str(adapter or base))
     _set_pixels(processor, config)
     model = _prepare(network, config, adapter)
-    head = _make_value_head(network) if value_head else None
+    head = make_value_head(network.config.text_config.hidden_size, config.critic) if value_head else None
     policy = VlmPolicy(model, processor, config, head)
     if head is not None and (Path(config.path) / VALUE_HEAD_FILE).is_file():
         load_value_head(policy, Path(config.path))
@@ -114,11 +113,3 @@ def _checkpoint_activations(network: Any) -> None:
         network.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
-def _make_value_head(network: Any) -> Any:
-    """A linear critic in float32 that starts at value 0, so the first advantages are plain returns."""
-    head = torch.nn.Linear(network.config.text_config.hidden_size, 1, dtype=torch.float32)
-    torch.nn.init.zeros_(head.weight)
-    torch.nn.init.zeros_(head.bias)
-    return head

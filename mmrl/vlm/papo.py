@@ -237,7 +237,8 @@ class PapoRecipe(VlmRecipe):
         masked = self._masked(policy, minibatch)
         mask = minibatch.loss_mask
         divergence = perception_terms(scores.logp, masked.logp, mask, minibatch.extras["papo_weight"], settings)
-        terms = {"loss/perception": -self.gamma * self.objective.aggregation(divergence, mask, denominators)}
+        mean = self.objective.aggregation(divergence, mask, denominators, minibatch.turn)
+        terms = {"loss/perception": -self.gamma * mean}
         rho = self.gamma / settings.gamma if settings.gamma else 1.0
         for name, coef, source in (
             ("loss/entropy_policy", settings.entropy_policy, scores),

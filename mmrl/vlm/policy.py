@@ -46,11 +46,11 @@ class VlmPolicy(nn.Module):
     """
 
     model: Any
-    value_head: nn.Linear | None
+    value_head: nn.Module | None
     banned_ids: Tensor
 
     def __init__(
-        self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Linear | None = None
+        self, model: nn.Module, processor: Any, config: ModelConfig, value_head: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.model = model
@@ -179,7 +179,8 @@ class VlmPolicy(nn.Module):
         Raises:
             ValueError: unknown output or view, or values without a value head.
 
-        Gradient: flows into all trainable weights; each distinct prompt passes the vision tower once, and where
+        Gradient: flows into all trainable weights, that of the values only into the value head where
+        `model.critic.stop_gradient` is set; each distinct prompt passes the vision tower once, and where
         `shares_prefix` the language model too.
         """
         self._check_outputs(outputs)
@@ -375,7 +376,8 @@ class VlmPolicy(nn.Module):
         values = None
         if "values" in outputs and self.value_head is not None:
             with _no_autocast(states):
-                values = spread(self.value_head(states.float()).squeeze(-1))
+                seen = states.detach() if self.config.critic.stop_gradient else states
+                values = spread(self.value_head(seen.float()).squeeze(-1))
         entropy = spread(result.entropy) if result.entropy is not None else None
         return PolicyOutputs(logp=spread(result.logp), entropy=entropy, values=values)
 

@@ -35,7 +35,7 @@ from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig, LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.evaluation import AnswerMeasure, VlmEvaluationConfig
 from mmrl.vlm.kept_prefill import KeepPrefill
-from mmrl.vlm.model_config import ModelConfig, check_update_precision
+from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
 from mmrl.vlm.policy import VlmPolicy
@@ -101,6 +101,7 @@ class VlmConfig(RunConfig):
             raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
         objective = make_objective(self.objective)
         check_objective(objective, SCORES, self.trainer.samples_per_task, names)
+        check_critic(self.model, objective.needs_values)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
 

@@ -29,7 +29,7 @@ from mmrl.training.loop.scoring import RewardErrors
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_splits, load_tasks
 from mmrl.vlm.evaluation import VlmEvaluationConfig
-from mmrl.vlm.model_config import ModelConfig, check_update_precision
+from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
@@ -68,6 +68,7 @@ class SftConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
+        check_critic(self.model, needed=False)
         if self.trainer.samples_per_task != 1:
             raise ValueError(
                 f"trainer.samples_per_task is {self.trainer.samples_per_task}; supervised runs have one completion a "

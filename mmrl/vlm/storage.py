@@ -27,7 +27,7 @@ class PolicyParts(Protocol):
     model: Any
     """The transformers model, or the peft model around it."""
     processor: Any
-    value_head: nn.Linear | None
+    value_head: nn.Module | None
 
     @property
     def network(self) -> Any:

@@ -193,6 +193,19 @@ def fixed_length(x, mask, length):
     return sum(rows) / (len(rows) * length)
 
 
+def turns_of(mask, turn):
+    """The trained places of each turn of each row."""
+    found = {}
+    for i, ts in enumerate(rows_of(mask)):
+        for t in ts:
+            found.setdefault((i, turn[i][t]), []).append((i, t))
+    return list(found.values())
+
+
+def turn_mean(x, mask, turn):
+    return mean([mean([x[i][t] for i, t in places]) for places in turns_of(mask, turn)])
+
+
 def table(function, mask):
     return [[function(i, t) if m else 0.0 for t, m in enumerate(row)] for i, row in enumerate(mask)]
 
@@ -277,6 +290,26 @@ def method_loss(name, b, lp):
 
         policy = table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.2, 3.0), valid)
         return token_mean(policy, valid) + 0.1 * token_mean(table(value_term, valid), valid)
+    if name == "vl_dac":
+        old, v, turns = b["values"], b["values_new"], turns_of(valid, b["turn"])
+        a = gae_turn(terminal_rewards(mask, reward), old, valid, b["turn"], 0.99, 0.95)
+        first = [places[0] for places in turns]
+        values = []
+        for i, t in first:
+            target, near = a[i][t] + old[i][t], old[i][t] + clip(v[i][t] - old[i][t], -0.1, 0.1)
+            values.append(max((v[i][t] - target) ** 2, (near - target) ** 2))
+        samples = [a[i][t] for i, t in first]
+        loss = 0.0
+        for places in turns:
+            far = any(ratio(i, t) > 10 for i, t in places)
+            terms = []
+            for i, t in places:
+                advantage = (a[i][t] - mean(samples)) / (std(samples, 1) + 1e-8)
+                bounded = -advantage * clip(ratio(i, t), 0.9, 1.1)
+                policy = bounded if far else max(-advantage * ratio(i, t), bounded)
+                terms.append(policy + 0.05 * kl_value("k3", lp[i][t], ref[i][t], False))
+            loss += mean(terms)
+        return loss / len(turns) + 0.15 * mean(values)
     if name in IMAGE_METHODS:
         clip_range, kl_coef, scale, per_group = IMAGE_METHODS[name]
         a = (
@@ -317,7 +350,7 @@ IMAGE_METHODS = {
     "awm": (1.0, 0.001, 0.2, None),
 }
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
-METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft")
+METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft", "vl_dac")
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],

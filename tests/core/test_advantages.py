@@ -245,6 +245,49 @@ def test_critics_read_the_bootstrap_value_of_the_rollouts(name):
     torch.testing.assert_close(estimate(name, one, **lam_one), estimate(name, zero, **lam_one) + r.mask)
 
 
+def cut_off_episode():
+    """Two turns of two decisions, the time limit behind the second: rewards 1 and 2, values 0.5 and 3."""
+    episode = rows([3.0], mask=[[1, 1, 1, 1]]).replace(
+        turn=torch.tensor([[0, 0, 1, 1]]), values=torch.tensor([[0.5, 9.0, 3.0, 9.0]], dtype=torch.float64)
+    )
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0]], dtype=torch.float64)
+    return episode.replace(extras={"decision_reward": rewards, "truncated": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("truncation", "value", "expected"),
+    [
+        # gamma 0.9, lambda 0.5. The end of the task: 2 - 3 = -1, then 1 + 0.9 * 3 - 0.5 + 0.45 * -1.
+        ("terminate", 4.0, (2.75, -1.0)),
+        # A value of 4 behind the limit: 2 + 0.9 * 4 - 3 = 2.6, then 3.2 + 0.45 * 2.6.
+        ("bootstrap", 4.0, (4.37, 2.6)),
+        # Masked: 0, then 1 + 0.9 * 3 - 0.5.
+        ("mask", 4.0, (3.2, 0.0)),
+        # A value that is not known is masked, and none at all is the end of the task.
+        ("bootstrap", float("nan"), (3.2, 0.0)),
+        ("bootstrap", None, (2.75, -1.0)),
+    ],
+)
+def test_a_time_limit_by_hand(truncation, value, expected):
+    r = cut_off_episode()
+    if value is not None:
+        r = r.replace(extras=r.extras | {"bootstrap_value": torch.tensor([value], dtype=torch.float64)})
+    found = estimate("gae_turn", r, gamma=0.9, lam=0.5, truncation=truncation)
+    assert found[0].tolist() == pytest.approx([expected[0]] * 2 + [expected[1]] * 2)
+    # a decision a turn: the same numbers from the estimator over decisions
+    few = r.replace(
+        **{name: getattr(r, name)[:, ::2] for name in ("mask", "logp_old", "turn", "values")},
+        extras=r.extras | {"decision_reward": torch.tensor([[1.0, 2.0]], dtype=torch.float64)},
+    )
+    assert estimate("gae", few, gamma=0.9, lam=0.5, truncation=truncation)[0].tolist() == pytest.approx(list(expected))
+
+
+def test_masking_leaves_rows_that_terminated_as_they_are():
+    r = random_rollouts()
+    marked = r.replace(extras={"truncated": torch.zeros_like(r.reward)})
+    assert torch.equal(estimate("gae_turn", marked, truncation="mask"), estimate("gae_turn", r))
+
+
 def test_turn_means_by_hand():
     r = random_rollouts(groups=1, samples=1, width=4).replace(
         mask=torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=torch.float64), turn=torch.tensor([[0, 0, 1, 2]])
@@ -262,4 +305,6 @@ def test_whitening_counts_decisions_rows_or_turns():
         values = torch.tensor(of, dtype=torch.float64)
         expected = (x - values.mean()) / values.std() * r.mask
         torch.testing.assert_close(AdvantageScaling(whiten=kind)(x, r), expected)
+        near = AdvantageScaling(whiten=kind, eps_to="deviation")(x * 1e-8, r)  # where the two differ
+        torch.testing.assert_close(near, expected * values.std() / (values.std() + 1))
     assert torch.equal(AdvantageScaling()(x, r), x)

@@ -12,17 +12,37 @@ X = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
 
 
-def aggregate(x, mask, mode, denominators):
-    return AGGREGATIONS[mode]()(x, mask, denominators)
+TURN = torch.tensor([[3, 3, -1], [0, 1, 1], [0, 0, 0]])
+
+
+def aggregate(x, mask, mode, denominators, turn=TURN):
+    return AGGREGATIONS[mode]()(x, mask, denominators, turn)
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("token_mean", 6 / 3), ("sequence_mean", (1.5 + 3) / 2), ("sequence_sum", 6 / 2), ("fixed_length", 6 / (2 * 4))],
+    [
+        ("token_mean", 6 / 3),
+        ("sequence_mean", (1.5 + 3) / 2),
+        ("sequence_sum", 6 / 2),
+        ("turn_mean", (1.5 + 3) / 2),
+        ("fixed_length", 6 / (2 * 4)),
+    ],
 )
 def test_modes_by_hand(mode, expected):
     # The last row is empty and counts in no mean.
-    assert aggregate(X, MASK, mode, count(MASK, length=4)).item() == pytest.approx(expected)
+    assert aggregate(X, MASK, mode, count(MASK, length=4, turns=2)).item() == pytest.approx(expected)
+
+
+def test_turn_mean_counts_each_turn_once():
+    # Turn 4 of the first row says 1 and 3, with a tool's output between; turn 7 says 5; the second row's turn says 8.
+    x = torch.tensor([[1.0, 99.0, 3.0, 5.0], [8.0, 99.0, 99.0, 99.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
+    for given in (4, -1):
+        turn = torch.tensor([[4, given, 4, 7], [0, -1, -1, -1]])
+        assert aggregate(x, mask, "turn_mean", count(mask, turns=3), turn).item() == pytest.approx((2 + 5 + 8) / 3)
+    with pytest.raises(ValueError, match=r"rollouts\.turn"):
+        aggregate(x, mask, "turn_mean", count(mask, turns=3), None)
 
 
 def test_counts():
@@ -52,8 +72,10 @@ def test_poison_on_untrained_decisions_reaches_neither_value_nor_gradient(mode):
 def test_padding_changes_nothing(mode):
     r = random_rollouts()
     wide = [torch.nn.functional.pad(x, (0, 3), value=v) for x, v in ((r.values, 5.0), (r.mask, 0.0))]
-    expected = aggregate(r.values, r.mask, mode, count(r.mask, length=7))
-    torch.testing.assert_close(aggregate(wide[0], wide[1], mode, count(wide[1], length=7)), expected)
+    expected = aggregate(r.values, r.mask, mode, count(r.mask, length=7, turns=9), r.turn)
+    wide_turn = torch.nn.functional.pad(r.turn, (0, 3), value=-1)
+    assert expected.item() != 0
+    torch.testing.assert_close(aggregate(*wide, mode, count(wide[1], length=7, turns=9), wide_turn), expected)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

@@ -156,6 +156,12 @@ def test_what_stands_on_untrained_decisions_does_not_matter(name):
         torch.testing.assert_close(poisoned, gradient)
 
 
+def in_turn(rollouts):
+    """(B, T), trained decisions of the turn that each decision belongs to."""
+    same = (rollouts.turn[:, :, None] == rollouts.turn[:, None]).to(rollouts.mask.dtype)
+    return (same * rollouts.loss_mask[:, None]).sum(2).clamp(min=1)
+
+
 def per_decision_divisor(objective, rollouts):
     counts = objective.denominators(rollouts)
     lengths = rollouts.loss_mask.sum(1, keepdim=True).clamp(min=1)
@@ -163,6 +169,7 @@ def per_decision_divisor(objective, rollouts):
         "token_mean": torch.full_like(lengths, counts.tokens),
         "sequence_mean": lengths * counts.rows,
         "sequence_sum": torch.full_like(lengths, counts.rows),
+        "turn_mean": in_turn(rollouts) * counts.turns,
         "fixed_length": torch.full_like(lengths, counts.rows * (objective.fixed_length or 1)),
     }[objective.aggregation.kind]
 

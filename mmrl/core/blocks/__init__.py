@@ -8,10 +8,18 @@ from mmrl.core.blocks.advantage import (
     GroupMeanStd,
     LeaveOneOut,
 )
-from mmrl.core.blocks.aggregation import AGGREGATIONS, Aggregation, FixedLength, SequenceMean, SequenceSum, TokenMean
+from mmrl.core.blocks.aggregation import (
+    AGGREGATIONS,
+    Aggregation,
+    FixedLength,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    TurnMean,
+)
 from mmrl.core.blocks.block import Block
 from mmrl.core.blocks.clip import CLIPS, Bgpo, Cispo, Clip, GspoClip, PolicyGradient, PpoClip, Unclipped
-from mmrl.core.blocks.credit import Gae, TurnGae, WhitenedReturns
+from mmrl.core.blocks.credit import CriticAdvantage, Gae, TurnGae, WhitenedReturns
 from mmrl.core.blocks.divergence import (
     DIVERGENCES,
     ENTROPIES,
@@ -50,6 +58,7 @@ __all__ = [
     "Block",
     "Cispo",
     "Clip",
+    "CriticAdvantage",
     "Divergence",
     "DropGroups",
     "Entropy",
@@ -80,6 +89,7 @@ __all__ = [
     "TokenMean",
     "TokenRatio",
     "TurnGae",
+    "TurnMean",
     "Unclipped",
     "ValueLoss",
     "WhitenedReturns",

@@ -6,24 +6,32 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmrl.core.aggregation import Denominators, fixed_length, sequence_mean, sequence_sum, token_mean
+from mmrl.core.aggregation import (
+    Denominators,
+    fixed_length,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+    turn_mean,
+)
 from mmrl.core.blocks.block import Block
 from mmrl.fields import bounded
 
-__all__ = ["AGGREGATIONS", "Aggregation", "FixedLength", "SequenceMean", "SequenceSum", "TokenMean"]
+__all__ = ["AGGREGATIONS", "Aggregation", "FixedLength", "SequenceMean", "SequenceSum", "TokenMean", "TurnMean"]
 
 
 @dataclass(frozen=True)
 class Aggregation(Block):
     """Reduces terms (B, T) to this batch's share of a mean over the whole optimiser step."""
 
-    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         """Share of the mean, a scalar.
 
         Args:
             x: (B, T) terms.
             mask: (B, T) {0, 1}, what counts.
             denominators: Counts over the whole step.
+            turn: (B, T) int64, the turn of each decision, where the rows have turns.
         """
         raise NotImplementedError
 
@@ -34,7 +42,7 @@ class TokenMean(Aggregation):
 
     kind = "token_mean"
 
-    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         """See `Aggregation`."""
         return token_mean(x, mask, denominators)
 
@@ -49,7 +57,7 @@ class SequenceMean(Aggregation):
 
     kind = "sequence_mean"
 
-    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         """See `Aggregation`."""
         return sequence_mean(x, mask, denominators)
 
@@ -64,13 +72,35 @@ class SequenceSum(Aggregation):
 
     kind = "sequence_sum"
 
-    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         """See `Aggregation`."""
         return sequence_sum(x, mask, denominators)
 
     def formula(self) -> str:
         """See `Block`."""
         return "mean over the rows of the step of each row's sum over its decisions"
+
+
+@dataclass(frozen=True)
+class TurnMean(Aggregation):
+    """Mean over the turns of the step of each turn's mean: a turn counts as much however much is said in it.
+
+    Source: VL-DAC, arXiv 2508.04280; corl-team/VL-DAC a2c_ppo_acktr/algo/ppo.py, a batch of one environment step with
+    accumulated gradients.
+    """
+
+    kind = "turn_mean"
+    needs = frozenset({"turns"})
+
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
+        """See `Aggregation`."""
+        if turn is None:
+            raise ValueError("The aggregation 'turn_mean' needs rollouts.turn (B, T), the turn of each decision.")
+        return turn_mean(x, mask, turn, denominators)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "mean over the turns of the step of each turn's mean over its decisions"
 
 
 @dataclass(frozen=True)
@@ -81,7 +111,7 @@ class FixedLength(Aggregation):
     length: int = bounded(0, at_least=1)
     """Constant length: the longest response that the sampler allows."""
 
-    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         """See `Aggregation`."""
         return fixed_length(x, mask, denominators)
 
@@ -91,5 +121,5 @@ class FixedLength(Aggregation):
 
 
 AGGREGATIONS: dict[str, type[Aggregation]] = {
-    block.kind: block for block in (TokenMean, SequenceMean, SequenceSum, FixedLength)
+    block.kind: block for block in (TokenMean, SequenceMean, SequenceSum, TurnMean, FixedLength)
 }

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mmrl.core.aggregation import turn_segments
 from mmrl.core.blocks.block import Block
 from mmrl.core.blocks.ratio import Ratio, TokenRatio
 from mmrl.fields import bounded
@@ -92,13 +93,14 @@ class Clip(Block):
     uses_ratio: ClassVar[bool] = True
     """False for losses on the log-probability itself."""
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """The loss and its indicators.
 
         Args:
             log_ratio: (B, T) nats, from a `Ratio`.
             logp: (B, T) nats, under the policy being trained.
             advantage: (B, T), no gradient.
+            turn: (B, T) int64, the turn of each decision, where the rows have turns.
         """
         raise NotImplementedError
 
@@ -121,7 +123,10 @@ def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | Non
 
 @dataclass(frozen=True)
 class PpoClip(Clip):
-    """Clipped surrogate with an optional dual clip; see `clipped_loss`."""
+    """Clipped surrogate with an optional dual clip; see `clipped_loss`.
+
+    Source: `ratio_limit`: corl-team/VL-DAC a2c_ppo_acktr/algo/ppo.py, after a rule of TRL's PPO trainer.
+    """
 
     kind = "ppo_clip"
     low: float = bounded(0.2, at_least=0, at_most=1)
@@ -130,16 +135,39 @@ class PpoClip(Clip):
     """The ratio is bounded above by 1 + high."""
     dual: float | None = bounded(None, above=1)
     """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
+    ratio_limit: float | None = bounded(None, above=1)
+    """Where a ratio of a turn (of a row, without turns) is larger, the loss of the whole turn is the clipped term
+    -A clip(r), which has no gradient where the ratio is out of bounds (VL-DAC: 10); none switches it off."""
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`."""
         loss = clipped_loss(log_ratio, advantage, self.low, self.high, self.dual)
-        return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
+        ratio = log_ratio.exp()
+        indicators = clip_indicators(ratio, self.low, self.high, signed=advantage.detach())
+        if self.ratio_limit is None:
+            return loss, indicators
+        beyond = _any_of_turn(ratio.detach() > self.ratio_limit, turn)
+        loss = torch.where(beyond, -advantage.detach() * ratio.clamp(1.0 - self.low, 1.0 + self.high), loss)
+        return loss, indicators | {"policy/beyond_ratio_limit": beyond.to(ratio.dtype)}
 
     def formula(self) -> str:
         """See `Block`."""
-        clipped = f"max(-A_it r_it, -A_it clip(r_it, {1 - self.low:g}, {1 + self.high:g}))"
-        return clipped if self.dual is None else f"[{clipped}, where A_it < 0 at most -{self.dual:g} A_it]"
+        bounded_ratio = f"clip(r_it, {1 - self.low:g}, {1 + self.high:g})"
+        loss = f"max(-A_it r_it, -A_it {bounded_ratio})"
+        if self.dual is not None:
+            loss = f"[{loss}, where A_it < 0 at most -{self.dual:g} A_it]"
+        if self.ratio_limit is not None:
+            loss = f"[{loss}, but -A_it {bounded_ratio} in turns with a ratio above {self.ratio_limit:g}]"
+        return loss
+
+
+def _any_of_turn(flags: Tensor, turn: Tensor | None) -> Tensor:
+    """(B, T) bool, true on all decisions of turns, or of rows without turns, with a true one."""
+    if turn is None:
+        return flags.any(1, keepdim=True).expand_as(flags)
+    segment = turn_segments(turn)
+    number = torch.zeros_like(segment).scatter_add(1, segment, flags.to(segment.dtype))
+    return number.gather(1, segment) > 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +183,7 @@ class GspoClip(Clip):
     high: float = bounded(0.2, at_least=0)
     """The ratio is bounded above by 1 + high."""
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`."""
         loss = clipped_loss(log_ratio, advantage, self.low, self.high)
         return loss, clip_indicators(log_ratio.exp(), self.low, self.high, signed=advantage.detach())
@@ -188,7 +216,7 @@ class Cispo(Clip):
     high: float = bounded(0.2, at_least=0)
     """The ratio is bounded above by 1 + high."""
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; the indicators do not depend on the sign of the advantage."""
         ratio = log_ratio.detach().exp()
         bounded_ratio = ratio.clamp(1.0 - self.low, 1.0 + self.high)
@@ -211,7 +239,7 @@ class PolicyGradient(Clip):
     kind = "policy_gradient"
     uses_ratio = False
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`."""
         return -advantage.detach() * logp, {}
 
@@ -231,7 +259,7 @@ class Unclipped(Clip):
 
     kind = "unclipped"
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`."""
         return -advantage.detach() * log_ratio.exp(), {}
 
@@ -253,7 +281,7 @@ class Bgpo(Clip):
 
     kind = "bgpo"
 
-    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor) -> Loss:
+    def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`."""
         advantage = advantage.detach()
         return -advantage * torch.where(advantage < 0, log_ratio.exp(), 1.0 + log_ratio), {}

@@ -12,7 +12,13 @@ from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 
-__all__ = ["Gae", "TurnGae", "WhitenedReturns"]
+__all__ = ["CriticAdvantage", "Gae", "TurnGae", "WhitenedReturns"]
+
+TRUNCATIONS = {
+    "bootstrap": "bootstrapped at time limits",
+    "mask": "no advantage at time limits",
+    "terminate": "ended by time limits",
+}
 
 
 @dataclass(frozen=True)
@@ -46,19 +52,46 @@ class WhitenedReturns(Advantage):
 
 
 @dataclass(frozen=True)
-class Gae(Advantage):
-    """Generalised advantage estimation over decisions; see `mmrl.core.returns.gae`.
+class CriticAdvantage(Advantage):
+    """Generalised advantage estimation with a critic.
 
-    A truncated row (time limit, longest response) is bootstrapped where `rollouts.extras["bootstrap_value"]` (B,) holds
-    the critic's value of its last state; it is 0 for rows that terminated.
+    Rows that a time limit cut off are marked in `rollouts.extras["truncated"]` (B,); the critic's value of the state
+    that they were cut off in is in `rollouts.extras["bootstrap_value"]` (B,), 0 for rows that terminated and NaN where
+    it is not known.
+
+    Source: "mask": ikostrikov/pytorch-a2c-ppo-acktr-gail a2c_ppo_acktr/storage.py, use_proper_time_limits.
     """
+
+    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    """Discount per step: a decision, or a turn."""
+    lam: float = bounded(1.0, at_least=0, at_most=1)
+    """Weight of longer returns, lambda."""
+    truncation: str = choice("bootstrap", TRUNCATIONS)
+    """What a time limit is to the steps before it: "bootstrap" goes on with the critic's value of the state after the
+    last step, "mask" gives the last step the advantage 0 and the ones before it what the critic says of that step,
+    "terminate" takes it for the end of the task."""
+
+    def numbers(self) -> str:
+        """Its constants, for the formula."""
+        return f"gamma {self.gamma:g}, lambda {self.lam:g}, {TRUNCATIONS[self.truncation]}"
+
+    def cut_off(self, rollouts: Rollouts) -> tuple[Tensor | None, Tensor | None]:
+        """Value after the last step and which rows end with a step of advantage 0; None for none, (B,) each."""
+        truncated, value = rollouts.extras.get("truncated"), rollouts.extras.get("bootstrap_value")
+        if self.truncation == "mask":
+            return None, None if truncated is None else truncated > 0
+        if self.truncation == "terminate" or value is None:
+            return None, None
+        unknown = value.isnan()
+        return value.masked_fill(unknown, 0.0), unknown
+
+
+@dataclass(frozen=True)
+class Gae(CriticAdvantage):
+    """Generalised advantage estimation over decisions; see `mmrl.core.returns.gae`."""
 
     kind = "gae"
     needs = frozenset({"values"})
-    gamma: float = bounded(1.0, at_least=0, at_most=1)
-    """Discount per decision."""
-    lam: float = bounded(1.0, at_least=0, at_most=1)
-    """Weight of longer returns, lambda."""
 
     @property
     def level(self) -> str:
@@ -67,16 +100,16 @@ class Gae(Advantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        rewards, bootstrap = decision_rewards(rollouts), rollouts.extras.get("bootstrap_value")
-        return gae(rewards, _values(rollouts), rollouts.loss_mask, self.gamma, self.lam, bootstrap)[0]
+        rewards, (bootstrap, masked) = decision_rewards(rollouts), self.cut_off(rollouts)
+        return gae(rewards, _values(rollouts), rollouts.loss_mask, self.gamma, self.lam, bootstrap, masked)[0]
 
     def formula(self) -> str:
         """See `Block`."""
-        return f"A_it = GAE over decisions with gamma {self.gamma:g}, lambda {self.lam:g}"
+        return f"A_it = GAE over decisions with {self.numbers()}"
 
 
 @dataclass(frozen=True)
-class TurnGae(Advantage):
+class TurnGae(CriticAdvantage):
     """Generalised advantage estimation over turns; see `mmrl.core.returns.gae_over_turns`.
 
     gamma and lambda count turns, and all decisions of a turn share its advantage.
@@ -84,10 +117,6 @@ class TurnGae(Advantage):
 
     kind = "gae_turn"
     needs = frozenset({"values", "turns"})
-    gamma: float = bounded(1.0, at_least=0, at_most=1)
-    """Discount per turn."""
-    lam: float = bounded(1.0, at_least=0, at_most=1)
-    """Weight of longer returns, lambda."""
 
     @property
     def level(self) -> str:
@@ -96,13 +125,11 @@ class TurnGae(Advantage):
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
-        bootstrap = rollouts.extras.get("bootstrap_value")
-        return gae_over_turns(rollouts, _values(rollouts), self.gamma, self.lam, bootstrap)
+        return gae_over_turns(rollouts, _values(rollouts), self.gamma, self.lam, *self.cut_off(rollouts))
 
     def formula(self) -> str:
         """See `Block`."""
-        numbers = f"gamma {self.gamma:g}, lambda {self.lam:g}"
-        return f"A_it = GAE over turns with {numbers}, the same for all decisions of a turn"
+        return f"A_it = GAE over turns with {self.numbers()}, the same for all decisions of a turn"
 
 
 def _values(rollouts: Rollouts) -> Tensor:

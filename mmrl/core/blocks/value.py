@@ -13,7 +13,9 @@ from mmrl.fields import bounded
 __all__ = ["VALUES", "ValueLoss", "value_loss"]
 
 
-def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
+def value_loss(
+    values: Tensor, values_old: Tensor, returns: Tensor, clip: float | None = None, *, halved: bool = True
+) -> Tensor:
     """Return the squared error of the value head, halved, optionally pessimistic about large moves.
 
     max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2
@@ -23,6 +25,7 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float 
         values_old: (B, T), predictions when the rows were sampled.
         returns: (B, T), targets.
         clip: c; None gives the plain squared error.
+        halved: whether it is divided by 2.
 
     Returns:
         (B, T).
@@ -33,10 +36,10 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float 
     """
     values_old, returns = values_old.detach(), returns.detach()
     error = (values - returns) ** 2
-    if clip is None:
-        return 0.5 * error
-    near = values_old + (values - values_old).clamp(-clip, clip)
-    return 0.5 * torch.maximum(error, (near - returns) ** 2)
+    if clip is not None:
+        near = values_old + (values - values_old).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns) ** 2)
+    return 0.5 * error if halved else error
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,17 @@ class ValueLoss(Block):
     clip: float | None = bounded(None, above=0)
     """Largest move of a value away from its old prediction that the loss rewards; None does not clip."""
 
+    halved: bool = True
+    """Whether the squared error is divided by 2 (verl, OpenRLHF) or not (VL-DAC)."""
+
     def __call__(self, values: Tensor, values_old: Tensor, returns: Tensor) -> Tensor:
         """See `value_loss`."""
-        return value_loss(values, values_old, returns, self.clip)
+        return value_loss(values, values_old, returns, self.clip, halved=self.halved)
 
     def formula(self) -> str:
         """See `Block`."""
         clip = f", V within V_old +-{self.clip:g} if that is worse" if self.clip else ""
-        return f"0.5 (V_it - (A + V_old)_it)^2{clip}"
+        return f"{'0.5 ' if self.halved else ''}(V_it - (A + V_old)_it)^2{clip}"
 
 
 VALUES: dict[str, type[ValueLoss]] = {ValueLoss.kind: ValueLoss}

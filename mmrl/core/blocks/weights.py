@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.core.aggregation import masked_mean
 from mmrl.core.blocks.block import Block
-from mmrl.core.groups import WHITEN_EPS, masked_whiten
+from mmrl.core.groups import masked_whiten, whitening_factor
 from mmrl.core.returns import turn_means
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
@@ -29,6 +29,8 @@ class AdvantageScaling(Block):
     trained "decisions" (PPO in verl), "rows" or "turns" with the mean of their decisions; "none" leaves them."""
     clip: float | None = bounded(None, above=0)
     """Largest size of an advantage; larger ones are set to +-clip. None does not clip."""
+    eps_to: str = choice("variance", ("variance", "deviation"))
+    """Whitening adds 1e-8 to the "variance", inside the root (verl), or to the standard "deviation" (VL-DAC)."""
     scale: float = bounded(1.0, above=0, below=math.inf)
     """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
 
@@ -42,7 +44,7 @@ class AdvantageScaling(Block):
         Returns:
             (B, T), 0 where nothing is trained.
         """
-        advantage = WHITENINGS[self.whiten](advantage, rollouts)
+        advantage = WHITENINGS[self.whiten](advantage, rollouts, self.eps_to)
         if self.clip is not None:
             advantage = advantage.clamp(-self.clip, self.clip)
         return advantage * self.scale
@@ -64,29 +66,29 @@ class AdvantageScaling(Block):
             yield f"; then times {self.scale:g}"
 
 
-def _not(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+def _not(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
     return advantage
 
 
-def _over_decisions(advantage: Tensor, rollouts: Rollouts) -> Tensor:
-    return masked_whiten(advantage, rollouts.loss_mask)
+def _over_decisions(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
+    return masked_whiten(advantage, rollouts.loss_mask, eps_to)
 
 
-def _over_rows(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+def _over_rows(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
     mask = rollouts.loss_mask
-    return _by_samples(advantage, masked_mean(advantage, mask)[mask.sum(1) > 0], mask)
+    return _by_samples(advantage, masked_mean(advantage, mask)[mask.sum(1) > 0], mask, eps_to)
 
 
-def _over_turns(advantage: Tensor, rollouts: Rollouts) -> Tensor:
+def _over_turns(advantage: Tensor, rollouts: Rollouts, eps_to: str) -> Tensor:
     means, trained = turn_means(rollouts, advantage)
-    return _by_samples(advantage, means[trained], rollouts.loss_mask)
+    return _by_samples(advantage, means[trained], rollouts.loss_mask, eps_to)
 
 
-def _by_samples(advantage: Tensor, samples: Tensor, mask: Tensor) -> Tensor:
+def _by_samples(advantage: Tensor, samples: Tensor, mask: Tensor, eps_to: str) -> Tensor:
     """Shift and scale advantages by the mean and the deviation of samples (n,)."""
     mean = samples.mean() if len(samples) else samples.new_zeros(())
     variance = ((samples - mean) ** 2).sum() / max(len(samples) - 1, 1)
-    return torch.where(mask > 0, (advantage - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0)
+    return torch.where(mask > 0, (advantage - mean) * whitening_factor(variance, eps_to), 0.0)
 
 
 WHITENINGS = {"none": _not, "decisions": _over_decisions, "rows": _over_rows, "turns": _over_turns}

@@ -1,6 +1,17 @@
 """Objectives that give credit along a row: with a critic, or by returns whitened over the batch."""
 
-from mmrl.core.blocks import K1, AdvantageScaling, Gae, PpoClip, TokenMean, ValueLoss, WhitenedReturns
+from mmrl.core.blocks import (
+    K1,
+    K3,
+    AdvantageScaling,
+    Gae,
+    PpoClip,
+    TokenMean,
+    TurnGae,
+    TurnMean,
+    ValueLoss,
+    WhitenedReturns,
+)
 from mmrl.core.objective import Objective
 
 __all__ = ["ROWS"]
@@ -15,6 +26,16 @@ ROWS = (
         kl=K1(0.05, in_reward=True),
         value=ValueLoss(coef=0.1, clip=0.2),
         citation="Schulman et al., PPO, arXiv 1707.06347, eq. 7 and 9; GAE 1/0.95, dual clip 3, KL 0.05 in the reward",
+    ),
+    Objective(
+        "vl_dac",
+        TurnGae(gamma=0.99, lam=0.95, truncation="mask"),
+        PpoClip(low=0.1, high=0.1, ratio_limit=10.0),
+        TurnMean(),
+        scaling=AdvantageScaling(whiten="turns", eps_to="deviation"),
+        kl=K3(0.05, clamp=False),
+        value=ValueLoss(coef=0.15, clip=0.1, halved=False),
+        citation="Bredis et al., VL-DAC, arXiv 2508.04280, eq. 3-6 and appendix B; clip 0.1 and limits as in its code",
     ),
     Objective(
         "reinforce_pp",
