@@ -180,6 +180,15 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "ARPO for GUI agents, github.com/dvlab-research/ARPO",
     ),
     RecipeEntry(
+        "agent_clone",
+        "mmrl.agents.cloning",
+        "AgentCloneRecipe",
+        "AgentCloneConfig",
+        "supervised warm start of an agent on what the environment's own expert does",
+        "maximum likelihood",
+        supervised=True,
+    ),
+    RecipeEntry(
         "vl_dac",
         "mmrl.agents.vl_dac",
         "VlDacRecipe",

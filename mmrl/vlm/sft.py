@@ -20,7 +20,7 @@ from torch import nn
 from mmrl.core.aggregation import Denominators
 from mmrl.core.catalogue import get
 from mmrl.core.metrics import mean_metric
-from mmrl.core.objective import LossOutput
+from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
@@ -38,7 +38,7 @@ from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.scoring import check_columns, splits_by_key
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["SftConfig", "SftRecipe"]
+__all__ = ["SftConfig", "SftRecipe", "likelihood_loss"]
 
 OBJECTIVE = get("sft")
 
@@ -153,7 +153,17 @@ class SftRecipe(VlmRecipe):
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Mean negative log-likelihood of the completions' tokens; the metrics of a policy gradient are left out."""
-        scores = self.scores(policy, minibatch, self.loss_outputs)
-        output = self.objective.loss(scores, self.old_logprobs.in_update(minibatch, scores.logp), denominators)
-        nll = mean_metric(-scores.logp, minibatch.loss_mask)
-        return LossOutput(output.loss, {"loss/total": output.metrics["loss/total"], "loss/nll": nll})
+        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+
+
+def likelihood_loss(scores: PolicyOutputs, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+    """Mean negative log-likelihood of given tokens; the metrics of a policy gradient are left out.
+
+    Args:
+        scores: of the policy, with gradient.
+        minibatch: rows with advantage 1 on the given tokens.
+        denominators: counts over the whole optimiser step.
+    """
+    output = OBJECTIVE.loss(scores, OldLogProbs.UPDATE.in_update(minibatch, scores.logp), denominators)
+    nll = mean_metric(-scores.logp, minibatch.loss_mask)
+    return LossOutput(output.loss, {"loss/total": output.metrics["loss/total"], "loss/nll": nll})

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from mmrl.agents.actions import Action
+
 
 class Talk:
     """Two turns; each is worth the share of vowels in what is said."""
@@ -15,6 +17,9 @@ class Talk:
         self.said.append(text)
         vowels = sum(letter in "aeiou" for letter in text.lower())
         return self._look(), vowels / max(len(text), 1), len(self.said) == 2
+
+    def expert(self):
+        return Action("say", {"text": "aeiou"[: 1 + len(self.said)]})
 
     def close(self):
         pass

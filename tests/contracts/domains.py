@@ -119,6 +119,7 @@ def _agents(name: str, folder: Path) -> Any:
     from mmrl.vlm.model_config import ModelConfig
     from mmrl.vlm.sampling import SamplerConfig
 
+    samples = 1 if RECIPES[name].supervised else 3
     return RECIPES[name].load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
@@ -127,7 +128,7 @@ def _agents(name: str, folder: Path) -> Any:
         data=TaskSetConfig(seeds=6),
         actions=ActionConfig(format="text"),
         sampler=SamplerConfig(max_new_tokens=4),
-        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
+        trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=samples, learning_rate=1e-3),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),
     )

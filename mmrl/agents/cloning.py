@@ -1,0 +1,216 @@
+"""Cloning an environment's own expert: a warm start for agents, in the same loop as reinforcement learning.
+
+The expert plays each task in this process, and its answers are rollouts that were given instead of sampled: with
+advantage 1 the plain policy gradient is that of the negative log-likelihood. All turns of an episode are one packed
+pass, as in every other recipe for agents.
+
+A start that knows how answers are written and little else is what an experiment on credit needs: `random_actions` is
+the share of turns in which any of the environment's actions is taken, and learned, in the place of the expert's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from mmrl.agents.actions import Action, ActionConfig
+from mmrl.agents.conversation import ConversationConfig, Writer
+from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.env_service import open_environment
+from mmrl.agents.episode import Episode, EpisodeConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig
+from mmrl.agents.experts import ExpertEnvironment, ExpertEpisode, run_expert
+from mmrl.agents.payload import AgentPayload, pack_episodes
+from mmrl.agents.recipe import AgentRecipe
+from mmrl.agents.tasks import AgentTask, TaskSetConfig
+from mmrl.core.aggregation import Denominators
+from mmrl.core.objective import LossOutput
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.old_logprobs import OldLogProbs
+from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.loop.settings import RunConfig
+from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.sft import likelihood_loss
+from mmrl.vlm.task import TaskError
+
+__all__ = ["AgentCloneConfig", "AgentCloneRecipe"]
+
+
+@dataclass
+class AgentCloneConfig(RunConfig):
+    """A supervised run on what an environment's expert does."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model, adapter, precision."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Where episodes run; it needs an expert, and no more than one process where nothing is evaluated."""
+    data: TaskSetConfig = field(default_factory=TaskSetConfig)
+    """Tasks that the expert plays."""
+    random_actions: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of turns in which any of the environment's actions stands in the place of the expert's."""
+    eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
+    """Held-out tasks by split, which the policy plays; the first one is the headline."""
+    conversation: ConversationConfig = field(default_factory=ConversationConfig)
+    """What the agent reads."""
+    actions: ActionConfig = field(default_factory=ActionConfig)
+    """How actions are written, and read in evaluations."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """How long episodes last; turns of the expert beyond that are left out."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Sampling in evaluations."""
+    evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
+    """Evaluation on held-out tasks."""
+    objective: ClassVar[ObjectiveConfig] = ObjectiveConfig(preset="sft")
+    """Maximum likelihood; not an option."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_update_precision(self.model, self.trainer.learning_rate)
+        check_critic(self.model, needed=False)
+        if self.trainer.samples_per_task != 1:
+            raise ValueError(
+                f"trainer.samples_per_task is {self.trainer.samples_per_task}; an expert plays a task once, set it to 1"
+            )
+
+
+class AgentCloneRecipe(AgentRecipe):
+    """Maximum likelihood of an expert's answers.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: environment, tasks or model cannot be used, or there is no expert.
+        RunError: the environment does not start.
+    """
+
+    config: AgentCloneConfig  # type: ignore[assignment]
+    uses_rewards: ClassVar[bool] = False
+
+    def __init__(self, config: AgentCloneConfig) -> None:
+        with ExitStack() as undone:
+            self.expert = _open_expert(config.environment)
+            undone.callback(self.expert.close)
+            super().__init__(config)  # type: ignore[arg-type]
+            undone.pop_all()
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
+        """Let the expert play each task, and write down what it answered as if it had been sampled.
+
+        Raises:
+            NoUsableTasksError: none of the episodes fits into the model.
+        """
+        episodes = [self._play(policy, task, number) for number, task in enumerate(tasks)]
+        self._note(episodes)
+        usable = [episode for episode in episodes if episode.has_result]
+        if not usable:
+            raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
+        return pack_episodes(usable, list(range(len(usable))), policy)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """What the expert earned; nothing is trained on it."""
+        earned = [episode.total for episode in AgentPayload.of(rollouts).episodes]
+        return rollouts.replace(reward=torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device))
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Every token of an answer is wanted equally."""
+        return rollouts.replace(advantage=rollouts.mask.clone())
+
+    @property
+    def old_logprobs(self) -> OldLogProbs:
+        """Answers that were given have no old policy: the ratio is 1 in every update."""
+        return OldLogProbs.UPDATE
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Mean negative log-likelihood of the answers' tokens."""
+        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+
+    def close(self) -> None:
+        """End the environments."""
+        self.expert.close()
+        super().close()
+
+    def _play(self, policy: VlmPolicy, task: AgentTask, number: int) -> Episode:
+        config = self.config
+        env: ExpertEnvironment = self.expert
+        if config.random_actions:
+            seed = stream_seed(config.seed, "clone", self.step, number, task.id)
+            env = _Distracted(env, list(self.pool.actions), config.random_actions, random.Random(seed))
+        played = run_expert(env, task.task, task.seed, config.actions.format)
+        system = config.conversation.system_text(config.actions, self.pool.actions)
+        return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
+
+
+class _Distracted:
+    """An environment whose expert does anything at all every now and then."""
+
+    def __init__(self, env: ExpertEnvironment, names: list[str], share: float, generator: random.Random) -> None:
+        self._env, self._names, self._share, self._generator = env, names, share, generator
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Any:
+        return self._env.reset(task, seed)
+
+    def step(self, action: Action) -> Any:
+        return self._env.step(action)
+
+    def expert(self) -> Action:
+        if self._generator.random() >= self._share:
+            return self._env.expert()
+        return Action(self._generator.choice(self._names))
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _open_expert(config: EnvironmentConfig) -> ExpertEnvironment:
+    env = open_environment(config.factory, config.kwargs, config.adapter)
+    if not callable(getattr(env, "expert", None)):
+        env.close()
+        raise UserError(f"environment.factory: {config.factory} made a {type(env).__name__} without an expert to clone")
+    return env  # type: ignore[return-value]
+
+
+def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
+    """The expert's episode as one that an agent might have had; one that does not fit has no result."""
+    tokenizer = policy.processor.tokenizer
+    episode = Episode(task, ending="terminated", success=played.success, last=played.last, finish="eos")
+    steps, turns = episode.trajectory, played.turns[:max_turns]
+    try:
+        conversation = writer.begin(task, turns[0].observation)
+        episode.prompt = conversation.parts[0].prompt
+        read = len(episode.prompt)
+        for number, turn in enumerate(turns):
+            if number:
+                part, cut = writer.follow(conversation, turn.observation), writer.cut(conversation)
+                steps.add_given(part) if cut is None else steps.restart(cut)
+                read = read + len(part) if cut is None else len(cut)
+            ids = [*tokenizer.encode(turn.action.text, add_special_tokens=False), policy.eos_ids[0]]
+            writer.answer(conversation, ids)
+            steps.add_turn(ids, [0.0] * len(ids))
+            episode.answers.append(turn.action.text)
+            episode.refused += "action_error" in turn.info
+            read += len(ids)
+            if read > policy.positions:
+                episode.ending, episode.reason = (
+                    "overflow",
+                    f"turn {number + 1} does not fit into the model's positions",
+                )
+                break
+    except TaskError as error:
+        episode.ending, episode.reason = "overflow", str(error)
+    episode.rewards = [0.0] * (steps.turns - 1) + [played.reward] if steps.turns else []
+    return episode

@@ -1,0 +1,130 @@
+"""Cloning an expert: its answers as rollouts, read as if the policy had given them, and a start that writes actions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mmrl.agents.actions import ActionConfig
+from mmrl.agents.cloning import AgentCloneConfig, AgentCloneRecipe
+from mmrl.agents.conversation import ConversationConfig
+from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.episode import EpisodeConfig
+from mmrl.agents.evaluation import AgentEvaluationConfig
+from mmrl.agents.payload import AgentPayload
+from mmrl.agents.tasks import TaskSetConfig
+from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.record.tracking import TrackingConfig
+from mmrl.training.runs import train
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.sampling import SamplerConfig
+from tests.agents.test_recipe import CORRIDOR
+from tests.rounding import assert_equal_up_to_rounding
+
+GRID = "mmrl.agents.worlds.grid:PictureGrid"
+
+
+def make_config(tmp_path, model, **changes) -> AgentCloneConfig:
+    kwargs = {"size": 3, "cell": 28, "min_distance": 2, "max_distance": 3}
+    config = AgentCloneConfig(
+        recipe="agent_clone",
+        output_dir=str(tmp_path / "run"),
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(
+            factory=changes.pop("factory", GRID), kwargs=changes.pop("kwargs", kwargs), workers=1
+        ),
+        data=TaskSetConfig(seeds=8),
+        eval_data=changes.pop("eval_data", {}),
+        conversation=changes.pop("conversation", ConversationConfig(system="Walk.")),
+        actions=ActionConfig(format="tag"),
+        sampler=SamplerConfig(max_new_tokens=5),
+        trainer=changes.pop(
+            "trainer", TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1, learning_rate=1e-3)
+        ),
+        evaluation=AgentEvaluationConfig(films=0),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+        **changes,
+    )
+    config.validate()
+    return config
+
+
+@pytest.fixture
+def recipes():
+    made: list[AgentCloneRecipe] = []
+
+    def make(config):
+        made.append(AgentCloneRecipe(config))
+        return made[-1]
+
+    yield make
+    for recipe in made:
+        recipe.close()
+
+
+def played(recipe):
+    rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:4], torch.Generator()))
+    return rollouts, AgentPayload.of(rollouts)
+
+
+def test_the_answers_are_the_experts_and_alone_are_trained(tmp_path, folder, recipes):
+    recipe = recipes(make_config(tmp_path, folder))
+    rollouts, payload = played(recipe)
+    tokenizer = recipe.policy.processor.tokenizer
+    for row, episode in enumerate(payload.episodes):
+        for turn, answer in enumerate(episode.answers):
+            own = (rollouts.turn[row] == turn) & (rollouts.mask[row] > 0)
+            text = tokenizer.decode(payload.response_ids[row][own])
+            assert text == answer + tokenizer.eos_token
+            assert answer.startswith("<action>")
+        assert episode.success
+        assert len(payload.inserts[row]) == len(episode.answers) - 1
+    assert rollouts.reward.tolist() == [1.0] * 4
+
+
+def test_a_window_of_pictures_reads_the_same_as_a_prompt_of_its_own(tmp_path, folder, recipes):
+    recipe = recipes(make_config(tmp_path, folder, conversation=ConversationConfig(system="", history_images=1)))
+    rollouts, payload = played(recipe)
+    with torch.no_grad():
+        logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
+        last = [episode.trajectory.contexts[-1] for episode in payload.episodes]
+        states = recipe.policy.encode_prefix([context.prompt for context in last]).last_state
+        expected = recipe.policy.next_logp(states, 1.0)
+    for row, context in enumerate(last):
+        assert len([leaf for leaf in context.prompt.parts if leaf.image_grid_thw is not None]) == 1
+        token = payload.response_ids[row, context.start]
+        assert_equal_up_to_rounding(logp[row, context.start], expected[row, token])
+
+
+def test_random_actions_take_the_place_of_the_experts(tmp_path, folder, recipes):
+    recipe = recipes(make_config(tmp_path, folder, random_actions=1.0, episode=EpisodeConfig(max_turns=3)))
+    _, first = played(recipe)
+    _, again = played(recipe)
+    assert [episode.answers for episode in first.episodes] == [episode.answers for episode in again.episodes]
+    recipe.on_step_end(1, {})
+    _, later = played(recipe)
+    assert [episode.answers for episode in first.episodes] != [episode.answers for episode in later.episodes]
+    assert all(len(episode.answers) <= 3 for episode in later.episodes)
+    assert not all(episode.success for episode in first.episodes)
+
+
+def test_a_clone_writes_actions(tmp_path, folder):
+    """Twenty steps on two tasks: the loss falls, and what it says can be read."""
+    trainer = TrainerConfig(steps=20, tasks_per_step=2, samples_per_task=1, learning_rate=1e-2, schedule="cosine")
+    splits = {"heldout": TaskSetConfig(seeds=3, first_seed=100)}
+    run_dir = train(RECIPES["agent_clone"], make_config(tmp_path, folder, trainer=trainer, eval_data=splits))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[-1]["loss/nll"] < 0.3 * rows[0]["loss/nll"]
+    found = json.loads((run_dir / "result.json").read_text())
+    assert found["status"] == "done"
+
+
+def test_what_cannot_be_cloned_is_refused(tmp_path, folder):
+    with pytest.raises(UserError, match="without an expert to clone"):
+        AgentCloneRecipe(make_config(tmp_path, folder, factory=CORRIDOR, kwargs={}))
+    with pytest.raises(ValueError, match="an expert plays a task once"):
+        make_config(tmp_path, folder, trainer=TrainerConfig(samples_per_task=2))

@@ -1,0 +1,49 @@
+"""Every file under configs/agents builds its recipe and takes two steps, on a tiny model in a small grid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrl.config import load_run
+from mmrl.training.runs import train
+
+RUNS = sorted((Path(__file__).parents[2] / "configs/agents").glob("*.yaml"))
+SMALL = [
+    "trainer.steps=2",
+    "trainer.tasks_per_step=2",
+    "trainer.minibatches_per_step=1",
+    "trainer.warmup_steps=0",
+    "trainer.learning_rate=1e-3",
+    "environment.workers=1",
+    f"environment.factory={__file__}:small_grid",
+    "environment.adapter.action_names=[up, down, left, right]",
+    "episode.max_turns=2",
+    "data.seeds=4",
+    "sampler.max_new_tokens=5",
+    "evaluation.max_tasks=1",
+    "tracking.quiet=true",
+    "tracking.tensorboard=false",
+    "tracking.strict=true",
+    "model.dtype=float32",
+]
+
+
+def small_grid(**options):
+    """A grid of two moves, whatever the configuration asks for."""
+    from mmrl.agents.worlds.grid import PictureGrid
+
+    return PictureGrid(size=3, max_steps=2)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
+    _, whole = load_run(path)
+    overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]
+    overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    entry, config = load_run(path, overrides)
+    rows = [json.loads(line) for line in (train(entry, config) / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["loss/total"] is not None for row in rows)
