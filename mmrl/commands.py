@@ -258,7 +258,7 @@ def select(args: argparse.Namespace) -> int:
         raise UserError(f"{args.config}: recipe '{entry.name}' has no agent whose episodes could be counted")
     with contextlib.closing(kind(config)) as recipe:
         rates = []
-        for rate in measure_tasks(recipe, selector.n_rollouts):
+        for rate in measure_tasks(recipe, selector.n_rollouts, record=args.record):
             rates.append(rate)
             verdict = "kept" if selector.keeps(rate) else "left out"
             say(f"{rate.task.id}: {rate.successes} of {rate.rollouts} episodes succeeded, {verdict}")
@@ -277,6 +277,7 @@ def _add_select_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-rate", metavar="SHARE", type=float, default=1.0, help="leave out tasks solved more often; default: 1"
     )
+    parser.add_argument("--record", metavar="DIR", type=Path, help="keep the episodes too, for digirl.path")
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:

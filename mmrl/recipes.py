@@ -206,6 +206,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         preset="mmrl.agents.vl_dac:repo_preset",
     ),
     RecipeEntry(
+        "digirl",
+        "mmrl.agents.digirl",
+        "DigirlRecipe",
+        "DigirlConfig",
+        "an agent's kept steps made likelier, offline then online: two critics, curriculum, filtered cloning",
+        "Bai et al., DigiRL, arXiv 2406.11896",
+    ),
+    RecipeEntry(
         "ddpo",
         "diffusion.ddpo",
         "DdpoRecipe",

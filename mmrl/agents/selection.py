@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmrl.agents.recorded import write_recorded
 from mmrl.agents.tasks import AgentTask
 from mmrl.errors import UserError
 from mmrl.files import replaced
@@ -75,13 +76,16 @@ class TaskSelector:
         return [rate for rate in rates if self.keeps(rate)]
 
 
-def measure_tasks(recipe: AgentRecipe, n_rollouts: int, batch_tasks: int = 16) -> Iterator[TaskRate]:
+def measure_tasks(
+    recipe: AgentRecipe, n_rollouts: int, batch_tasks: int = 16, record: Path | None = None
+) -> Iterator[TaskRate]:
     """Run the recipe's policy, as it samples in training, on its training tasks.
 
     Args:
         recipe: names policy, environment and tasks.
         n_rollouts: episodes of each task.
         batch_tasks: tasks whose episodes are begun together.
+        record: folder that the episodes are written to, for `digirl.path`; None keeps none.
 
     Yields:
         The rate of each task, in order. The answers follow from the run's seed and the task's id.
@@ -94,7 +98,10 @@ def measure_tasks(recipe: AgentRecipe, n_rollouts: int, batch_tasks: int = 16) -
             stream_seed(recipe.config.seed, "select", task.id, number) for task in batch for number in range(n_rollouts)
         ]
         outcomes: dict[int, list[bool]] = defaultdict(list)
-        for place, episode in enumerate(recipe.run_episodes(recipe.policy, repeated, seeds)):
+        episodes = recipe.run_episodes(recipe.policy, repeated, seeds)
+        if record is not None:
+            write_recorded(episodes, record)
+        for place, episode in enumerate(episodes):
             if episode.has_result:
                 outcomes[place // n_rollouts].append(episode.success)
         for number, task in enumerate(batch):

@@ -61,6 +61,7 @@ def store_episode(episode: Episode) -> Record:
         "turn": torch.tensor(steps.turn, dtype=torch.int32),
         "sampled": torch.tensor(steps.sampled, dtype=torch.bool),
         "turns": steps.turns,
+        "outlook": steps.outlook,
         "last_text": episode.last.text,
         "last_images": [_compressed(torch.from_numpy(image)) for image in episode.last.images[-1:]],
         **{name: getattr(episode, name) for name in PLAIN},
@@ -85,6 +86,7 @@ def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
         inserts=[Insert(start, prompts[number]) for start, number in record["inserts"]],
         contexts=[Context(start, prompts[number]) for start, number in record["contexts"]],
         turns=record["turns"],
+        outlook=record["outlook"],
     )
     pictures = tuple(_expanded(image).numpy() for image in record["last_images"])
     return Episode(

@@ -184,14 +184,22 @@ class VlmPolicy(nn.Module):
         `shares_prefix` the language model too.
         """
         self._check_outputs(outputs)
-        payload = VlmPayload.of(rollouts)
-        mask = rollouts.mask.to(self.device)
-        reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
-        # responses that are alone with their prompt have nothing to share, and one row each is one pass less
-        sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
-        states = self._shared_states(reading) if sharing else self._flat_states(reading)
-        row, step = torch.nonzero(mask, as_tuple=True)
-        return self._score(states, reading.targets, (row, step), mask.shape, temperature, outputs)
+        states, targets, places = self._states(rollouts, view)
+        return self._score(states, targets, places, rollouts.mask.shape, temperature, outputs)
+
+    def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
+        """Last hidden states before the tokens under the mask, such as those that critics of a recipe's own read.
+
+        Args:
+            rollouts: rows whose payload is a `VlmPayload`.
+            view: form of the prompts, as in `forward`.
+
+        Returns:
+            (M, H), the tokens row by row.
+
+        Gradient: as in `forward`.
+        """
+        return self._states(rollouts, view)[0]
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run prompts through the vision tower and the language model, each once.
@@ -223,6 +231,17 @@ class VlmPolicy(nn.Module):
         kind = self.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return weights_state(self.parameters()), self._adapter_off, precision
+
+    def _states(self, rollouts: Rollouts, view: str) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """States (M, H) before the tokens under the mask, these tokens (M,), and their rows and places."""
+        payload = VlmPayload.of(rollouts)
+        mask = rollouts.mask.to(self.device)
+        reading = make_reading(payload, view, rollouts.group.to(self.device), mask)
+        # responses that are alone with their prompt have nothing to share, and one row each is one pass less
+        sharing = self.shares_prefix and (len(reading.lengths) > len(reading.prompts) or self.prefixes.is_open)
+        states = self._shared_states(reading) if sharing else self._flat_states(reading)
+        row, step = torch.nonzero(mask, as_tuple=True)
+        return states, reading.targets, (row, step)
 
     def _flat_states(self, reading: Reading) -> Tensor:
         """States before the chosen tokens, every row with a prompt of its own."""

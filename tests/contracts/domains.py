@@ -120,7 +120,7 @@ def _agents(name: str, folder: Path) -> Any:
     from mmrl.vlm.sampling import SamplerConfig
 
     samples = 1 if RECIPES[name].supervised else 3
-    return RECIPES[name].load_config_class()(
+    config = RECIPES[name].load_config_class()(
         recipe=name,
         output_dir=str(folder / "run"),
         model=ModelConfig(path=str(_tiny_vlm())),
@@ -132,6 +132,10 @@ def _agents(name: str, folder: Path) -> Any:
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False),
     )
+    if hasattr(config, "digirl"):
+        config.digirl.threshold = "-2"  # below every advantage, so that each step has something to learn from
+        config.digirl.batch_episodes = 2
+    return config
 
 
 def _diffusion(name: str, folder: Path) -> Any:

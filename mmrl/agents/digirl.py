@@ -1,0 +1,276 @@
+"""DigiRL (Bai et al., arXiv 2406.11896; public code DigiRL-agent/digirl): filtered likelihood with two critics.
+
+Episodes, recorded ones and the run's own, are stored. In every step of the run
+
+1. the critics learn from all stored episodes: the instruction critic whether an episode succeeds, by the text of its
+   first prompt; the step critic whether it succeeds from a step on, by everything read up to then;
+2. an instruction filter keeps the episodes that ended best, or best against what the instruction critic expected
+   (`keep_best`): tasks that are mastered surprise no more and fade out, which is an automatic curriculum;
+3. a step filter keeps the steps whose doubly robust advantage is large enough (`paper_advantages`, `code_advantages`);
+4. the policy's likelihood of the kept steps is raised: L = - mean over the steps of a batch of [kept] * sum of their
+   tokens' log-probs. A dropped step counts as 0 in the mean. There are no importance weights and no KL.
+
+The first `offline_steps` steps run no episodes and filter by reward only, as the public code does; then each step adds
+`tasks_per_step` x `samples_per_task` episodes. `method: filtered_cloning` is the baseline: filter by reward, all steps.
+
+Differences from the public code: the critics read the policy's own states, as constants, instead of RoBERTa and BLIP-2;
+a step is a turn that has seen all turns before it; the state behind the last step is not read, so V is 0 there and the
+step critic has no target there; a batch holds whole episodes, all of their steps; no episodes are held back for
+validation, as `eval_data` does that; gradients are averaged. Where the public code and the paper part, `advantage` and
+`threshold` choose; `min_score` closes a gap of both (see `keep_best`).
+
+Every process holds all stored episodes and the same critics; reading the episodes is shared between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from mmrl.agents.conversation import Writer
+from mmrl.agents.critics import Fitter, InstructionCritic, StepCritic, instruction_loss, step_loss
+from mmrl.agents.digirl_config import DigirlConfig, DigirlSettings
+from mmrl.agents.filters import (
+    clamp_logp,
+    code_advantages,
+    instruction_advantages,
+    keep_best,
+    paper_advantages,
+    step_threshold,
+)
+from mmrl.agents.labels import LabelledEpisodes, label_episodes
+from mmrl.agents.payload import AgentPayload, pack_episodes, pack_groups
+from mmrl.agents.recipe import AgentRecipe
+from mmrl.agents.recorded import read_recorded
+from mmrl.agents.replay import ReplayBuffer, ReplayConfig
+from mmrl.agents.stored import Record, restore_episode, store_episode
+from mmrl.agents.tasks import AgentTask
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import LossOutput
+from mmrl.core.returns import turn_starts
+from mmrl.core.rollouts import Rollouts
+from mmrl.files import expanded
+from mmrl.hub.building import build_if_missing
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.vlm.policy import VlmPolicy
+
+__all__ = ["DigirlConfig", "DigirlRecipe", "DigirlSettings", "kept_steps"]
+
+EPISODES = "episodes"
+STEPS = "steps"
+
+
+class DigirlRecipe(AgentRecipe):
+    """Offline and online filtered likelihood; see the module."""
+
+    config: DigirlConfig
+
+    def __init__(self, config: DigirlConfig) -> None:
+        super().__init__(config)
+        settings = config.digirl
+        self.store = ReplayBuffer(ReplayConfig(size=settings.capacity, memory_mb=settings.memory_mb))
+        size = int(self.policy.network.config.text_config.hidden_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(config.seed, "critics"))
+            self.instruction_critic = Fitter(InstructionCritic(size), settings.critic)
+            self.step_critic = Fitter(StepCritic(size, settings.critic.hidden), settings.critic)
+        self._fresh: list[tuple[int, Record]] = []
+        self._report: dict[str, float] = {}
+        if settings.path is not None:
+            try:
+                build_if_missing(settings, "digirl")
+                self._read(expanded(settings.path))
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether the step runs no episodes."""
+        return self.step < self.config.digirl.offline_steps
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
+        """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of.
+
+        Raises:
+            NoUsableTasksError: no episode came to a result.
+        """
+        if not self.is_offline:
+            groups = self.run_groups(policy, tasks)
+            sound = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
+            self._fresh = [(number, store_episode(episode)) for number, episode in sound]
+            return pack_groups(groups, policy)
+        records = self.store.stored(EPISODES)
+        drawn = torch.randint(len(records), (len(tasks),), generator=generator).tolist()
+        episodes = [restore_episode(records[number]) for number in drawn]
+        return pack_episodes(episodes, range(len(episodes)), policy)
+
+    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Store what was run, train the critics, and put the batch of kept steps in the rollouts' place."""
+        settings = self.config.digirl
+        self._store_fresh()
+        episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
+        data = label_episodes(policy, episodes, settings.gamma, self.config.trainer.micro_batch)
+        self._report = {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
+        if settings.has_critics:
+            self._train_critics(data)
+        chosen, steps = self._filter(data)
+        if self.step < settings.warmup_steps or not bool(chosen.any()):
+            return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))  # nothing to train on
+        return self._batch(policy, data, chosen, steps)
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """1 on the tokens of kept steps; the filters have set them."""
+        return rollouts if rollouts.advantage is not None else rollouts.replace(advantage=rollouts.mask.clone())
+
+    def denominators(self, minibatch: Rollouts) -> Denominators:
+        """Adds the steps of the optimiser step, kept or not."""
+        found = super().denominators(minibatch)
+        steps = float(turn_starts(minibatch).sum())
+        return dataclasses.replace(found, others={**found.others, STEPS: steps})
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Minus the mean over all steps of the log-probability of the kept ones."""
+        assert minibatch.advantage is not None
+        logp = self.scores(policy, minibatch, frozenset({"logp"})).logp
+        bounded_logp = clamp_logp(logp) if self.config.digirl.clamp else logp
+        mask = minibatch.loss_mask * minibatch.advantage
+        loss = -torch.where(mask > 0, bounded_logp, 0.0).sum() / denominators.others[STEPS]
+        return LossOutput(
+            loss, {"loss/total": Metric.summed(loss.detach()), "loss/nll": mean_metric(-logp.detach(), mask)}
+        )
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """What was stored, kept and valued, with what every agent's recipe reports of the episodes that were run."""
+        return super().step_metrics(rollouts) | self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds the stored episodes and the critics."""
+        critics = {"instruction": self.instruction_critic.state_dict(), "step": self.step_critic.state_dict()}
+        return super().state_dict() | {"episodes": self.store.state_dict(), "critics": critics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self.store.load_state_dict(state["episodes"])
+        self.instruction_critic.load_state_dict(state["critics"]["instruction"])
+        self.step_critic.load_state_dict(state["critics"]["step"])
+
+    def describe(self) -> str:
+        """The loss and the filters."""
+        settings = self.config.digirl
+        score = "reward" if not settings.has_critics else "reward - V(instruction)"
+        lines = ["digirl: minimise - mean over steps of [kept] * sum_t logp_t", "  episodes: all"]
+        if settings.instruction_filter:
+            lines[1] = f"  episodes: {score} at least its {settings.quantile:g} quantile"
+        if settings.has_critics and settings.step_filter:
+            lines.append(f"  steps: advantage ({settings.advantage}) above {settings.step_rule()}")
+        return "\n".join(lines)
+
+    def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:
+        """Episodes are compared with all that are stored, never with their group."""
+        return torch.zeros_like(reward, dtype=torch.bool)
+
+    def _read(self, folder: Path) -> None:
+        config = self.config
+        writer = Writer(
+            self.policy, config.conversation, config.conversation.system_text(config.actions, self.pool.actions)
+        )
+        for episode in read_recorded(folder, self.policy, writer):
+            self.store.push(EPISODES, store_episode(episode), step=0)
+
+    def _store_fresh(self) -> None:
+        """Store what all processes ran in this step, in the order of the tasks."""
+        process = PartialState()
+        mine = [(number, process.process_index, record) for number, record in self._fresh]
+        found = mine if process.num_processes == 1 else list(gather_object(mine))
+        self._fresh = []
+        for _, _, record in sorted(found, key=lambda entry: entry[:2]):
+            self.store.push(EPISODES, record, self.step)
+
+    def _train_critics(self, data: LabelledEpisodes) -> None:
+        """Some updates of both critics, the same on every process."""
+        settings = self.config.digirl.critic
+        generator = make_generator(self.config.seed, "critics", self.step)
+        succeeded, steps = (data.total > 0).long(), data.steps
+        instruction, step = self.instruction_critic, self.step_critic
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            for _ in range(settings.updates):
+                rows = torch.randint(len(succeeded), (settings.batch_episodes,), generator=generator)
+                loss = instruction_loss(instruction.critic(data.text_state[rows]), succeeded[rows])
+                self._report["digirl/instruction_loss"] = instruction.step(loss)
+                drawn = steps.select(torch.randint(len(steps), (settings.batch_steps,), generator=generator))
+                logits = step.critic(drawn.state), step.critic(drawn.next_state)
+                self._report["digirl/step_loss"] = step.step(step_loss(*logits, drawn.has_next, drawn.succeeds))
+
+    def _filter(self, data: LabelledEpisodes) -> tuple[Tensor, Tensor]:
+        """Which episodes (n,) and which of all steps (M,) are kept."""
+        settings = self.config.digirl
+        scores, steps = data.total, torch.ones(len(data.reward), dtype=torch.bool)
+        if settings.has_critics:
+            value = self.instruction_critic.critic.value(data.text_state).double()
+            self._report["digirl/instruction_value"] = float(value.mean())
+            if not self.is_offline:
+                scores = instruction_advantages(data.total, value)
+            if settings.step_filter:
+                steps = kept_steps(data, self.step_critic.critic, settings)
+        chosen = torch.ones(len(scores), dtype=torch.bool)
+        if settings.instruction_filter:
+            chosen = keep_best(scores, settings.quantile, settings.min_score)
+        counts = torch.tensor(data.counts)
+        of_chosen = steps[chosen.repeat_interleave(counts)]
+        self._report["digirl/kept_episodes"] = float(chosen.float().mean())
+        self._report["digirl/kept_steps"] = float(of_chosen.float().mean()) if len(of_chosen) else 0.0
+        return chosen, steps
+
+    def _batch(self, policy: VlmPolicy, data: LabelledEpisodes, chosen: Tensor, steps: Tensor) -> Rollouts:
+        """Episodes for the optimiser steps of this step, this process's share of them."""
+        process = PartialState()
+        generator = make_generator(self.config.seed, "batch", self.step)
+        count = self.config.digirl.batch_episodes * self.config.trainer.minibatches_per_step
+        among = torch.nonzero(chosen).flatten()
+        drawn = among[torch.randint(len(among), (count,), generator=generator)].tolist()
+        mine = drawn[process.process_index :: process.num_processes]
+        rollouts = pack_episodes([data.episodes[number] for number in mine], range(len(mine)), policy)
+        assert rollouts.turn is not None
+        kept = steps.split(data.counts)
+        advantage = torch.zeros_like(rollouts.mask)
+        for row, number in enumerate(mine):
+            own = kept[number].to(advantage)[rollouts.turn[row].clamp(min=0)]
+            advantage[row] = own * rollouts.mask[row]
+        total = [episode.total for episode in AgentPayload.of(rollouts).episodes]
+        return rollouts.replace(reward=torch.tensor(total).to(rollouts.reward), advantage=advantage)
+
+
+def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:
+    """Which steps have an advantage above the threshold.
+
+    Args:
+        data: n episodes of M steps.
+        critic: values of states.
+        settings: form of the advantage, and the threshold.
+
+    Returns:
+        (M,) bool.
+    """
+    value = critic.value(data.state).double()
+    after = torch.where(data.has_next, critic.value(data.next_state).double(), 0.0)
+    found = []
+    columns = (tensor.split(data.counts) for tensor in (value, after, data.reward, data.mc_return))
+    for own, following, rewards, returns in zip(*columns, strict=True):
+        if settings.advantage == "paper":
+            advantage = paper_advantages(own, rewards, settings.lam)
+        else:
+            advantage = code_advantages(own, following, rewards, returns)
+        found.append(advantage > step_threshold(settings.step_rule(), len(own)))
+    return torch.cat(found)

@@ -1,0 +1,162 @@
+"""Folders of recorded episodes, of a run or of an expert, as episodes of a policy.
+
+Two forms are read, and a folder may hold both:
+
+* `episodes.jsonl` with pictures beside it, as `mmrl.agents.experts.write_episodes` writes it: a row an episode, with
+  task, seed, reward, success and turns, each with images, text, answer and, where it is not all at the end, reward. It
+  belongs to no model: the conversation is written, and the answers are tokenised, for the policy that reads it.
+* `episode-*.pt`, as `write_recorded` writes it: the tokens, log-probs and pixels of one model's own episodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmrl.agents.conversation import Writer
+from mmrl.agents.environment import Observation
+from mmrl.agents.episode import Episode
+from mmrl.agents.stored import restore_episode, store_episode
+from mmrl.agents.tasks import AgentTask
+from mmrl.errors import UserError
+from mmrl.hub.tables import Row, read_rows
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.task import TaskError
+
+__all__ = ["read_recorded", "write_recorded"]
+
+LOGGER = logging.getLogger("mmrl")
+ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
+
+
+def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
+    """Write episodes of a model, each into a file of its own; those without a result are left out.
+
+    Args:
+        episodes: in order.
+        folder: where to; made where it is missing.
+
+    Returns:
+        How many were written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sound = [episode for episode in episodes if episode.has_result]
+    first = len(list(folder.glob(SINGLE)))
+    for number, episode in enumerate(sound, first):
+        torch.save(store_episode(episode), folder / f"episode-{number:06d}.pt")
+    return len(sound)
+
+
+def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episode]:
+    """Read the episodes of a folder.
+
+    Args:
+        folder: see the module.
+        policy: its tokenizer and processor read the answers and pictures.
+        writer: writes the conversations, as in the run's own episodes.
+
+    Returns:
+        The episodes, the rows of `episodes.jsonl` first. Those that do not fit into the model are left out, and said.
+
+    Raises:
+        UserError: there is none, one is malformed, or it was written with another tokenizer.
+    """
+    episodes, seen = [], Counter[str]()
+    if (folder / ROWS).is_file():
+        for row in read_rows(str(folder / ROWS), "train", None):
+            try:
+                episodes.append(_episode(row, folder, policy, writer))
+            except TaskError as error:
+                seen["left out"] += 1
+                LOGGER.warning("%s is left out: %s", row.place, error)
+    episodes += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
+    if not episodes:
+        reason = f"none of its {seen['left out']} fits into the model" if seen else f"no {ROWS} and no {SINGLE}"
+        raise UserError(f"{folder} has no episodes to learn from: {reason}")
+    return episodes
+
+
+def _read_single(file: Path, policy: VlmPolicy) -> Episode:
+    try:
+        episode = restore_episode(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception as error:  # whatever a damaged file makes of pickle
+        raise UserError(f"{file} is no recorded episode: {type(error).__name__}: {error}") from error
+    own = [token for token, sampled in zip(episode.trajectory.ids, episode.trajectory.sampled, strict=True) if sampled]
+    text = policy.processor.tokenizer.decode(own, skip_special_tokens=True)
+    if text != "".join(episode.answers):
+        raise UserError(f"{file} was written with another tokenizer than that of {policy.config.path}")
+    return episode
+
+
+def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
+    """A row as the policy would have lived it.
+
+    Raises:
+        TaskError: it does not fit into the model.
+    """
+    turns = _turns(row)
+    task = row.cells.get("task") or {}
+    name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
+    episode = Episode(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), ending="terminated", finish="eos")
+    steps, tokenizer = episode.trajectory, policy.processor.tokenizer
+    conversation = writer.begin(episode.task, _observation(turns[0], folder, row))
+    episode.prompt = conversation.parts[0].prompt
+    length = len(episode.prompt)
+    for number, turn in enumerate(turns):
+        if number:
+            part = writer.follow(conversation, _observation(turn, folder, row))
+            cut = writer.cut(conversation)
+            if cut is None:
+                steps.add_given(part)
+                length += len(part)
+            else:
+                steps.restart(cut)
+                length = len(cut)
+        ids = [*tokenizer.encode(turn["answer"], add_special_tokens=False), policy.eos_ids[0]]
+        steps.add_turn(ids, [0.0] * len(ids))
+        writer.answer(conversation, ids)
+        episode.answers.append(turn["answer"])
+        length += len(ids)
+        if length > policy.positions:
+            raise TaskError(f"turn {number + 1} does not fit into the {policy.positions} positions of the model")
+    episode.rewards = _rewards(row, turns)
+    episode.success = bool(row.cells.get("success", sum(episode.rewards) > 0))
+    return episode
+
+
+def _turns(row: Row) -> list[Mapping[str, Any]]:
+    turns = row.cells.get("turns")
+    problem = row.problem
+    if problem is None and (not isinstance(turns, list) or not turns):
+        problem = "turns must be a list of at least one turn"
+    elif problem is None and not all(isinstance(turn, dict) and isinstance(turn.get("answer"), str) for turn in turns):
+        problem = "each turn must have an answer"
+    if problem is not None:
+        raise UserError(f"{row.place}: {problem}")
+    return list(turns)  # type: ignore[arg-type]
+
+
+def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The rewards of the turns; where the turns have none, the row's own at the end."""
+    try:
+        if any("reward" in turn for turn in turns):
+            return [float(turn.get("reward", 0.0)) for turn in turns]
+        return [0.0] * (len(turns) - 1) + [float(row.cells["reward"])]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{row.place}: expected a number as reward, of the row or of its turns") from None
+
+
+def _observation(turn: Mapping[str, Any], folder: Path, row: Row) -> Observation:
+    from PIL import Image
+
+    try:
+        pictures = tuple(np.asarray(Image.open(folder / name).convert("RGB")) for name in turn.get("images") or ())
+    except OSError as error:
+        raise UserError(f"{row.place}: a picture cannot be read: {error}") from error
+    return Observation(str(turn.get("text") or ""), pictures)

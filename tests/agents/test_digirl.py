@@ -1,0 +1,261 @@
+"""DigiRL: states and labels of episodes, recorded episodes, filters and loss in the recipe, offline and online."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from mmrl.agents.actions import ActionConfig
+from mmrl.agents.conversation import ConversationConfig, Writer
+from mmrl.agents.critics import CriticConfig, StepCritic
+from mmrl.agents.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
+from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.episode import Episode
+from mmrl.agents.experts import run_expert, write_episodes
+from mmrl.agents.gym_env import GymEnvironment
+from mmrl.agents.labels import LabelledEpisodes, label_episodes
+from mmrl.agents.payload import AgentPayload
+from mmrl.agents.recorded import read_recorded, write_recorded
+from mmrl.agents.tasks import TaskSetConfig
+from mmrl.agents.worlds.grid import PictureGrid
+from mmrl.core.metrics import metric_values
+from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.record.tracking import TrackingConfig
+from mmrl.training.runs import train
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.payload import join_prompts
+from mmrl.vlm.reading import text_prompt
+from mmrl.vlm.sampling import SamplerConfig
+from tests.agents.test_recipe import CORRIDOR, by_length
+from tests.rounding import assert_equal_up_to_rounding
+
+
+@pytest.fixture(autouse=True)
+def _every_answer_acts(monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+
+
+def make_config(folder, model, trainer=None, **digirl) -> DigirlConfig:
+    digirl = {"critic": CriticConfig(hidden=16, updates=2), "batch_episodes": 3} | digirl
+    config = DigirlConfig(
+        recipe="digirl",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model)),
+        environment=EnvironmentConfig(factory=CORRIDOR, workers=3),
+        data=TaskSetConfig(seeds=4),
+        conversation=ConversationConfig(system="Walk."),
+        actions=ActionConfig(format="tag", on_parse_error="noop"),
+        sampler=SamplerConfig(max_new_tokens=5),
+        digirl=DigirlSettings(**digirl),
+        trainer=TrainerConfig(
+            **({"steps": 2, "tasks_per_step": 2, "samples_per_task": 2, "learning_rate": 1e-3} | (trainer or {}))
+        ),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )
+    config.validate()
+    return config
+
+
+@pytest.fixture
+def make_recipe():
+    made = []
+
+    def make(config) -> DigirlRecipe:
+        made.append(DigirlRecipe(config))
+        return made[-1]
+
+    yield make
+    for recipe in made:
+        recipe.close()
+
+
+def collect(recipe):
+    """Rollouts of one step, and the batch that they are replaced by."""
+    with torch.no_grad():
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator())
+    rollouts = recipe.score(rollouts)
+    batch = recipe.compute_logprobs(recipe.policy, None, rollouts)
+    return rollouts, recipe.advantages(batch, make_accelerator())
+
+
+def grid_experts(folder, count=4):
+    env = GymEnvironment(PictureGrid(size=3, min_distance=2))
+    write_episodes([run_expert(env, {}, seed, "tag") for seed in range(count)], folder, films=0)
+    return folder
+
+
+def test_states_are_those_of_the_conversation_read_up_to_the_step(tmp_path, folder, make_recipe):
+    recipe = make_recipe(make_config(tmp_path, folder))
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2])
+    data = label_episodes(recipe.policy, [e for own in episodes for e in own], gamma=0.5, rows=3)
+    assert data.state.shape[0] == sum(data.counts) == len(data.reward)
+    place = 0
+    for number, episode in enumerate(data.episodes):
+        steps = episode.trajectory
+        for turn in range(steps.turns):
+            begin = next(at for at in range(len(steps.ids)) if steps.turn[at] == turn and steps.sampled[at])
+            parts, at = [episode.prompt], 0
+            for insert in [i for i in steps.inserts if i.start < begin]:
+                parts += [text_prompt(torch.tensor(steps.ids[at : insert.start])), insert.prompt]
+                at = insert.stop
+            with torch.no_grad():
+                expected = recipe.policy.encode_prefix([join_prompts(parts)]).last_state[0]
+            assert_equal_up_to_rounding(data.state[place], expected)
+            place += 1
+        assert float(data.total[number]) == pytest.approx(episode.total)
+
+
+def test_the_state_of_the_text_does_not_see_the_picture(tmp_path, folder, make_recipe):
+    """The corridors of all seeds say the same and look different."""
+    recipe = make_recipe(make_config(tmp_path, folder))
+    episodes = [own[0] for own in recipe.run_groups(recipe.policy, recipe.train_tasks[:2])]
+    data = label_episodes(recipe.policy, episodes, gamma=0.5, rows=0)
+    assert torch.equal(data.text_state[0], data.text_state[1])
+    assert not torch.allclose(data.state[0], data.state[data.counts[0]])
+
+
+def test_following_states_stay_within_their_episode():
+    data = LabelledEpisodes(
+        episodes=[Episode(task=None)] * 2,
+        text_state=torch.zeros(2, 1),
+        state=torch.arange(5.0)[:, None],
+        counts=[3, 2],
+        reward=torch.tensor([0.0, 0, 1, 0, 0]),
+        mc_return=torch.tensor([0.25, 0.5, 1, 0, 0]),
+    )
+    assert data.next_state.flatten()[data.has_next].tolist() == [1, 2, 4]
+    assert data.has_next.tolist() == [True, True, False, True, False]
+    assert data.steps.succeeds.tolist() == [1, 1, 1, 0, 0]
+    assert data.total.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("form", "rule", "kept"), [
+    ("paper", "auto", [False, True, True, False, False]),
+    ("paper", "0.2", [True, True, True, False, False]),
+    ("code", "auto", [True, True, True, False, False]),
+])  # fmt: skip
+def test_the_step_filter_of_both_forms(form, rule, kept):
+    """All values are 1/2: the paper's advantages are 1/4, 1/2, 1 with H = 3 and 0, 0 with H = 2."""
+    data = LabelledEpisodes(
+        episodes=[],
+        text_state=torch.zeros(2, 1),
+        state=torch.zeros(5, 1),
+        counts=[3, 2],
+        reward=torch.tensor([0.0, 0, 1, 0, 0], dtype=torch.float64),
+        mc_return=torch.tensor([0.25, 0.5, 1, 0, 0], dtype=torch.float64),
+    )
+    critic = StepCritic(1, 2)
+    for parameter in critic.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert kept_steps(data, critic, DigirlSettings(advantage=form, threshold=rule)).tolist() == kept
+
+
+def test_the_batch_holds_kept_steps_and_its_loss_counts_the_dropped_ones(tmp_path, folder, make_recipe):
+    recipe = make_recipe(make_config(tmp_path, folder, quantile=0.0, threshold="0.3", clamp=False))
+    _, batch = collect(recipe)
+    assert batch.num_rows == batch.num_groups == 3
+    kept, all_steps, total = 0, 0, 0.0
+    logp = recipe.scores(recipe.policy, batch, frozenset({"logp"})).logp
+    for row, episode in enumerate(AgentPayload.of(batch).episodes):
+        for turn in range(episode.trajectory.turns):
+            own = (batch.turn[row] == turn) & (batch.mask[row] > 0)
+            values = set(batch.advantage[row][own].tolist())
+            assert values in ({0.0}, {1.0}), "a step is kept or dropped as a whole"
+            all_steps += 1
+            if values == {1.0}:
+                kept, total = kept + 1, total - float(logp[row][own].detach().sum())
+    assert 0 < kept < all_steps
+    output = recipe.loss(recipe.policy, batch, recipe.denominators(batch))
+    assert float(output.loss) == pytest.approx(total / all_steps, rel=1e-4)
+    assert math.isfinite(metric_values(output.metrics)["loss/nll"])
+    halves = [batch.select_groups(torch.tensor(part)) for part in ([0], [1, 2])]
+    parts = [recipe.loss(recipe.policy, part, recipe.denominators(batch)).loss for part in halves]
+    assert float(sum(parts)) == pytest.approx(float(output.loss), rel=1e-4)
+
+
+def test_filtered_cloning_keeps_all_steps_of_the_best_episodes(tmp_path, folder, make_recipe):
+    recipe = make_recipe(make_config(tmp_path, folder, method="filtered_cloning", quantile=0.8))
+    rollouts, batch = collect(recipe)
+    best = max(episode.total for episode in AgentPayload.of(rollouts).episodes)
+    assert all(episode.total == pytest.approx(best) for episode in AgentPayload.of(batch).episodes)
+    assert torch.equal(batch.advantage, batch.mask)
+    assert "digirl/step_loss" not in recipe._report
+
+
+def test_while_the_critics_warm_up_nothing_is_trained(tmp_path, folder):
+    config = make_config(tmp_path, folder, warmup_steps=1, threshold="-2")
+    run_dir = train(RECIPES["digirl"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert "loss/total" not in rows[0]
+    assert rows[0]["digirl/step_loss"] > 0
+    assert rows[1]["loss/total"] > 0
+    assert rows[1]["digirl/stored"] == 2 * rows[0]["digirl/stored"] == 8
+
+
+def test_recorded_episodes_of_an_expert_are_read_as_the_policy_would_have_lived_them(tmp_path, folder, make_recipe):
+    recipe = make_recipe(make_config(tmp_path, folder))
+    writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
+    rows = [json.loads(line) for line in (grid_experts(tmp_path / "experts") / "episodes.jsonl").open()]
+    episodes = read_recorded(tmp_path / "experts", recipe.policy, writer)
+    assert len(episodes) == len(rows) == 4
+    for row, episode in zip(rows, episodes, strict=True):
+        assert episode.trajectory.turns == len(row["turns"])
+        assert len(episode.trajectory.inserts) == len(row["turns"]) - 1
+        assert episode.rewards == [0.0] * (len(row["turns"]) - 1) + [1.0]
+        assert episode.success
+        assert "Walk." in episode.prompt.text
+        assert episode.prompt.image_grid_thw is not None
+        sampled = [t for t, own in zip(episode.trajectory.ids, episode.trajectory.sampled, strict=True) if own]
+        assert sampled.count(recipe.policy.eos_ids[0]) == len(row["turns"])
+
+
+def test_recorded_episodes_of_a_model_come_back(tmp_path, folder, make_recipe):
+    recipe = make_recipe(make_config(tmp_path, folder))
+    writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
+    episodes = recipe.run_groups(recipe.policy, recipe.train_tasks[:2])[0]
+    assert write_recorded(episodes[:1], tmp_path / "own") == write_recorded(episodes[1:], tmp_path / "own") == 1
+    again = read_recorded(tmp_path / "own", recipe.policy, writer)
+    assert [e.trajectory.ids for e in again] == [e.trajectory.ids for e in episodes]
+    assert [e.trajectory.logp for e in again] == [e.trajectory.logp for e in episodes]
+    (tmp_path / "own/episode-000001.pt").write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"episode-000001.pt is no recorded episode"):
+        read_recorded(tmp_path / "own", recipe.policy, writer)
+    with pytest.raises(UserError, match=r"no episodes to learn from: no episodes.jsonl"):
+        read_recorded(tmp_path / "nothing", recipe.policy, writer)
+
+
+def test_offline_cloning_of_experts_raises_their_likelihood(tmp_path, folder):
+    config = make_config(
+        tmp_path,
+        folder,
+        {"steps": 6, "learning_rate": 3e-3},
+        method="filtered_cloning",
+        path=str(grid_experts(tmp_path / "experts")),
+        offline_steps=6,
+    )
+    run_dir = train(RECIPES["digirl"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[-1]["loss/nll"] < 0.9 * rows[0]["loss/nll"]
+    assert all(row["digirl/stored"] == 4 for row in rows), "no episodes are run"
+    assert all(row["digirl/return"] == 1 for row in rows)
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path, folder):
+    with pytest.raises(UserError, match=r"digirl.path names no recorded episodes"):
+        make_config(tmp_path, folder, offline_steps=1)
+    with pytest.raises(UserError, match="trains critics, which filtered_cloning does not have"):
+        make_config(tmp_path, folder, method="filtered_cloning", warmup_steps=1)
+    with pytest.raises(ValueError, match="expected 1/H, or a number"):
+        make_config(tmp_path, folder, threshold="most")
+    config = make_config(tmp_path, folder)
+    config.objective = ObjectiveConfig(preset="grpo")
+    with pytest.raises(UserError, match="leave objective out"):
+        config.validate()
