@@ -7,7 +7,7 @@ Monte-Carlo returns: there is no bootstrapping and no target network.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch.nn.functional import cross_entropy
 from mmrl.fields import bounded
 
 __all__ = ["CriticConfig", "Fitter", "InstructionCritic", "StepCritic", "StepData", "instruction_loss", "step_loss"]
+
+
+CriticT = TypeVar("CriticT", bound=nn.Module)
 
 
 @dataclass
@@ -132,7 +135,7 @@ def step_loss(
     return torch.stack([*before, *after]).sum()
 
 
-class Fitter:
+class Fitter(Generic[CriticT]):
     """Adam on one critic.
 
     Args:
@@ -140,7 +143,7 @@ class Fitter:
         config: rates and sizes.
     """
 
-    def __init__(self, critic: nn.Module, config: CriticConfig) -> None:
+    def __init__(self, critic: CriticT, config: CriticConfig) -> None:
         self.critic, self._config = critic, config
         self._optimizer = torch.optim.Adam(critic.parameters(), lr=config.learning_rate)
 

@@ -84,7 +84,7 @@ class DigirlSettings:
 
 @dataclass
 class DigirlConfig(AgentConfig):
-    """A DigiRL run; `trainer.minibatches_per_step` is the number of optimiser steps of a step."""
+    """A DigiRL run; each step has `trainer.epochs` x `trainer.minibatches_per_step` optimiser steps, 20 in the code."""
 
     digirl: DigirlSettings = field(default_factory=DigirlSettings)
     """What is learnt from which episodes."""

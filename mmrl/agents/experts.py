@@ -8,6 +8,7 @@ episode.turns[0].observation.images[0], episode.turns[0].action.text
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from mmrl.agents.environment import Environment, Observation, as_outcome, as_sta
 from mmrl.agents.films import Film, write_films
 from mmrl.files import replaced
 
-__all__ = ["ExpertEnvironment", "ExpertEpisode", "ExpertTurn", "run_expert", "write_episodes"]
+__all__ = ["CarelessExpert", "ExpertEnvironment", "ExpertEpisode", "ExpertTurn", "run_expert", "write_episodes"]
 
 MOST_TURNS = 1000
 
@@ -29,6 +30,40 @@ class ExpertEnvironment(Environment, Protocol):
     def expert(self) -> Action:
         """What solves the task from here on; its text is not used."""
         ...
+
+
+class CarelessExpert:
+    """An environment whose expert errs: now and then it takes any of some actions.
+
+    Args:
+        env: with an expert of its own.
+        actions: names of the actions that it may take by mistake.
+        mistakes: share of the turns in which it does.
+        generator: source of randomness.
+    """
+
+    def __init__(
+        self, env: ExpertEnvironment, actions: Sequence[str], mistakes: float, generator: random.Random
+    ) -> None:
+        self._env, self._actions, self._mistakes, self._generator = env, list(actions), mistakes, generator
+
+    def expert(self) -> Action:
+        """The expert's move, or any."""
+        if self._generator.random() < self._mistakes:
+            return Action(self._generator.choice(self._actions))
+        return self._env.expert()
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Any:
+        """As in the environment."""
+        return self._env.reset(task, seed)
+
+    def step(self, action: Action) -> Any:
+        """As in the environment."""
+        return self._env.step(action)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from mmrl.hub.tables import Row, read_rows
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import TaskError
 
-__all__ = ["read_recorded", "write_recorded"]
+__all__ = ["live_through", "read_recorded", "write_recorded"]
 
 LOGGER = logging.getLogger("mmrl")
 ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
@@ -94,23 +94,31 @@ def _read_single(file: Path, policy: VlmPolicy) -> Episode:
     return episode
 
 
-def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
-    """A row as the policy would have lived it.
+def live_through(
+    task: AgentTask, turns: Sequence[tuple[Observation, str]], policy: VlmPolicy, writer: Writer
+) -> Episode:
+    """An episode in which somebody else answered, as the policy would have read and written it.
+
+    Args:
+        task: what it is an episode of.
+        turns: what was seen and what was answered.
+        policy: its tokenizer and processor read them.
+        writer: writes the conversation.
+
+    Returns:
+        The episode, with log-probs of 0 and without rewards.
 
     Raises:
         TaskError: it does not fit into the model.
     """
-    turns = _turns(row)
-    task = row.cells.get("task") or {}
-    name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
-    episode = Episode(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), ending="terminated", finish="eos")
+    episode = Episode(task, ending="terminated", finish="eos")
     steps, tokenizer = episode.trajectory, policy.processor.tokenizer
-    conversation = writer.begin(episode.task, _observation(turns[0], folder, row))
+    conversation = writer.begin(task, turns[0][0])
     episode.prompt = conversation.parts[0].prompt
     length = len(episode.prompt)
-    for number, turn in enumerate(turns):
+    for number, (observation, answer) in enumerate(turns):
         if number:
-            part = writer.follow(conversation, _observation(turn, folder, row))
+            part = writer.follow(conversation, observation)
             cut = writer.cut(conversation)
             if cut is None:
                 steps.add_given(part)
@@ -118,20 +126,38 @@ def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episo
             else:
                 steps.restart(cut)
                 length = len(cut)
-        ids = [*tokenizer.encode(turn["answer"], add_special_tokens=False), policy.eos_ids[0]]
+        ids = [*tokenizer.encode(answer, add_special_tokens=False), policy.eos_ids[0]]
         steps.add_turn(ids, [0.0] * len(ids))
         writer.answer(conversation, ids)
-        episode.answers.append(turn["answer"])
+        episode.answers.append(answer)
         length += len(ids)
         if length > policy.positions:
-            raise TaskError(f"turn {number + 1} does not fit into the {policy.positions} positions of the model")
+            raise TaskError(
+                "too_long",
+                task.id,
+                f"turn {number + 1} does not fit into the {policy.positions} positions of the model",
+            )
+    return episode
+
+
+def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
+    """The episode of a row.
+
+    Raises:
+        TaskError: it does not fit into the model.
+    """
+    turns = _turns(row)
+    task = row.cells.get("task") or {}
+    name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
+    seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]
+    episode = live_through(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, policy, writer)
     episode.rewards = _rewards(row, turns)
     episode.success = bool(row.cells.get("success", sum(episode.rewards) > 0))
     return episode
 
 
 def _turns(row: Row) -> list[Mapping[str, Any]]:
-    turns = row.cells.get("turns")
+    turns: Any = row.cells.get("turns")
     problem = row.problem
     if problem is None and (not isinstance(turns, list) or not turns):
         problem = "turns must be a list of at least one turn"
@@ -139,7 +165,7 @@ def _turns(row: Row) -> list[Mapping[str, Any]]:
         problem = "each turn must have an answer"
     if problem is not None:
         raise UserError(f"{row.place}: {problem}")
-    return list(turns)  # type: ignore[arg-type]
+    return list(turns)
 
 
 def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -217,6 +217,26 @@ def test_recorded_episodes_of_an_expert_are_read_as_the_policy_would_have_lived_
         assert sampled.count(recipe.policy.eos_ids[0]) == len(row["turns"])
 
 
+def test_recorded_episodes_that_do_not_fit_are_left_out_never_cut(tmp_path, folder, make_recipe, caplog):
+    """The tiny models have 512 positions."""
+    recipe = make_recipe(make_config(tmp_path, folder))
+    writer = Writer(recipe.policy, recipe.config.conversation, "")
+    turns = [{"text": "go on", "answer": "<action>right</action>", "reward": 0.5}]
+    rows = [{"task": {"name": "walk"}, "seed": seed, "turns": turns * count} for seed, count in ((1, 2), (2, 100))]
+    path = tmp_path / "long/episodes.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (episode,) = read_recorded(path.parent, recipe.policy, writer)
+    assert (episode.task.id, episode.rewards, episode.total) == ("walk/1", [0.5, 0.5], 1.0)
+    assert "does not fit into the 512 positions" in caplog.text
+    path.write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(UserError, match="none of its 1 fits"):
+        read_recorded(path.parent, recipe.policy, writer)
+    path.write_text(json.dumps({"turns": [{"text": "no answer"}], "reward": 1}) + "\n")
+    with pytest.raises(UserError, match="each turn must have an answer"):
+        read_recorded(path.parent, recipe.policy, writer)
+
+
 def test_recorded_episodes_of_a_model_come_back(tmp_path, folder, make_recipe):
     recipe = make_recipe(make_config(tmp_path, folder))
     writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")

@@ -7,10 +7,11 @@ import pytest
 from PIL import Image
 
 from mmrl.agents.actions import FORMATS, Action, parse_answer, write_answer
-from mmrl.agents.experts import run_expert, write_episodes
+from mmrl.agents.experts import CarelessExpert, run_expert, write_episodes
 from mmrl.agents.gym_actions import action_reader
 from mmrl.agents.gym_env import GymEnvironment
 from mmrl.agents.worlds.grid import PictureGrid
+from mmrl.agents.worlds.layouts import MOVES
 from mmrl.errors import UserError
 from tests.agents.test_gym_env import ARGUMENTS, BOX, Room
 
@@ -111,3 +112,12 @@ def test_without_an_expert_there_are_no_demonstrations():
     env = GymEnvironment(Room(gymnasium.spaces.Text(3)))
     with pytest.raises(UserError, match="Room has no method expert_action that returns a member of its action space"):
         run_expert(env, {}, 0)
+
+
+def test_a_careless_expert_errs_as_often_as_it_is_told_to():
+    for share in (0.0, 0.5, 1.0):
+        env = CarelessExpert(GymEnvironment(PictureGrid(min_distance=8)), list(MOVES), share, random.Random(0))
+        env.reset({}, 3)
+        right = env._env.expert().name
+        same = sum(env.expert().name == right for _ in range(400)) / 400
+        assert abs(same - (1 - 0.75 * share)) < 0.07, "a random move is the right one in a quarter of the cases"

@@ -10,6 +10,8 @@ from mmrl.agents.actions import ActionConfig, ParsedAnswer
 from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.selection import TaskRate, TaskSelector, measure_tasks, write_tasks
 from mmrl.agents.tasks import AgentTask, TaskSetConfig, list_tasks
+from mmrl.cli import main
+from mmrl.config import save
 from mmrl.errors import UserError
 from tests.agents.test_recipe import by_length, make_config
 
@@ -67,3 +69,17 @@ def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch):
     finally:
         recipe.close()
     assert [rate.rollouts for rate in rates] == [0] * 4
+
+
+def test_the_command_writes_what_training_reads_and_keeps_the_episodes(tmp_path, folder, monkeypatch, capsys):
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+    config = make_config(tmp_path, folder, kwargs={"length": 1})
+    config.recipe = "agent"
+    save(config, tmp_path / "agent.yaml")
+    words = ["select", str(tmp_path / "agent.yaml"), "--output", str(tmp_path / "tasks.jsonl"), "--rollouts", "4"]
+    assert main([*words, "--record", str(tmp_path / "episodes"), "data.seeds=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    kept = [line.partition(":")[0] for line in lines if line.endswith(", kept")]
+    assert len(lines) == 4
+    assert [task.id for task in list_tasks(TaskSetConfig(file=str(tmp_path / "tasks.jsonl")))] == kept
+    assert len(list((tmp_path / "episodes").glob("episode-*.pt"))) == 12

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +21,14 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def train(folder: Path, processes: int) -> tuple[list[dict], torch.Tensor]:
-    config = domain_of("agent").make_config("agent", folder)
+def train(
+    folder: Path, processes: int, name: str = "agent", change: Callable[[Any], None] | None = None
+) -> tuple[list[dict], torch.Tensor]:
+    config = domain_of(name).make_config(name, folder)
     config.trainer.tasks_per_step = 4
     config.trainer.steps = 1
+    if change is not None:
+        change(config)
     config.output_dir = str(folder / "run")
     folder.mkdir(parents=True, exist_ok=True)
     save(config, folder / "run.yaml")
@@ -31,7 +37,7 @@ def train(folder: Path, processes: int) -> tuple[list[dict], torch.Tensor]:
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
-    policy = load_policy(ModelConfig(path=str(folder / "run/checkpoints/step-000001/model")))
+    policy = load_policy(ModelConfig(path=str(folder / f"run/checkpoints/step-{config.trainer.steps:06d}/model")))
     return rows, torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
 
 
@@ -42,3 +48,24 @@ def test_two_processes_run_the_episodes_of_one_and_make_its_update(tmp_path):
         assert abs(rows[0][name] - shared_rows[0][name]) < 1e-6, name
     # AdamW's first step moves every weight by the learning rate: a sign that rounding turns shows as twice that
     assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
+
+
+def test_two_processes_replay_what_one_replays(tmp_path):
+    """The second group of a task is sampled by the other process, which has what the first one found."""
+
+    def replays(config: Any) -> None:
+        config.data.seeds, config.trainer.steps, config.trainer.learning_rate = 4, 3, 1e-9
+        config.replay.threshold, config.replay.max_std, config.replay.max_mean = 0.0, 10.0, 10.0
+
+    rows, _ = train(tmp_path / "one", 1, "arpo", replays)
+    shared_rows, _ = train(tmp_path / "two", 2, "arpo", replays)
+    assert sum(row["replay/injected"] for row in rows) > 2
+    for one, two in zip(rows, shared_rows, strict=True):
+        for name in (
+            "replay/injected",
+            "replay/stored",
+            "replay/groups_without_success",
+            "reward/mean",
+            "episode/return",
+        ):
+            assert abs(one[name] - two[name]) < 1e-6, name

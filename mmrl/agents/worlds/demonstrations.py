@@ -1,0 +1,43 @@
+"""Recorded episodes of the picture grid's expert, for `digirl.build`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from mmrl.agents.experts import CarelessExpert, run_expert, write_episodes
+from mmrl.agents.gym_env import GymEnvironment
+from mmrl.agents.worlds.grid import PictureGrid
+from mmrl.agents.worlds.layouts import MOVES
+
+__all__ = ["build_experts"]
+
+
+def build_experts(
+    path: str | Path,
+    *,
+    count: int = 200,
+    first_seed: int = 2_000_000,
+    mistakes: float = 0.0,
+    format: str = "tag",
+    **grid: Any,
+) -> Path:
+    """Record episodes of the grid's expert.
+
+        digirl: {path: runs/grid-experts, build: "mmrl.agents.worlds.demonstrations:build_experts"}
+
+    Args:
+        path: folder to write; see `write_episodes`.
+        count: episodes, each with a grid of its own.
+        first_seed: of the first grid; training and evaluation should have others.
+        mistakes: share of the moves that are random.
+        format: of the answers; key of `mmrl.agents.actions.FORMATS`.
+        grid: options of `PictureGrid`.
+
+    Returns:
+        The folder.
+    """
+    env = CarelessExpert(GymEnvironment(PictureGrid(**grid)), list(MOVES), mistakes, random.Random(first_seed))
+    write_episodes([run_expert(env, {}, first_seed + number, format) for number in range(count)], Path(path), films=0)
+    return Path(path)
