@@ -11,24 +11,25 @@ the share of turns in which any of the environment's actions is taken, and learn
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mmrl.agents.actions import Action, ActionConfig
+from mmrl.agents.actions import ActionConfig
 from mmrl.agents.conversation import ConversationConfig, Writer
 from mmrl.agents.env_config import EnvironmentConfig
 from mmrl.agents.env_service import open_environment
 from mmrl.agents.episode import Episode, EpisodeConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.experts import ExpertEnvironment, ExpertEpisode, run_expert
+from mmrl.agents.experts import CarelessExpert, ExpertEnvironment, ExpertEpisode, run_expert
 from mmrl.agents.payload import AgentPayload, pack_episodes
 from mmrl.agents.recipe import AgentRecipe
+from mmrl.agents.recorded import live_through
 from mmrl.agents.tasks import AgentTask, TaskSetConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
@@ -44,7 +45,6 @@ from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.sft import likelihood_loss
-from mmrl.vlm.task import TaskError
 
 __all__ = ["AgentCloneConfig", "AgentCloneRecipe"]
 
@@ -149,31 +149,10 @@ class AgentCloneRecipe(AgentRecipe):
         env: ExpertEnvironment = self.expert
         if config.random_actions:
             seed = stream_seed(config.seed, "clone", self.step, number, task.id)
-            env = _Distracted(env, list(self.pool.actions), config.random_actions, random.Random(seed))
+            env = CarelessExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         played = run_expert(env, task.task, task.seed, config.actions.format)
         system = config.conversation.system_text(config.actions, self.pool.actions)
         return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
-
-
-class _Distracted:
-    """An environment whose expert does anything at all every now and then."""
-
-    def __init__(self, env: ExpertEnvironment, names: list[str], share: float, generator: random.Random) -> None:
-        self._env, self._names, self._share, self._generator = env, names, share, generator
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        return self._env.reset(task, seed)
-
-    def step(self, action: Action) -> Any:
-        return self._env.step(action)
-
-    def expert(self) -> Action:
-        if self._generator.random() >= self._share:
-            return self._env.expert()
-        return Action(self._generator.choice(self._names))
-
-    def close(self) -> None:
-        self._env.close()
 
 
 def _open_expert(config: EnvironmentConfig) -> ExpertEnvironment:
@@ -186,31 +165,9 @@ def _open_expert(config: EnvironmentConfig) -> ExpertEnvironment:
 
 def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
     """The expert's episode as one that an agent might have had; one that does not fit has no result."""
-    tokenizer = policy.processor.tokenizer
-    episode = Episode(task, ending="terminated", success=played.success, last=played.last, finish="eos")
-    steps, turns = episode.trajectory, played.turns[:max_turns]
-    try:
-        conversation = writer.begin(task, turns[0].observation)
-        episode.prompt = conversation.parts[0].prompt
-        read = len(episode.prompt)
-        for number, turn in enumerate(turns):
-            if number:
-                part, cut = writer.follow(conversation, turn.observation), writer.cut(conversation)
-                steps.add_given(part) if cut is None else steps.restart(cut)
-                read = read + len(part) if cut is None else len(cut)
-            ids = [*tokenizer.encode(turn.action.text, add_special_tokens=False), policy.eos_ids[0]]
-            writer.answer(conversation, ids)
-            steps.add_turn(ids, [0.0] * len(ids))
-            episode.answers.append(turn.action.text)
-            episode.refused += "action_error" in turn.info
-            read += len(ids)
-            if read > policy.positions:
-                episode.ending, episode.reason = (
-                    "overflow",
-                    f"turn {number + 1} does not fit into the model's positions",
-                )
-                break
-    except TaskError as error:
-        episode.ending, episode.reason = "overflow", str(error)
-    episode.rewards = [0.0] * (steps.turns - 1) + [played.reward] if steps.turns else []
+    turns = played.turns[:max_turns]
+    episode = live_through(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
+    episode.success, episode.last = played.success, played.last
+    episode.refused = sum("action_error" in turn.info for turn in turns)
+    episode.rewards = [0.0] * (episode.trajectory.turns - 1) + [played.reward] if episode.trajectory.turns else []
     return episode

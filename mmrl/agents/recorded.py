@@ -11,7 +11,6 @@ Two forms are read, and a folder may hold both:
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,19 +66,18 @@ def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episo
     Raises:
         UserError: there is none, one is malformed, or it was written with another tokenizer.
     """
-    episodes, seen = [], Counter[str]()
+    episodes: list[Episode] = []
     if (folder / ROWS).is_file():
-        for row in read_rows(str(folder / ROWS), "train", None):
-            try:
-                episodes.append(_episode(row, folder, policy, writer))
-            except TaskError as error:
-                seen["left out"] += 1
-                LOGGER.warning("%s is left out: %s", row.place, error)
-    episodes += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
-    if not episodes:
-        reason = f"none of its {seen['left out']} fits into the model" if seen else f"no {ROWS} and no {SINGLE}"
+        episodes = [_episode(row, folder, policy, writer) for row in read_rows(str(folder / ROWS), "train", None)]
+    for episode in episodes:
+        if not episode.has_result:
+            LOGGER.warning("%s: a recorded episode is left out: %s", folder, episode.reason)
+    sound = [episode for episode in episodes if episode.has_result]
+    sound += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
+    if not sound:
+        reason = f"none of its {len(episodes)} fits into the model" if episodes else f"no {ROWS} and no {SINGLE}"
         raise UserError(f"{folder} has no episodes to learn from: {reason}")
-    return episodes
+    return sound
 
 
 def _read_single(file: Path, policy: VlmPolicy) -> Episode:
@@ -106,46 +104,33 @@ def live_through(
         writer: writes the conversation.
 
     Returns:
-        The episode, with log-probs of 0 and without rewards.
-
-    Raises:
-        TaskError: it does not fit into the model.
+        The episode, with log-probs of 0 and without rewards; one that does not fit into the model has no result.
     """
     episode = Episode(task, ending="terminated", finish="eos")
     steps, tokenizer = episode.trajectory, policy.processor.tokenizer
-    conversation = writer.begin(task, turns[0][0])
-    episode.prompt = conversation.parts[0].prompt
-    length = len(episode.prompt)
-    for number, (observation, answer) in enumerate(turns):
-        if number:
-            part = writer.follow(conversation, observation)
-            cut = writer.cut(conversation)
-            if cut is None:
-                steps.add_given(part)
-                length += len(part)
-            else:
-                steps.restart(cut)
-                length = len(cut)
-        ids = [*tokenizer.encode(answer, add_special_tokens=False), policy.eos_ids[0]]
-        steps.add_turn(ids, [0.0] * len(ids))
-        writer.answer(conversation, ids)
-        episode.answers.append(answer)
-        length += len(ids)
-        if length > policy.positions:
-            raise TaskError(
-                "too_long",
-                task.id,
-                f"turn {number + 1} does not fit into the {policy.positions} positions of the model",
-            )
+    try:
+        conversation = writer.begin(task, turns[0][0])
+        episode.prompt = conversation.parts[0].prompt
+        read = len(episode.prompt)
+        for number, (observation, answer) in enumerate(turns):
+            if number:
+                part, cut = writer.follow(conversation, observation), writer.cut(conversation)
+                steps.add_given(part) if cut is None else steps.restart(cut)
+                read = read + len(part) if cut is None else len(cut)
+            ids = [*tokenizer.encode(answer, add_special_tokens=False), policy.eos_ids[0]]
+            writer.answer(conversation, ids)
+            steps.add_turn(ids, [0.0] * len(ids))
+            episode.answers.append(answer)
+            read += len(ids)
+            if read > policy.positions:
+                problem = f"turn {number + 1} does not fit into the {policy.positions} positions of the model"
+                raise TaskError("prompt_too_long", task.id, problem)
+    except TaskError as error:
+        episode.ending, episode.reason = "overflow", str(error)
     return episode
 
 
 def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episode:
-    """The episode of a row.
-
-    Raises:
-        TaskError: it does not fit into the model.
-    """
     turns = _turns(row)
     task = row.cells.get("task") or {}
     name = task.get("name", "task") if isinstance(task, Mapping) else str(task)

@@ -29,6 +29,14 @@ SMALL = [
     "tracking.strict=true",
     "model.dtype=float32",
 ]
+RECORDED = [
+    "digirl.build_options={count: 4, size: 3, max_steps: 4}",
+    "digirl.offline_steps=1",
+    "digirl.warmup_steps=0",
+    "digirl.batch_episodes=2",
+    "digirl.threshold=-2",
+    "trainer.epochs=1",
+]
 
 
 def small_grid(**options):
@@ -43,6 +51,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
     _, whole = load_run(path)
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"model.path={tiny_folders['qwen2_5_vl']}"]
     overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    if hasattr(whole, "digirl"):
+        overrides += [f"digirl.path={tmp_path / 'experts'}", *RECORDED]
     entry, config = load_run(path, overrides)
     rows = [json.loads(line) for line in (train(entry, config) / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
