@@ -30,7 +30,7 @@ SMALL = [
     "model.dtype=float32",
 ]
 RECORDED = [
-    "digirl.build_options={count: 4, size: 3, max_steps: 4}",
+    "digirl.build_options={count: 4, size: 3, min_distance: 1, max_steps: 4}",
     "digirl.offline_steps=1",
     "digirl.warmup_steps=0",
     "digirl.batch_episodes=2",
