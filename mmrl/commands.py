@@ -247,16 +247,10 @@ def gui(args: argparse.Namespace) -> int:
 
 def select(args: argparse.Namespace) -> int:
     """Choose the training tasks that a configuration's agent solves sometimes, and write them as a task file."""
-    from mmrl.agents.recipe import AgentRecipe
-    from mmrl.agents.selection import TaskSelector, measure_tasks, write_tasks
-    from mmrl.config import load_run
+    from mmrl.agents.selection import TaskSelector, measure_tasks, open_agent, write_tasks
 
     selector = TaskSelector(args.min_success, args.rollouts, args.max_rate)
-    entry, config = load_run(args.config, args.overrides)
-    kind = entry.load_recipe_class()
-    if not issubclass(kind, AgentRecipe):
-        raise UserError(f"{args.config}: recipe '{entry.name}' has no agent whose episodes could be counted")
-    with contextlib.closing(kind(config)) as recipe:
+    with contextlib.closing(open_agent(args.config, args.overrides)) as recipe:
         rates = []
         for rate in measure_tasks(recipe, selector.n_rollouts, record=args.record):
             rates.append(rate)

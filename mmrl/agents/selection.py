@@ -7,12 +7,15 @@ that are solved already, too. The price is `n_rollouts` episodes of every task.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
 
 from mmrl.agents.recorded import write_recorded
 from mmrl.agents.tasks import AgentTask
@@ -23,7 +26,7 @@ from mmrl.training.loop.seeds import stream_seed
 if TYPE_CHECKING:
     from mmrl.agents.recipe import AgentRecipe
 
-__all__ = ["TaskRate", "TaskSelector", "measure_tasks", "write_tasks"]
+__all__ = ["TaskRate", "TaskSelector", "build_tasks", "measure_tasks", "open_agent", "write_tasks"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,59 @@ def measure_tasks(
                 outcomes[place // n_rollouts].append(episode.success)
         for number, task in enumerate(batch):
             yield TaskRate(task, sum(outcomes[number]), len(outcomes[number]))
+
+
+def open_agent(config: Path | str, overrides: Sequence[str] = ()) -> AgentRecipe:
+    """Open the recipe of an agent's configuration, with its policy where it samples fastest; close it afterwards.
+
+    Args:
+        config: YAML file.
+        overrides: `a.b=c`, applied last.
+
+    Raises:
+        UserError: it is no agent's recipe, or cannot be opened.
+    """
+    from mmrl.agents.recipe import AgentRecipe
+    from mmrl.config import load_run
+
+    entry, settings = load_run(config, overrides)
+    kind = entry.load_recipe_class()
+    if not issubclass(kind, AgentRecipe):
+        raise UserError(f"{config}: recipe '{entry.name}' has no agent whose episodes could be counted")
+    recipe = kind(settings)
+    recipe.policy.to(PartialState().device)
+    return recipe
+
+
+def build_tasks(
+    path: str | Path,
+    *,
+    config: str,
+    rollouts: int = 16,
+    min_success: int = 1,
+    max_rate: float = 1.0,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Choose tasks before a run that has no file of them yet; the function of `data.build`.
+
+    data: {file: runs/tasks.jsonl, build: "mmrl.agents.selection:build_tasks", build_options: {config: start.yaml}}
+
+    Args:
+        path: file to write.
+        config: YAML file of the agent as it is before training.
+        rollouts: episodes of each task.
+        min_success: successes that a task needs.
+        max_rate: largest share of successes.
+        overrides: `a.b=c`, on top of the file.
+
+    Returns:
+        The file.
+    """
+    selector = TaskSelector(min_success, rollouts, max_rate)
+    with contextlib.closing(open_agent(config, overrides)) as recipe:
+        rates = list(measure_tasks(recipe, selector.n_rollouts))
+    write_tasks(selector.select(rates), Path(path))
+    return Path(path)
 
 
 def write_tasks(rates: Sequence[TaskRate], path: Path) -> None:

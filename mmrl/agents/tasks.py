@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.hub.building import build_if_missing
 from mmrl.hub.tables import Row, read_rows
 
 __all__ = ["AgentTask", "TaskSetConfig", "check_disjoint", "list_tasks"]
@@ -50,11 +52,17 @@ class TaskSetConfig:
     file: str | None = None
     """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and if need be
     `instruction` and `id`."""
+    build: str | None = None
+    """`module:function` that writes the file where it is missing: it gets the path and `build_options`."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first so many."""
 
     def validate(self) -> None:
         """Check that a file stands alone; raises UserError."""
+        if self.build is not None and self.file is None:
+            raise UserError(f"a set of tasks has build={self.build}, but no file that it could write")
         if self.file is not None and (self.names or self.options):
             raise UserError(f"a set of tasks has the file {self.file} and also names or options; give one of them")
         if len(set(self.names)) < len(self.names):
@@ -76,6 +84,8 @@ def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
         UserError: a row of the file is no task, or a task is there twice.
     """
     if config.file is not None:
+        built = SimpleNamespace(path=config.file, build=config.build, build_options=config.build_options)
+        build_if_missing(built, "data")
         tasks = [_task_in(row, config) for row in read_rows(config.file, "train", None)]
         _check_distinct(tasks, config.file)
         return tasks[: config.max_tasks]

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.agents.actions import ActionConfig, ParsedAnswer
 from mmrl.agents.recipe import AgentRecipe
-from mmrl.agents.selection import TaskRate, TaskSelector, measure_tasks, write_tasks
+from mmrl.agents.selection import TaskRate, TaskSelector, build_tasks, measure_tasks, write_tasks
 from mmrl.agents.tasks import AgentTask, TaskSetConfig, list_tasks
 from mmrl.cli import main
 from mmrl.config import save
@@ -83,3 +83,20 @@ def test_the_command_writes_what_training_reads_and_keeps_the_episodes(tmp_path,
     assert len(lines) == 3
     assert [task.id for task in list_tasks(TaskSetConfig(file=str(tmp_path / "tasks.jsonl")))] == kept
     assert len(list((tmp_path / "episodes").glob("episode-*.pt"))) == 12
+
+
+def test_a_run_without_a_task_file_chooses_first(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(ActionConfig, "parse", by_length)
+    config = make_config(tmp_path, folder, kwargs={"length": 1})
+    config.recipe = "agent"
+    save(config, tmp_path / "agent.yaml")
+    options = {"config": str(tmp_path / "agent.yaml"), "rollouts": 4, "overrides": ["data.seeds=3"]}
+    chosen = TaskSetConfig(
+        file=str(tmp_path / "tasks.jsonl"), build="mmrl.agents.selection:build_tasks", build_options=options
+    )
+    tasks = list_tasks(chosen)
+    assert 0 < len(tasks) <= 3
+    build_tasks(tmp_path / "again.jsonl", **options)
+    assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "tasks.jsonl").read_text()
+    with pytest.raises(UserError, match="no file that it could write"):
+        TaskSetConfig(build="mmrl.agents.selection:build_tasks").validate()
