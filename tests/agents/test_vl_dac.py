@@ -15,6 +15,7 @@ from mmrl.agents.episode import EpisodeConfig
 from mmrl.agents.payload import AgentPayload
 from mmrl.agents.recipe import AgentConfig
 from mmrl.agents.tasks import TaskSetConfig
+from mmrl.agents.turn_sampler import TurnSampler
 from mmrl.agents.vl_dac import VlDacConfig, VlDacRecipe
 from mmrl.core.objective import PolicyOutputs
 from mmrl.errors import UserError
@@ -144,6 +145,15 @@ def test_a_truncated_episode_goes_on_with_the_value_of_what_was_seen_last(tmp_pa
     with torch.no_grad():
         logp = recipe.scores(recipe.policy, unscored, frozenset({"logp"})).logp
     assert_equal_up_to_rounding(logp, rollouts.logp_old)
+
+
+def test_a_last_state_that_does_not_fit_is_masked(tmp_path, folder, recipes, monkeypatch):
+    monkeypatch.setattr(TurnSampler, "room", lambda self, rows: [0] * len(rows))
+    objective = ObjectiveConfig(preset="vl_dac", advantage={"truncation": "bootstrap"})
+    recipe = recipes(make_config(tmp_path, folder, episode=EpisodeConfig(max_turns=1), objective=objective))
+    rollouts = rolled(recipe)
+    assert bool(rollouts.extras["bootstrap_value"].isnan().all())
+    assert recipe.objective.advantage(rollouts).abs().sum() == 0
 
 
 def test_an_episode_that_terminated_has_nothing_to_go_on_with(tmp_path, folder, recipes):
