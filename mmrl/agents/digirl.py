@@ -62,6 +62,7 @@ from mmrl.files import expanded
 from mmrl.hub.building import build_if_missing
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.policy import VlmPolicy
 
 __all__ = ["DigirlConfig", "DigirlRecipe", "DigirlSettings", "kept_steps"]
@@ -120,10 +121,12 @@ class DigirlRecipe(AgentRecipe):
         settings = self.config.digirl
         self._store_fresh()
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
-        data = label_episodes(policy, episodes, settings.gamma, self.config.trainer.micro_batch)
+        with stopwatch("critic"):
+            data = label_episodes(policy, episodes, settings.gamma, self.config.trainer.micro_batch)
         self._report = {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
         if settings.has_critics:
-            self._train_critics(data)
+            with stopwatch("critic"):
+                self._train_critics(data)
         chosen, steps = self._filter(data)
         if self.step < settings.warmup_steps or not bool(chosen.any()):
             return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))  # nothing to train on

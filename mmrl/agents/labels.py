@@ -23,6 +23,10 @@ from mmrl.vlm.rotary import TEXT
 __all__ = ["LabelledEpisodes", "label_episodes"]
 
 
+ROWS = 16
+"""Episodes that are read together where nothing else is asked for; more of them only cost memory."""
+
+
 @dataclass
 class LabelledEpisodes:
     """n episodes of M steps in all; a step is a turn."""
@@ -68,7 +72,7 @@ def label_episodes(policy: VlmPolicy, episodes: Sequence[Episode], gamma: float,
         policy: its states are constants here.
         episodes: with a result; the same on every process, which share the work.
         gamma: discount of the returns.
-        rows: episodes that are read together; 0 = all.
+        rows: episodes that are read together; 0 = 16.
 
     Returns:
         The episodes with their labels, the same on every process.
@@ -77,8 +81,8 @@ def label_episodes(policy: VlmPolicy, episodes: Sequence[Episode], gamma: float,
     mine = list(range(process.process_index, len(episodes), process.num_processes))
     found = []
     with torch.no_grad():
-        for start in range(0, len(mine), rows or len(episodes)):
-            chunk = mine[start : start + (rows or len(episodes))]
+        for start in range(0, len(mine), rows or ROWS):
+            chunk = mine[start : start + (rows or ROWS)]
             found += _states(policy, chunk, [episodes[number] for number in chunk])
     if process.num_processes > 1:
         found = list(gather_object(found))
@@ -98,9 +102,18 @@ def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episod
     rollouts = pack_episodes(episodes, range(len(episodes)), policy)
     starts = turn_starts(rollouts.replace(reward=torch.zeros_like(rollouts.reward)))
     states = policy.states(rollouts.replace(mask=starts.to(rollouts.mask.dtype))).float().cpu()
-    texts = policy.encode_prefix([_without_pictures(episode.prompt) for episode in episodes]).last_state.float().cpu()
+    texts = _text_states(policy, [_without_pictures(episode.prompt) for episode in episodes])
     counts = [episode.trajectory.turns for episode in episodes]
     return list(zip(numbers, texts, states.split(counts), strict=True))
+
+
+def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """State (S,) behind each prompt; equal ones, as of tasks that differ in their pictures only, are read once."""
+    keys = [tuple(prompt.input_ids.tolist()) for prompt in prompts]
+    distinct = dict(zip(keys, prompts, strict=True))
+    states = policy.encode_prefix(list(distinct.values())).last_state.float().cpu()
+    found = dict(zip(distinct, states, strict=True))
+    return [found[key] for key in keys]
 
 
 def _without_pictures(prompt: Prompt | None) -> Prompt:

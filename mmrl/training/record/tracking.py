@@ -340,7 +340,7 @@ METRICS: dict[str, str] = {
     "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",
     "cost/train_rows": "Rows that it evaluated with gradient; each costs about three without, for the backward pass.",
     "time/decode": "Seconds of sampling after the prompts are read, or of turning latents into images.",
-    "time/critic": "Seconds of training the critic.",
+    "time/critic": "Seconds of training the critic, and of what only it needs to be read.",
     "loss/kl_ema": "AWM's distance to the moving average of past policies, coefficient included.",
     "policy/kl_ema": "Mean squared distance between the velocities of policy and moving average.",
     "awm/error": "Mean matching error of the policy's velocity on its own images.",
