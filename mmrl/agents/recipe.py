@@ -196,11 +196,11 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         episodes = AgentPayload.of(rollouts).episodes
         weights, device = self.config.reward, rollouts.mask.device
         total = torch.tensor([episode.total for episode in episodes], device=device)
-        unreadable = [-float(episode.ending == "unreadable") for episode in episodes]
+        unreadable = [-1.0 if episode.ending == "unreadable" else 0.0 for episode in episodes]
         form = torch.where(torch.isnan(total), total, torch.tensor(unreadable, device=device))
         reward = weights.environment * total + weights.format * form
         alone = self._alone(rollouts, reward)
-        terms = {"environment": total, "format": form}
+        terms = {"environment": total} | ({"format": form} if weights.format else {})
         turns = rollouts.extras["decision_reward"] * weights.environment
         last = rollouts.mask.flip(1).cumsum(1).flip(1) == 1
         turns = turns + weights.format * torch.where(last & (rollouts.mask > 0), form.nan_to_num()[:, None], 0.0)

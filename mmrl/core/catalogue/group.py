@@ -116,6 +116,6 @@ ROWS = (
         GroupMeanStd(),
         PpoClip(high=0.3, dual=3.0),
         SequenceMean(),
-        citation="ARPO for GUI agents, dvlab-research/ARPO (clip 0.2/0.3, dual clip 3, mean of trajectory means)",
+        citation="Lu et al., ARPO, arXiv 2505.16282; its public scripts (clip 0.2/0.3, dual clip 3, no KL)",
     ),
 )
