@@ -24,6 +24,7 @@ from mmrl.agents.episode import Episode
 from mmrl.agents.stored import restore_episode, store_episode
 from mmrl.agents.tasks import AgentTask
 from mmrl.errors import UserError
+from mmrl.files import replaced
 from mmrl.hub.tables import Row, read_rows
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import TaskError
@@ -48,7 +49,8 @@ def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
     sound = [episode for episode in episodes if episode.has_result]
     first = len(list(folder.glob(SINGLE)))
     for number, episode in enumerate(sound, first):
-        torch.save(store_episode(episode), folder / f"episode-{number:06d}.pt")
+        with replaced(folder / f"episode-{number:06d}.pt") as draft:
+            torch.save(store_episode(episode), draft)
     return len(sound)
 
 

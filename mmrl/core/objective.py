@@ -303,7 +303,8 @@ class Objective:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_ratio = self.ratio(outputs.logp, logp_old, mask)
-        loss, indicators = self.clip(log_ratio, outputs.logp, torch.where(mask > 0, advantage, 0.0), rollouts.turn)
+        turn = (rollouts.turn,) if self.clip.reads_turns else ()
+        loss, indicators = self.clip(log_ratio, outputs.logp, torch.where(mask > 0, advantage, 0.0), *turn)
         rho = log_ratio.detach().exp()
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),
@@ -311,7 +312,7 @@ class Objective:
             "policy/kl_old": mean_metric(k3(logp_old, outputs.logp.detach()), mask),
         }
         metrics |= {name: mean_metric(value, mask) for name, value in indicators.items()}
-        return self.aggregation(loss, mask, denominators, rollouts.turn), metrics
+        return _average(self.aggregation, loss, mask, denominators, rollouts), metrics
 
     def _kl_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         if self.kl is None or not self.needs_reference:
@@ -325,7 +326,7 @@ class Objective:
         if self.kl.importance:
             weighted = weighted * self.ratio(outputs.logp, rollouts.logp_old.detach(), mask).exp()
         mean = self.kl.aggregation or self.aggregation
-        return self.kl.coef * mean(weighted, mask, denominators, rollouts.turn), metrics
+        return self.kl.coef * _average(mean, weighted, mask, denominators, rollouts), metrics
 
     def _entropy_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
         mask = rollouts.loss_mask
@@ -333,7 +334,7 @@ class Objective:
         metrics = {"policy/entropy": mean_metric(shown, mask)}
         if self.entropy is None or self.entropy.coef == 0:
             return None, metrics
-        bonus = self.aggregation(self.entropy(outputs), mask, denominators, rollouts.turn)
+        bonus = _average(self.aggregation, self.entropy(outputs), mask, denominators, rollouts)
         return -self.entropy.coef * bonus, metrics
 
     def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
@@ -347,7 +348,7 @@ class Objective:
         values = required(outputs.values, "scores.values", "the policy needs a value head")
         values_old = required(rollouts.values, "rollouts.values", "the critic's predictions at sampling time")
         returns = required(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
-        return self.value.coef * mode(self.value(values, values_old, returns), mask, counts, rollouts.turn), {}
+        return self.value.coef * _average(mode, self.value(values, values_old, returns), mask, counts, rollouts), {}
 
     def _kl_shaped(self, rollouts: Rollouts) -> Rollouts:
         assert self.kl is not None
@@ -382,6 +383,11 @@ class Objective:
         if self.value is not None and self.needs_values:
             where = " at the first decision of each turn" if self.advantage.level == "turn" else ""
             yield f"{self.value.coef:g} * mean {self.value.formula()}{where}"
+
+
+def _average(mode: Aggregation, x: Tensor, mask: Tensor, counts: Denominators, rollouts: Rollouts) -> Tensor:
+    """Aggregate (B, T); only those that need turns get them, so that one's own block need not know of them."""
+    return mode(x, mask, counts, *((rollouts.turn,) if "turns" in mode.needs else ()))
 
 
 def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -249,13 +249,14 @@ def load_vlm_policy(
 
 
 def _model_config(entries: Mapping[str, Any], place: str) -> ModelConfig:
-    from mmrl.vlm.model_config import LoraSettings, ModelConfig
+    from mmrl.vlm.model_config import CriticSettings, LoraSettings, ModelConfig
 
-    if not isinstance(entries, Mapping) or not isinstance(entries.get("lora", {}), Mapping):
+    nested: dict[str, type[Any]] = {"lora": LoraSettings, "critic": CriticSettings}
+    if not isinstance(entries, Mapping) or not all(isinstance(entries.get(name, {}), Mapping) for name in nested):
         raise UserError(f"{place} is {entries!r:.80}; expected an object of model settings")
     rest = dict(entries)
-    lora = make_config(LoraSettings, dict(rest.pop("lora", {})), f"{place}.lora")
-    return make_config(ModelConfig, rest | {"lora": lora}, place)
+    parts = {name: make_config(kind, dict(rest.pop(name, {})), f"{place}.{name}") for name, kind in nested.items()}
+    return make_config(ModelConfig, rest | parts, place)
 
 
 class _Extra(nn.Module):

@@ -93,6 +93,11 @@ class Clip(Block):
     uses_ratio: ClassVar[bool] = True
     """False for losses on the log-probability itself."""
 
+    @property
+    def reads_turns(self) -> bool:
+        """Whether it is called with the turn of each decision as well."""
+        return False
+
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """The loss and its indicators.
 
@@ -138,6 +143,11 @@ class PpoClip(Clip):
     ratio_limit: float | None = bounded(None, above=1)
     """Where a ratio of a turn (of a row, without turns) is larger, the loss of the whole turn is the clipped term
     -A clip(r), which has no gradient where the ratio is out of bounds (VL-DAC: 10); none switches it off."""
+
+    @property
+    def reads_turns(self) -> bool:
+        """See `Clip`."""
+        return self.ratio_limit is not None
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`."""
