@@ -1,8 +1,8 @@
 """Cloning an environment's own expert: a warm start for agents, in the same loop as reinforcement learning.
 
-The expert plays each task in this process, and its answers are rollouts that were given instead of sampled: with
-advantage 1 the plain policy gradient is that of the negative log-likelihood. All turns of an episode are one packed
-pass, as in every other recipe for agents.
+The expert plays each task in an environment of the pool, and its answers are rollouts that were given instead of
+sampled: with advantage 1 the plain policy gradient is that of the negative log-likelihood. All turns of an episode are
+one packed pass, as in every other recipe for agents.
 
 A start that knows how answers are written and little else is what an experiment on credit needs: `random_actions` is
 the share of turns in which any of the environment's actions is taken, and learned, in the place of the expert's.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,10 +22,16 @@ from torch import nn
 from mmrl.agents.actions import ActionConfig
 from mmrl.agents.conversation import ConversationConfig, Writer
 from mmrl.agents.env_config import EnvironmentConfig
-from mmrl.agents.env_service import open_environment
 from mmrl.agents.episode import Episode, EpisodeConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
-from mmrl.agents.experts import CarelessExpert, ExpertEnvironment, ExpertEpisode, run_expert
+from mmrl.agents.experts import (
+    CarelessExpert,
+    ExpertEnvironment,
+    ExpertEpisode,
+    ExpertFailedError,
+    PooledExpert,
+    run_expert,
+)
 from mmrl.agents.payload import AgentPayload, pack_episodes
 from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.recorded import live_through
@@ -102,17 +107,19 @@ class AgentCloneRecipe(AgentRecipe):
     uses_rewards: ClassVar[bool] = False
 
     def __init__(self, config: AgentCloneConfig) -> None:
-        with ExitStack() as undone:
-            self.expert = _open_expert(config.environment)
-            undone.callback(self.expert.close)
-            super().__init__(config)  # type: ignore[arg-type]
-            undone.pop_all()
+        super().__init__(config)  # type: ignore[arg-type]
+        if not self.pool.has_expert:
+            self.close()
+            raise UserError(
+                f"environment.factory: {config.environment.factory} makes an environment without an expert to clone, a "
+                "method `expert` that returns an Action"
+            )
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
         """Let the expert play each task, and write down what it answered as if it had been sampled.
 
         Raises:
-            NoUsableTasksError: none of the episodes fits into the model.
+            NoUsableTasksError: no episode came to its end, or none fits into the model.
         """
         episodes = [self._play(policy, task, number) for number, task in enumerate(tasks)]
         self._note(episodes)
@@ -139,28 +146,19 @@ class AgentCloneRecipe(AgentRecipe):
         """Mean negative log-likelihood of the answers' tokens."""
         return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 
-    def close(self) -> None:
-        """End the environments."""
-        self.expert.close()
-        super().close()
-
     def _play(self, policy: VlmPolicy, task: AgentTask, number: int) -> Episode:
         config = self.config
-        env: ExpertEnvironment = self.expert
+        env: ExpertEnvironment = PooledExpert(self.pool)
         if config.random_actions:
             seed = stream_seed(config.seed, "clone", self.step, number, task.id)
             env = CarelessExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
-        played = run_expert(env, task.task, task.seed, config.actions.format)
+        try:
+            played = run_expert(env, task.task, task.seed, config.actions.format)
+        except ExpertFailedError as error:
+            env.close()
+            return Episode(task, ending="failed", reason=str(error))
         system = config.conversation.system_text(config.actions, self.pool.actions)
         return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
-
-
-def _open_expert(config: EnvironmentConfig) -> ExpertEnvironment:
-    env = open_environment(config.factory, config.kwargs, config.adapter)
-    if not callable(getattr(env, "expert", None)):
-        env.close()
-        raise UserError(f"environment.factory: {config.factory} made a {type(env).__name__} without an expert to clone")
-    return env  # type: ignore[return-value]
 
 
 def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:

@@ -28,7 +28,7 @@ from mmrl.fields import check_config
 from mmrl.workers.failure_log import FailureLog
 from mmrl.workers.failures import WorkerFailure, one_line
 from mmrl.workers.pool import WorkerPool
-from mmrl.workers.values import encode
+from mmrl.workers.values import decode, encode
 from mmrl.workers.worker import Answer, Request
 
 __all__ = ["EnvPool", "TurnResult"]
@@ -81,6 +81,8 @@ class EnvPool:
             raise _start_error(config.factory, hello)
         self.actions: Mapping[str, str] = dict(hello.fields.get("actions") or {})
         """Names and descriptions of the environment's actions; empty where it does not say."""
+        self.has_expert = bool(hello.fields.get("expert"))
+        """Whether the environment has a method `expert`."""
 
     @property
     def size(self) -> int:
@@ -132,9 +134,7 @@ class EnvPool:
             ValueError: a row is not live.
             UserError: an argument of an action is no plain data.
         """
-        dead = [row for row in actions if row not in self._live]
-        if dead:
-            raise ValueError(f"rows {dead} have no episode going on; reset them first. Live rows: {self.live}")
+        self._check_live(actions)
         requests = {
             row: _request("step", {"name": action.name, "arguments": dict(action.arguments), "text": action.text})
             for row, action in actions.items()
@@ -146,6 +146,30 @@ class EnvPool:
             self._pool.note_success()
         self._pool.start_missing()
         return results
+
+    def ask_expert(self, row: int) -> Action | WorkerFailure:
+        """What the environment's own expert would do now.
+
+        Args:
+            row: a live row.
+
+        Returns:
+            The action, without text; or why there is none, and then the row's episode is over.
+
+        Raises:
+            ValueError: the row is not live.
+            UserError: the environment has no expert.
+        """
+        self._check_live([row])
+        answer = self._pool.ask({row: _request("expert", {})}, self._config.step_timeout_s)[row]
+        if not isinstance(answer, WorkerFailure) and "malformed" not in answer.fields:
+            move = decode(answer.fields["move"], answer.arrays)
+            return Action(move["name"], move["arguments"])
+        failure = self._result(answer).failure
+        assert failure is not None
+        self._live.discard(row)
+        self._pool.start_missing()
+        return failure
 
     def stop(self, rows: Collection[int]) -> None:
         """Give up the episodes of some rows, which have reached a limit of the caller's; this is no failure."""
@@ -181,6 +205,11 @@ class EnvPool:
         unknown = [row for row in tasks if not 0 <= row < self.size]
         if unknown:
             raise UserError(f"there are no rows {unknown}; environment.workers is {self.size}, rows are 0 to that - 1")
+
+    def _check_live(self, rows: Collection[int]) -> None:
+        dead = [row for row in rows if row not in self._live]
+        if dead:
+            raise ValueError(f"rows {dead} have no episode going on; reset them first. Live rows: {self.live}")
 
     def _read(self, answers: Mapping[int, Answer]) -> dict[int, TurnResult]:
         return {row: self._result(answer) for row, answer in answers.items()}

@@ -11,7 +11,7 @@ from mmrl.agents.env_messages import Fields, pack_outcome
 from mmrl.agents.environment import Environment, MalformedError, Outcome, as_outcome, as_start
 from mmrl.errors import UserError
 from mmrl.workers.loading import LoadError, check_arguments, find_function
-from mmrl.workers.values import decode
+from mmrl.workers.values import decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ METHODS = ("reset", "step", "close")
 
 
 class EnvService:
-    """Answers requests of the kinds reset and step.
+    """Answers requests of the kinds reset, step and expert.
 
     An observation, reward or flag that nothing can be made of is reported, not raised: the process is fine.
 
@@ -44,12 +44,15 @@ class EnvService:
                 f"`actions` of {type(self._env).__name__} is a {type(actions).__name__}; expected a mapping from the "
                 "names of its actions to a sentence each"
             )
-        return {"actions": {str(name): str(text) for name, text in actions.items()}}
+        has_expert = callable(getattr(self._env, "expert", None))
+        return {"actions": {str(name): str(text) for name, text in actions.items()}, "expert": has_expert}
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
-        """Begin an episode, or execute an action."""
+        """Begin an episode, execute an action, or say what the environment's expert would do."""
         body = decode(fields["body"], arrays)
         try:
+            if fields["kind"] == "expert":
+                return self._expert()
             if fields["kind"] == "reset":
                 observation, info = as_start(self._reset(body["task"], body["seed"]))
                 outcome = Outcome(observation, 0.0, False, False, info)
@@ -62,6 +65,16 @@ class EnvService:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+    def _expert(self) -> Fields:
+        try:
+            move = self._env.expert()  # type: ignore[attr-defined]
+        except UserError as error:  # it has none
+            raise LoadError(str(error)) from error
+        if not isinstance(move, Action):
+            raise MalformedError(f"expert returned a {type(move).__name__}; expected an Action")
+        tree, arrays = encode({"name": move.name, "arguments": dict(move.arguments)})
+        return {"move": tree}, arrays
 
     def _reset(self, task: Mapping[str, Any], seed: int) -> Any:
         try:

@@ -15,13 +15,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mmrl.agents.actions import Action, write_answer
+from mmrl.agents.env_pool import EnvPool, TurnResult
 from mmrl.agents.environment import Environment, Observation, as_outcome, as_start
 from mmrl.agents.films import Film, write_films
+from mmrl.agents.tasks import AgentTask
 from mmrl.files import replaced
+from mmrl.workers.failures import WorkerFailure
 
-__all__ = ["CarelessExpert", "ExpertEnvironment", "ExpertEpisode", "ExpertTurn", "run_expert", "write_episodes"]
+__all__ = [
+    "CarelessExpert",
+    "ExpertEnvironment",
+    "ExpertEpisode",
+    "ExpertFailedError",
+    "ExpertTurn",
+    "PooledExpert",
+    "run_expert",
+    "write_episodes",
+]
 
 MOST_TURNS = 1000
+
+
+class ExpertFailedError(RuntimeError):
+    """An expert's episode has no end: its environment failed, or it went on for too long."""
 
 
 class ExpertEnvironment(Environment, Protocol):
@@ -30,6 +46,41 @@ class ExpertEnvironment(Environment, Protocol):
     def expert(self) -> Action:
         """What solves the task from here on; its text is not used."""
         ...
+
+
+class PooledExpert:
+    """The environment and expert of a pool's first row, which may raise, hang or die without harm to this process.
+
+    Args:
+        pool: its environments have an expert; closing it stays with its owner.
+
+    Raises:
+        ExpertFailedError: from reset, step and expert, where the environment failed.
+    """
+
+    def __init__(self, pool: EnvPool) -> None:
+        self._pool = pool
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Any:
+        """Begin an episode."""
+        result = _sound(self._pool.reset({0: AgentTask("expert", task, seed)})[0])
+        return result.observation, result.info
+
+    def step(self, action: Action) -> Any:
+        """Execute an action."""
+        result = _sound(self._pool.step({0: action})[0])
+        return result.observation, result.reward, result.terminated, result.truncated, result.info
+
+    def expert(self) -> Action:
+        """What the environment's expert would do."""
+        move = self._pool.ask_expert(0)
+        if isinstance(move, WorkerFailure):
+            raise ExpertFailedError(f"{move.kind}: {move.reason}")
+        return move
+
+    def close(self) -> None:
+        """Give up the episode."""
+        self._pool.stop([0])
 
 
 class CarelessExpert:
@@ -119,7 +170,7 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
 
     Raises:
         MalformedError: what the environment returned is no observation or outcome.
-        RuntimeError: the episode did not end within 1000 turns.
+        ExpertFailedError: the episode did not end within 1000 turns.
     """
     observation, info = as_start(env.reset(task, seed))
     complete = info.get("task", task)
@@ -134,9 +185,15 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
         if outcome.terminated or outcome.truncated:
             success = bool(outcome.info.get("success", total > 0))
             return ExpertEpisode(complete, seed, tuple(turns), observation, total, success)
-    raise RuntimeError(
+    raise ExpertFailedError(
         f"the expert of {type(env).__name__} did not end the episode of {dict(task)} in {MOST_TURNS} turns"
     )
+
+
+def _sound(result: TurnResult) -> TurnResult:
+    if result.failure is not None:
+        raise ExpertFailedError(f"{result.failure.kind}: {result.failure.reason}")
+    return result
 
 
 def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, films: int = 1) -> None:

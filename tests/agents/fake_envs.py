@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmrl.agents.actions import Action
 from mmrl.errors import UserError
 
 HELD = []
@@ -89,6 +90,20 @@ class Fake:
 
     def _act_none(self):
         return None, 0.0, False
+
+
+class Guide(Fake):
+    """Has an expert, which fails in another way for each of the seeds 1 to 4 and never ends for seed 5."""
+
+    def expert(self):
+        if self.seed == 1:
+            raise ValueError("the guide is lost")
+        if self.seed == 2:
+            os._exit(3)
+        if self.seed == 3:
+            time.sleep(60)
+        self.length = 10**6 if self.seed == 5 else 3
+        return "go" if self.seed == 4 else Action("go", {"x": self.steps})
 
 
 class NoStep:

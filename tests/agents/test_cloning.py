@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from mmrl.agents import experts
 from mmrl.agents.actions import ActionConfig
 from mmrl.agents.cloning import AgentCloneConfig, AgentCloneRecipe
 from mmrl.agents.conversation import ConversationConfig
@@ -17,6 +19,7 @@ from mmrl.agents.payload import AgentPayload
 from mmrl.agents.tasks import TaskSetConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
+from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
@@ -110,6 +113,28 @@ def test_random_actions_take_the_place_of_the_experts(tmp_path, folder, recipes)
     assert [episode.answers for episode in first.episodes] != [episode.answers for episode in later.episodes]
     assert all(len(episode.answers) <= 3 for episode in later.episodes)
     assert not all(episode.success for episode in first.episodes)
+
+
+def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder, recipes, monkeypatch):
+    monkeypatch.setattr(experts, "MOST_TURNS", 20)
+    guide = f"{Path(__file__).with_name('fake_envs.py')}:Guide"
+    config = make_config(tmp_path, folder, factory=guide, kwargs={})
+    config.environment.step_timeout_s = 2.0
+    recipe = recipes(config)
+    rollouts, payload = played(recipe)  # seeds 0 to 3
+    assert [episode.task.seed for episode in payload.episodes] == [0]
+    assert rollouts.reward.tolist() == [6.0]
+    assert recipe.step_metrics(rollouts)["episode/turns"] == 3.0
+    assert {kind: recipe.pool.counts[kind] for kind in ("raised", "crashed", "hung")} == {
+        "raised": 1,
+        "crashed": 1,
+        "hung": 1,
+    }
+    with pytest.raises(NoUsableTasksError, match="malformed: expert returned a str"):
+        recipe.rollout(recipe.policy, recipe.train_tasks[4:5], torch.Generator())
+    with pytest.raises(NoUsableTasksError, match="did not end the episode"):
+        recipe.rollout(recipe.policy, recipe.train_tasks[5:6], torch.Generator())
+    assert recipe.rollout(recipe.policy, recipe.train_tasks[6:8], torch.Generator()).num_rows == 2
 
 
 def test_a_clone_writes_actions(tmp_path, folder):
