@@ -114,6 +114,40 @@ def test_episodes_are_cut():
     assert env.step(action)[2:4] == (False, False)
 
 
+def test_the_wind_carries_the_agent_whatever_it_does():
+    env = PictureGrid(size=4, min_distance=4, max_steps=200, winds={"calm": 0.0, "windy": 0.5, "storm": 1.0})
+    way_back = {0: 1, 1: 0, 2: 3, 3: 2}
+
+    def turn_away(name, seed):
+        """Distances after each move of an agent that always moves away from the goal."""
+        _, info = env.reset(seed=seed, options={"name": name})
+        found, over = [(info["distance"], False)], False
+        while not over:
+            _, reward, done, cut, info = env.step(way_back[env.expert_action()])
+            over = done or cut
+            found.append((len(env.shortest_path()), info["carried"]))
+        return found, reward
+
+    calm, storm = turn_away("calm", 1), turn_away("storm", 1)
+    assert not any(carried for _, carried in calm[0])
+    assert calm[1] == 0.0
+    assert [distance for distance, _ in storm[0]] == list(range(storm[0][0][0], -1, -1))
+    assert storm[1] == 1.0
+    steps = [move for seed in range(20) for move in turn_away("windy", seed)[0][1:]]
+    share, spread = np.mean([carried for _, carried in steps]), 0.5 / len(steps) ** 0.5
+    assert abs(share - 0.5) < 5 * spread
+    assert turn_away("windy", 3) == turn_away("windy", 3), "the seed says when the wind blows"
+
+
+def test_the_mission_says_that_there_is_wind_and_the_picture_does_not():
+    env = PictureGrid(winds={"calm": 0.0, "windy": 0.5})
+    calm, windy = (env.reset(seed=2, options={"name": name})[0] for name in ("calm", "windy"))
+    assert (calm["mission"], windy["mission"]) == ("Go to the green square.", "Go to the green square. It is windy.")
+    np.testing.assert_array_equal(calm["image"], windy["image"])
+    with pytest.raises(UserError, match="none for the task 'gusty'; tasks of this grid: calm, windy"):
+        env.reset(seed=2, options={"name": "gusty"})
+
+
 def test_the_environment_keeps_gymnasiums_rules():
     check_env(PictureGrid(walls=2, key=True), skip_render_check=True)
     made = gymnasium.make("mmrl.agents.worlds:mmrl/PictureGrid-v0", size=3, render_mode="rgb_array")
@@ -128,6 +162,7 @@ def test_the_environment_keeps_gymnasiums_rules():
         ({"cell": 5000}, "at most 4096 in all"),
         ({"walls": 23}, "walls is 23; a grid of 5 x 5 has room for 0 to 22"),
         ({"max_steps": 0}, "max_steps is 0"),
+        ({"winds": {"windy": 1.5}}, "winds.windy is 1.5; expected a share"),
         ({"min_distance": 9}, "no grid of 5 x 5 .* takes 9 to any number of moves; allow shorter"),
         ({"min_distance": 4, "max_distance": 3}, "takes 4 to 3 moves"),
     ],

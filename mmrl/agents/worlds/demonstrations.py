@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def build_experts(
     count: int = 200,
     first_seed: int = 2_000_000,
     mistakes: float = 0.0,
+    names: Sequence[str] = (),
     format: str = "tag",
     **grid: Any,
 ) -> Path:
@@ -32,6 +34,7 @@ def build_experts(
         count: episodes, each with a grid of its own.
         first_seed: of the first grid; training and evaluation should have others.
         mistakes: share of the moves that are random.
+        names: of the tasks, taken in turn, in a grid with winds.
         format: of the answers; key of `mmrl.agents.actions.FORMATS`.
         grid: options of `PictureGrid`.
 
@@ -39,5 +42,7 @@ def build_experts(
         The folder.
     """
     env = CarelessExpert(GymEnvironment(PictureGrid(**grid)), list(MOVES), mistakes, random.Random(first_seed))
-    write_episodes([run_expert(env, {}, first_seed + number, format) for number in range(count)], Path(path), films=0)
+    tasks = [{"name": name} for name in names] or [{}]
+    episodes = [run_expert(env, tasks[number % len(tasks)], first_seed + number, format) for number in range(count)]
+    write_episodes(episodes, Path(path), films=0)
     return Path(path)

@@ -3,10 +3,13 @@
 The reward is 1 at the goal and 0 before. The picture shows all there is to know: the agent as a blue disc, the goal as
 a green square, walls dark, the key as a yellow diamond, and once the agent has it a yellow dot on the disc. A cell of
 28 pixels is one token of vision models that merge 2 x 2 patches of 14.
+
+With `winds` success may be luck: in tasks of some names a wind carries the agent towards the goal, whatever it does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import gymnasium
@@ -32,6 +35,7 @@ __all__ = ["PictureGrid"]
 
 MISSION = "Go to the green square."
 MISSION_WITH_KEY = "Fetch the yellow key, then go to the green square."
+WINDY = " It is windy."
 COLOURS = {
     "floor": (244, 244, 240),
     "line": (205, 205, 205),
@@ -55,6 +59,8 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         min_distance: fewest moves of the shortest way; 8 or more makes credit over time matter.
         max_distance: most moves of the shortest way; None for any.
         max_steps: moves after which the episode is truncated.
+        winds: by the name of a task, in which share of the moves the wind takes the agent along a shortest way instead.
+            The mission says that there is wind, the picture does not. None for a world without.
         render_mode: only rgb_array, which is what the observation shows already.
 
     Raises:
@@ -76,13 +82,15 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         min_distance: int = 1,
         max_distance: int | None = None,
         max_steps: int = 12,
+        winds: Mapping[str, float] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        _check(size, cell, walls, max_steps)
+        _check(size, cell, walls, max_steps, winds or {})
         self._rules = LayoutRules(size, walls, key, min_distance, max_distance)
         self._cell, self._max_steps, self.render_mode = cell, max_steps, render_mode
+        self._winds, self._wind = dict(winds or {}), 0.0
         self.action_space = Discrete(len(MOVES))
-        letters = "".join(sorted(set(MISSION + MISSION_WITH_KEY)))
+        letters = "".join(sorted(set(MISSION + MISSION_WITH_KEY + WINDY)))
         picture = Box(0, 255, (size * cell, size * cell, 3), np.uint8)
         self.observation_space = Dict({"image": picture, "mission": Text(100, min_length=1, charset=letters)})
         # Impossible rules are found out before the first episode.
@@ -111,18 +119,25 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw a layout; options are not used."""
+        """Draw a layout; where there are winds, the option `name` says which one blows.
+
+        Raises:
+            UserError: there is no wind of that name.
+        """
         super().reset(seed=seed)
+        self._wind = self._find_wind((options or {}).get("name"))
         self._layout = self._draw_layout(self.np_random)
         self._state, self._steps = first_state(self._layout), 0
         return self._look(), {"distance": len(self.shortest_path())}
 
     def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Move; the reward is 1 at the goal."""
-        self._state = move(self._layout, self._state, list(MOVES)[int(action)])
+        """Move, or be carried by the wind; the reward is 1 at the goal."""
+        carried = self._wind > 0 and bool(self.np_random.random() < self._wind)
+        self._state = move(self._layout, self._state, list(MOVES)[self.expert_action() if carried else int(action)])
         self._steps += 1
         done = reached(self._layout, self._state)
-        return self._look(), float(done), done, not done and self._steps >= self._max_steps, {"success": done}
+        info = {"success": done} | ({"carried": carried} if self._winds else {})
+        return self._look(), float(done), done, not done and self._steps >= self._max_steps, info
 
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
         """The picture of the observation."""
@@ -145,7 +160,13 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         image[top : top + self._cell, left : left + self._cell][shape] = COLOURS[colour]
 
     def _look(self) -> dict[str, Any]:
-        return {"image": self.render(), "mission": MISSION_WITH_KEY if self._rules.key else MISSION}
+        mission = MISSION_WITH_KEY if self._rules.key else MISSION
+        return {"image": self.render(), "mission": mission + (WINDY if self._wind else "")}
+
+    def _find_wind(self, name: object) -> float:
+        if self._winds and name not in self._winds:
+            raise UserError(f"winds has none for the task {name!r}; tasks of this grid: {', '.join(self._winds)}")
+        return self._winds.get(str(name), 0.0)
 
     def _draw_layout(self, generator: np.random.Generator) -> GridLayout:
         layout = draw_layout(self._rules, generator)
@@ -159,10 +180,13 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         return layout
 
 
-def _check(size: int, cell: int, walls: int, max_steps: int) -> None:
+def _check(size: int, cell: int, walls: int, max_steps: int, winds: Mapping[str, float]) -> None:
     if size < 2 or cell < 4 or size * cell > LARGEST_SIDE:
         raise UserError(f"a grid of {size} cells of {cell} pixels; at least 2 of 4, at most {LARGEST_SIDE} in all")
     if not 0 <= walls <= size**2 - 3:
         raise UserError(f"walls is {walls}; a grid of {size} x {size} has room for 0 to {size**2 - 3}")
     if max_steps < 1:
         raise UserError(f"max_steps is {max_steps}; must be at least 1")
+    for name, share in winds.items():
+        if not 0 <= share <= 1:
+            raise UserError(f"winds.{name} is {share}; expected a share of the moves between 0 and 1")
