@@ -52,7 +52,7 @@ from mmrl.vlm.sampling import SamplerConfig
 
 __all__ = ["VlDacConfig", "VlDacRecipe", "repo_preset"]
 
-SCORED = frozenset({"logp", "values"})
+CRITIC_ALONE = frozenset({"values"})
 
 
 def paper_model() -> ModelConfig:
@@ -135,7 +135,7 @@ class VlDacRecipe(AgentRecipe):
         """The critic's part of the objective in the warm-up, then the whole objective."""
         if not self.warming_up:
             return super().loss(policy, minibatch, denominators)
-        return self.objective.critic_loss(self.scores(policy, minibatch, SCORED), minibatch, denominators)
+        return self.objective.critic_loss(self.scores(policy, minibatch, CRITIC_ALONE), minibatch, denominators)
 
 
 def repo_preset() -> VlDacConfig:

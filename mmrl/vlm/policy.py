@@ -171,7 +171,9 @@ class VlmPolicy(nn.Module):
             rollouts: rows whose payload is a `VlmPayload`; only tokens under the mask are scored.
             view: form of the prompts, "original" or a key of the payload's views.
             temperature: the one that the tokens were sampled with; logits are divided by it.
-            outputs: what is needed of "logp", "entropy" (full, in nats) and "values".
+            outputs: what is needed of "logp", "entropy" (full, in nats) and "values". Log-probabilities come in any
+                case, but without "logp" and "entropy" as constants: several processes wait in the backward pass for
+                the gradient of everything that has one.
 
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
@@ -384,9 +386,12 @@ class VlmPolicy(nn.Module):
         def spread(flat: Tensor) -> Tensor:
             return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(places, flat)
 
+        states_read, head = states, self.network.lm_head.weight
+        if not outputs & {"logp", "entropy"}:
+            states_read, head = states.detach(), head.detach()
         result = linear_logprobs(
-            states,
-            self.network.lm_head.weight,
+            states_read,
+            head,
             targets,
             temperature=temperature,
             banned=self.banned_ids,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mmrl.config import save
-from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.model_config import CriticSettings, ModelConfig
 from mmrl.vlm.models import load_policy
 from tests.contracts.domains import domain_of
 
@@ -47,6 +47,25 @@ def test_two_processes_run_the_episodes_of_one_and_make_its_update(tmp_path):
     for name in ("reward/mean", "episode/return", "episode/turns", "response/length_mean"):
         assert abs(rows[0][name] - shared_rows[0][name]) < 1e-6, name
     # AdamW's first step moves every weight by the learning rate: a sign that rounding turns shows as twice that
+    assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
+
+
+def test_two_processes_train_the_critic_and_then_the_policy_of_one(tmp_path):
+    """Advantages are whitened over the turns of both processes, and the warm-up moves the critic of both alike."""
+
+    def warms_up(config: Any) -> None:
+        config.model.critic = CriticSettings(hidden=[16], stop_gradient=True)
+        config.data.seeds, config.trainer.steps, config.warmup_updates = 4, 2, 1
+
+    rows, weights = train(tmp_path / "one", 1, "vl_dac", warms_up)
+    shared_rows, shared = train(tmp_path / "two", 2, "vl_dac", warms_up)
+    for one, two in zip(rows, shared_rows, strict=True):
+        losses = [name for name in one if name.startswith(("loss/", "advantage/", "value/"))]
+        for name in ("episode/return", "response/length_mean", *losses):
+            assert abs(one[name] - two[name]) < 1e-5, name
+    assert "loss/policy" not in rows[0]
+    assert "loss/policy" in rows[1]
+    # The policy's first step of AdamW is that after the warm-up, see above
     assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
 
 
