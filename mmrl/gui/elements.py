@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -73,7 +74,7 @@ def read_elements(page: GuardedPage) -> list[Element]:
     Raises:
         BrowserFailure: the page does not answer.
     """
-    return [_element(entry, page.scale) for entry in page.evaluate(_script())]
+    return [_element(entry, page.scale) for entry in json.loads(page.evaluate(_script()))]
 
 
 def _element(entry: dict[str, Any], scale: float) -> Element:

@@ -14,6 +14,8 @@ from mmrl.gui.pages.vocabulary import CONTENT, FIELDS, LANGUAGES, Function, func
 if TYPE_CHECKING:
     import jinja2
 
+    from mmrl.gui.pages.launcher import LauncherSheet
+
 __all__ = ["LAYOUTS", "SPLITS", "Control", "Field", "PageModel", "Row", "compose", "render"]
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -137,8 +139,8 @@ def compose(draw: random.Random, split: str, width_px: int, language: str | None
     )
 
 
-def render(page: PageModel) -> str:
-    """The page as HTML."""
+def render(page: PageModel | LauncherSheet) -> str:
+    """The page, or home screens side by side, as HTML."""
     return _templates().get_template(f"{page.layout}.jinja").render(page=page)
 
 

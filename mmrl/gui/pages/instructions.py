@@ -14,9 +14,11 @@ from mmrl.gui.coords import Box
 from mmrl.gui.elements import Element
 from mmrl.gui.pages.vocabulary import Function
 
-__all__ = ["KINDS", "Instruction", "instructions_for"]
+__all__ = ["KINDS", "LISTING", "Instruction", "instructions_for", "listing_for"]
 
 KINDS = ("name", "function", "relation")
+LISTING = "listing"
+"""Kind of an instruction that asks for everything there is."""
 MIN_VISIBLE = 0.5
 """Visible share of a target's area; what shows less of itself can still make an instruction ambiguous."""
 
@@ -30,7 +32,7 @@ class Instruction:
 
     text: str
     kind: str
-    """One of `KINDS`."""
+    """One of `KINDS`, or `LISTING`."""
     targets: tuple[Element, ...]
     """One, or all that fulfil it."""
 
@@ -64,6 +66,19 @@ def instructions_for(
         found.append(_by_function(element, visible, functions, draw))
         found.append(_by_place(element, visible, SENTENCES[words][language], draw))
     return [item for item in found if item is not None and (all_boxes or len(item.targets) == 1)]
+
+
+def listing_for(elements: Sequence[Element], language: str, words: str, draw: random.Random) -> Instruction:
+    """The instruction that asks for every control that can be used, in the order of the document.
+
+    Args:
+        elements: controls of the page.
+        language: of the instruction.
+        words: "train" or "test", for the sentences.
+        draw: source of the choice between equal sentences.
+    """
+    targets = tuple(element for element in elements if element.visible and not element.disabled and element.name)
+    return Instruction(draw.choice(SENTENCES[words][language][LISTING]), LISTING, targets)
 
 
 def _by_name(element: Element, visible: list[Element], sentences: Sentences, draw: random.Random) -> Instruction:
@@ -149,6 +164,7 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
             "left": ('Click what stands directly left of "{name}".',),
             "below": ('Click what stands directly below "{name}".',),
             "above": ('Click what stands directly above "{name}".',),
+            "listing": ("List every control on this screen.",),
         },
         "de": {
             "name": ('Klicke auf "{name}".', 'Drücke "{name}".'),
@@ -157,6 +173,7 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
             "left": ('Klicke auf das, was direkt links von "{name}" steht.',),
             "below": ('Klicke auf das, was direkt unter "{name}" steht.',),
             "above": ('Klicke auf das, was direkt über "{name}" steht.',),
+            "listing": ("Nenne alle Bedienelemente dieses Bildschirms.",),
         },
         "es": {
             "name": ('Haz clic en "{name}".', 'Pulsa "{name}".'),
@@ -165,6 +182,7 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
             "left": ('Haz clic en lo que está justo a la izquierda de "{name}".',),
             "below": ('Haz clic en lo que está justo debajo de "{name}".',),
             "above": ('Haz clic en lo que está justo encima de "{name}".',),
+            "listing": ("Enumera todos los controles de esta pantalla.",),
         },
     },
     "test": {
@@ -175,6 +193,7 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
             "left": ('Select the neighbour of "{name}" on its left.',),
             "below": ('Select the neighbour of "{name}" underneath it.',),
             "above": ('Select the neighbour of "{name}" on top of it.',),
+            "listing": ("What can be clicked here? Name all of it.",),
         },
         "de": {
             "name": ('Suche das Element mit dem Namen "{name}" und betätige es.',),
@@ -183,6 +202,7 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
             "left": ('Wähle den linken Nachbarn von "{name}".',),
             "below": ('Wähle den unteren Nachbarn von "{name}".',),
             "above": ('Wähle den oberen Nachbarn von "{name}".',),
+            "listing": ("Was lässt sich hier anklicken? Zähle alles auf.",),
         },
         "es": {
             "name": ('Encuentra el control llamado "{name}" y actívalo.',),
@@ -191,6 +211,7 @@ SENTENCES: dict[str, dict[str, Sentences]] = {
             "left": ('Elige el vecino de "{name}" por la izquierda.',),
             "below": ('Elige el vecino de "{name}" por abajo.',),
             "above": ('Elige el vecino de "{name}" por arriba.',),
+            "listing": ("¿Qué se puede pulsar aquí? Dilo todo.",),
         },
     },
 }

@@ -9,20 +9,25 @@ Equal settings and seeds give equal pixels on one machine; another browser or ot
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mmrl.fields import bounded, check_config, choice
+from mmrl.errors import UserError
+from mmrl.fields import check_config
 from mmrl.gui.browser import Browser, BrowserFailure, BrowserSettings
+from mmrl.gui.coords import Box, Size
 from mmrl.gui.elements import Element, read_elements
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.pages.composer import SPLITS, PageModel, compose, render
-from mmrl.gui.pages.instructions import Instruction, instructions_for
-from mmrl.gui.pages.vocabulary import LANGUAGES, functions
+from mmrl.gui.pages.instructions import LISTING, Instruction, instructions_for, listing_for
+from mmrl.gui.pages.launcher import LauncherPage, LauncherSheet, compose_launcher
+from mmrl.gui.pages.settings import ScreenSettings
+from mmrl.gui.pages.vocabulary import functions
 from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.samples import AnyOf, GroundingSample
 
@@ -33,26 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "ScreenSettings", "WebScreens", "build_screens"]
 
 ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class ScreenSettings:
-    """What the screens look like."""
-
-    split: str = choice("train", SPLITS)
-    """train; layouts: words of train on templates and themes of test; test: nothing that train has."""
-    width_px: int = bounded(448, at_least=160, at_most=4096)
-    """Columns of the picture."""
-    height_px: int = bounded(336, at_least=120, at_most=4096)
-    """Rows of the picture."""
-    scales: tuple[float, ...] = bounded((1.0, 0.875, 1.4), at_least=0.5, at_most=4)
-    """Device pixels of a CSS pixel; one is drawn for each page."""
-    languages: tuple[str, ...] = choice(LANGUAGES, LANGUAGES)
-    """Of labels and instructions; one is drawn for each page."""
-    per_screen: int = bounded(3, at_least=1)
-    """Most instructions of a screen, of different controls."""
-    all_boxes: bool = False
-    """Keep instructions that several controls fulfil, with all of them as the target; they are left out otherwise."""
+MOST_EMPTY = 200
+"""Screens without an instruction, one after the other, after which there will be none."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class Screen:
     seed: int
     picture: NDArray[np.uint8]
     """(H, W, 3) RGB."""
-    page: PageModel
+    page: PageModel | LauncherPage
     scale: float
     elements: tuple[Element, ...]
     """Also those that are not visible."""
@@ -92,7 +79,7 @@ class WebScreens:
         check_config(self.settings, "screens")
         self._own = not isinstance(browser, Browser)
         self.browser = browser if isinstance(browser, Browser) else Browser(browser)
-        self._pages: dict[float, GuardedPage] = {}
+        self._pages: dict[tuple[Size, float], GuardedPage] = {}
 
     def __enter__(self) -> WebScreens:
         return self
@@ -116,14 +103,18 @@ class WebScreens:
         Raises:
             BrowserFailure: the browser failed three times in a row.
         """
-        for attempt in range(ATTEMPTS):
-            try:
-                return self._draw(seed)
-            except BrowserFailure:
-                if attempt == ATTEMPTS - 1:
-                    raise
-                self._restart(after_failure=True)
-        raise AssertionError("unreachable")
+        return self.screens([seed])[0]
+
+    def screens(self, seeds: Sequence[int]) -> list[Screen]:
+        """The screens of some seeds; home screens of one whole scale share a window, which is much faster.
+
+        Raises:
+            BrowserFailure: the browser failed three times in a row.
+        """
+        size = math.prod(self.settings.sheet)
+        return [
+            screen for start in range(0, len(seeds), size) for screen in self._insistently(seeds[start : start + size])
+        ]
 
     def samples(self, count: int, seed: int = 0) -> Iterator[GroundingSample]:
         """Samples for grounding, one after the other.
@@ -134,29 +125,52 @@ class WebScreens:
 
         Yields:
             Samples with pictures as PIL images; `meta` has id, kind, group (text or icon), role, name, language,
-            layout, theme, scale, split and seed.
+            layout, theme, scale, split and seed, and with `worked` the answers.
+
+        Raises:
+            UserError: the settings give screens without instructions.
         """
-        given, number = 0, 0
+        given, number, last = 0, 0, 0
+        size = math.prod(self.settings.sheet)
         while given < count:
-            screen = self.screen(screen_seed(seed, number))
-            number += 1
-            for sample in self.samples_of(screen)[: count - given]:
-                given += 1
-                yield sample
+            seeds = [screen_seed(seed, number + place) for place in range(min(size, count - given))]
+            for screen in self.screens(seeds):
+                number += 1
+                for sample in self.samples_of(screen)[: count - given]:
+                    given, last = given + 1, number
+                    yield sample
+            if number - last > MOST_EMPTY:
+                raise UserError(
+                    f"{number - last} screens in a row have no instruction of {', '.join(self.settings.kinds)}"
+                )
 
     def samples_of(self, screen: Screen) -> list[GroundingSample]:
-        """Instructions of a screen as samples, of different controls and as many kinds as there are."""
+        """Instructions of a screen as samples, of different controls and as many kinds as there are.
+
+        With `listings` a screen has either these or the one instruction that asks for everything.
+        """
         from PIL import Image
 
-        draw = random.Random(f"samples/{screen.seed}")
+        settings = self.settings
         image = Image.fromarray(screen.picture)
-        chosen = _chosen(list(screen.instructions), self.settings.per_screen, draw)
+        draw = random.Random(f"samples/{screen.seed}")
+        if settings.listings and random.Random(f"listing/{screen.seed}").random() < self._listing_screens:
+            language, words = screen.page.language, SPLITS[settings.split][1]
+            listing = listing_for(screen.elements, language, words, draw)
+            return [self._sample(screen, image, listing)] if listing.targets else []
+        chosen = _chosen(list(screen.instructions), settings.per_screen, draw)
         return [self._sample(screen, image, instruction) for instruction in chosen]
+
+    @property
+    def _listing_screens(self) -> float:
+        """Share of the screens that are listed, each with one row, for the wanted share of the rows."""
+        share, rows = self.settings.listings, self.settings.per_screen
+        return share * rows / (1 - share + share * rows)
 
     def _sample(self, screen: Screen, image: Any, instruction: Instruction) -> GroundingSample:
         first, boxes = instruction.targets[0], tuple(target.box for target in instruction.targets)
         height, width = screen.picture.shape[:2]
-        meta = {
+        meta: dict[str, Any] = {
             "id": f"{self.settings.split}-{screen.seed}-{first.data.get('function') or first.name}-{instruction.kind}",
             "kind": instruction.kind,
             "group": "icon" if first.icon_only else "text",
@@ -169,30 +183,73 @@ class WebScreens:
             "split": self.settings.split,
             "seed": screen.seed,
         }
+        if self.settings.worked:
+            meta["answers"] = [list(box.center) for box in boxes]
+        if instruction.kind == LISTING:
+            meta |= {"name": "", "labels": [target.name for target in instruction.targets]}
         target = boxes[0] if len(boxes) == 1 else AnyOf(boxes)
         return GroundingSample(image, (width, height), instruction.text, target, meta=meta)
+
+    def _insistently(self, seeds: Sequence[int]) -> list[Screen]:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._draw_home(seeds) if self.settings.layout else [self._draw(seed) for seed in seeds]
+            except BrowserFailure:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                self._restart(after_failure=True)
+        raise AssertionError("unreachable")
 
     def _draw(self, seed: int) -> Screen:
         settings = self.settings
         draw = random.Random(f"{settings.split}/{seed}")
         scale = draw.choice(settings.scales)
         language = draw.choice(settings.languages)
-        model = compose(draw, settings.split, round(settings.width_px / scale), language)
-        page = self._page(scale)
+        model = compose(draw, settings.split, settings.page_wh(scale)[0], language)
+        page = self._page(settings.page_wh(scale), scale)
         page.load_html(render(model), new_document=self._new_documents)
         elements = tuple(read_elements(page))
-        words = SPLITS[settings.split][1]
+        return Screen(seed, page.screenshot(), model, scale, elements, self._instructions(elements, language, draw))
+
+    def _draw_home(self, seeds: Sequence[int]) -> list[Screen]:
+        """Home screens in one window, each cut out of its picture."""
+        settings = self.settings
+        draws = [random.Random(f"launcher/{settings.split}/{seed}") for seed in seeds]
+        scale = draws[0].choice(settings.scales)  # several share a window only where there is one scale
+        for draw in draws[1:]:
+            draw.choice(settings.scales)
+        width, height = settings.page_wh(scale)
+        places, words = SPLITS[settings.split]
+        pages = tuple(
+            compose_launcher(draw, places, words, (width, height), draw.choice(settings.languages), settings.launcher)
+            for draw in draws
+        )
+        columns, rows = settings.sheet if len(seeds) > 1 else (1, 1)
+        sheet = LauncherSheet(pages, columns)
+        window = self._page((columns * width, rows * height), scale)
+        window.load_html(render(sheet), new_document=self._new_documents)
+        found, picture = read_elements(window), window.screenshot()
+        screens = []
+        for number, (seed, page, draw) in enumerate(zip(seeds, pages, draws, strict=True)):
+            left, top = (round(edge * scale) for edge in sheet.corner(number))
+            elements = tuple(_on_its_own(item, left, top) for item in found if item.data["screen"] == str(number))
+            own = picture[top : top + round(height * scale), left : left + round(width * scale)]
+            instructions = self._instructions(elements, page.language, draw)
+            screens.append(Screen(seed, own, page, scale, elements, instructions))
+        return screens
+
+    def _instructions(self, elements: Sequence[Element], language: str, draw: random.Random) -> tuple[Instruction, ...]:
+        words, settings = SPLITS[self.settings.split][1], self.settings
         known = dict(functions(words, language))
         found = instructions_for(elements, known, language, words, draw, all_boxes=settings.all_boxes)
-        return Screen(seed, page.screenshot(), model, scale, elements, tuple(found))
+        return tuple(item for item in found if item.kind in settings.kinds)
 
-    def _page(self, scale: float) -> GuardedPage:
+    def _page(self, page_wh: Size, scale: float) -> GuardedPage:
         if self.browser.pages >= self.browser.settings.pages_per_start:
             self._restart(after_failure=False)
-        if scale not in self._pages:
-            size = round(self.settings.width_px / scale), round(self.settings.height_px / scale)
-            self._pages[scale] = GuardedPage(self.browser, *size, scale=scale)
-        return self._pages[scale]
+        if (page_wh, scale) not in self._pages:
+            self._pages[page_wh, scale] = GuardedPage(self.browser, *page_wh, scale=scale)
+        return self._pages[page_wh, scale]
 
     def _restart(self, after_failure: bool) -> None:
         self._pages.clear()
@@ -223,6 +280,13 @@ def build_screens(path: str | Path, *, count: int = 1000, seed: int = 0, **setti
 def screen_seed(seed: int, number: int) -> int:
     """Seed of a screen in a series: series of different seeds share none."""
     return (seed << 32) + number
+
+
+def _on_its_own(element: Element, left: float, top: float) -> Element:
+    """An element as it would be if its home screen had the window for itself."""
+    x1, y1, x2, y2 = element.box
+    data = {name: value for name, value in element.data.items() if name != "screen"}
+    return replace(element, box=Box(x1 - left, y1 - top, x2 - left, y2 - top), data=data)
 
 
 def _chosen(found: list[Instruction], count: int, draw: random.Random) -> list[Instruction]:

@@ -1,0 +1,231 @@
+"""The home screen of a phone: tiles with an icon and no text, each function in its own colour, in any order.
+
+A model of a few hundred thousand weights cannot read small text, but it tells colours apart, so these pages are what
+short demonstrations and experiments run on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from mmrl.gui.answers import answer_text
+from mmrl.gui.coords import CoordinateSpace, Size
+from mmrl.gui.pages.instructions import SENTENCES
+from mmrl.gui.pages.themes import THEMES, Theme
+from mmrl.gui.pages.vocabulary import Function, functions
+
+__all__ = [
+    "COLORS",
+    "LauncherPage",
+    "LauncherSettings",
+    "LauncherSheet",
+    "Tile",
+    "app_name",
+    "build_model",
+    "compose_launcher",
+    "corpus",
+    "tile_of",
+]
+
+ANSWER_TOKENS = (
+    '[{"point_2d": [', ']}, {"point_2d": [', "]}]", ", ", '[{"label": "', '", "point_2d": [', ']}, {"label": "'
+)  # fmt: skip
+"""Parts of an answer that the tiny tokenizer holds as one token each."""
+VOCAB_SIZE = 800
+"""Enough for each word of the instructions to be one token."""
+
+
+@dataclass(frozen=True)
+class LauncherSettings:
+    """What is on a home screen."""
+
+    functions: tuple[str, ...] = choice((), lambda: COLORS)
+    """Functions that tiles are drawn from; empty: all of `COLORS`."""
+    tiles: int = bounded(12, at_least=2)
+    """Tiles of a page, or one for each function where there are fewer."""
+    cell_px: int = bounded(32, at_least=16)
+    """Side of a tile with the space around it, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
+
+    def count(self) -> int:
+        """Tiles of a page."""
+        return min(self.tiles, len(self.functions or COLORS))
+
+    def grid(self, page_wh: Size) -> tuple[int, int]:
+        """Columns and rows of a page.
+
+        Args:
+            page_wh: (width, height) of the page in CSS pixels.
+
+        Raises:
+            UserError: the tiles do not fit.
+        """
+        columns, rows = page_wh[0] // self.cell_px, page_wh[1] // self.cell_px
+        if columns * rows < self.count():
+            raise UserError(
+                f"a page of {page_wh[0]} x {page_wh[1]} CSS pixels has {columns} x {rows} cells of {self.cell_px}, too "
+                f"few for {self.count()} tiles; give it more pixels, or a smaller launcher.cell_px or launcher.tiles"
+            )
+        return columns, rows
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A button with an icon on a colour."""
+
+    function: str
+    label: str
+    """Accessible name."""
+    icon: str
+    """SVG elements."""
+    color: str
+    ink: str
+    """Colour of the icon."""
+
+
+@dataclass(frozen=True)
+class LauncherPage:
+    """All that one home screen shows."""
+
+    theme: Theme
+    language: str
+    wh: Size
+    """(width, height) in CSS pixels."""
+    columns: int
+    rows: int
+    tile_px: int
+    radius_px: int
+    gaps_px: tuple[int, int]
+    """Between rows and between columns."""
+    cells: tuple[Tile | None, ...]
+    """Row by row; None is an empty one."""
+    layout: str = "launcher"
+
+
+@dataclass(frozen=True)
+class LauncherSheet:
+    """Home screens side by side in one window, which a browser draws in little more time than one of them."""
+
+    pages: tuple[LauncherPage, ...]
+    columns: int
+    """Pages in a row."""
+    layout: str = "launcher"
+
+    def corner(self, number: int) -> tuple[int, int]:
+        """Left and top edge of a page in CSS pixels of the window."""
+        width, height = self.pages[number].wh
+        return number % self.columns * width, number // self.columns * height
+
+
+def compose_launcher(
+    draw: random.Random, places: str, words: str, page_wh: Size, language: str, settings: LauncherSettings
+) -> LauncherPage:
+    """Choose the tiles of a page, their order and its look.
+
+    Args:
+        draw: source of the choices; equal states give equal pages.
+        places: "train" or "test", for the themes.
+        words: "train" or "test", for the names and icons.
+        page_wh: (width, height) in CSS pixels.
+        language: of the names.
+        settings: which functions, and how many.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: the tiles do not fit.
+    """
+    columns, rows = settings.grid(page_wh)
+    known = functions(words, language)
+    cells: list[Tile | None] = [None] * (columns * rows)
+    chosen = draw.sample(sorted(settings.functions or COLORS), settings.count())
+    for cell, name in zip(draw.sample(range(len(cells)), len(chosen)), chosen, strict=True):
+        cells[cell] = tile_of(known[name])
+    tile_px = settings.cell_px * draw.randint(12, 14) // 16
+    space = settings.cell_px - tile_px
+    return LauncherPage(
+        theme=draw.choice(THEMES[places]),
+        language=language,
+        wh=page_wh,
+        columns=columns,
+        rows=rows,
+        tile_px=tile_px,
+        radius_px=tile_px * draw.randint(1, 4) // 16,
+        gaps_px=(draw.randint(space - 2, space), draw.randint(space - 2, space)),
+        cells=tuple(cells),
+    )
+
+
+def tile_of(function: Function) -> Tile:
+    """The tile of a function: its first label, its own colour, and an icon that stands out from it."""
+    color = COLORS[function.name]
+    red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+    bright = 0.299 * red + 0.587 * green + 0.114 * blue > 140
+    return Tile(function.name, app_name(function), function.icon, color, "#101010" if bright else "#ffffff")
+
+
+def app_name(function: Function) -> str:
+    """The one name that a function has on home screens."""
+    return function.labels[0]
+
+
+def corpus(words: str = "train", language: str = "en") -> list[str]:
+    """What instructions and answers about these pages are made of, to train a tokenizer on.
+
+    Args:
+        words: "train" or "test".
+        language: of names and phrases.
+    """
+    known = functions(words, language)
+    sentences = SENTENCES[words][language]
+    texts = [sentence.format(name=app_name(known[name])) for name in COLORS for sentence in sentences["name"]]
+    texts += [f"{phrase[0].upper()}{phrase[1:]}." for name in COLORS for phrase in known[name].phrases]
+    points = [(1.0, 2.0), (3.0, 4.0)]
+    answers = [answer_text(points, CoordinateSpace.REL1000), *sentences["listing"]]
+    return [*(texts * 20), *answers]
+
+
+def build_model(path: str | Path, *, words: str = "train", language: str = "en", **options: Any) -> Path:
+    """Build a tiny random model whose tokenizer has one token for each word and each name of these pages.
+
+    Args:
+        path: model folder to write.
+        words: "train" or "test".
+        language: of names and phrases.
+        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
+
+    Returns:
+        The folder.
+    """
+    from mmrl.vlm.tiny import build_tiny_vlm
+
+    known = functions(words, language)
+    tokens: Sequence[str] = (*ANSWER_TOKENS, *(app_name(known[name]) for name in COLORS))
+    return build_tiny_vlm(path, corpus=corpus(words, language), tokens=tokens, **({"vocab_size": VOCAB_SIZE} | options))
+
+
+COLORS: dict[str, str] = {
+    "save": "#ffdc00",
+    "download": "#006e14",
+    "delete": "#ff5ac8",
+    "archive": "#783c00",
+    "search": "#143cff",
+    "filter": "#b4a0ff",
+    "share": "#00dce6",
+    "reply": "#00006e",
+    "undo": "#ff8200",
+    "refresh": "#78ff00",
+    "settings": "#808080",
+    "profile": "#ffb496",
+    "play": "#ff0000",
+    "mute": "#8c00dc",
+    "home": "#007878",
+    "help": "#6e0032",
+}
+"""Of each function that home screens have; of each family there are two."""

@@ -1,0 +1,74 @@
+"""What generated screens look like, and which instructions they come with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from mmrl.gui.coords import Size
+from mmrl.gui.pages.composer import SPLITS
+from mmrl.gui.pages.instructions import KINDS
+from mmrl.gui.pages.launcher import LauncherSettings
+from mmrl.gui.pages.vocabulary import LANGUAGES
+
+__all__ = ["ScreenSettings"]
+
+SHEET_WH = (1024, 768)
+"""Home screens are drawn several at once, as many as fit into a window of so many pixels."""
+
+
+@dataclass(frozen=True)
+class ScreenSettings:
+    """What the screens look like."""
+
+    split: str = choice("train", SPLITS)
+    """train; layouts: words of train on templates and themes of test; test: nothing that train has."""
+    layout: str = choice("", ("", "launcher"))
+    """launcher: home screens of tiles without text, see `launcher`; empty: the templates of the split."""
+    launcher: LauncherSettings = field(default_factory=LauncherSettings)
+    """What home screens have on them."""
+    width_px: int = bounded(448, at_least=64, at_most=4096)
+    """Columns of the picture; 160 or more for the templates of the splits."""
+    height_px: int = bounded(336, at_least=64, at_most=4096)
+    """Rows of the picture; 120 or more for the templates of the splits."""
+    scales: tuple[float, ...] = bounded((1.0, 0.875, 1.4), at_least=0.5, at_most=4)
+    """Device pixels of a CSS pixel; one is drawn for each page."""
+    languages: tuple[str, ...] = choice(LANGUAGES, LANGUAGES)
+    """Of labels and instructions; one is drawn for each page."""
+    per_screen: int = bounded(3, at_least=1)
+    """Most instructions of a screen, of different controls."""
+    kinds: tuple[str, ...] = choice(KINDS, KINDS)
+    """Of instructions."""
+    all_boxes: bool = False
+    """Keep instructions that several controls fulfil, with all of them as the target; they are left out otherwise."""
+    worked: bool = False
+    """Add worked answers for supervised runs: the middle of the target as the column `answers`."""
+    listings: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of the worked rows that ask for everything there is; their answers have the names too, as `labels`."""
+
+    def validate(self) -> None:
+        """Refuse what does nothing or gives no instruction; raises UserError."""
+        if self.layout == "launcher":
+            for scale in self.scales:
+                self.launcher.grid(self.page_wh(scale))
+            if set(self.kinds) == {"relation"}:
+                raise UserError("screens.kinds is relation only, and the tiles of the launcher have none; add name")
+        elif self.launcher != LauncherSettings():
+            raise UserError("screens.launcher describes home screens; they need screens.layout=launcher")
+        elif self.width_px < 160 or self.height_px < 120:
+            size = f"{self.width_px} x {self.height_px}"
+            raise UserError(f"screens of {size} pixels are for layout=launcher; other layouts need at least 160 x 120")
+        if self.listings and not self.worked:
+            raise UserError(f"screens.listings is {self.listings}, a share of the worked rows; set screens.worked=true")
+
+    def page_wh(self, scale: float) -> Size:
+        """(width, height) of a page in CSS pixels."""
+        return round(self.width_px / scale), round(self.height_px / scale)
+
+    @property
+    def sheet(self) -> tuple[int, int]:
+        """Columns and rows of screens that share a window, whose pixels are the same in it only at a whole scale."""
+        if self.layout != "launcher" or len(self.scales) > 1 or not float(self.scales[0]).is_integer():
+            return 1, 1
+        return max(1, SHEET_WH[0] // self.width_px), max(1, SHEET_WH[1] // self.height_px)
