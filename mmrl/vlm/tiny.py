@@ -6,14 +6,18 @@ released models, so whatever runs on the folder also runs on a downloaded one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
 from mmrl.files import replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CHAT_TEMPLATE", "FAMILIES", "build_tiny_vlm"]
 
@@ -75,6 +79,7 @@ def build_tiny_vlm(
     initializer_range: float = 0.05,
     attention_gain: float = 1.0,
     position_gain: float = 1.0,
+    smooth_positions: bool = False,
     dtype: str = "float32",
     seed: int = 0,
 ) -> Path:
@@ -109,6 +114,8 @@ def build_tiny_vlm(
             these weights and does not change.
         position_gain: factor on the tower's learnt position embeddings (Qwen3-VL), which beside random patch weights
             are so small that a model takes long to tell where something is.
+        smooth_positions: position embeddings (Qwen3-VL) that are waves along rows and columns, so that places near each
+            other look alike, as in released models; random ones make a model learn every place by itself.
         dtype: precision of the saved weights, float32 or bfloat16.
         seed: seed of the random weights.
 
@@ -154,7 +161,10 @@ def build_tiny_vlm(
     pixels = {"shortest_edge": min_pixels or 4 * token, "longest_edge": max_pixels or 256 * token}
     with replaced(path) as draft:
         _save_model(
-            FAMILIES[family](text, vision), tokenizer, draft, _Weights(attention_gain, position_gain, dtype, seed)
+            FAMILIES[family](text, vision),
+            tokenizer,
+            draft,
+            _Weights(attention_gain, position_gain, smooth_positions, dtype, seed),
         )
         _save_processor(family, tokenizer, patch, pixels, draft)
     return path
@@ -164,6 +174,7 @@ def build_tiny_vlm(
 class _Weights:
     attention_gain: float
     position_gain: float
+    smooth_positions: bool
     dtype: str
     seed: int
 
@@ -297,7 +308,21 @@ def _scale_weights(model: Any, weights: _Weights) -> None:
             elif name.endswith("attn.qkv.weight"):
                 parameter[: 2 * parameter.shape[0] // 3].mul_(weights.attention_gain)
             elif name.endswith("visual.pos_embed.weight"):
+                if weights.smooth_positions:
+                    parameter.copy_(_waves(*parameter.shape) * parameter.std())
                 parameter.mul_(weights.position_gain)
+
+
+def _waves(places: int, width: int) -> Tensor:
+    """(places, width) of mean square 1: half a wave to two waves over the rows, and the same over the columns."""
+    import torch
+
+    side = math.isqrt(places)
+    frequency = math.pi / side * torch.logspace(0, 2, width // 4, base=2.0)
+    angle = (torch.arange(side)[:, None] + 0.5) * frequency
+    axis = math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], 1)
+    rows, columns = axis[:, None].expand(-1, side, -1), axis[None].expand(side, -1, -1)
+    return torch.cat([rows, columns], -1).reshape(places, width)
 
 
 def _save_processor(family: str, tokenizer: Any, patch: int, pixels: dict[str, int], path: Path) -> None:

@@ -135,3 +135,17 @@ def test_end_tokens_are_saved(folder):
 def test_sizes_that_do_not_fit(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         build_tiny_vlm(tmp_path / "model", corpus=CORPUS, **options)
+
+
+def test_smooth_positions_look_the_more_alike_the_nearer_they_are(tmp_path):
+    def table(smooth):
+        path = build_tiny_vlm(tmp_path / str(smooth), family="qwen3_vl", corpus=["a"], smooth_positions=smooth)
+        return load_file(path / "model.safetensors")["model.visual.pos_embed.weight"]
+
+    noise, waves = table(False), table(True)
+    torch.testing.assert_close(waves.square().mean(), noise.square().mean(), rtol=0.05, atol=0)
+    alike = torch.nn.functional.cosine_similarity(waves[0], waves.view(8, 8, -1)[:, 0], dim=-1)
+    assert alike[1] > 0.8
+    assert alike[1] > alike[2] > alike[4]
+    other = torch.nn.functional.cosine_similarity(waves[0], waves.view(8, 8, -1)[0], dim=-1)
+    torch.testing.assert_close(other, alike)
