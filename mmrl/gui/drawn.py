@@ -26,6 +26,8 @@ KINDS = ("name", "function")
 """Kinds of instruction."""
 ASKS = ("one", "some")
 """Whether a question asks for one point or for as many as the model sees fit; the column `ask`."""
+LIST = "everything"
+"""The question whose worked answer lists every icon with its name and place."""
 POINT_TOKENS = ('[{"point_2d": [', ']}, {"point_2d": [', "]}]", ", ")
 """Parts of an answer that the tiny tokenizer holds as one token each."""
 
@@ -129,6 +131,7 @@ def icon_samples(
     worked: bool = False,
     trap: float = 0.99,
     most_answers: int = 3,
+    listings: float = 0.0,
     grid: IconGrid = IconGrid(),
 ) -> Iterator[GroundingSample]:
     """Draw screens with an instruction each; the same seed gives the same pixels.
@@ -141,6 +144,7 @@ def icon_samples(
         worked: add worked answers for a supervised start, as the column `answers`.
         trap: probability that the first worked answer to a function is the icon it is taken for.
         most_answers: worked answers to a question for some are 1 to this many; the later ones are any other icons.
+        listings: share of worked rows that ask for everything; the columns `answers` and `labels` hold every icon.
         grid: layout, or what differs from the usual one.
 
     Returns:
@@ -165,6 +169,10 @@ def icon_samples(
             most = most_answers if asked == "some" else 1
             meta["answers"] = _worked(rng, screen, name, trap if kind == "function" else 0.0, most)
         text = name if kind == "name" else ICONS[name].functions[0]
+        if worked and rng.random() < listings:
+            names = sorted(screen.boxes)  # in one order, so that only what is seen has to be guessed
+            text, meta["labels"] = LIST, names
+            meta["answers"] = [list(screen.boxes[icon].center) for icon in names]
         yield GroundingSample(screen.image, screen.image.size, text, screen.boxes[name], meta=meta)
 
 
@@ -193,7 +201,7 @@ def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options
 
 def corpus() -> list[str]:
     """What the questions and answers are made of, to train a tokenizer on."""
-    words = [f"{ask}: {text}" for ask in ASKS for name, icon in ICONS.items() for text in (name, *icon.functions)]
+    words = [f"{ask}: {text}" for ask in ASKS for name, icon in ICONS.items() for text in (name, *icon.functions, LIST)]
     return [*(words * 20), answer_text([(1, 2), (3, 4)], CoordinateSpace.REL1000)]
 
 
@@ -209,4 +217,4 @@ def build_model(path: str | Path, **options: Any) -> Path:
     """
     from mmrl.vlm.tiny import build_tiny_vlm
 
-    return build_tiny_vlm(path, corpus=corpus(), tokens=POINT_TOKENS, **options)
+    return build_tiny_vlm(path, corpus=corpus(), tokens=(*POINT_TOKENS, *ICONS, *map(str, range(1001))), **options)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.task import VlmTask
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["AnswerMeasure", "Encode", "VlmEvaluationConfig"]
 
@@ -79,6 +82,8 @@ class AnswerMeasure(Measure[VlmTask]):
     """Value of each question of the split in the columns that it is broken down by."""
     broken_down: Sequence[str] = ()
     """Reward terms beside the accuracies that are broken down by these columns too."""
+    picture: Callable[[VlmTask, str, bool], Image] | None = None
+    """Draws a question's answer, given whether it is right, for the report; None where answers are words alone."""
 
     @property
     def batch_size(self) -> int:
@@ -137,6 +142,7 @@ class AnswerMeasure(Measure[VlmTask]):
             response=row["response"],
             answer=str(task.columns.get("answer", "")),
             images=task.load_images(),
+            outputs=[] if self.picture is None else [self.picture(task, row["response"], row["correct"])],
             reward=row["reward"],
             terms=row["terms"],
             finish=row["finish"],

@@ -1,8 +1,10 @@
 """The AEPO recipe and its baselines on a tiny model: what they ask, earn, log and evaluate."""
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,10 @@ from mmrl.gui.aepo import AepoConfig, AepoRecipe, no_signal
 from mmrl.gui.aepo_rewards import PARTS
 from mmrl.gui.answers import answer_text
 from mmrl.gui.coords import CoordinateSpace
+from mmrl.gui.drawn import build_icons
 from mmrl.gui.grounding_sft import GroundingSftConfig, GroundingSftRecipe
+from mmrl.gui.pictures import HIT_COLOUR, MISS_COLOUR, SHORTEST_SIDE
+from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from mmrl.vlm.payload import VlmPayload
 from tests.gui.screens import run_config, small_model
@@ -41,6 +46,44 @@ def test_a_run_logs_every_part_and_evaluates_by_kind(family, tmp_path, model):
     for part in ("has_correct", "num_pred", "wrong_format"):
         assert f"terms/{part}/greedy" in found
         assert f"terms/{part}/greedy/kind=function" in found
+    drawn = read_samples(run_dir, 2, "eval")
+    assert len(drawn) == 2
+    assert all(len(record.outputs) == 1 and max(record.outputs[0].size) >= SHORTEST_SIDE for record in drawn)
+
+
+def test_an_answer_is_drawn_where_it_points(tmp_path, model):
+    """Blue for a hit and red for a miss, at the place in the original image, in both families' spaces."""
+    recipe = recipe_of(tmp_path, model)
+    task = recipe.train_tasks[0]
+    x1, y1, x2, y2 = task.columns["bbox"]
+    (width, height), (model_width, model_height) = task.columns["original_wh"], task.image_wh[0]
+    middle = ((x1 + x2) / 2, (y1 + y2) / 2)
+    inside = (middle[0] * model_width / width, middle[1] * model_height / height)
+    text = answer_text([inside], CoordinateSpace.ABS_RESIZED)
+    for right, colour in ((True, HIT_COLOUR), (False, MISS_COLOUR)):
+        image = recipe.draw(task, text, right)
+        scale = image.width / width
+        rows, columns = np.nonzero((np.asarray(image) == colour).all(-1))
+        assert columns.mean() == pytest.approx(middle[0] * scale, abs=3 * scale)
+        assert rows.mean() == pytest.approx(middle[1] * scale, abs=3 * scale)
+    unread = np.asarray(recipe.draw(task, "no points", False))
+    assert not (unread == MISS_COLOUR).all(-1).any()
+    recipe.close()
+
+
+def test_a_row_with_labels_is_a_listing(tmp_path, model):
+    screens = build_icons(tmp_path / "listed.jsonl", count=4, worked=True, listings=1.0)
+    config = run_config(GroundingSftConfig, tmp_path, model["qwen3_vl"], family="qwen3_vl", samples_per_task=1)
+    config.recipe, config.data.path = "grounding_sft", str(screens)
+    config.validate()
+    recipe = GroundingSftRecipe(config)
+    for task in recipe.train_tasks:
+        listed = re.findall(r"([a-z]+)(\d+),(\d+);", task.columns["completion"])
+        assert [name for name, _, _ in listed] == task.columns["labels"]
+        width, height = task.columns["original_wh"]
+        for (_, x, y), (left, top) in zip(listed, task.columns["answers"], strict=True):
+            assert (int(x), int(y)) == (round(left / width * 1000), round(top / height * 1000))
+    recipe.close()
 
 
 def load_run_entry():

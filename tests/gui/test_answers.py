@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
+from mmrl.gui.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, listing_text, parse_answer, split_think
 from mmrl.gui.coords import CoordinateSpace
 
 GOOD = '[{"point_2d": [10, 20]}]'
@@ -154,3 +154,13 @@ def test_a_hundred_thousand_characters(mode, text):
 def test_an_unknown_parser_is_refused():
     with pytest.raises(UserError, match="reference, robust"):
         parse_answer(GOOD, "clever")
+
+
+def test_a_listing_has_each_label_with_its_place():
+    assert (
+        listing_text(["disk", "bell"], [(125.2, 375), (875, 166.6)], CoordinateSpace.REL1000)
+        == "disk125,375;bell875,167;"
+    )
+    assert listing_text([], [], CoordinateSpace.REL1000) == ""
+    with pytest.raises(ValueError, match="zip"):
+        listing_text(["disk"], [], CoordinateSpace.REL1000)

@@ -15,9 +15,9 @@ from mmrl.fields import bounded, choice
 from mmrl.gui.answers import PARSERS, parse_answer
 from mmrl.gui.benchmarks.layout import Benchmark
 from mmrl.gui.benchmarks.metrics import Scored, score_answer, tabulate
-from mmrl.gui.benchmarks.pictures import draw_answer
 from mmrl.gui.benchmarks.prompts import PromptPreset, begin_answer
 from mmrl.gui.benchmarks.results import metrics_of, results_markdown, write_results
+from mmrl.gui.pictures import draw_answer
 from mmrl.gui.samples import GroundingSample, Refusal
 from mmrl.training.loop.evaluation import Measure, Row, Trial
 from mmrl.training.record.outcomes import Outcome

@@ -20,6 +20,8 @@ HIT_COLOUR = (0, 110, 255)
 MISS_COLOUR = (230, 30, 30)
 HALO = (255, 255, 255)
 LONGEST_SIDE = 1280
+SHORTEST_SIDE = 384
+"""A screen whose longer side is below this is enlarged by a whole number, so that marks do not cover it."""
 MARK = 0.02
 """Radius of a point's mark as a share of the picture's longer side."""
 
@@ -35,13 +37,14 @@ def draw_answer(image: Image.Image, target: Target, points: Sequence[Point], hit
         hit: whether the answer counts; blue if so, else red.
 
     Returns:
-        A copy of at most 1280 pixels on a side: target in green, first point in blue or red.
+        A copy of at most 1280 pixels on a side, a small one enlarged: target in green, first point in blue or red.
     """
     from PIL import ImageDraw
 
-    scale = min(1.0, LONGEST_SIDE / max(image.size))
+    longest = max(image.size)
+    scale = min(1.0, LONGEST_SIDE / longest) if longest >= SHORTEST_SIDE else -(-SHORTEST_SIDE // longest)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    picture = image.convert("RGB").resize(size) if scale < 1 else image.convert("RGB").copy()
+    picture = image.convert("RGB").resize(size) if scale != 1 else image.convert("RGB").copy()
     draw = ImageDraw.Draw(picture)
     line = max(2, round(MARK * max(size) / 8))
     for outline in _outlines(target):
