@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmrl.gui.answers import answer_text
+from mmrl.gui.answers import answer_text, answer_tokens
 from mmrl.gui.coords import Box, CoordinateSpace
 from mmrl.gui.icons import ICONS, Color, draw_icon
 from mmrl.gui.samples import GroundingSample
@@ -28,8 +28,8 @@ ASKS = ("one", "some")
 """Whether a question asks for one point or for as many as the model sees fit; the column `ask`."""
 LIST = "everything"
 """The question whose worked answer lists every icon with its name and place."""
-POINT_TOKENS = ('[{"point_2d": [', ']}, {"point_2d": [', "]}]", ", ")
-"""Parts of an answer that the tiny tokenizer holds as one token each."""
+VOCAB_SIZE = 600
+"""Enough for each word of the questions to be one token."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,17 @@ class IconGrid:
 
     columns: int = 4
     rows: int = 3
-    cell_px: int = 48
-    """Side of a cell."""
-    min_icon_px: int = 32
+    cell_px: int = 32
+    """Side of a cell; with 32, Qwen3-VL sees a cell as one token."""
+    min_icon_px: int = 24
     """Smallest side of an icon."""
-    max_icon_px: int = 38
+    max_icon_px: int = 28
     """Largest side of an icon."""
-    jitter_px: int = 5
+    jitter_px: int = 0
     """An icon's middle is that of its cell or so far from it, left or right and up or down."""
     fewest_icons: int = 12
     """A screen has so many icons or more; a start that has seen screens of a few learns to find one among many."""
-    most_icons: int = 12
-    """A screen has so many icons or fewer."""
-    arrangements: int = 0
-    """Icons stand in one of so many arrangements, so that a screen's is told by a glance; 0 is any arrangement."""
-    colored: bool = False
+    colored: bool = True
     """Whether each icon has its own colour on grey, or all have the ink of the screen's theme."""
 
 
@@ -83,12 +79,11 @@ def draw_grid(
     paper, ink = _grey(rng) if grid.colored else _theme(rng)
     image = Image.new("RGB", (grid.columns * grid.cell_px, grid.rows * grid.cell_px), paper)
     cells = grid.columns * grid.rows
-    most = min(grid.most_icons, cells)
-    count = int(rng.integers(min(grid.fewest_icons, most), most + 1))
+    count = int(rng.integers(min(grid.fewest_icons, cells), cells + 1))
     others = [str(name) for name in rng.permutation([name for name in ICONS if name not in present])]
     names = [*present, *others][: max(count, len(present))]
     boxes = {}
-    for name, cell in zip(names, _cells(rng, grid, names), strict=True):
+    for name, cell in zip(names, rng.permutation(cells)[: len(names)].tolist(), strict=True):
         side = 2 * int(rng.integers(grid.min_icon_px // 2, grid.max_icon_px // 2 + 1))
         row, column = divmod(cell, grid.columns)
         shift_x, shift_y = (grid.cell_px - side) // 2 + grid.jitter_px * rng.integers(-1, 2, 2)
@@ -96,17 +91,6 @@ def draw_grid(
         image.paste(draw_icon(name, side, ICONS[name].color if grid.colored else ink, paper), (left, top))
         boxes[name] = Box(left, top, left + side, top + side)
     return Screen(image, boxes)
-
-
-def _cells(rng: np.random.Generator, grid: IconGrid, names: Sequence[str]) -> list[int]:
-    """The cell of each icon: any, or its own in one of the grid's arrangements."""
-    cells = grid.columns * grid.rows
-    if not grid.arrangements:
-        return [int(cell) for cell in rng.permutation(cells)[: len(names)]]
-    if cells < len(ICONS):
-        raise ValueError(f"arrangements need a cell for each of {len(ICONS)} icons, the grid has {cells}")
-    order = np.random.default_rng(int(rng.integers(grid.arrangements))).permutation(cells)
-    return [int(order[list(ICONS).index(name)]) for name in names]
 
 
 def _theme(rng: np.random.Generator) -> tuple[Color, Color]:
@@ -141,14 +125,14 @@ def icon_samples(
         seed: of everything drawn; other seeds are other layouts.
         kinds: of instruction, drawn evenly: name or function.
         ask: one, some, or both drawn evenly.
-        worked: add worked answers for a supervised start, as the column `answers`.
+        worked: add worked answers for a supervised start, as the columns `answers` and `labels`.
         trap: probability that the first worked answer to a function is the icon it is taken for.
         most_answers: worked answers to a question for some are 1 to this many; the later ones are any other icons.
-        listings: share of worked rows that ask for everything; the columns `answers` and `labels` hold every icon.
+        listings: share of worked rows that ask for everything, whose answer lists every icon with its place.
         grid: layout, or what differs from the usual one.
 
     Returns:
-        Samples whose meta has the columns kind, ask, icon and, with `worked`, answers.
+        Samples whose meta has the columns kind, ask, icon and, with `worked`, answers and labels.
 
     Raises:
         ValueError: unknown kind or ask.
@@ -165,23 +149,22 @@ def icon_samples(
         screen = draw_grid(rng, layout, [name] if kind == "name" else [name, ICONS[name].taken_for])
         asked = str(rng.choice(ASKS)) if ask == "both" else ask
         meta: dict[str, Any] = {"kind": kind, "ask": asked, "icon": name}
-        if worked:
-            most = most_answers if asked == "some" else 1
-            meta["answers"] = _worked(rng, screen, name, trap if kind == "function" else 0.0, most)
         text = name if kind == "name" else ICONS[name].functions[0]
         if worked and rng.random() < listings:
-            names = sorted(screen.boxes)  # in one order, so that only what is seen has to be guessed
-            text, meta["labels"] = LIST, names
-            meta["answers"] = [list(screen.boxes[icon].center) for icon in names]
+            text, labels = LIST, sorted(screen.boxes)  # in one order, so that only what is seen has to be guessed
+        else:
+            most = most_answers if asked == "some" else 1
+            labels = _worked(rng, screen, name, trap if kind == "function" else 0.0, most)
+        if worked:
+            meta |= {"labels": labels, "answers": [list(screen.boxes[icon].center) for icon in labels]}
         yield GroundingSample(screen.image, screen.image.size, text, screen.boxes[name], meta=meta)
 
 
-def _worked(rng: np.random.Generator, screen: Screen, name: str, trap: float, most: int) -> list[list[float]]:
+def _worked(rng: np.random.Generator, screen: Screen, name: str, trap: float, most: int) -> list[str]:
     """The right icon, or with some probability the one it is taken for, then any others."""
     first = ICONS[name].taken_for if rng.random() < trap else name
     others = rng.permutation([other for other in screen.boxes if other != first])
-    chosen = [first, *others[: int(rng.integers(1, most + 1)) - 1]]
-    return [list(screen.boxes[str(icon)].center) for icon in chosen]
+    return [first, *map(str, others[: int(rng.integers(1, most + 1)) - 1])]
 
 
 def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options: Any) -> Path:
@@ -202,7 +185,7 @@ def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options
 def corpus() -> list[str]:
     """What the questions and answers are made of, to train a tokenizer on."""
     words = [f"{ask}: {text}" for ask in ASKS for name, icon in ICONS.items() for text in (name, *icon.functions, LIST)]
-    return [*(words * 20), answer_text([(1, 2), (3, 4)], CoordinateSpace.REL1000)]
+    return [*(words * 20), answer_text([(1, 2)], CoordinateSpace.REL1000, ["label"])]
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
@@ -217,4 +200,6 @@ def build_model(path: str | Path, **options: Any) -> Path:
     """
     from mmrl.vlm.tiny import build_tiny_vlm
 
-    return build_tiny_vlm(path, corpus=corpus(), tokens=(*POINT_TOKENS, *ICONS, *map(str, range(1001))), **options)
+    return build_tiny_vlm(
+        path, corpus=corpus(), tokens=answer_tokens(list(ICONS)), **({"vocab_size": VOCAB_SIZE} | options)
+    )

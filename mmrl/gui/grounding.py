@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import string
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.gui.aepo_rewards import AnswerRules, point_rewards
-from mmrl.gui.answers import answer_text, listing_text, parse_answer
-from mmrl.gui.coords import FAMILIES, Box, CoordinateSpace, Point, Resize, Size, clean_box, coordinate_space
+from mmrl.gui.answers import answer_text, parse_answer
+from mmrl.gui.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
 from mmrl.gui.pictures import draw_answer
 from mmrl.gui.samples import GroundingSample, Target
 from mmrl.gui.tables import TARGET_COLUMNS, image_size, sample_row, target_of
@@ -136,7 +135,7 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
 
     Returns:
         The task with its prompt and its image's size in the model; columns `grounding` (what `point_reward` needs) and,
-        where there are `answers`, `completion` for supervised runs: the points, or with `labels` what is where.
+        where there are `answers`, `completion` for supervised runs: the points, with `labels` where the row has them.
 
     Raises:
         TaskError: the screen or its target cannot be used.
@@ -151,15 +150,10 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
     answers = task.columns.get("answers")
     if answers is not None:
         points = [sample.from_original(tuple(point), settings.point_space) for point in answers]
-        columns["completion"] = _worked_answer(points, task.columns.get("labels"), settings.point_space)
+        columns["completion"] = answer_text(points, settings.point_space, task.columns.get("labels"))
     content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
     messages = [*_system(task, settings), {"role": "user", "content": content}]
     return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh])
-
-
-def _worked_answer(points: Sequence[Point], labels: Sequence[str] | None, space: CoordinateSpace) -> str:
-    """The points, or where the row has labels, a listing of what is where."""
-    return answer_text(points, space) if labels is None else listing_text(labels, points, space)
 
 
 def _needs(target: Target, sample: GroundingSample, settings: GroundingSettings) -> dict[str, Any]:
@@ -275,9 +269,7 @@ class GroundingTasks:
     def draw(self, task: VlmTask, text: str, right: bool) -> Image:
         """The screen of a question with its target and the points of an answer."""
         needs = task.columns["grounding"]
-        sample = GroundingSample(
-            task.images[0], needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"]
-        )
+        sample = GroundingSample(task.images[0], needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings: GroundingSettings = self.config.grounding
         parsed = parse_answer(text, self.config.answer.parser, no_think=not settings.think)
         pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]

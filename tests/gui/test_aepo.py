@@ -1,7 +1,6 @@
 """The AEPO recipe and its baselines on a tiny model: what they ask, earn, log and evaluate."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from mmrl.core import get
 from mmrl.core.rollouts import Rollouts
 from mmrl.gui.aepo import AepoConfig, AepoRecipe, no_signal
 from mmrl.gui.aepo_rewards import PARTS
-from mmrl.gui.answers import answer_text
+from mmrl.gui.answers import answer_text, parse_answer
 from mmrl.gui.coords import CoordinateSpace
 from mmrl.gui.drawn import build_icons
 from mmrl.gui.grounding_sft import GroundingSftConfig, GroundingSftRecipe
@@ -60,29 +59,30 @@ def test_an_answer_is_drawn_where_it_points(tmp_path, model):
     middle = ((x1 + x2) / 2, (y1 + y2) / 2)
     inside = (middle[0] * model_width / width, middle[1] * model_height / height)
     text = answer_text([inside], CoordinateSpace.ABS_RESIZED)
+    unmarked = np.asarray(recipe.draw(task, "no points", False))
     for right, colour in ((True, HIT_COLOUR), (False, MISS_COLOUR)):
-        image = recipe.draw(task, text, right)
-        scale = image.width / width
-        rows, columns = np.nonzero((np.asarray(image) == colour).all(-1))
+        image = np.asarray(recipe.draw(task, text, right))
+        scale = image.shape[1] / width
+        rows, columns = np.nonzero((image != unmarked).any(-1))
+        assert (image[rows, columns] == colour).all(-1).any()
         assert columns.mean() == pytest.approx(middle[0] * scale, abs=3 * scale)
         assert rows.mean() == pytest.approx(middle[1] * scale, abs=3 * scale)
-    unread = np.asarray(recipe.draw(task, "no points", False))
-    assert not (unread == MISS_COLOUR).all(-1).any()
     recipe.close()
 
 
-def test_a_row_with_labels_is_a_listing(tmp_path, model):
-    screens = build_icons(tmp_path / "listed.jsonl", count=4, worked=True, listings=1.0)
+def test_worked_answers_have_the_labels_and_places_of_their_row(tmp_path, model):
+    screens = build_icons(tmp_path / "listed.jsonl", count=6, worked=True, listings=0.5)
     config = run_config(GroundingSftConfig, tmp_path, model["qwen3_vl"], family="qwen3_vl", samples_per_task=1)
     config.recipe, config.data.path = "grounding_sft", str(screens)
     config.validate()
     recipe = GroundingSftRecipe(config)
     for task in recipe.train_tasks:
-        listed = re.findall(r"([a-z]+)(\d+),(\d+);", task.columns["completion"])
-        assert [name for name, _, _ in listed] == task.columns["labels"]
+        listed = json.loads(task.columns["completion"])
+        assert [item["label"] for item in listed] == task.columns["labels"]
         width, height = task.columns["original_wh"]
-        for (_, x, y), (left, top) in zip(listed, task.columns["answers"], strict=True):
-            assert (int(x), int(y)) == (round(left / width * 1000), round(top / height * 1000))
+        places = [[round(x / width * 1000), round(y / height * 1000)] for x, y in task.columns["answers"]]
+        assert [item["point_2d"] for item in listed] == places
+        assert len(parse_answer(task.columns["completion"], "reference", no_think=True).points) == len(places)
     recipe.close()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.gui.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, listing_text, parse_answer, split_think
+from mmrl.gui.answers import ANSWER_ERRORS, PARSERS, ParsedAnswer, answer_text, parse_answer, split_think
 from mmrl.gui.coords import CoordinateSpace
 
 GOOD = '[{"point_2d": [10, 20]}]'
@@ -156,11 +156,10 @@ def test_an_unknown_parser_is_refused():
         parse_answer(GOOD, "clever")
 
 
-def test_a_listing_has_each_label_with_its_place():
-    assert (
-        listing_text(["disk", "bell"], [(125.2, 375), (875, 166.6)], CoordinateSpace.REL1000)
-        == "disk125,375;bell875,167;"
-    )
-    assert listing_text([], [], CoordinateSpace.REL1000) == ""
+def test_labels_stand_before_their_points():
+    text = answer_text([(125.2, 375), (875, 166.6)], CoordinateSpace.REL1000, ["disk", "bell"])
+    assert text == '[{"label": "disk", "point_2d": [125, 375]}, {"label": "bell", "point_2d": [875, 167]}]'
+    for parser in PARSERS:
+        assert parse_answer(text, parser, no_think=True).points == ((125, 375), (875, 167))
     with pytest.raises(ValueError, match="zip"):
-        listing_text(["disk"], [], CoordinateSpace.REL1000)
+        answer_text([(1, 2)], CoordinateSpace.REL1000, [])

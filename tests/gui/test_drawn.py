@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.gui.answers import answer_tokens
 from mmrl.gui.coords import Box
-from mmrl.gui.drawn import POINT_TOKENS, build_icons, icon_samples
+from mmrl.gui.drawn import build_icons, icon_samples
 from mmrl.gui.icons import ICONS, draw_icon
 from mmrl.gui.samples import AnyOf, GroundingSample, Polygon, Refusal
 from mmrl.gui.tables import image_size, sample_row, target_of, write_samples
@@ -108,11 +109,11 @@ def test_building_twice_gives_the_same_file(tmp_path):
 
 def test_the_fixed_parts_of_an_answer_are_one_token_each(tmp_path):
     tokenizer = load_processor(str(small_model(tmp_path / "m"))).tokenizer
-    for token in POINT_TOKENS:
+    for token in answer_tokens(list(ICONS)):
         assert len(tokenizer.encode(token, add_special_tokens=False)) == 1
-    text = '[{"point_2d": [12, 345]}, {"point_2d": [6, 7]}]'
+    text = '[{"label": "disk", "point_2d": [12, 345]}, {"label": "bell", "point_2d": [6, 7]}]'
     ids = tokenizer.encode(text, add_special_tokens=False)
-    assert len(ids) == 12
+    assert len(ids) == 11
     assert tokenizer.decode(ids) == text
 
 
@@ -127,9 +128,12 @@ def test_positions_can_be_made_louder(tmp_path):
     torch.testing.assert_close(positions(15.0), 15 * positions(1.0))
 
 
-def test_an_arrangement_keeps_every_icon_in_its_cell():
-    fixed = list(icon_samples(30, seed=6, grid={"arrangements": 1}))
-    cells = {(s.meta["icon"], int(s.target.center[0] // 48), int(s.target.center[1] // 48)) for s in fixed}
-    assert len(cells) == len({icon for icon, _, _ in cells})
-    with pytest.raises(ValueError, match="12 icons"):
-        next(icon_samples(1, seed=6, grid={"arrangements": 1, "rows": 1}))
+def test_icons_stand_anywhere_and_few_icons_leave_cells_empty():
+    samples = list(icon_samples(300, seed=6, worked=True, listings=1.0, grid={"fewest_icons": 2}))
+    cells = {(s.meta["icon"], int(s.target.center[0] // 32), int(s.target.center[1] // 32)) for s in samples}
+    assert len(cells) > 100, "of 12 icons in 12 cells"
+    assert {len(sample.meta["labels"]) for sample in samples} == set(range(2, 13))
+    for sample in samples:
+        assert sample.instruction == "everything"
+        assert sample.meta["labels"] == sorted(sample.meta["labels"])
+        assert sample.target.contains(sample.meta["answers"][sample.meta["labels"].index(sample.meta["icon"])])

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError, UserError
-from mmrl.gui.answers import answer_text
-from mmrl.gui.coords import CoordinateSpace
 from mmrl.gui.pages.composer import SPLITS
 from mmrl.gui.pages.launcher import COLORS, LauncherSettings, app_name, build_model, compose_launcher
 from mmrl.gui.pages.screens import ScreenSettings, WebScreens
@@ -73,8 +71,6 @@ def test_settings_that_do_not_fit_are_refused():
         WebScreens(ScreenSettings(layout="launcher", kinds=("relation",)))
     with pytest.raises(UserError, match=r"need screens\.layout=launcher"):
         WebScreens(ScreenSettings(launcher=LauncherSettings(tiles=4)))
-    with pytest.raises(UserError, match=r"set screens\.worked=true"):
-        WebScreens(ScreenSettings(listings=0.5))
     with pytest.raises(UserError, match="at least 160 x 120"):
         WebScreens(ScreenSettings(width_px=128))
     with pytest.raises(ConfigError, match=r"launcher\.functions"):
@@ -110,7 +106,7 @@ def test_a_box_holds_the_color_and_the_name_of_its_function(browser):
 
 
 def test_worked_answers_and_listings(browser):
-    screens = launcher(browser, worked=True, listings=0.6, kinds=["name"])
+    screens = launcher(browser, worked={"listings": 0.6}, kinds=["name"])
     rows = list(screens.samples(300, seed=1))
     listings = [row for row in rows if row.meta["kind"] == "listing"]
     assert abs(len(listings) - 180) < 4 * (300 * 0.6 * 0.4) ** 0.5
@@ -120,8 +116,38 @@ def test_worked_answers_and_listings(browser):
         assert row.meta["answers"] == [list(box.center) for box in targets]
     for row in listings:
         assert len(row.meta["labels"]) == len(set(row.meta["labels"])) == 12
-        corners = [(box.y1, box.x1) for box in row.target.targets]
-        assert corners == sorted(corners)  # read row by row
+        assert row.meta["labels"] == sorted(row.meta["labels"])
+    assert all(row.meta["labels"] == [row.meta["name"]] for row in rows if row not in listings)
+    screens.close()
+
+
+def test_worked_answers_may_be_several_and_mistaken(browser):
+    screens = launcher(browser, worked={"most_answers": 3, "mistaken": 0.9}, kinds=["name", "function"])
+    known, right, family, counts = functions("train", "en"), {"name": [], "function": []}, [], set()
+    by_name = {app_name(known[name]): known[name] for name in COLORS}
+    for row in screens.samples(300, seed=2):
+        first = row.meta["labels"][0]
+        right[row.meta["kind"]].append(first == row.meta["name"])
+        counts.add(len(row.meta["labels"]))
+        assert len(set(row.meta["labels"])) == len(row.meta["labels"]) == len(row.meta["answers"])
+        assert row.target.contains(row.meta["answers"][0]) == (first == row.meta["name"])
+        if first != row.meta["name"]:
+            family.append(by_name[first].family == by_name[row.meta["name"]].family)
+    assert counts == {1, 2, 3}
+    assert all(right["name"])
+    assert abs(np.mean(right["function"]) - 0.1) < 4 * (0.09 / len(right["function"])) ** 0.5
+    assert 0.4 < np.mean(family) < 1, "12 of 16 tiles are shown, so the other one of a family is there in 11 of 15"
+    screens.close()
+
+
+def test_aligned_pages_have_every_tile_in_the_middle_of_its_cell_and_may_have_few(browser):
+    screens = launcher(browser, launcher=LauncherSettings(aligned=True, fewest_tiles=1))
+    pages = screens.screens(range(40))
+    counts = {len(page.elements) for page in pages}
+    assert min(counts) < 4
+    assert max(counts) > 9
+    for page in pages:
+        assert all(x % 32 == 16 and y % 32 == 16 for x, y in (element.box.center for element in page.elements))
     screens.close()
 
 
@@ -131,11 +157,9 @@ def test_the_tiny_tokenizer_has_one_token_a_name(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(build_model(tmp_path / "model", family="qwen3_vl", **SMALL))
     known = functions("train", "en")
     names = [app_name(known[name]) for name in COLORS]
-    assert all(len(tokenizer.encode(name)) == 1 for name in names)
     assert len(tokenizer.encode(f'Click "{names[0]}".')) <= 5
     question = f"{known['play'].phrases[0].capitalize()}."
     assert len(tokenizer.encode(question)) <= len(question.split()) + 1
     listing = json.dumps([{"label": name, "point_2d": [125, 875]} for name in names[:2]])
     assert tokenizer.decode(tokenizer.encode(listing)) == listing
-    assert len(tokenizer.encode(listing)) == 1 + 2 * (2 + 3 + 1 + 3 + 1)
-    assert len(tokenizer.encode(answer_text([(125, 875)], CoordinateSpace.REL1000))) == 9
+    assert len(tokenizer.encode(listing)) == 1 + 2 * 5

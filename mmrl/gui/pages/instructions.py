@@ -69,7 +69,9 @@ def instructions_for(
 
 
 def listing_for(elements: Sequence[Element], language: str, words: str, draw: random.Random) -> Instruction:
-    """The instruction that asks for every control that can be used, in the order of the document.
+    """The instruction that asks for every control that can be used, in the order of their names.
+
+    A model then has only to guess what it can see.
 
     Args:
         elements: controls of the page.
@@ -77,7 +79,8 @@ def listing_for(elements: Sequence[Element], language: str, words: str, draw: ra
         words: "train" or "test", for the sentences.
         draw: source of the choice between equal sentences.
     """
-    targets = tuple(element for element in elements if element.visible and not element.disabled and element.name)
+    usable = [element for element in elements if element.visible and not element.disabled and element.name]
+    targets = tuple(sorted(usable, key=lambda element: element.name))
     return Instruction(draw.choice(SENTENCES[words][language][LISTING]), LISTING, targets)
 
 

@@ -7,14 +7,13 @@ short demonstrations and experiments run on.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
-from mmrl.gui.answers import answer_text
+from mmrl.gui.answers import answer_text, answer_tokens
 from mmrl.gui.coords import CoordinateSpace, Size
 from mmrl.gui.pages.instructions import SENTENCES
 from mmrl.gui.pages.themes import THEMES, Theme
@@ -33,10 +32,6 @@ __all__ = [
     "tile_of",
 ]
 
-ANSWER_TOKENS = (
-    '[{"point_2d": [', ']}, {"point_2d": [', "]}]", ", ", '[{"label": "', '", "point_2d": [', ']}, {"label": "'
-)  # fmt: skip
-"""Parts of an answer that the tiny tokenizer holds as one token each."""
 VOCAB_SIZE = 800
 """Enough for each word of the instructions to be one token."""
 
@@ -48,12 +43,18 @@ class LauncherSettings:
     functions: tuple[str, ...] = choice((), lambda: COLORS)
     """Functions that tiles are drawn from; empty: all of `COLORS`."""
     tiles: int = bounded(12, at_least=2)
-    """Tiles of a page, or one for each function where there are fewer."""
+    """Most tiles of a page, or one for each function where there are fewer."""
+    fewest_tiles: int | None = bounded(None, at_least=1)
+    """Least tiles of a page; a model that has seen pages of a few learns to find one among many. Empty: as many as
+    `tiles`."""
     cell_px: int = bounded(32, at_least=16)
     """Side of a tile with the space around it, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
 
+    aligned: bool = False
+    """Whether every tile stands in the middle of its cell; else gaps differ from page to page."""
+
     def count(self) -> int:
-        """Tiles of a page."""
+        """Most tiles of a page."""
         return min(self.tiles, len(self.functions or COLORS))
 
     def grid(self, page_wh: Size) -> tuple[int, int]:
@@ -144,11 +145,17 @@ def compose_launcher(
     columns, rows = settings.grid(page_wh)
     known = functions(words, language)
     cells: list[Tile | None] = [None] * (columns * rows)
-    chosen = draw.sample(sorted(settings.functions or COLORS), settings.count())
+    most = settings.count()
+    tiles = most if settings.fewest_tiles is None else draw.randint(min(settings.fewest_tiles, most), most)
+    chosen = draw.sample(sorted(settings.functions or COLORS), tiles)
     for cell, name in zip(draw.sample(range(len(cells)), len(chosen)), chosen, strict=True):
         cells[cell] = tile_of(known[name])
     tile_px = settings.cell_px * draw.randint(12, 14) // 16
     space = settings.cell_px - tile_px
+
+    def gap() -> int:
+        return space if settings.aligned else draw.randint(space - 2, space)
+
     return LauncherPage(
         theme=draw.choice(THEMES[places]),
         language=language,
@@ -157,7 +164,7 @@ def compose_launcher(
         rows=rows,
         tile_px=tile_px,
         radius_px=tile_px * draw.randint(1, 4) // 16,
-        gaps_px=(draw.randint(space - 2, space), draw.randint(space - 2, space)),
+        gaps_px=(gap(), gap()),
         cells=tuple(cells),
     )
 
@@ -186,8 +193,7 @@ def corpus(words: str = "train", language: str = "en") -> list[str]:
     sentences = SENTENCES[words][language]
     texts = [sentence.format(name=app_name(known[name])) for name in COLORS for sentence in sentences["name"]]
     texts += [f"{phrase[0].upper()}{phrase[1:]}." for name in COLORS for phrase in known[name].phrases]
-    points = [(1.0, 2.0), (3.0, 4.0)]
-    answers = [answer_text(points, CoordinateSpace.REL1000), *sentences["listing"]]
+    answers = [answer_text([(1.0, 2.0)], CoordinateSpace.REL1000, ["label"]), *sentences["listing"]]
     return [*(texts * 20), *answers]
 
 
@@ -206,7 +212,7 @@ def build_model(path: str | Path, *, words: str = "train", language: str = "en",
     from mmrl.vlm.tiny import build_tiny_vlm
 
     known = functions(words, language)
-    tokens: Sequence[str] = (*ANSWER_TOKENS, *(app_name(known[name]) for name in COLORS))
+    tokens = answer_tokens([app_name(known[name]) for name in COLORS])
     return build_tiny_vlm(path, corpus=corpus(words, language), tokens=tokens, **({"vocab_size": VOCAB_SIZE} | options))
 
 

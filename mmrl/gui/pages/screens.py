@@ -28,6 +28,7 @@ from mmrl.gui.pages.instructions import LISTING, Instruction, instructions_for, 
 from mmrl.gui.pages.launcher import LauncherPage, LauncherSheet, compose_launcher
 from mmrl.gui.pages.settings import ScreenSettings
 from mmrl.gui.pages.vocabulary import functions
+from mmrl.gui.pages.worked import worked_targets
 from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.samples import AnyOf, GroundingSample
 
@@ -125,7 +126,7 @@ class WebScreens:
 
         Yields:
             Samples with pictures as PIL images; `meta` has id, kind, group (text or icon), role, name, language,
-            layout, theme, scale, split and seed, and with `worked` the answers.
+            layout, theme, scale, split and seed, and with `worked` answers and labels.
 
         Raises:
             UserError: the settings give screens without instructions.
@@ -154,8 +155,8 @@ class WebScreens:
         settings = self.settings
         image = Image.fromarray(screen.picture)
         draw = random.Random(f"samples/{screen.seed}")
-        if settings.listings and random.Random(f"listing/{screen.seed}").random() < self._listing_screens:
-            language, words = screen.page.language, SPLITS[settings.split][1]
+        language, words = screen.page.language, SPLITS[settings.split][1]
+        if random.Random(f"listing/{screen.seed}").random() < self._listing_screens:
             listing = listing_for(screen.elements, language, words, draw)
             return [self._sample(screen, image, listing)] if listing.targets else []
         chosen = _chosen(list(screen.instructions), settings.per_screen, draw)
@@ -164,7 +165,7 @@ class WebScreens:
     @property
     def _listing_screens(self) -> float:
         """Share of the screens that are listed, each with one row, for the wanted share of the rows."""
-        share, rows = self.settings.listings, self.settings.per_screen
+        share, rows = self.settings.worked.listings if self.settings.worked else 0.0, self.settings.per_screen
         return share * rows / (1 - share + share * rows)
 
     def _sample(self, screen: Screen, image: Any, instruction: Instruction) -> GroundingSample:
@@ -183,10 +184,13 @@ class WebScreens:
             "split": self.settings.split,
             "seed": screen.seed,
         }
-        if self.settings.worked:
-            meta["answers"] = [list(box.center) for box in boxes]
+        if self.settings.worked is not None:
+            known = dict(functions(SPLITS[self.settings.split][1], screen.page.language))
+            draw = random.Random(f"worked/{meta['id']}")
+            named = worked_targets(instruction, screen.elements, known, self.settings.worked, draw)
+            meta |= {"answers": [list(item.box.center) for item in named], "labels": [item.name for item in named]}
         if instruction.kind == LISTING:
-            meta |= {"name": "", "labels": [target.name for target in instruction.targets]}
+            meta["name"] = ""
         target = boxes[0] if len(boxes) == 1 else AnyOf(boxes)
         return GroundingSample(image, (width, height), instruction.text, target, meta=meta)
 

@@ -11,6 +11,7 @@ from mmrl.gui.pages.composer import SPLITS
 from mmrl.gui.pages.instructions import KINDS
 from mmrl.gui.pages.launcher import LauncherSettings
 from mmrl.gui.pages.vocabulary import LANGUAGES
+from mmrl.gui.pages.worked import WorkedSettings
 
 __all__ = ["ScreenSettings"]
 
@@ -42,10 +43,9 @@ class ScreenSettings:
     """Of instructions."""
     all_boxes: bool = False
     """Keep instructions that several controls fulfil, with all of them as the target; they are left out otherwise."""
-    worked: bool = False
-    """Add worked answers for supervised runs: the middle of the target as the column `answers`."""
-    listings: float = bounded(0.0, at_least=0, at_most=1)
-    """Share of the worked rows that ask for everything there is; their answers have the names too, as `labels`."""
+    worked: WorkedSettings | None = None
+    """Add worked answers for supervised runs, as the columns `answers` (pixels) and `labels` (names); {} is the right
+    answer alone. Empty: none."""
 
     def validate(self) -> None:
         """Refuse what does nothing or gives no instruction; raises UserError."""
@@ -59,8 +59,6 @@ class ScreenSettings:
         elif self.width_px < 160 or self.height_px < 120:
             size = f"{self.width_px} x {self.height_px}"
             raise UserError(f"screens of {size} pixels are for layout=launcher; other layouts need at least 160 x 120")
-        if self.listings and not self.worked:
-            raise UserError(f"screens.listings is {self.listings}, a share of the worked rows; set screens.worked=true")
 
     def page_wh(self, scale: float) -> Size:
         """(width, height) of a page in CSS pixels."""

@@ -1,0 +1,65 @@
+"""Worked answers to instructions about screens, for the supervised start of a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmrl.fields import bounded
+from mmrl.gui.elements import Element
+from mmrl.gui.pages.instructions import LISTING, Instruction
+from mmrl.gui.pages.vocabulary import Function
+
+__all__ = ["WorkedSettings", "worked_targets"]
+
+
+@dataclass(frozen=True)
+class WorkedSettings:
+    """What worked answers are like."""
+
+    listings: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of the rows that ask for everything there is."""
+    most_answers: int = bounded(1, at_least=1)
+    """Answers name one to so many controls; those after the first are any others. A model has to know answers of
+    several points before AEPO can explore with them."""
+    mistaken: float = bounded(0.0, at_least=0, at_most=1)
+    """Share of the instructions by function whose first answer is another control of the function's family, or any
+    other where none is visible: a start that is sure and wrong, as in AEPO's confidence trap."""
+
+
+def worked_targets(
+    instruction: Instruction,
+    elements: Sequence[Element],
+    functions: dict[str, Function],
+    settings: WorkedSettings,
+    draw: random.Random,
+) -> list[Element]:
+    """The controls that the worked answer to an instruction names.
+
+    Args:
+        instruction: what is asked.
+        elements: controls of the screen.
+        functions: what controls are for.
+        settings: what answers are like.
+        draw: source of the choices.
+
+    Returns:
+        All targets of a listing and of an instruction that several controls fulfil; else the target, or the one that is
+        taken for it, and others.
+    """
+    targets = list(instruction.targets)
+    if instruction.kind == LISTING or len(targets) > 1:
+        return targets
+    others = [item for item in elements if item.visible and item.name and item is not targets[0]]
+    draw.shuffle(others)
+    if instruction.kind == "function" and others and draw.random() < settings.mistaken:
+        others.sort(key=lambda item: _family(item, functions) != _family(targets[0], functions))
+        targets = [others.pop(0)]
+        draw.shuffle(others)
+    return targets + others[: draw.randint(1, settings.most_answers) - 1]
+
+
+def _family(element: Element, functions: dict[str, Function]) -> str | None:
+    function = functions.get(element.data.get("function", ""))
+    return function and function.family
