@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
@@ -268,8 +268,8 @@ class GroundingTasks:
 
     def draw(self, task: VlmTask, text: str, right: bool) -> Image:
         """The screen of a question with its target and the points of an answer."""
-        needs = task.columns["grounding"]
-        sample = GroundingSample(task.images[0], needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
+        needs, image = task.columns["grounding"], cast(Any, task.images[0])
+        sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings: GroundingSettings = self.config.grounding
         parsed = parse_answer(text, self.config.answer.parser, no_think=not settings.think)
         pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]

@@ -62,4 +62,4 @@ def worked_targets(
 
 def _family(element: Element, functions: dict[str, Function]) -> str | None:
     function = functions.get(element.data.get("function", ""))
-    return function and function.family
+    return function.family if function else None
