@@ -122,7 +122,8 @@ class DigirlRecipe(AgentRecipe):
         self._store_fresh()
         episodes = [restore_episode(record) for record in self.store.stored(EPISODES)]
         with stopwatch("critic"):
-            data = label_episodes(policy, episodes, settings.gamma, self.config.trainer.micro_batch)
+            rows = self.config.trainer.micro_batch
+            data = label_episodes(policy, episodes, settings.gamma, rows, read=settings.has_critics)
         self._report = {"digirl/stored": float(len(episodes)), "digirl/return": float(data.total.mean())}
         if settings.has_critics:
             with stopwatch("critic"):

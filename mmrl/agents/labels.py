@@ -65,36 +65,49 @@ class LabelledEpisodes:
         return StepData(self.state, self.next_state, self.has_next, (self.mc_return > 0).long())
 
 
-def label_episodes(policy: VlmPolicy, episodes: Sequence[Episode], gamma: float, rows: int) -> LabelledEpisodes:
-    """Read episodes with the policy.
+def label_episodes(
+    policy: VlmPolicy, episodes: Sequence[Episode], gamma: float, rows: int, *, read: bool = True
+) -> LabelledEpisodes:
+    """Label episodes, and read them with the policy.
 
     Args:
         policy: its states are constants here.
         episodes: with a result; the same on every process, which share the work.
         gamma: discount of the returns.
         rows: episodes that are read together; 0 = 16.
+        read: whether the policy's states are needed; without critics they are not, and have no entries.
 
     Returns:
         The episodes with their labels, the same on every process.
     """
+    counts = [episode.trajectory.turns for episode in episodes]
+    if read:
+        text_state, state = _shared_states(policy, episodes, rows or ROWS)
+    else:
+        text_state, state = torch.zeros(len(counts), 0), torch.zeros(sum(counts), 0)
+    return LabelledEpisodes(
+        episodes=list(episodes),
+        text_state=text_state,
+        state=state,
+        counts=counts,
+        reward=torch.cat([torch.tensor(episode.rewards, dtype=torch.float64) for episode in episodes]),
+        mc_return=torch.cat([discounted_returns(episode.rewards, gamma) for episode in episodes]),
+    )
+
+
+def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) -> tuple[Tensor, Tensor]:
+    """States of the texts (n, S) and before the steps (M, S), read by all processes together."""
     process = PartialState()
     mine = list(range(process.process_index, len(episodes), process.num_processes))
     found = []
     with torch.no_grad():
-        for start in range(0, len(mine), rows or ROWS):
-            chunk = mine[start : start + (rows or ROWS)]
+        for start in range(0, len(mine), rows):
+            chunk = mine[start : start + rows]
             found += _states(policy, chunk, [episodes[number] for number in chunk])
     if process.num_processes > 1:
         found = list(gather_object(found))
     found.sort(key=lambda entry: entry[0])
-    return LabelledEpisodes(
-        episodes=list(episodes),
-        text_state=torch.stack([text for _, text, _ in found]),
-        state=torch.cat([states for _, _, states in found]),
-        counts=[episode.trajectory.turns for episode in episodes],
-        reward=torch.cat([torch.tensor(episode.rewards, dtype=torch.float64) for episode in episodes]),
-        mc_return=torch.cat([discounted_returns(episode.rewards, gamma) for episode in episodes]),
-    )
+    return torch.stack([text for _, text, _ in found]), torch.cat([states for _, _, states in found])
 
 
 def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episode]) -> list[tuple[int, Tensor, Tensor]]:
