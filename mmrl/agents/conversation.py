@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
 from PIL import Image
@@ -74,7 +75,7 @@ class Conversation:
 
 
 class Writer:
-    """Writes conversations for a policy.
+    """Writes conversations for a policy; screens that are seen again in any of them are encoded once.
 
     Args:
         policy: whose chat template and processor are used.
@@ -84,6 +85,7 @@ class Writer:
 
     def __init__(self, policy: VlmPolicy, config: ConversationConfig, system: str) -> None:
         self._policy, self._config, self._system = policy, config, system
+        self._turns: dict[tuple[object, ...], Prompt] = {}
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
         """Start a conversation.
@@ -156,8 +158,12 @@ class Writer:
         return self._policy.encode(VlmTask(task.id, [*messages, turn], _pictures(images)))
 
     def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, answered: bool) -> Prompt:
-        turn = VlmTask(task.id, [_user_turn(observation, len(images), note)], _pictures(images))
-        return self._policy.encode_turn(turn, answered=answered)
+        seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
+        key = (note, observation.text, len(observation.images), answered, seen)
+        if key not in self._turns:  # one object, so that its pictures pass the vision tower once, too
+            turn = VlmTask(task.id, [_user_turn(observation, len(images), note)], _pictures(images))
+            self._turns[key] = self._policy.encode_turn(turn, answered=answered)
+        return self._turns[key]
 
 
 def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, object]:

@@ -28,7 +28,7 @@ from mmrl.agents.episode import Episode, EpisodeConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig, AgentMeasure, episode_record
 from mmrl.agents.payload import AgentPayload, pack_groups
 from mmrl.agents.runner import EpisodeRunner
-from mmrl.agents.tasks import AgentTask, TaskSetConfig, check_disjoint, list_tasks
+from mmrl.agents.tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.groups import group_sum
 from mmrl.core.objective import PolicyOutputs
@@ -121,7 +121,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         self.eval_tasks: Mapping[str, Sequence[AgentTask]] = {
             name: list_tasks(data)[: config.evaluation.max_tasks or None] for name, data in config.eval_data.items()
         }
-        check_disjoint(self.train_tasks, self.eval_tasks)
+        check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
         self.code = source_digest(config.environment.factory)
         with ExitStack() as undone:
             self.pool = EnvPool(config.environment)

@@ -13,7 +13,7 @@ from mmrl.fields import bounded
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.tables import Row, read_rows
 
-__all__ = ["AgentTask", "TaskSetConfig", "check_disjoint", "list_tasks"]
+__all__ = ["AgentTask", "TaskSetConfig", "check_disjoint", "check_splits", "list_tasks"]
 
 COLUMNS = ("id", "task", "seed", "instruction")
 NOTES = ("success_rate", "rollouts")
@@ -58,6 +58,8 @@ class TaskSetConfig:
     """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
     """Use only the first so many."""
+    seen: bool = False
+    """Whether an evaluation may have tasks that are trained on, to tell what has been learnt of these."""
 
     def validate(self) -> None:
         """Check that a file stands alone; raises UserError."""
@@ -95,6 +97,28 @@ def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
     ]
 
 
+def check_splits(
+    data: TaskSetConfig,
+    train: Sequence[AgentTask],
+    eval_data: Mapping[str, TaskSetConfig],
+    splits: Mapping[str, Sequence[AgentTask]],
+) -> None:
+    """Refuse an evaluation on tasks that are trained on, where it does not say so (`seen`).
+
+    Args:
+        data: the set of training.
+        train: its tasks.
+        eval_data: sets of evaluation by name.
+        splits: their tasks.
+
+    Raises:
+        UserError: a task of another set is in both, or the set of training is said to be seen.
+    """
+    if data.seen:
+        raise UserError("data.seen is for sets of evaluation (eval_data); tasks of training are always seen")
+    check_disjoint(train, {name: tasks for name, tasks in splits.items() if not eval_data[name].seen})
+
+
 def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[AgentTask]]) -> None:
     """Refuse an evaluation on tasks that are trained on.
 
@@ -111,7 +135,7 @@ def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[Age
         if shared:
             raise UserError(
                 f"{len(shared)} of {len(tasks)} tasks of {name} are also trained on, such as {shared[0]}; give the "
-                "sets other seeds (first_seed) or names"
+                "sets other seeds (first_seed) or names, or say that it is meant (seen: true)"
             )
 
 

@@ -88,7 +88,8 @@ class FeatureCache:
             Features of all prompts in order, or None where none has images.
         """
         self._drop_outdated(model)
-        missing = [prompt for prompt in prompts if prompt.has_vision and prompt not in self._features]
+        absent = [prompt for prompt in prompts if prompt.has_vision and prompt not in self._features]
+        missing = list(dict.fromkeys(absent))
         if missing:
             with torch.no_grad():
                 features = encode_vision(model, missing)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mmrl.agents.actions import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.conversation import OMITTED, ConversationConfig
+from mmrl.agents.conversation import OMITTED, ConversationConfig, Writer
 from mmrl.agents.env_config import EnvironmentConfig
+from mmrl.agents.environment import Observation
 from mmrl.agents.episode import EpisodeConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.payload import AgentPayload
@@ -129,6 +131,30 @@ def test_a_window_of_pictures_is_what_is_trained_on(tmp_path, folder, kept, monk
         assert "step 0" in context.prompt.text, "the text stays"
 
 
+def test_a_screen_that_is_seen_again_is_encoded_once(tmp_path, folder):
+    recipe = AgentRecipe(make_config(tmp_path, folder))
+    recipe.close()
+    writer = Writer(recipe.policy, recipe.config.conversation, "Walk.")
+    door, wall = (Observation("look", (np.full((56, 56, 3), grey, np.uint8),)) for grey in (10, 200))
+    again = Observation("look", (door.images[0].copy(),))
+
+    def follow(observation, note=""):
+        conversation = writer.begin(recipe.train_tasks[0], door)
+        writer.answer(conversation, [7, recipe.policy.eos_ids[0]])
+        return writer.follow(conversation, observation, note)
+
+    first = follow(door)
+    assert follow(again) is first
+    others = [
+        follow(wall),
+        follow(door, "What?"),
+        follow(Observation("listen", door.images)),
+        follow(Observation("look")),
+    ]
+    assert len({first, *others}) == 5
+    assert not torch.equal(first.pixel_values, others[0].pixel_values)
+
+
 def test_other_first_pictures_get_prompts_of_their_own(tmp_path, folder):
     rollouts, _, logp, _ = roll(make_config(tmp_path, folder, kwargs={"twins": False}, workers=1))
     payload = AgentPayload.of(rollouts)
@@ -197,4 +223,11 @@ def test_training_tasks_may_not_be_evaluated_on(tmp_path, folder):
     config = make_config(tmp_path, folder)
     config.eval_data["heldout"].first_seed = 2
     with pytest.raises(UserError, match="also trained on"):
+        AgentRecipe(config)
+    config.eval_data["heldout"].seen = True
+    recipe = AgentRecipe(config)
+    recipe.close()
+    assert {task.seed for task in recipe.eval_tasks["heldout"]} & {task.seed for task in recipe.train_tasks} == {2, 3}
+    config.data.seen = True
+    with pytest.raises(UserError, match="seen is for sets of evaluation"):
         AgentRecipe(config)
