@@ -1,3 +1,4 @@
+import json
 import sys
 from itertools import product
 
@@ -8,6 +9,7 @@ from gymnasium.utils.env_checker import check_env
 
 from mmrl.agents.actions import Action
 from mmrl.agents.env_service import open_environment
+from mmrl.agents.worlds.demonstrations import build_experts
 from mmrl.agents.worlds.grid import COLOURS, PictureGrid
 from mmrl.agents.worlds.layouts import MOVES, Cell, GridLayout, GridState, first_state, move, reached, shortest_path
 from mmrl.errors import UserError
@@ -146,6 +148,14 @@ def test_the_mission_says_that_there_is_wind_and_the_picture_does_not():
     np.testing.assert_array_equal(calm["image"], windy["image"])
     with pytest.raises(UserError, match="none for the task 'gusty'; tasks of this grid: calm, windy"):
         env.reset(seed=2, options={"name": "gusty"})
+
+
+def test_recorded_experts_take_the_names_in_turn(tmp_path):
+    winds = {"calm": 0.0, "windy": 1.0}
+    folder = build_experts(tmp_path / "e", count=4, mistakes=1.0, names=list(winds), size=3, max_steps=9, winds=winds)
+    rows = [json.loads(line) for line in (folder / "episodes.jsonl").open()]
+    assert [row["task"]["name"] for row in rows] == ["calm", "windy", "calm", "windy"]
+    assert [row["success"] for row in rows[1::2]] == [True, True], "carried there by the wind alone"
 
 
 def test_the_environment_keeps_gymnasiums_rules():
