@@ -66,6 +66,9 @@ class AgentCloneConfig(RunConfig):
     """Tasks that the expert plays."""
     random_actions: float = bounded(0.0, at_least=0, at_most=1)
     """Share of turns in which any of the environment's actions stands in the place of the expert's."""
+    play_once: bool = False
+    """Whether each task is played once and its episode learned from whenever it comes up, for slow environments such as
+    browsers, with fewer tasks than the run goes through. A resumed run plays them again."""
     eval_data: dict[str, TaskSetConfig] = field(default_factory=dict)
     """Held-out tasks by split, which the policy plays; the first one is the headline."""
     conversation: ConversationConfig = field(default_factory=ConversationConfig)
@@ -108,6 +111,7 @@ class AgentCloneRecipe(AgentRecipe):
 
     def __init__(self, config: AgentCloneConfig) -> None:
         super().__init__(config)  # type: ignore[arg-type]
+        self._known: dict[str, ExpertEpisode] = {}
         if not self.pool.has_expert:
             self.close()
             raise UserError(
@@ -148,17 +152,26 @@ class AgentCloneRecipe(AgentRecipe):
 
     def _play(self, policy: VlmPolicy, task: AgentTask, number: int) -> Episode:
         config = self.config
+        try:
+            played = self._known.get(task.id) or self._ask_expert(task, number)
+        except ExpertFailedError as error:
+            return Episode(task, ending="failed", reason=str(error))
+        if config.play_once:
+            self._known[task.id] = played
+        system = config.conversation.system_text(config.actions, self.pool.actions)
+        return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
+
+    def _ask_expert(self, task: AgentTask, number: int) -> ExpertEpisode:
+        config = self.config
         env: ExpertEnvironment = PooledExpert(self.pool)
         if config.random_actions:
             seed = stream_seed(config.seed, "clone", self.step, number, task.id)
             env = CarelessExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         try:
-            played = run_expert(env, task.task, task.seed, config.actions.format)
-        except ExpertFailedError as error:
+            return run_expert(env, task.task, task.seed, config.actions.format)
+        except ExpertFailedError:
             env.close()
-            return Episode(task, ending="failed", reason=str(error))
-        system = config.conversation.system_text(config.actions, self.pool.actions)
-        return _as_episode(played, task, policy, Writer(policy, config.conversation, system), config.episode.max_turns)
+            raise
 
 
 def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:

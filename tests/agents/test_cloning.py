@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.agents import experts
+from mmrl.agents import cloning, experts
 from mmrl.agents.actions import ActionConfig
 from mmrl.agents.cloning import AgentCloneConfig, AgentCloneRecipe
 from mmrl.agents.conversation import ConversationConfig
@@ -146,6 +146,19 @@ def test_a_clone_writes_actions(tmp_path, folder):
     assert rows[-1]["loss/nll"] < 0.3 * rows[0]["loss/nll"]
     found = json.loads((run_dir / "result.json").read_text())
     assert found["status"] == "done"
+
+
+def test_a_task_is_played_once_on_request(tmp_path, folder, recipes, monkeypatch):
+    plays = []
+    play = cloning.run_expert
+    monkeypatch.setattr(cloning, "run_expert", lambda env, *rest: plays.append(rest[1]) or play(env, *rest))
+    again = recipes(make_config(tmp_path, folder))
+    once = recipes(make_config(tmp_path, folder, play_once=True))
+    for recipe, count in ((again, 8), (once, 4)):
+        plays.clear()
+        (_, first), (_, second) = played(recipe), played(recipe)
+        assert len(plays) == count
+        assert list(map(torch.equal, first.response_ids, second.response_ids)) == [True] * 4
 
 
 def test_what_cannot_be_cloned_is_refused(tmp_path, folder):

@@ -51,6 +51,8 @@ class TaskKind:
     most_goals: int
     """Most sub-goals of a case."""
     summary: str
+    page: str = ""
+    """Its page in this folder; empty: that of its own name."""
 
 
 def click(view: View, key: str) -> Move:

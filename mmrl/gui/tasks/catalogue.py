@@ -11,7 +11,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded
-from mmrl.gui.tasks import checkout, login, mail, search, settings, todo
+from mmrl.gui.tasks import checkout, launcher, login, mail, search, settings, todo
 from mmrl.gui.tasks.case import Case, Move, TaskKind, View, click
 
 __all__ = ["TASKS", "Disturbances", "expert_move", "make_case", "page_html"]
@@ -78,7 +78,7 @@ def make_case(name: str, seed: int, sub_goals: int = 2, distractors: int = 2) ->
 def page_html(name: str, case: Case, disturbance: dict[str, Any]) -> str:
     """The page of a case."""
     data = json.dumps([dict(case.config), disturbance]).replace("<", "\\u003c")
-    call = f"startTask({_file(f'{name}.js')}, ...{data});"
+    call = f"startTask({_file(f'{TASKS[name].page or name}.js')}, ...{data});"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><style>{_file("page.css")}</style></head><body>'
         f"<script>{_file('runtime.js')}</script><script>{call}</script></body></html>"
@@ -107,5 +107,7 @@ TASKS: dict[str, TaskKind] = {
     "settings": TaskKind(settings.make, settings.expert, 3, "Change options in tabs, leave the others, save."),
     "mail": TaskKind(mail.make, mail.expert, 4, "Open mails; archive, delete or star them."),
     "checkout": TaskKind(checkout.make, checkout.expert, 4, "Go through cart, delivery and payment."),
+    "launcher": TaskKind(launcher.make_named, launcher.expert, 3, "Open apps by name, in order."),
+    "wishes": TaskKind(launcher.make_wished, launcher.expert, 3, "Open apps by what they are for.", "launcher"),
 }
-"""By name; each has a page of the same name in this folder."""
+"""By name."""

@@ -1,0 +1,69 @@
+"""Browser tasks for agents that answer as grounding models do: with the place to click, and nothing else.
+
+What a model has learned of screens then carries over as it is: an instruction that asks for one click is a grounding
+question. The format of the actions is `text`; an answer is `[{"point_2d": [x, y]}]`, in the space of the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.agents.action_readers import SAY
+from mmrl.agents.actions import Action
+from mmrl.agents.environment import Observation
+from mmrl.errors import UserError
+from mmrl.gui.answers import answer_text, parse_answer
+from mmrl.gui.plain_settings import settings_from
+from mmrl.gui.web_env import WebTaskAgentEnv, WebTaskEnv, WebTaskSettings
+
+__all__ = ["PointingAgentEnv", "pointing_tasks"]
+
+
+class PointingAgentEnv(WebTaskAgentEnv):
+    """Tasks that clicks alone solve, such as those of the home screen; the first point of an answer is clicked.
+
+    Args:
+        env: the environment.
+    """
+
+    @property
+    def actions(self) -> Mapping[str, str]:
+        """The one action."""
+        return {SAY: 'a JSON list of points such as [{"point_2d": [x, y]}]; the first one is clicked.'}
+
+    def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
+        """Click; an answer without a readable point is a click without arguments, which costs a step."""
+        points = parse_answer(str(action.arguments.get("text", ""))).points
+        return super().step(Action("click", {"point": list(points[0])} if points else {}))
+
+    def expert(self) -> Action:
+        """What solves the task from here on, as an answer.
+
+        Raises:
+            UserError: it is no click.
+        """
+        move = super().expert()
+        if move.name == "wait":  # while a page loads, a click anywhere passes the time
+            return Action(
+                SAY, {"text": answer_text([self.env.viewpoint.from_picture((1, 1))], self.env.settings.space)}
+            )
+        if move.name != "click":
+            raise UserError(
+                f"the expert wants to {move.name}, and answers of this environment are points to click; for this task "
+                "use mmrl.gui.web_env:web_tasks"
+            )
+        point = (move.arguments["x"], move.arguments["y"])
+        return Action(SAY, {"text": answer_text([point], self.env.settings.space)})
+
+
+def pointing_tasks(**settings: Any) -> PointingAgentEnv:
+    """`web_tasks` with answers that are points: `environment.factory: mmrl.gui.pointing:pointing_tasks`.
+
+    Args:
+        settings: as those of `mmrl.gui.web_env.web_tasks`.
+
+    Raises:
+        UserError: there is no such field, or its value is out of bounds.
+    """
+    return PointingAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))
