@@ -6,13 +6,14 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot test test-slow test-faults lint format docs clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui test test-slow test-faults lint format docs clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM, with a picture; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
+	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
 	@echo "make test            lint, then the test suite"
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
@@ -32,6 +33,9 @@ demo-diffusion: setup
 
 demo-robot: setup
 	@$(BIN)/mmrl demo robot
+
+demo-gui: setup
+	@$(BIN)/mmrl demo gui
 
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)

@@ -25,6 +25,7 @@ DEMOS = {
     "vlm": ("mmrl.vlm.demo", "runs/demo"),
     "diffusion": ("diffusion.demo", "runs/diffusion-demo"),
     "robot": ("robotics.demo", "runs/robot-demo"),
+    "gui": ("mmrl.gui.demo", "runs/gui-demo"),
 }
 LISTED = {
     "recipes": {"recipes": ""},

@@ -6,11 +6,15 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 __all__ = ["Job", "JobResult", "run_jobs"]
 
@@ -73,20 +77,50 @@ def run_jobs(jobs: Sequence[Job], limit: int, timeout_s: float, on_done: Callabl
     """
     waiting = deque(jobs)
     running: list[_Running] = []
+    with _signals_raise():
+        try:
+            _run(waiting, running, limit, timeout_s, on_done)
+        finally:
+            for entry in running:
+                _stop(entry.process)
+
+
+def _run(
+    waiting: deque[Job],
+    running: list[_Running],
+    limit: int,
+    timeout_s: float,
+    on_done: Callable[[JobResult], None],
+) -> None:
+    while waiting or running:
+        while waiting and len(running) < limit:
+            running.append(_start(waiting.popleft()))
+        for entry in list(running):
+            result = _poll(entry, timeout_s)
+            if result is not None:
+                running.remove(entry)
+                on_done(result)
+        if running:
+            time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP, which otherwise end a process on the spot, raise SystemExit, so that commands are stopped."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) == signal.SIG_DFL:
+                previous[signum] = signal.signal(signum, leave)
     try:
-        while waiting or running:
-            while waiting and len(running) < limit:
-                running.append(_start(waiting.popleft()))
-            for entry in list(running):
-                result = _poll(entry, timeout_s)
-                if result is not None:
-                    running.remove(entry)
-                    on_done(result)
-            if running:
-                time.sleep(_POLL_S)
+        yield
     finally:
-        for entry in running:
-            _stop(entry.process)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def _start(job: Job) -> _Running:

@@ -1,5 +1,7 @@
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -437,3 +439,19 @@ def is_alive(pid):
         return not Path("/proc/self").exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def test_a_terminated_comparison_leaves_no_run_behind(tmp_path):
+    code = (
+        "import pathlib, sys\n"
+        "from mmrl.training.compare.jobs import Job, run_jobs\n"
+        "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
+        "run_jobs([Job('a', (sys.executable, '-c', child), pathlib.Path('a.log'))], 1, 60.0, print)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    pid, deadline = tmp_path / "pid", time.monotonic() + 30
+    while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not is_alive(int(pid.read_text()))
