@@ -50,6 +50,9 @@ class LauncherSettings:
     cell_px: int = bounded(32, at_least=16)
     """Side of a tile with the space around it, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
 
+    wallpaper: str = ""
+    """CSS colour behind the tiles of every page; empty: that of the page's theme. A medium grey is about 0 to a model, which
+    then learns faster to tell tiles apart."""
     aligned: bool = False
     """Whether every tile stands in the middle of its cell; else gaps differ from page to page."""
 
@@ -105,6 +108,8 @@ class LauncherPage:
     """Between rows and between columns."""
     cells: tuple[Tile | None, ...]
     """Row by row; None is an empty one."""
+    wallpaper: str
+    """CSS colour behind the tiles."""
     layout: str = "launcher"
 
 
@@ -156,8 +161,9 @@ def compose_launcher(
     def gap() -> int:
         return space if settings.aligned else draw.randint(space - 2, space)
 
+    theme = draw.choice(THEMES[places])
     return LauncherPage(
-        theme=draw.choice(THEMES[places]),
+        theme=theme,
         language=language,
         wh=page_wh,
         columns=columns,
@@ -166,6 +172,7 @@ def compose_launcher(
         radius_px=tile_px * draw.randint(1, 4) // 16,
         gaps_px=(gap(), gap()),
         cells=tuple(cells),
+        wallpaper=settings.wallpaper or theme.background,
     )
 
 

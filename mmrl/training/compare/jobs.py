@@ -113,9 +113,9 @@ def _signals_raise() -> Iterator[None]:
 
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) == signal.SIG_DFL:
-                previous[signum] = signal.signal(signum, leave)
+        for ends in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(ends) == signal.SIG_DFL:
+                previous[ends] = signal.signal(ends, leave)
     try:
         yield
     finally:

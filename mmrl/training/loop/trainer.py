@@ -63,6 +63,8 @@ class Trainer:
         self.reference = make_reference(config.reference, recipe.policy, needed=needed, start=start)
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
         self.log = RunLog(run_dir, accelerator.device, tracker)
+        terms = getattr(recipe.config, "rewards", ())
+        self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
         self.saver = RunSaver(
             recipe,
             config,

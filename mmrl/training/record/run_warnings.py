@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class RunWarnings:
     """
 
     folder: Path | None
+    only_logged: Collection[str] = ()
+    """Reward terms of weight 0, which may well be constant."""
     said: dict[str, str] = field(default_factory=dict)
     """Warnings so far by what they are about."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class RunWarnings:
             batches: rollouts of all processes.
         """
         parts = list(batches)
-        for name in ("reward", *parts[0].reward_terms):
+        for name in ("reward", *(term for term in parts[0].reward_terms if term not in self.only_logged)):
             values = torch.cat([part.reward if name == "reward" else part.reward_terms[name] for part in parts])
             found = values[torch.isfinite(values)]
             same = len(found) > 1 and bool((found == found[0]).all())

@@ -86,3 +86,11 @@ def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
     _, rest = run(tmp_path / "cut", steps[cut:], warnings=resumed, first=cut + 1)
     assert [*rows, *rest] == whole
     assert read_warnings(tmp_path / "cut") == read_warnings(tmp_path / "whole")
+
+
+def test_a_term_that_is_only_logged_may_be_constant(tmp_path):
+    values = [0.0, 1.0, 1.0, 0.0]
+    batches = [batch(values, exact=values, lines=[0.0] * 4)] * PATIENCE
+    assert run(tmp_path / "a", batches)[1][-1] == {"warnings/constant_lines": PATIENCE}
+    quiet = RunWarnings(tmp_path / "b", only_logged=["lines"])
+    assert run(tmp_path / "b", batches, warnings=quiet)[1][-1] == {}
