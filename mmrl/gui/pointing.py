@@ -1,7 +1,8 @@
 """Browser tasks for agents that answer as grounding models do: with the place to click, and nothing else.
 
 What a model has learned of screens then carries over as it is: an instruction that asks for one click is a grounding
-question. The format of the actions is `text`; an answer is `[{"point_2d": [x, y]}]`, in the space of the environment.
+question. The format of the actions is `text`; an answer is `[{"label": "Save", "point_2d": [x, y]}]`, in the space of
+the environment; the label may be left out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ class PointingAgentEnv(WebTaskAgentEnv):
                 "use mmrl.gui.web_env:web_tasks"
             )
         point = (move.arguments["x"], move.arguments["y"])
-        return Action(SAY, {"text": answer_text([point], self.env.settings.space)})
+        return Action(SAY, {"text": answer_text([point], self.env.settings.space, [self._name_of(point)])})
+
+    def _name_of(self, point: tuple[float, float]) -> str:
+        """What the expert clicks, as a grounding model's labelled answers call it."""
+        places = {self.env.viewpoint.from_picture(item.center): item for item in self.env.elements() if item.visible}
+        return places[point].name if point in places else ""
 
 
 def pointing_tasks(**settings: Any) -> PointingAgentEnv:

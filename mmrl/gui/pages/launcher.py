@@ -21,6 +21,8 @@ from mmrl.gui.pages.vocabulary import Function, functions
 
 __all__ = [
     "COLORS",
+    "GREY",
+    "SIX_FAMILIES",
     "LauncherPage",
     "LauncherSettings",
     "LauncherSheet",
@@ -51,8 +53,8 @@ class LauncherSettings:
     """Side of a tile with the space around it, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
 
     wallpaper: str = ""
-    """CSS colour behind the tiles of every page; empty: that of the page's theme. A medium grey is about 0 to a model, which
-    then learns faster to tell tiles apart."""
+    """CSS colour behind the tiles of every page; empty: that of the page's theme. A medium grey is about 0 to a model,
+    which then learns faster to tell tiles apart."""
     aligned: bool = False
     """Whether every tile stands in the middle of its cell; else gaps differ from page to page."""
 
@@ -242,3 +244,7 @@ COLORS: dict[str, str] = {
     "help": "#6e0032",
 }
 """Of each function that home screens have; of each family there are two."""
+SIX_FAMILIES = tuple(name for name in COLORS if name not in ("share", "reply", "settings", "profile"))
+"""Twelve functions, which fill a page of 4 x 3 tiles."""
+GREY = "#808080"
+"""A wallpaper that is about 0 to a model."""

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from random import Random
 
 from mmrl.gui.pages.instructions import SENTENCES
-from mmrl.gui.pages.launcher import COLORS, app_name, tile_of
-from mmrl.gui.pages.themes import THEMES
+from mmrl.gui.pages.launcher import COLORS, GREY, SIX_FAMILIES, app_name, tile_of
 from mmrl.gui.pages.vocabulary import Function, functions
 from mmrl.gui.tasks.case import Case, Move, View, click
 
@@ -29,14 +28,14 @@ def make_wished(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 def _make(draw: Random, sub_goals: int, distractors: int, *, by_name: bool) -> Case:
     known = functions("train", "en")
-    wanted = draw.sample(sorted(COLORS), sub_goals)
+    wanted = draw.sample(sorted(SIX_FAMILIES), sub_goals)
     partners = [name for name in COLORS if known[name].family in {known[other].family for other in wanted}]
     near = [name for name in partners if name not in wanted][:distractors]
     others = draw.sample(sorted(set(COLORS) - set(partners)), TILES - sub_goals - len(near))
     apps = [*wanted, *near, *others]
     config = {
         "title": "Apps",
-        "background": draw.choice(THEMES["train"]).background,
+        "background": GREY,
         "tile_share": draw.randint(12, 14) / 16,
         "tiles": {name: asdict(tile_of(known[name])) for name in apps},
         "orders": [draw.sample(apps, TILES) for _ in range(sub_goals + 1)],
