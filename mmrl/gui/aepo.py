@@ -7,8 +7,8 @@ than it has samples, and a right element moves from a later rank to the first.
 
 The defaults are those of the public scripts (run_3b.sh): RLOO, clip 0.2/0.4, dual clip 3, no KL, means of response
 means, 128 questions x 8 samples, learning rate 1e-6. With one optimiser step a batch the ratio is 1 and the clip does
-nothing, there as here. Targets are in pixels of the original image and the resize is done here, where the public data are
-resized beforehand. The figure's advantages are GRPO's: `objective: {preset: grpo}`.
+nothing, there as here. Targets are in pixels of the original image and the resize is done here, where the public data
+are resized beforehand. The figure's advantages are GRPO's: `objective: {preset: grpo}`.
 
 The baselines are options: naive RLVR is `accuracy: first, max_answers: 1` with a prompt that asks for one point, the
 ablation of the reward is `accuracy: any`.
