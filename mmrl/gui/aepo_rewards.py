@@ -47,7 +47,7 @@ class AnswerRules:
     """adaptive: 1/sqrt(N k), or -1/N; any: 1 where any answer is inside, else -1; first: 1 where the first is, else
     -1."""
     parser: str = choice("reference", lambda: PARSERS)
-    """reference (the public code's), or robust, which reads more ways of writing points and pays for broken JSON too."""
+    """reference (the public code's), or robust, which reads more ways of writing points and pays for broken JSON."""
     collinear_scope: str = choice("total", COLLINEAR_SCOPES)
     """What three points on a line cost: total, the whole score is -1; accuracy, the format is still paid."""
     collinear_tol_px: float = bounded(0.0, at_least=0, finite=True)
