@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mmrl.agents.actions import ActionConfig
@@ -327,12 +329,17 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         return [name for name, wanted in (("greedy", evaluation.greedy), ("sampled", evaluation.samples)) if wanted]
 
     def _seeds(self, tasks: Sequence[AgentTask]) -> list[int]:
-        """A seed an episode; a task that is there twice has other ones the second time."""
+        """A seed an episode; a task that the step has twice has other ones the second time, on whichever process."""
+        state = PartialState()
+        own = [task.id for task in tasks]
+        shares = [own] if state.num_processes == 1 else gather_object([own])
         found, times = [], Counter[str]()
-        for task in tasks:
-            for sample in range(self.config.trainer.samples_per_task):
-                found.append(stream_seed(self.config.seed, "agent", self.step, task.id, times[task.id], sample))
-            times[task.id] += 1
+        for places in zip_longest(*shares):  # the processes take the tasks of a step in turn
+            for process, name in enumerate(places):
+                if process == state.process_index and name is not None:
+                    for sample in range(self.config.trainer.samples_per_task):
+                        found.append(stream_seed(self.config.seed, "agent", self.step, name, times[name], sample))
+                times[name] += 1
         return found
 
     def _alone(self, rollouts: Rollouts, reward: Tensor) -> Tensor:

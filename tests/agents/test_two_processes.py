@@ -50,6 +50,16 @@ def test_two_processes_run_the_episodes_of_one_and_make_its_update(tmp_path):
     assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
 
 
+def test_a_task_that_a_step_has_twice_is_played_as_by_one_process(tmp_path):
+    def repeats(config: Any) -> None:
+        config.data.seeds = 3  # of 4 tasks in the step
+
+    (one,), _ = train(tmp_path / "one", 1, change=repeats)
+    (two,), _ = train(tmp_path / "two", 2, change=repeats)
+    for name in ("reward/mean", "episode/return", "episode/turns", "response/length_mean"):
+        assert abs(one[name] - two[name]) < 1e-6, name
+
+
 def test_two_processes_train_the_critic_and_then_the_policy_of_one(tmp_path):
     """Advantages are whitened over the turns of both processes, and the warm-up moves the critic of both alike."""
 
