@@ -67,7 +67,8 @@ def test_experiment_is_valid_and_fair(path, tmp_path):
     sizes = set()
     for name in experiment.arms:
         arm = experiment.arm(name)
-        assert arm.config is not None
-        _, config = load_run((path.parent / arm.config).resolve())
+        whose = arm.config or experiment.base
+        assert whose is not None
+        _, config = load_run((path.parent / whose).resolve())
         sizes.add((config.trainer.steps, config.trainer.tasks_per_step, config.trainer.samples_per_task))
     assert len(sizes) == 1

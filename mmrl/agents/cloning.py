@@ -29,7 +29,7 @@ from mmrl.agents.experts import (
     ExpertEnvironment,
     ExpertEpisode,
     ExpertFailedError,
-    PooledExpert,
+    RemoteExpert,
     run_expert,
 )
 from mmrl.agents.payload import AgentPayload, pack_episodes
@@ -163,7 +163,7 @@ class AgentCloneRecipe(AgentRecipe):
 
     def _ask_expert(self, task: AgentTask, number: int) -> ExpertEpisode:
         config = self.config
-        env: ExpertEnvironment = PooledExpert(self.pool)
+        env: ExpertEnvironment = RemoteExpert(self.pool)
         if config.random_actions:
             seed = stream_seed(config.seed, "clone", self.step, number, task.id)
             env = CarelessExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))

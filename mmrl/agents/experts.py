@@ -28,7 +28,7 @@ __all__ = [
     "ExpertEpisode",
     "ExpertFailedError",
     "ExpertTurn",
-    "PooledExpert",
+    "RemoteExpert",
     "run_expert",
     "write_episodes",
 ]
@@ -48,7 +48,7 @@ class ExpertEnvironment(Environment, Protocol):
         ...
 
 
-class PooledExpert:
+class RemoteExpert:
     """The environment and expert of a pool's first row, which may raise, hang or die without harm to this process.
 
     Args:

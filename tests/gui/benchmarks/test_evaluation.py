@@ -78,7 +78,7 @@ def test_the_command_writes_answers_tables_and_pictures(tmp_path, models, capsys
         sorted((tmp_path / "out/pictures/screenspot").glob(f"{kind}-*")) for kind in ("hit", "miss")
     )
     for path in (hit, miss):
-        assert Image.open(path).size == (WIDTH, HEIGHT)
+        assert Image.open(path).size == (2 * WIDTH, 2 * HEIGHT), "a small screen is enlarged"
     assert (tmp_path / "out" / "report.html").is_file()
 
 
