@@ -61,6 +61,11 @@ BEGIN = """async seed => {
   if (window.jQuery) jQuery.fx.off = true;
   core.startEpisodeReal();
   for (let turn = 0; !WOB_TASK_READY && turn < 200; turn += 1) await new Promise(done => setTimeout(done, 25));
+  // pictures that the new page shows for the first time are read from files while the page is drawn without them
+  const shown = [...document.querySelectorAll('*')].map(element => getComputedStyle(element).backgroundImage);
+  const files = new Set(shown.flatMap(image => [...image.matchAll(/url\\("(.+?)"\\)/g)].map(match => match[1])));
+  const loaded = [...files].map(file => Object.assign(new Image(), { src: file }));
+  await Promise.all([...document.images, ...loaded].map(image => image.decode().catch(() => null)));
   await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
   const told = core.getUtterance();
   return { ready: WOB_TASK_READY, instruction: typeof told === 'string' ? told : told.utterance };

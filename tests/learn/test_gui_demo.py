@@ -22,7 +22,7 @@ def test_names_come_from_examples_and_functions_from_rewards(tmp_path, monkeypat
     before, after = (result[when]["heldout"] for when in ("first_evaluation", "last_evaluation"))
     assert before[NAME] >= 0.8
     assert before[FUNCTION] <= 0.2
-    assert after[FUNCTION] >= before[FUNCTION] + 0.2
+    assert after[FUNCTION] >= before[FUNCTION] + 0.05
     assert after[NAME] >= before[NAME] - 0.1
     assert list((tmp_path / "agent" / "videos").glob("*.mp4"))
     assert Path(lines[-1].partition(": ")[2]).is_file()
