@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from mmrl.agents.actions import ActionConfig
 from mmrl.agents.conversation import ConversationConfig, Writer
@@ -36,20 +34,17 @@ from mmrl.agents.payload import AgentPayload, pack_episodes
 from mmrl.agents.recipe import AgentRecipe
 from mmrl.agents.recorded import live_through
 from mmrl.agents.tasks import AgentTask, TaskSetConfig
-from mmrl.core.aggregation import Denominators
-from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
+from mmrl.training.loop.likelihood import LikelihoodRecipe
 from mmrl.training.loop.objectives import ObjectiveConfig
-from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
-from mmrl.vlm.sft import likelihood_loss
 
 __all__ = ["AgentCloneConfig", "AgentCloneRecipe"]
 
@@ -95,7 +90,7 @@ class AgentCloneConfig(RunConfig):
             )
 
 
-class AgentCloneRecipe(AgentRecipe):
+class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
     """Maximum likelihood of an expert's answers.
 
     Args:
@@ -107,7 +102,6 @@ class AgentCloneRecipe(AgentRecipe):
     """
 
     config: AgentCloneConfig  # type: ignore[assignment]
-    uses_rewards: ClassVar[bool] = False
 
     def __init__(self, config: AgentCloneConfig) -> None:
         super().__init__(config)  # type: ignore[arg-type]
@@ -136,19 +130,6 @@ class AgentCloneRecipe(AgentRecipe):
         """What the expert earned; nothing is trained on it."""
         earned = [episode.total for episode in AgentPayload.of(rollouts).episodes]
         return rollouts.replace(reward=torch.tensor(earned, dtype=torch.float32, device=rollouts.mask.device))
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Every token of an answer is wanted equally."""
-        return rollouts.replace(advantage=rollouts.mask.clone())
-
-    @property
-    def old_logprobs(self) -> OldLogProbs:
-        """Answers that were given have no old policy: the ratio is 1 in every update."""
-        return OldLogProbs.UPDATE
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """Mean negative log-likelihood of the answers' tokens."""
-        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 
     def _play(self, policy: VlmPolicy, task: AgentTask, number: int) -> Episode:
         config = self.config

@@ -126,7 +126,8 @@ def icon_samples(
         kinds: of instruction, drawn evenly: name or function.
         ask: one, some, or both drawn evenly.
         worked: add worked answers for a supervised start, as the columns `answers` and `labels`.
-        trap: probability that the first worked answer to a function is the icon it is taken for.
+        trap: probability that the first worked answer to a function is the icon it is taken for; it is any other icon,
+            the right one among them, with what is left.
         most_answers: worked answers to a question for some are 1 to this many; the later ones are any other icons.
         listings: share of worked rows that ask for everything, whose answer lists every icon with its place.
         grid: layout, or what differs from the usual one.
@@ -154,15 +155,20 @@ def icon_samples(
             text, labels = LIST, sorted(screen.boxes)  # in one order, so that only what is seen has to be guessed
         else:
             most = most_answers if asked == "some" else 1
-            labels = _worked(rng, screen, name, trap if kind == "function" else 0.0, most)
+            labels = _worked(rng, screen, _first(rng, screen, name, trap) if kind == "function" else name, most)
         if worked:
             meta |= {"labels": labels, "answers": [list(screen.boxes[icon].center) for icon in labels]}
         yield GroundingSample(screen.image, screen.image.size, text, screen.boxes[name], meta=meta)
 
 
-def _worked(rng: np.random.Generator, screen: Screen, name: str, trap: float, most: int) -> list[str]:
-    """The right icon, or with some probability the one it is taken for, then any others."""
-    first = ICONS[name].taken_for if rng.random() < trap else name
+def _first(rng: np.random.Generator, screen: Screen, name: str, trap: float) -> str:
+    """The icon that a function is taken for or, with what is left of the probability, any of the others alike."""
+    wrong = ICONS[name].taken_for
+    return wrong if rng.random() < trap else str(rng.choice([icon for icon in screen.boxes if icon != wrong]))
+
+
+def _worked(rng: np.random.Generator, screen: Screen, first: str, most: int) -> list[str]:
+    """The first answer, then any others."""
     others = rng.permutation([other for other in screen.boxes if other != first])
     return [first, *map(str, others[: int(rng.integers(1, most + 1)) - 1])]
 

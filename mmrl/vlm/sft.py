@@ -11,20 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
-from mmrl.core.aggregation import Denominators
 from mmrl.core.catalogue import get
-from mmrl.core.metrics import mean_metric
-from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum
-from mmrl.training.loop.old_logprobs import OldLogProbs
+from mmrl.training.loop.likelihood import LikelihoodRecipe
 from mmrl.training.loop.scoring import RewardErrors
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.data import DataConfig, load_splits, load_tasks
@@ -38,7 +32,7 @@ from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.scoring import check_columns, splits_by_key
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["SftConfig", "SftRecipe", "likelihood_loss"]
+__all__ = ["SftConfig", "SftRecipe"]
 
 OBJECTIVE = get("sft")
 
@@ -81,7 +75,7 @@ class SftConfig(RunConfig):
             raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
 
 
-class SftRecipe(VlmRecipe):
+class SftRecipe(LikelihoodRecipe[VlmPolicy, VlmTask], VlmRecipe):
     """Maximum likelihood of a column of completions.
 
     Args:
@@ -92,7 +86,6 @@ class SftRecipe(VlmRecipe):
     """
 
     config: SftConfig  # type: ignore[assignment]
-    uses_rewards: ClassVar[bool] = False
 
     def __init__(self, config: SftConfig) -> None:
         self.config = config
@@ -141,29 +134,3 @@ class SftRecipe(VlmRecipe):
     def score(self, rollouts: Rollouts) -> Rollouts:
         """Nothing to score."""
         return rollouts
-
-    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Every token of a completion is wanted equally."""
-        return rollouts.replace(advantage=rollouts.mask.clone())
-
-    @property
-    def old_logprobs(self) -> OldLogProbs:
-        """Completions have no old policy: the ratio is 1 in every update."""
-        return OldLogProbs.UPDATE
-
-    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-        """Mean negative log-likelihood of the completions' tokens; the metrics of a policy gradient are left out."""
-        return likelihood_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
-
-
-def likelihood_loss(scores: PolicyOutputs, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
-    """Mean negative log-likelihood of given tokens; the metrics of a policy gradient are left out.
-
-    Args:
-        scores: of the policy, with gradient.
-        minibatch: rows with advantage 1 on the given tokens.
-        denominators: counts over the whole optimiser step.
-    """
-    output = OBJECTIVE.loss(scores, OldLogProbs.UPDATE.in_update(minibatch, scores.logp), denominators)
-    nll = mean_metric(-scores.logp, minibatch.loss_mask)
-    return LossOutput(output.loss, {"loss/total": output.metrics["loss/total"], "loss/nll": nll})

@@ -114,4 +114,5 @@ def _cell(record: SampleRecord | None) -> dict[str, Any] | None:
         "images": [picture(image) for image in record.outputs[:GRID_IMAGES]],
         "reward": reward,
         "terms": ", ".join(terms),
+        "response": None if record.correct is None else record.response,
     }
