@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Browser:
         self._thread = threading.get_ident()
         self._playwright: Any = None
         self._browser: Any = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._program = require_chromium(self.settings.executable)
         self._start()
 
@@ -180,10 +182,13 @@ class Browser:
         _refuse_asyncio()
         try:
             self._playwright = sync_playwright().start()
+            # A killed browser leaves its temporary files behind; its socket is one, and their paths are limited.
+            self._folder = tempfile.TemporaryDirectory(prefix="mmrl-", ignore_cleanup_errors=True)
             self._browser = self._playwright.chromium.launch(
                 executable_path=self._program,
                 headless=True,
                 args=list(ARGUMENTS),
+                env={**os.environ, "TMPDIR": self._folder.name},
                 timeout=1000 * self.settings.start_timeout_s,
                 handle_sigint=False,  # the process that runs the environment decides what a signal means
                 handle_sigterm=False,
@@ -210,7 +215,9 @@ class Browser:
         if self._playwright is not None:
             with contextlib.suppress(Exception):
                 self._playwright.stop()
-        self._browser = self._playwright = None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._browser = self._playwright = self._folder = None
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

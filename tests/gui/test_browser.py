@@ -4,7 +4,9 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -167,3 +169,12 @@ def test_starting_inside_a_loop_says_what_to_do(browser):
     with pytest.raises(UserError, match="run it in a process of its own"):
         asyncio.run(start())
     browser.restart(after_failure=False)
+
+
+def test_a_browser_leaves_no_temporary_files(browser):
+    with tempfile.TemporaryDirectory() as folder:  # short: Chromium's socket lies there, and its path is limited
+        code = "from mmrl.gui.browser import Browser; b = Browser(); b.open_context(64, 64); b.restart(); b.close()"
+        environment = {**os.environ, "TMPDIR": folder}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+        left = [path.name for path in Path(folder).iterdir() if "hromium" in path.name or "mmrl" in path.name]
+    assert left == []
