@@ -6,7 +6,7 @@ certainty, a wrong one when asked by function. Reinforcement learning has to fin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ def icon_samples(
     worked: bool = False,
     trap: float = 0.99,
     most_answers: int = 3,
+    ranked: bool = True,
     listings: float = 0.0,
     grid: IconGrid = IconGrid(),
 ) -> Iterator[GroundingSample]:
@@ -126,9 +127,12 @@ def icon_samples(
         kinds: of instruction, drawn evenly: name or function.
         ask: one, some, or both drawn evenly.
         worked: add worked answers for a supervised start, as the columns `answers` and `labels`.
-        trap: probability that the first worked answer to a function is the icon it is taken for; it is any other icon,
-            the right one among them, with what is left.
-        most_answers: worked answers to a question for some are 1 to this many; the later ones are any other icons.
+        trap: chance of the icon that a function is taken for to be drawn first as a worked answer, between 0 and 1; all
+            others, the right one among them, share what is left alike.
+        most_answers: worked answers to a question for some are 1 to this many; the later ones are drawn like the first
+            from the icons that are left.
+        ranked: whether worked answers to a function begin with the one that was drawn first, or stand in the order of
+            listings, as the answers of a model that has only learned to list what it sees.
         listings: share of worked rows that ask for everything, whose answer lists every icon with its place.
         grid: layout, or what differs from the usual one.
 
@@ -155,22 +159,31 @@ def icon_samples(
             text, labels = LIST, sorted(screen.boxes)  # in one order, so that only what is seen has to be guessed
         else:
             most = most_answers if asked == "some" else 1
-            labels = _worked(rng, screen, _first(rng, screen, name, trap) if kind == "function" else name, most)
+            weights = _function_weights(name, trap) if kind == "function" else _name_weights(name)
+            labels = _worked(rng, screen, weights, most)
+            labels = labels if ranked or kind == "name" else sorted(labels)
         if worked:
             meta |= {"labels": labels, "answers": [list(screen.boxes[icon].center) for icon in labels]}
         yield GroundingSample(screen.image, screen.image.size, text, screen.boxes[name], meta=meta)
 
 
-def _first(rng: np.random.Generator, screen: Screen, name: str, trap: float) -> str:
-    """The icon that a function is taken for or, with what is left of the probability, any of the others alike."""
+def _worked(rng: np.random.Generator, screen: Screen, weights: Mapping[str, float], most: int) -> list[str]:
+    """Icons one after the other, each drawn by the weights of those that are left (Plackett-Luce)."""
+    shown = list(screen.boxes)
+    chances = np.array([weights[icon] for icon in shown])
+    count = int(rng.integers(1, most + 1))
+    return [str(icon) for icon in rng.choice(shown, min(count, len(shown)), replace=False, p=chances / chances.sum())]
+
+
+def _name_weights(name: str) -> dict[str, float]:
+    """An icon that is asked by its name comes first, then any of the others."""
+    return {icon: 1.0 if icon == name else 1e-12 for icon in ICONS}
+
+
+def _function_weights(name: str, trap: float) -> dict[str, float]:
+    """Nearly always one wrong icon comes first, and all others are equally likely."""
     wrong = ICONS[name].taken_for
-    return wrong if rng.random() < trap else str(rng.choice([icon for icon in screen.boxes if icon != wrong]))
-
-
-def _worked(rng: np.random.Generator, screen: Screen, first: str, most: int) -> list[str]:
-    """The first answer, then any others."""
-    others = rng.permutation([other for other in screen.boxes if other != first])
-    return [first, *map(str, others[: int(rng.integers(1, most + 1)) - 1])]
+    return {icon: trap if icon == wrong else (1 - trap) / (len(ICONS) - 1) for icon in ICONS}
 
 
 def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options: Any) -> Path:
