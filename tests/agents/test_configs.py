@@ -62,13 +62,13 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny_folders):
 
 def test_the_example_of_the_documents_trains(tmp_path, tiny_folders, monkeypatch):
     text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
-    blocks = dict(re.findall(r"```(?:python|yaml)\n# (my_guess\.py|guess\.yaml)\n(.*?)```", text, re.DOTALL))
+    blocks = dict(re.findall(r"```(?:python|yaml)\n# (my_guess\.py|my_guess\.yaml)\n(.*?)```", text, re.DOTALL))
     assert sum(bool(line.strip()) for block in blocks.values() for line in block.splitlines()) <= 20
     monkeypatch.chdir(tmp_path)
     for name, block in blocks.items():
         Path(name).write_text(block)
     small = [f"model.path={tiny_folders['qwen2_5_vl']}", "trainer.steps=2", "environment.workers=2"]
-    run = train(*load_run(Path("guess.yaml"), [*small, "model.dtype=float32", "trainer.learning_rate=1e-3"]))
+    run = train(*load_run(Path("my_guess.yaml"), [*small, "model.dtype=float32", "trainer.learning_rate=1e-3"]))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
     assert (run / "report.html").is_file()
