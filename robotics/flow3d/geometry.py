@@ -1,0 +1,169 @@
+"""Cameras, points and rigid motions, in NumPy and batched over leading dimensions.
+
+Pixels are (u right, v down) and the middle of the first one is at (0.5, 0.5). The camera frame is OpenCV's: x right,
+y down, z forward. Lengths are metres. A rigid motion is a 4 x 4 matrix; `T_a_b` takes points of frame b to frame a.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "angle_rad",
+    "apply_pose",
+    "depth_at",
+    "farthest_points",
+    "intrinsics",
+    "inverse_pose",
+    "lift",
+    "make_pose",
+    "project",
+]
+
+EDGE_M = 0.02
+"""Neighbouring depths that differ by more belong to two surfaces."""
+
+
+def intrinsics(
+    size_px: tuple[int, int], *, fov_x_rad: float | None = None, fov_y_rad: float | None = None
+) -> NDArray[np.float64]:
+    """Matrix of a pinhole camera with square pixels whose axis goes through the middle of the image.
+
+    Args:
+        size_px: width and height.
+        fov_x_rad: angle of view from left to right.
+        fov_y_rad: angle of view from top to bottom; one of the two is given.
+
+    Returns:
+        (3, 3) K in pixels.
+
+    Raises:
+        UserError: both or none of the angles are given, or one is not between 0 and pi.
+    """
+    given = [(angle, side) for angle, side in ((fov_x_rad, size_px[0]), (fov_y_rad, size_px[1])) if angle is not None]
+    if len(given) != 1 or not 0 < given[0][0] < math.pi:
+        raise UserError(f"fov_x_rad is {fov_x_rad}, fov_y_rad is {fov_y_rad}; give one of them, between 0 and pi")
+    angle, side = given[0]
+    focal = 0.5 * side / math.tan(angle / 2)
+    return np.array([[focal, 0.0, size_px[0] / 2], [0.0, focal, size_px[1] / 2], [0.0, 0.0, 1.0]])
+
+
+def project(points_cam_m: NDArray[np.float64], K: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Where points appear in the image.
+
+    Args:
+        points_cam_m: (..., 3) in the camera frame.
+        K: (3, 3) intrinsics.
+
+    Returns:
+        (..., 3) u and v in pixels, and z in metres. Points that do not lie in front of the camera have NaN pixels.
+    """
+    depth = points_cam_m[..., 2:]
+    safe = np.where(depth > 0, depth, np.nan)
+    pixels = points_cam_m[..., :2] / safe * np.array([K[0, 0], K[1, 1]]) + K[:2, 2]
+    return np.concatenate([pixels, depth], -1)
+
+
+def lift(uvz: NDArray[np.float64], K: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The inverse of `project`.
+
+    Args:
+        uvz: (..., 3) u and v in pixels, z in metres.
+        K: (3, 3) intrinsics.
+
+    Returns:
+        (..., 3) points in the camera frame.
+    """
+    depth = uvz[..., 2:]
+    across = (uvz[..., :2] - K[:2, 2]) / np.array([K[0, 0], K[1, 1]]) * depth
+    return np.concatenate([across, depth], -1)
+
+
+def depth_at(depth_m: NDArray[np.float32], uv_px: NDArray[np.float64], edge_m: float = EDGE_M) -> NDArray[np.float64]:
+    """Depth between pixels, bilinear within a surface and that of the nearest pixel next to an edge.
+
+    Args:
+        depth_m: (H, W); 0, NaN and infinite values are holes.
+        uv_px: (..., 2).
+        edge_m: depths of the four pixels around a point that differ by more are not mixed.
+
+    Returns:
+        (...) depths; NaN in holes and outside the image.
+    """
+    height, width = depth_m.shape
+    known = np.where(np.isfinite(depth_m) & (depth_m > 0), depth_m, np.nan).astype(np.float64)
+    u, v = uv_px[..., 0], uv_px[..., 1]
+    inside = (u >= 0) & (u < width) & (v >= 0) & (v < height)
+    x, y = np.where(inside, u, 0.5) - 0.5, np.where(inside, v, 0.5) - 0.5
+    left, top = np.floor(x).astype(int), np.floor(y).astype(int)
+    columns = np.clip(np.stack([left, left + 1], -1), 0, width - 1)
+    rows = np.clip(np.stack([top, top + 1], -1), 0, height - 1)
+    four = known[rows[..., :, None], columns[..., None, :]]
+    share_x = np.stack([1 - (x - left), x - left], -1)
+    share_y = np.stack([1 - (y - top), y - top], -1)
+    mixed = (four * share_y[..., :, None] * share_x[..., None, :]).sum((-2, -1))
+    spread = four.max((-2, -1)) - four.min((-2, -1))
+    nearest = known[np.clip(np.rint(y).astype(int), 0, height - 1), np.clip(np.rint(x).astype(int), 0, width - 1)]
+    return np.where(inside, np.where(spread <= edge_m, mixed, nearest), np.nan)
+
+
+def make_pose(rotation: NDArray[np.float64], translation_m: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(..., 4, 4) of a rotation (..., 3, 3) and a translation (..., 3)."""
+    leading = np.broadcast_shapes(rotation.shape[:-2], translation_m.shape[:-1])
+    T = np.zeros((*leading, 4, 4))
+    T[..., :3, :3], T[..., :3, 3], T[..., 3, 3] = rotation, translation_m, 1.0
+    return T
+
+
+def apply_pose(T: NDArray[np.float64], points_m: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Points (..., n, 3) moved by poses (..., 4, 4)."""
+    return points_m @ np.swapaxes(T[..., :3, :3], -1, -2) + T[..., None, :3, 3]
+
+
+def inverse_pose(T: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Inverse of rigid motions (..., 4, 4)."""
+    back = np.swapaxes(T[..., :3, :3], -1, -2)
+    return make_pose(back, -(back @ T[..., :3, 3:])[..., 0])
+
+
+def angle_rad(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Angle of the rotation between two orientations.
+
+    Args:
+        first: (..., 3, 3) or (..., 4, 4).
+        second: the same.
+
+    Returns:
+        (...) in 0 to pi; exact near 0 as well, where an arc cosine is not.
+    """
+    between = np.swapaxes(first[..., :3, :3], -1, -2) @ second[..., :3, :3]
+    chord = np.linalg.norm(between - np.eye(3), axis=(-2, -1)) / (2 * math.sqrt(2))
+    return 2 * np.arcsin(np.clip(chord, 0.0, 1.0))
+
+
+def farthest_points(points_m: NDArray[np.float64], count: int, first: int = 0) -> NDArray[np.intp]:
+    """Points that are spread out: each is the farthest from those chosen before.
+
+    Args:
+        points_m: (n, 3).
+        count: how many.
+        first: the one to begin with.
+
+    Returns:
+        (count,) indices, fewer where there are fewer points.
+    """
+    count = min(count, len(points_m))
+    chosen = np.zeros(count, dtype=np.intp)
+    distance = np.full(len(points_m), np.inf)
+    for number in range(count):
+        chosen[number] = first if number == 0 else int(np.argmax(distance))
+        distance = np.minimum(distance, ((points_m - points_m[chosen[number]]) ** 2).sum(-1))
+    return chosen

@@ -1,0 +1,209 @@
+"""The rigid motion that takes some points to others, also where part of them is wrong.
+
+Flow of a whole object is one rigid motion a frame. The least-squares motion has a closed form (Kabsch); points on the
+background, or that a model got wrong, pull it away, so the default weighs points by how well they fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from robotics.flow3d.geometry import apply_pose, make_pose
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["RigidFit", "fit_motions", "kabsch", "ransac_kabsch", "robust_kabsch"]
+
+FLAT = 1e-5
+"""Points lie on a line where their second singular value is below this share of the first, or of a metre."""
+LOW_WEIGHT = 0.3
+"""Below this median weight the least-squares start was no good."""
+
+
+@dataclass(frozen=True)
+class RigidFit:
+    """Motions fitted to a flow."""
+
+    T_t_0: NDArray[np.float64]
+    """(T, 4, 4) from the first positions to those of each frame."""
+    weights: NDArray[np.float64]
+    """(T, n) in 0..1: how much a point counted."""
+    rmse_m: NDArray[np.float64]
+    """(T,) weighted root mean square distance between moved and given points."""
+    degenerate: NDArray[np.bool_]
+    """(T,) whether the points that counted were too few or lay on a line, so that only a translation was fitted."""
+
+
+def kabsch(
+    source_m: NDArray[np.float64], target_m: NDArray[np.float64], weights: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Rigid motion with the least weighted sum of squared distances.
+
+    Args:
+        source_m: (n, 3).
+        target_m: (n, 3).
+        weights: (n,) at least 0; None for equal ones.
+
+    Returns:
+        (4, 4). A translation where the points do not determine a rotation; the identity without any weight.
+
+    Source:
+        Kabsch 1976, with the sign of the determinant as in Umeyama 1991, eq. 40 to 42.
+    """
+    w = np.ones(len(source_m)) if weights is None else weights
+    total = w.sum()
+    if total <= 0:
+        return np.eye(4)
+    mean_source, mean_target = w @ source_m / total, w @ target_m / total
+    centred = source_m - mean_source
+    if _on_a_line(centred * np.sqrt(w / total)[:, None]):
+        return make_pose(np.eye(3), mean_target - mean_source)
+    U, _, Vt = np.linalg.svd((centred * w[:, None]).T @ (target_m - mean_target))
+    sign = np.array([1.0, 1.0, np.sign(np.linalg.det(Vt.T @ U.T))])
+    rotation = (Vt.T * sign) @ U.T
+    return make_pose(rotation, mean_target - rotation @ mean_source)
+
+
+def robust_kabsch(
+    source_m: NDArray[np.float64],
+    target_m: NDArray[np.float64],
+    weights: NDArray[np.float64] | None = None,
+    *,
+    scale_m: float = 0.01,
+    iterations: int = 5,
+    rng: np.random.Generator | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rigid motion that points far off hardly change: least squares with Cauchy weights, again and again.
+
+    Args:
+        source_m: (n, 3).
+        target_m: (n, 3).
+        weights: (n,) at least 0, such as visibility; None for equal ones.
+        scale_m: distance at which a point counts half; 0.01 for measured flow, 0.03 for that of a model.
+        iterations: of weighing and fitting.
+        rng: for the random start that is tried where half of the points do not fit; None for seed 0.
+
+    Returns:
+        (4, 4), and the weights (n,) that the points had last.
+
+    Source:
+        Iteratively reweighted least squares, w = 1 / (1 + (e / s)^2).
+    """
+    given = np.ones(len(source_m)) if weights is None else weights
+    T, cauchy = _reweighted(source_m, target_m, given, kabsch(source_m, target_m, given), scale_m, iterations)
+    counted = given > 0
+    if counted.sum() >= 3 and np.median(cauchy[counted]) < LOW_WEIGHT:
+        start = ransac_kabsch(source_m, target_m, given, tolerance_m=1.5 * scale_m, rng=rng)
+        other, others = _reweighted(source_m, target_m, given, start, scale_m, iterations)
+        if (given * others).sum() > (given * cauchy).sum():
+            T, cauchy = other, others
+    return T, given * cauchy
+
+
+def ransac_kabsch(
+    source_m: NDArray[np.float64],
+    target_m: NDArray[np.float64],
+    weights: NDArray[np.float64] | None = None,
+    *,
+    tolerance_m: float = 0.015,
+    iterations: int = 100,
+    rng: np.random.Generator | None = None,
+) -> NDArray[np.float64]:
+    """Rigid motion of three points that most of the others agree with, fitted to those.
+
+    Args:
+        source_m: (n, 3).
+        target_m: (n, 3).
+        weights: (n,) at least 0; points of weight 0 are not drawn and do not count.
+        tolerance_m: distance within which a point agrees.
+        iterations: triples drawn.
+        rng: draws them; None for seed 0.
+
+    Returns:
+        (4, 4); that of `kabsch` where fewer than three points count.
+    """
+    given = np.ones(len(source_m)) if weights is None else weights
+    usable = np.flatnonzero(given > 0)
+    if len(usable) < 3:
+        return kabsch(source_m, target_m, given)
+    rng = np.random.default_rng(0) if rng is None else rng
+    best, most = given, -1.0
+    for _ in range(iterations):
+        three = rng.choice(usable, 3, replace=False)
+        agrees = _distances(kabsch(source_m[three], target_m[three]), source_m, target_m) < tolerance_m
+        if (found := float((given * agrees).sum())) > most:
+            best, most = given * agrees, found
+    return kabsch(source_m, target_m, best)
+
+
+def fit_motions(
+    source_m: NDArray[np.float64],
+    flow_m: NDArray[np.float64],
+    visible: NDArray[np.float64] | None = None,
+    *,
+    robust: bool = True,
+    scale_m: float = 0.01,
+) -> RigidFit:
+    """Motion of an object in each frame of a flow.
+
+    Args:
+        source_m: (n, 3) observed points.
+        flow_m: (T, n, 3) where they are in each frame.
+        visible: (T, n) weights at least 0, such as visibility; None for equal ones. A frame in which fewer than three
+            points have a weight takes all of them.
+        robust: weigh points by how well they fit; False for least squares.
+        scale_m: see `robust_kabsch`.
+
+    Returns:
+        The motions, with what says how far they can be trusted.
+    """
+    frames, count = flow_m.shape[:2]
+    T, used = np.zeros((frames, 4, 4)), np.zeros((frames, count))
+    rng = np.random.default_rng(0)
+    for frame in range(frames):
+        own = np.ones(count) if visible is None else np.asarray(visible[frame], dtype=np.float64)
+        own = own if (own > 0).sum() >= 3 else np.ones(count)
+        if robust:
+            T[frame], used[frame] = robust_kabsch(source_m, flow_m[frame], own, scale_m=scale_m, rng=rng)
+        else:
+            T[frame], used[frame] = kabsch(source_m, flow_m[frame], own), own
+    squared = ((apply_pose(T, source_m) - flow_m) ** 2).sum(-1)
+    total = np.maximum(used.sum(-1), 1e-12)
+    centred = source_m - (used @ source_m / total[:, None])[:, None]
+    shares = np.sqrt(used / total[:, None])[..., None]
+    degenerate = np.array([_on_a_line(row) for row in centred * shares])
+    return RigidFit(T, used, np.sqrt((used * squared).sum(-1) / total), degenerate)
+
+
+def _reweighted(
+    source_m: NDArray[np.float64],
+    target_m: NDArray[np.float64],
+    given: NDArray[np.float64],
+    T: NDArray[np.float64],
+    scale_m: float,
+    iterations: int,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    cauchy = np.ones(len(source_m))
+    for _ in range(iterations):
+        cauchy = 1 / (1 + (_distances(T, source_m, target_m) / scale_m) ** 2)
+        T = kabsch(source_m, target_m, given * cauchy)
+    return T, cauchy
+
+
+def _distances(
+    T: NDArray[np.float64], source_m: NDArray[np.float64], target_m: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    distance: NDArray[np.float64] = np.linalg.norm(apply_pose(T, source_m) - target_m, axis=-1)
+    return distance
+
+
+def _on_a_line(centred: NDArray[np.float64]) -> bool:
+    """Whether centred points (n, 3), each times the root of its share, do not determine a rotation."""
+    if len(centred) < 3:
+        return True
+    sizes = np.linalg.svd(centred, compute_uv=False)
+    return bool(sizes[1] <= FLAT * max(float(sizes[0]), 1.0))
