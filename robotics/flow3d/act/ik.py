@@ -1,0 +1,257 @@
+"""Inverse kinematics of any arm that MuJoCo can load, by mink: joint angles that bring the grip to a pose.
+
+Traps that are taken care of here: a step is integrated over the same time that it was solved for, or it leaves the
+limits; a quadratic programme without solution ends the search in place of the run; joints of the fingers stand still;
+limits are kept at a distance, because a joint exactly at its limit can make the next programme infeasible.
+
+Source: kevinzakka/mink, examples/arm_ik.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config
+from robotics.flow3d.geometry import angle_rad
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.robot import FlowArm
+
+__all__ = ["ArmIk", "IkSettings", "IkSolution", "JointPath"]
+
+DT_S = 1.0
+"""Time over which a step is solved for and integrated; with one second, speeds are steps."""
+SOLVER = "daqp"
+
+
+@dataclass(frozen=True)
+class IkSettings:
+    """How near is near enough, and how long to try."""
+
+    position_tolerance_m: float = bounded(0.003, above=0)
+    """Distance from the pose that counts as reached."""
+    angle_tolerance_rad: float = bounded(0.03, above=0)
+    """Turn from the pose that counts as reached."""
+    iterations: int = bounded(50, above=0)
+    """Largest number of steps for one pose."""
+    restarts: int = bounded(4, at_least=0)
+    """Random starts for the first pose of a path, when the given one leads nowhere."""
+    orientation_cost: float = bounded(0.3, above=0)
+    """Metres of error that one radian is worth."""
+    posture_cost: float = bounded(1e-3, at_least=0)
+    """Pull towards the home posture, within what the pose leaves open."""
+    step_rad: float = bounded(0.5, above=0)
+    """Largest change of a joint in one step."""
+    limit_distance: float = bounded(0.005, above=0)
+    """Distance kept from joint limits, rad or m."""
+    jump_rad: float = bounded(0.6, above=0)
+    """Largest change of a joint between neighbouring poses of a path."""
+
+
+@dataclass(frozen=True)
+class IkSolution:
+    """Where the search for one pose ended."""
+
+    joint_rad: NDArray[np.float64]
+    """(J,)."""
+    reached: bool
+    """Whether both errors are within the tolerances."""
+    position_error_m: float
+    angle_error_rad: float
+    iterations: int
+    """Steps taken, over all starts."""
+
+
+@dataclass(frozen=True)
+class JointPath:
+    """Angles along a path of poses."""
+
+    joint_rad: NDArray[np.float64]
+    """(M, J)."""
+    reached: NDArray[np.bool_]
+    """(M,) whether the pose was reached without a jump from the one before."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every pose was reached."""
+        return bool(self.reached.all())
+
+    @property
+    def length_rad(self) -> float:
+        """Length of the path in joint space."""
+        return float(np.linalg.norm(np.diff(self.joint_rad, axis=0), axis=-1).sum())
+
+
+class ArmIk:
+    """Kinematics of one arm.
+
+    Args:
+        arm: the arm alone; other joints of its model, such as fingers, stand in the middle of their range.
+        settings: tolerances and limits.
+
+    Raises:
+        UserError: a setting is out of range, mink is missing, or the model lacks a joint or the site.
+    """
+
+    def __init__(self, arm: FlowArm, settings: IkSettings | None = None) -> None:
+        mink = _import_mink()
+        self.arm, self.settings = arm, settings or IkSettings()
+        check_config(self.settings, "ik")
+        model = self.model = arm.load()
+        self._places, self._site = _find_names(model, arm)
+        ranges = _ranges(model)
+        self._middle = ranges.mean(-1)
+        self.low_rad, self.high_rad = ranges[self._places].T
+        self.home_rad: NDArray[np.float64] = np.array(arm.home_rad, dtype=np.float64)
+        posture = self._posture(self.home_rad)
+        self._configuration = mink.Configuration(model, posture)
+        options = self.settings
+        self._frame = mink.FrameTask(
+            arm.grip_site, "site", position_cost=1.0, orientation_cost=options.orientation_cost, lm_damping=1e-3
+        )
+        home = mink.PostureTask(model, cost=options.posture_cost)
+        home.set_target(posture)
+        spans = model.jnt_range[model.jnt_limited.astype(bool)]
+        distance = min([options.limit_distance, *(np.diff(spans) / 4).ravel()])
+        self._limits = [
+            mink.ConfigurationLimit(model, min_distance_from_limits=distance),
+            mink.VelocityLimit(model, dict.fromkeys(arm.joints, options.step_rad / DT_S)),
+        ]
+        others = [dof for dof in range(model.nv) if dof not in set(self._places)]
+        self._still = [mink.DofFreezingTask(model, others)] if others else None
+        self._tasks = [self._frame, home]
+
+    def pose(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(4, 4) T_world_grip at angles (J,)."""
+        self._configuration.update(self._posture(joint_rad))
+        reached = self._configuration.get_transform_frame_to_world(self.arm.grip_site, "site")
+        T: NDArray[np.float64] = reached.as_matrix()
+        return T
+
+    def solve(
+        self, T_world_grip: NDArray[np.float64], start_rad: NDArray[np.float64], *, restarts: int = 0
+    ) -> IkSolution:
+        """Search for angles that bring the grip to a pose.
+
+        Args:
+            T_world_grip: (4, 4).
+            start_rad: (J,) angles to begin at; those outside the limits are moved inside.
+            restarts: random starts that are tried when the given one leads nowhere.
+
+        Returns:
+            The first solution within the tolerances, otherwise the nearest one.
+        """
+        rng = np.random.default_rng(0)
+        best = self._descend(T_world_grip, start_rad)
+        taken = best.iterations
+        for _ in range(restarts):
+            if best.reached:
+                break
+            found = self._descend(T_world_grip, rng.uniform(self.low_rad, self.high_rad))
+            taken += found.iterations
+            if found.reached or _error(found, self.settings) < _error(best, self.settings):
+                best = found
+        return IkSolution(best.joint_rad, best.reached, best.position_error_m, best.angle_error_rad, taken)
+
+    def follow(
+        self, T_world_grip: NDArray[np.float64], start_rad: NDArray[np.float64], *, stop_early: bool = True
+    ) -> JointPath:
+        """Angles along a path, each pose starting from the solution of the one before.
+
+        Args:
+            T_world_grip: (M, 4, 4), neighbours near each other.
+            start_rad: (J,) angles before the first pose, from which it may be any way off.
+            stop_early: leave the poses after the first one that cannot be reached; they keep its angles.
+
+        Returns:
+            The path.
+        """
+        joint_rad = np.tile(np.asarray(start_rad, dtype=np.float64), (len(T_world_grip), 1))
+        reached = np.zeros(len(T_world_grip), dtype=np.bool_)
+        before = joint_rad[0]
+        for number, pose in enumerate(T_world_grip):
+            found = self.solve(pose, before, restarts=0 if number else self.settings.restarts)
+            jump = float(np.abs(found.joint_rad - before).max()) if number else 0.0
+            reached[number] = found.reached and jump <= self.settings.jump_rad
+            if reached[number] or not number:
+                before = found.joint_rad
+            joint_rad[number:] = before
+            if stop_early and not reached[number]:
+                break
+        return JointPath(joint_rad, reached)
+
+    def _descend(self, T_world_grip: NDArray[np.float64], start_rad: NDArray[np.float64]) -> IkSolution:
+        import mink
+
+        settings, configuration = self.settings, self._configuration
+        margin = settings.limit_distance
+        configuration.update(self._posture(np.clip(start_rad, self.low_rad + margin, self.high_rad - margin)))
+        self._frame.set_target(mink.SE3.from_matrix(T_world_grip))
+        errors, steps = self._errors(T_world_grip), 0
+        while steps < settings.iterations:
+            steps += 1
+            try:
+                speed = mink.solve_ik(
+                    configuration, self._tasks, DT_S, SOLVER, limits=self._limits, constraints=self._still
+                )
+            except mink.NoSolutionFound:
+                break
+            configuration.integrate_inplace(speed, DT_S)
+            errors = self._errors(T_world_grip)
+            near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
+            if near or float(np.abs(speed).max()) * DT_S < 1e-5:
+                break
+        reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
+        return IkSolution(configuration.q[self._places], reached, *errors, steps)
+
+    def _errors(self, T_world_grip: NDArray[np.float64]) -> tuple[float, float]:
+        data = self._configuration.data
+        position, rotation = data.site_xpos[self._site], data.site_xmat[self._site].reshape(3, 3)
+        away = float(np.linalg.norm(position - T_world_grip[:3, 3]))
+        return away, float(angle_rad(rotation, T_world_grip[:3, :3]))
+
+    def _posture(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
+        posture = self._middle.copy()
+        posture[self._places] = joint_rad
+        return posture
+
+
+def _import_mink() -> Any:
+    try:
+        import mink
+    except ImportError:
+        raise UserError("inverse kinematics needs mink, which is not installed; pip install mink") from None
+    return mink
+
+
+def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
+    """Places of the joints in the posture, which are also those of their speeds, and the number of the site."""
+    if model.nq != model.nv:
+        raise UserError(f"the model of {arm.name} has free or ball joints; give the arm alone, without objects")
+    try:
+        places = [int(model.joint(name).qposadr[0]) for name in arm.joints]
+        site = int(model.site(arm.grip_site).id)
+    except KeyError as error:
+        raise UserError(f"the model of {arm.name} lacks what the arm names: {error.args[0]}") from None
+    if len(arm.home_rad) != len(places):
+        raise UserError(f"{arm.name} has {len(places)} joints and {len(arm.home_rad)} angles of home_rad")
+    return places, site
+
+
+def _ranges(model: mujoco.MjModel) -> NDArray[np.float64]:
+    """(nq, 2) limits of all joints; a turn to either side where there are none."""
+    ranges = np.tile([-np.pi, np.pi], (model.nq, 1))
+    limited = np.flatnonzero(model.jnt_limited)
+    ranges[model.jnt_qposadr[limited]] = model.jnt_range[limited]
+    return ranges
+
+
+def _error(solution: IkSolution, settings: IkSettings) -> float:
+    return solution.position_error_m + settings.orientation_cost * solution.angle_error_rad
