@@ -1,0 +1,206 @@
+"""Reading of 3D flow: clip by clip in an order that follows from a seed, of which only a few are in memory."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.files import expanded
+from robotics.data.metadata import named_errors
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.data.info import DatasetInfo
+from robotics.flow3d.data.rows import clip_of, rows_of
+from robotics.flow3d.data.shards import read_group, read_tally, shard_errors, shards
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from robotics.flow3d.encoding import FlowEncoding
+
+__all__ = ["FlowReader"]
+
+KEPT_GROUPS = 4
+"""Row groups that single clips are taken from without reading them again."""
+Place = tuple[int, int, int]
+"""Number of the shard, of the row group in it and of the row in that."""
+
+
+class FlowReader(Sequence[FlowClip]):
+    """Clips of a folder, by number, in their order or shuffled.
+
+        reader = FlowReader("clips", split="train", encoding=model.encoding)
+        for clip in reader.shuffled(seed=0):
+            ...
+
+    Args:
+        folder: of the data set.
+        split: only this one; all when None.
+        sources: only these; all when None.
+        tasks: only these; all when None.
+        encoding: of the model that is to learn from it; None checks nothing.
+
+    Raises:
+        UserError: no such data set, a shard is missing or damaged, T or N are not the encoding's, or nothing is
+            selected.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        split: str | None = None,
+        sources: Sequence[str] | None = None,
+        tasks: Sequence[str] | None = None,
+        encoding: FlowEncoding | None = None,
+    ) -> None:
+        self.folder = expanded(Path(folder))
+        self.info = DatasetInfo.read(self.folder)
+        """What the data set says of itself, with the counts of all its clips."""
+        if encoding is not None:
+            self.info.check_encoding(encoding, str(self.folder))
+        self._shards = self._find_shards()
+        wanted = {"split": None if split is None else (split,), "source": sources, "task": tasks}
+        self._wanted = {group: set(names) for group, names in wanted.items() if names is not None}
+        self._check_wanted()
+        self._places = list(self._select())
+        if not self._places:
+            asked = ", ".join(f"{group} {' or '.join(sorted(names))}" for group, names in self._wanted.items())
+            raise UserError(f"{self.folder} has no clips{f' of {asked} together' if asked else ''}")
+        self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> FlowClip: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[FlowClip]: ...
+
+    def __getitem__(self, index: int | slice) -> FlowClip | list[FlowClip]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        shard, group, row = self._places[index]
+        return self._clip(rows_of(self._group(shard, group).slice(row, 1))[0], self._shards[shard])
+
+    def __iter__(self) -> Iterator[FlowClip]:
+        return (self._clip(row, path) for row, path in self._rows(range(len(self._shards))))
+
+    def shuffled(self, seed: int, *, epoch: int = 0, buffer: int = 256, skip: int = 0) -> Iterator[FlowClip]:
+        """Every selected clip once, in an order that follows from seed, epoch and buffer.
+
+        Shards come in random order; of their clips, as many as the buffer holds are in memory, not decoded, and each
+        clip that is given out is drawn from these.
+
+        Args:
+            seed: of the order.
+            epoch: another order for each.
+            buffer: clips in memory; with 1 only the shards are shuffled.
+            skip: clips at the beginning that are left out, to go on where a run ended.
+
+        Returns:
+            Iterator over the clips.
+
+        Raises:
+            UserError: `buffer` is less than 1, or, on the way, a shard is damaged.
+        """
+        if buffer < 1:
+            raise UserError(f"buffer is {buffer}; must be at least 1")
+        rng = np.random.default_rng([seed, epoch])
+        rows = self._rows(rng.permutation(len(self._shards)).tolist())
+        drawn = _draw(rows, buffer, rng)
+        return (self._clip(row, path) for row, path in itertools.islice(drawn, skip, None))
+
+    def fingerprint(self) -> str:
+        """Digest of the selection and the sizes of the shards: tells whether a run resumes on the same data."""
+        sizes = [(path.name, path.stat().st_size) for path in self._shards]
+        wanted = sorted((group, sorted(names)) for group, names in self._wanted.items())
+        return hashlib.sha256(repr((sizes, wanted)).encode()).hexdigest()[:16]
+
+    def _find_shards(self) -> list[Path]:
+        found = [path for _, _, path in shards(self.folder)]
+        missing = [name for name in self.info.shards if self.folder / name not in found]
+        if missing:
+            raise UserError(f"{self.folder} lacks the shard {missing[0]} that info.json names ({len(missing)} missing)")
+        return found
+
+    def _check_wanted(self) -> None:
+        for path in self._shards:
+            self.info.tally.merge(read_tally(path))
+        for group, names in self._wanted.items():
+            known = self.info.tally.count_by(group)
+            for name in names - set(known):
+                close = difflib.get_close_matches(name, list(known), n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise UserError(f"{self.folder} has no {group} {name!r}; {hint}it has {', '.join(known) or 'no clips'}")
+
+    def _select(self) -> Iterator[Place]:
+        for number, path in enumerate(self._shards):
+            for group, table in self._tables(path, list(COLUMNS)):
+                for row, cells in enumerate(table.to_pylist()):
+                    if self._is_wanted(cells):
+                        yield number, group, row
+
+    def _is_wanted(self, cells: dict[str, Any]) -> bool:
+        return all(cells[group] in names for group, names in self._wanted.items())
+
+    def _rows(self, order: Sequence[int]) -> Iterator[tuple[dict[str, Any], Path]]:
+        for number in order:
+            path = self._shards[number]
+            for _, table in self._tables(path):
+                yield from ((row, path) for row in rows_of(table) if self._is_wanted(row))
+
+    def _tables(self, path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
+        import pyarrow.parquet as pq
+
+        with shard_errors(path):
+            groups = pq.read_metadata(path).num_row_groups
+        return ((group, read_group(path, group, columns)) for group in range(groups))
+
+    def _group(self, shard: int, group: int) -> pa.Table:
+        key = (shard, group)
+        if key not in self._groups:
+            self._groups[key] = read_group(self._shards[shard], group)
+            while len(self._groups) > KEPT_GROUPS:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(key)
+        return self._groups[key]
+
+    def _clip(self, row: dict[str, Any], path: Path) -> FlowClip:
+        try:
+            with named_errors("it"):
+                clip = clip_of(row)
+        except UserError as error:
+            raise UserError(f"a clip of the shard {path} cannot be used: {error}") from error
+        if clip.flow.shape[:2] != (self.info.num_frames, self.info.grid):
+            raise UserError(
+                f"a clip of the shard {path} has T={len(clip.flow)} and N={clip.flow.shape[1]}; info.json says "
+                f"T={self.info.num_frames} and N={self.info.grid}"
+            )
+        return clip
+
+
+def _draw(
+    rows: Iterator[tuple[dict[str, Any], Path]], buffer: int, rng: np.random.Generator
+) -> Iterator[tuple[dict[str, Any], Path]]:
+    held: list[tuple[dict[str, Any], Path]] = []
+    for row in rows:
+        if len(held) < buffer:
+            held.append(row)
+            continue
+        place = int(rng.integers(buffer))
+        out, held[place] = held[place], row
+        yield out
+    yield from (held[place] for place in rng.permutation(len(held)).tolist())
+
+
+COLUMNS = ("split", "source", "task")

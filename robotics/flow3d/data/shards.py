@@ -1,0 +1,145 @@
+"""Parquet shards that say themselves what is in them, and the journal of one that is not finished.
+
+A parquet file cannot be read before it is finished. Until then the clips of a shard lie in an Arrow stream, of which
+everything that was written completely can be read after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mmrl.errors import UserError
+from mmrl.files import replaced
+from robotics.data.metadata import named_errors
+from robotics.flow3d.data.tally import Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+
+__all__ = [
+    "SPLIT",
+    "journal_batches",
+    "journal_path",
+    "journals",
+    "read_group",
+    "read_tally",
+    "shard_errors",
+    "shard_path",
+    "shards",
+    "write_shard",
+]
+
+FOLDER = "data"
+SPLIT = re.compile(r"\w+")
+SHARD = re.compile(r"(\w+)-(\d{5,})\.parquet")
+JOURNAL = re.compile(r"\.(\w+)-(\d{5,})\.journal")
+TALLY = b"flow3d"
+
+
+def shard_path(folder: Path, split: str, number: int) -> Path:
+    """Where a shard lies."""
+    return folder / FOLDER / f"{split}-{number:05d}.parquet"
+
+
+def journal_path(folder: Path, split: str, number: int) -> Path:
+    """Where the clips of an unfinished shard lie."""
+    return folder / FOLDER / f".{split}-{number:05d}.journal"
+
+
+def shards(folder: Path) -> list[tuple[str, int, Path]]:
+    """Finished shards of a data set: split, number and path, in order."""
+    return _numbered(folder, SHARD)
+
+
+def journals(folder: Path) -> list[tuple[str, int, Path]]:
+    """Journals that were left by an interrupted writer: split, number and path, in order."""
+    return _numbered(folder, JOURNAL)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[str, int, Path]]:
+    paths = (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ()
+    found = [(pattern.fullmatch(path.name), path) for path in paths]
+    return sorted((match[1], int(match[2]), path) for match, path in found if match)
+
+
+def journal_batches(path: Path) -> list[pa.RecordBatch]:
+    """Clips of a journal, one a batch, up to where its writer was interrupted."""
+    import pyarrow as pa
+
+    batches: list[pa.RecordBatch] = []
+    with path.open("rb") as file:
+        try:
+            stream = pa.ipc.open_stream(file)
+            while True:
+                batches.append(stream.read_next_batch())
+        except (StopIteration, pa.ArrowException, OSError):
+            return batches
+
+
+def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, group_size: int) -> None:
+    """Write a shard at once.
+
+    Args:
+        path: of the shard.
+        batches: its clips.
+        tally: what they come to.
+        group_size: clips that are read together.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_batches(batches)
+    metadata = {**(table.schema.metadata or {}), TALLY: json.dumps(tally.to_json()).encode()}
+    with replaced(path) as draft:
+        pq.write_table(
+            table.replace_schema_metadata(metadata),
+            draft,
+            row_group_size=group_size,
+            compression="zstd",
+            write_page_checksum=True,
+        )
+
+
+def read_tally(path: Path) -> Tally:
+    """What is in a shard, from the description at its end.
+
+    Raises:
+        UserError: the file is damaged, or is no shard of 3D flow.
+    """
+    import pyarrow.parquet as pq
+
+    with shard_errors(path):
+        metadata = pq.read_schema(path).metadata or {}
+        if TALLY not in metadata:
+            raise UserError(f"{path} is parquet, but no shard of 3D flow: its metadata has no {TALLY.decode()!r}")
+        return Tally.from_json(json.loads(metadata[TALLY]))
+
+
+def read_group(path: Path, number: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """One row group of a shard; raises UserError where it is damaged."""
+    import pyarrow.parquet as pq
+
+    with shard_errors(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        return file.read_row_group(number, columns=None if columns is None else list(columns))
+
+
+@contextmanager
+def shard_errors(path: Path) -> Iterator[None]:
+    """Name the file in whatever a damaged one raises.
+
+    Raises:
+        UserError: the body raised.
+    """
+    import pyarrow as pa
+
+    try:
+        with named_errors(f"the shard {path}"):
+            yield
+    except pa.ArrowException as error:
+        raise UserError(f"the shard {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
