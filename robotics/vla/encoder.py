@@ -24,7 +24,7 @@ from robotics.vla.policy import PolicyInputs
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 from robotics.vla.vocabulary import PADDING, Vocabulary
 
-__all__ = ["EncoderConfig", "ObservationEncoder", "StateScale"]
+__all__ = ["Block", "EncoderConfig", "InstructionEncoder", "ObservationEncoder", "StateScale"]
 
 PATCHES = 4
 """Patch tokens on a side."""
@@ -112,12 +112,12 @@ class ObservationEncoder(nn.Module):
         check_config(config, "encoder")
         self.config, self.vocabulary = config, vocabulary
         width = config.width
-        self.instruction = _InstructionEncoder(len(vocabulary), config.words, width, config.heads)
+        self.instruction = InstructionEncoder(len(vocabulary), config.words, width, config.heads)
         self.stem = None if config.image_size is None else _ImageStem(config)
         self.scale = None if config.state_size is None else StateScale(config.state_size)
         self.state = None if config.state_size is None else nn.Linear(config.state_size, width)
         self.queries = nn.Parameter(torch.randn(queries, width) * 0.02)
-        self.blocks = nn.ModuleList(_Block(width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, batch: PolicyInputs) -> Tensor:
@@ -174,14 +174,14 @@ class ObservationEncoder(nn.Module):
         return batch.state
 
 
-class _InstructionEncoder(nn.Module):
+class InstructionEncoder(nn.Module):
     """Words to one vector; padded to a fixed length, so that a text does not depend on the others."""
 
     def __init__(self, entries: int, length: int, width: int, heads: int) -> None:
         super().__init__()
         self.words = nn.Embedding(entries, width)
         self.places = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.block = _Block(width, heads)
+        self.block = Block(width, heads)
 
     def forward(self, words: Tensor) -> Tensor:
         """(n, L) int64 -> (n, W)."""
@@ -227,7 +227,7 @@ class _ImageStem(nn.Module):
         return torch.cat([tokens, self.keypoint_token(found)[:, None]], 1)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """Pre-norm transformer block without dropout."""
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,0 +1,16 @@
+"""The world model: how the points of an object will move, given a picture and an instruction.
+
+A diffusion model over 3D flow (`FlowWorldModel`), three networks for it, and its training (`flow3d`).
+Importing the package loads none of its modules, only what is taken from it.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "robotics.flow3d.model.settings": ("FlowModelConfig",),
+    "robotics.flow3d.model.world_model": ("FlowWorldModel",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

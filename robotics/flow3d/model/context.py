@@ -1,0 +1,222 @@
+"""Tokens of picture, instruction and query points that the networks attend to.
+
+Shapes: B rows, L tokens, W width of a token, N x N query points.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from robotics.flow3d.model.inputs import FlowInputs
+from robotics.flow3d.model.point_codes import (
+    CODE_SIZE,
+    clip_places,
+    corrected_code,
+    octave_code,
+    octave_size,
+    repo_code,
+)
+from robotics.flow3d.model.settings import ConditionConfig
+from robotics.vla.encoder import Block, InstructionEncoder
+from robotics.vla.vocabulary import Vocabulary
+
+__all__ = ["TOWERS", "ClipContext", "Context", "ContextEncoder", "SmallContext", "make_context"]
+
+TOWERS = "towers"
+"""Name of the frozen part of an encoder, which is not saved with the weights."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a network knows of B scenes; computed once for all steps of sampling."""
+
+    tokens: Tensor
+    """(B, L, W)."""
+    text: Tensor
+    """(B, W) the instruction as a whole."""
+    points: Tensor
+    """(B, N, N, 3) query points in -1..1."""
+
+
+class ContextEncoder(nn.Module, ABC):
+    """Turns inputs into a context."""
+
+    @abstractmethod
+    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
+        """Encode B rows.
+
+        Args:
+            inputs: the rows, on the device of the weights.
+            keep_text: (B,) bool, False where the instruction is blanked.
+
+        Returns:
+            The context.
+
+        Raises:
+            UserError: an instruction that cannot be read.
+
+        Gradient: into all weights but frozen ones.
+        """
+
+
+class SmallContext(ContextEncoder):
+    """Patches of the picture, each told the instruction, and words of a small vocabulary; trained from scratch.
+
+    Args:
+        config: sizes.
+        vocabulary: words of the instructions.
+    """
+
+    def __init__(self, config: ConditionConfig, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.config, self.vocabulary = config, vocabulary
+        width = config.width
+        self.instruction = InstructionEncoder(len(vocabulary), config.words, width, config.heads)
+        self.no_text = nn.Parameter(torch.randn(width) * 0.02)
+        self.patch = nn.Linear(3 * config.patch_px**2, width)
+        self.place = nn.Linear(octave_size(2), width)
+        self.point = nn.Linear(octave_size(3), width)
+        self.block = Block(width, config.heads)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
+        """See `ContextEncoder.forward`."""
+        text = torch.where(keep_text[:, None], self._texts(inputs.instructions), self.no_text)
+        pixels = inputs.images.permute(0, 3, 1, 2).to(self.no_text.dtype) / 127.5 - 1
+        patches = functional.pixel_unshuffle(pixels, self.config.patch_px).flatten(2).transpose(1, 2)
+        seen = self.block(self.patch(patches) + self.place(self._patch_code()) + text[:, None])
+        points = self.point(octave_code(inputs.points.flatten(1, 2)))
+        return Context(self.norm(torch.cat([seen, text[:, None], points], 1)), text, inputs.points)
+
+    def _texts(self, texts: list[str]) -> Tensor:
+        """(B, W); each distinct text is encoded once."""
+        distinct = list(dict.fromkeys(texts))
+        number = {text: place for place, text in enumerate(distinct)}
+        words = self.vocabulary.encode(distinct, self.config.words).to(self.no_text.device)
+        index = torch.tensor([number[text] for text in texts], device=words.device)
+        found: Tensor = self.instruction(words)[index]
+        return found
+
+    def _patch_code(self) -> Tensor:
+        """(patches, numbers) code of the middle of each patch, rows first."""
+        side = self.config.image_px // self.config.patch_px
+        middle = (torch.arange(side, device=self.no_text.device) + 0.5) / side * 2 - 1
+        v, u = torch.meshgrid(middle, middle, indexing="ij")
+        return octave_code(torch.stack([u, v], -1).flatten(0, 1))
+
+
+class ClipContext(ContextEncoder):
+    """Frozen CLIP towers as in the paper: 77 text tokens, 257 of the picture and one of each query point.
+
+    The class token of the picture is the pooled one, after the last norm; its patches are raw states. The projections
+    of picture and points start at zero, so that a pretrained network first sees what it knows.
+
+    Args:
+        config: folders and options.
+
+    Raises:
+        UserError: a folder cannot be read, or holds another kind of model.
+
+    Source: Hoyyyaard/3DFlowAction AnimateFlow.py (AnimateFlow3D).
+    """
+
+    def __init__(self, config: ConditionConfig) -> None:
+        super().__init__()
+        self.config = config
+        read: dict[str, Any] = _read_towers(config)
+        self.towers = nn.ModuleDict(read).requires_grad_(False)
+        self.tokenizer = _read_tokenizer(config)
+        text, seen = (read[name].config.hidden_size for name in ("text", "vision"))
+        self.longest_text: int = read["text"].config.max_position_embeddings
+        self.text = nn.Identity() if text == config.width else nn.Linear(text, config.width)
+        self.image = _zero_linear(seen, config.width)
+        self.point = _zero_linear(CODE_SIZE, config.width)
+
+    def train(self, mode: bool = True) -> ClipContext:
+        """The towers are never in training mode."""
+        super().train(mode)
+        self.towers.eval()
+        return self
+
+    def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
+        """See `ContextEncoder.forward`."""
+        kept = [text if keep else "" for text, keep in zip(inputs.instructions, keep_text.tolist(), strict=True)]
+        with torch.no_grad():
+            states, pooled = self._texts(kept)
+            seen = self._pictures(inputs.images)
+        code = repo_code if self.config.point_pe == "repo" else corrected_code
+        points = self.point(code(clip_places(inputs.points.flatten(1, 2))))
+        tokens = torch.cat([self.text(states), self.image(seen), points], 1)
+        return Context(tokens, self.text(pooled), inputs.points)
+
+    def _texts(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        """Last states (B, 77, .) and the pooled one (B, .)."""
+        tower = self.towers["text"]
+        limits = {"padding": "max_length", "max_length": self.longest_text, "truncation": True}
+        found = self.tokenizer(texts, return_tensors="pt", **limits)
+        out = tower(input_ids=found.input_ids.to(next(tower.parameters()).device))
+        return out.last_hidden_state, out.pooler_output
+
+    def _pictures(self, images: Tensor) -> Tensor:
+        """(B, 1 + patches, .)."""
+        tower = self.towers["vision"]
+        pixels = images.permute(0, 3, 1, 2).float() / 255
+        if self.config.bgr:
+            pixels = pixels.flip(1)
+        mean, std = (pixels.new_tensor(numbers)[:, None, None] for numbers in (CLIP_MEAN, CLIP_STD))
+        out = tower(pixel_values=((pixels - mean) / std).to(next(tower.parameters()).dtype))
+        return torch.cat([out.pooler_output[:, None], out.last_hidden_state[:, 1:]], 1)
+
+
+def make_context(config: ConditionConfig, vocabulary: Vocabulary) -> ContextEncoder:
+    """The encoder of a configuration; clip does not read the vocabulary."""
+    return ClipContext(config) if config.kind == "clip" else SmallContext(config, vocabulary)
+
+
+def _read_towers(config: ConditionConfig) -> dict[str, Any]:
+    from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+
+    ensure_torchvision()
+    from transformers import CLIPTextModel, CLIPVisionModel
+
+    with quiet_transformers():
+        text = _read("text", Path(config.text) / "text_encoder", CLIPTextModel)
+        vision = _read("vision", Path(config.vision), CLIPVisionModel)
+    found = vision.config.image_size
+    if found != config.image_px:
+        raise UserError(f"model.condition.image_px is {config.image_px}; the vision tower takes {found}")
+    return {"text": text, "vision": vision}
+
+
+def _read_tokenizer(config: ConditionConfig) -> Any:
+    from transformers import CLIPTokenizer
+
+    return _read("text", Path(config.text) / "tokenizer", CLIPTokenizer)
+
+
+def _read(name: str, folder: Path, kind: Any) -> Any:
+    # a hub id has no folder here; transformers finds it in its cache
+    source, options = str(folder), {}
+    if not folder.is_dir() and folder.name in ("text_encoder", "tokenizer") and not folder.parent.is_dir():
+        source, options = str(folder.parent), {"subfolder": folder.name}
+    try:
+        return kind.from_pretrained(source, **options)
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.condition.{name}: no {kind.__name__} in {folder}: {reason}") from error
+
+
+def _zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,86 @@
+"""What the world model is given: pictures, query points and instructions of some scenes, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.core.payload import Payload, per_row
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.clip import Observation
+    from robotics.flow3d.encoding import FlowEncoding
+
+__all__ = ["FlowInputs", "make_inputs"]
+
+
+@dataclass
+class FlowInputs(Payload):
+    """Conditions of B flows."""
+
+    images: Tensor = per_row()
+    """(B, S, S, 3) uint8 RGB."""
+    points: Tensor = per_row()
+    """(B, N, N, 3) float32 u, v, z of the query points, each normalised to -1..1."""
+    instructions: list[str] = per_row()
+    """Lower-cased."""
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def repeated(self, count: int) -> FlowInputs:
+        """Each row `count` times, one after the other."""
+        rows = torch.arange(len(self)).repeat_interleave(count)
+        return self.select(rows, rows)
+
+
+def make_inputs(
+    observations: Sequence[Observation],
+    points: Sequence[NDArray[np.float64]],
+    encoding: FlowEncoding,
+    image_px: int,
+) -> FlowInputs:
+    """Turn scenes into tensors.
+
+    Args:
+        observations: B pictures with their instructions; they may differ in size.
+        points: (N, N, 3) query points u, v, z of each.
+        encoding: normalises the points.
+        image_px: S; pictures are resized to a square, so that their points keep their normalised places.
+
+    Returns:
+        The inputs on the CPU.
+
+    Raises:
+        UserError: another number of points than the model was trained with.
+    """
+    wanted = (encoding.grid, encoding.grid, 3)
+    for grid in points:
+        if grid.shape != wanted:
+            raise UserError(
+                f"query points have the shape {grid.shape}; this model was trained with {wanted}, a grid of "
+                f"{encoding.grid} x {encoding.grid} points u, v, z"
+            )
+    normalised = [encoding.normalise(grid, seen.size_px) for grid, seen in zip(points, observations, strict=True)]
+    return FlowInputs(
+        images=torch.from_numpy(np.stack([_resized(seen.rgb, image_px) for seen in observations])),
+        points=torch.from_numpy(np.stack(normalised)).float(),
+        instructions=[seen.instruction.lower() for seen in observations],
+    )
+
+
+def _resized(rgb: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    if rgb.shape[:2] == (side, side):
+        return rgb
+    # Pillow averages over all pixels that a smaller one covers
+    return np.asarray(Image.fromarray(rgb).resize((side, side), Image.Resampling.BICUBIC))

@@ -1,0 +1,120 @@
+"""Blocks of the transformers over flow: attention scaled and shifted by time and instruction (AdaLN).
+
+Source: Peebles and Xie, DiT, arXiv 2212.09748 (AdaLN-Zero: all gates start at zero).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["Attention", "FlowBlock", "Modulated", "TimeEmbedding"]
+
+
+class TimeEmbedding(nn.Module):
+    """Times (B,) of 0..1000 as (B, width), by sines and cosines and two layers.
+
+    Args:
+        width: even.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, time: Tensor) -> Tensor:
+        """(B,) -> (B, width)."""
+        half = self.width // 2
+        rates = torch.exp(-math.log(10000.0) * torch.arange(half, device=time.device) / half)
+        angles = time[:, None].float() * rates
+        found: Tensor = self.layers(torch.cat([angles.cos(), angles.sin()], 1))
+        return found
+
+
+class Attention(nn.Module):
+    """Multi-head attention of tokens (B, n, width) to others (B, m, source).
+
+    Args:
+        width: of the tokens.
+        heads: divide the width.
+        source: width of the tokens that are attended to; None for self-attention.
+    """
+
+    def __init__(self, width: int, heads: int, source: int | None = None) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.key_value = nn.Linear(source or width, 2 * width)
+
+    def forward(self, tokens: Tensor, others: Tensor) -> Tensor:
+        """(B, n, width), (B, m, source) -> (B, n, width)."""
+        q = self.query(tokens).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.key_value(others).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v)
+        found: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return found
+
+
+class Modulated(nn.Module):
+    """A norm whose scale and shift, and a gate for what follows, come from a condition.
+
+    Args:
+        width: of the tokens and of the condition.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.numbers = nn.Linear(width, 3 * width)
+        nn.init.zeros_(self.numbers.weight)
+        nn.init.zeros_(self.numbers.bias)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, n, width), (B, width) -> normalised tokens and the gate (B, 1, width)."""
+        scale, shift, gate = self.numbers(functional.silu(condition))[:, None].chunk(3, -1)
+        return self.norm(tokens) * (1 + scale) + shift, gate
+
+
+class FlowBlock(nn.Module):
+    """Self-attention, attention to a context, and a feed-forward layer.
+
+    With `frames`, tokens are those of T frames x n points, and self-attention goes over the points of a frame, then
+    over the frames of a point; without, over all tokens.
+
+    Args:
+        width: of the tokens.
+        heads: divide the width.
+        context: width of the context's tokens.
+        factored: whether attention is split over points and frames.
+    """
+
+    def __init__(self, width: int, heads: int, context: int, *, factored: bool = False) -> None:
+        super().__init__()
+        self.space, self.space_norm = Attention(width, heads), Modulated(width)
+        self.time = Attention(width, heads) if factored else None
+        self.time_norm = Modulated(width) if factored else None
+        self.cross, self.cross_norm = Attention(width, heads, context), Modulated(width)
+        self.wide, self.narrow, self.feed_norm = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            Modulated(width),
+        )
+
+    def forward(self, tokens: Tensor, condition: Tensor, context: Tensor, frames: int = 1) -> Tensor:
+        """(B, T n, width), (B, width), (B, L, context) -> (B, T n, width)."""
+        normed, gate = self.space_norm(tokens, condition)
+        by_frame = normed.unflatten(1, (frames, -1)).flatten(0, 1)
+        tokens = tokens + gate * self.space(by_frame, by_frame).unflatten(0, (-1, frames)).flatten(1, 2)
+        if self.time is not None and self.time_norm is not None:
+            normed, gate = self.time_norm(tokens, condition)
+            by_point = normed.unflatten(1, (frames, -1)).transpose(1, 2)
+            moved = self.time(by_point.flatten(0, 1), by_point.flatten(0, 1)).view(by_point.shape)
+            tokens = tokens + gate * moved.transpose(1, 2).flatten(1, 2)
+        normed, gate = self.cross_norm(tokens, condition)
+        tokens = tokens + gate * self.cross(normed, context)
+        normed, gate = self.feed_norm(tokens, condition)
+        return tokens + gate * self.narrow(functional.gelu(self.wide(normed)))

@@ -1,0 +1,98 @@
+"""Numbers for places: sines and cosines of query points, as the paper means them, as its code has them, and small.
+
+Places are those that CLIP sees: u and v in 0..224 of a 224 x 224 picture, z in 0..128 over the range of depths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["CODE_SIZE", "clip_places", "corrected_code", "octave_code", "octave_size", "repo_code", "scrambled_places"]
+
+CODE_SIZE = 72
+"""Numbers of a point's code in the paper's network."""
+SIDE, DEPTHS = 224, 128
+TEMPERATURE = 10000.0
+
+
+def clip_places(points: Tensor) -> Tensor:
+    """Points (..., 3) in -1..1 as u and v in 0..224 and z in 0..127."""
+    share = (points + 1) / 2
+    scaled = share * torch.tensor([SIDE, SIDE, DEPTHS], dtype=points.dtype, device=points.device)
+    return torch.cat([scaled[..., :2], scaled[..., 2:].clamp(0, DEPTHS - 1)], -1)
+
+
+def corrected_code(places: Tensor, size: int = CODE_SIZE) -> Tensor:
+    """Sines and cosines [sin u w, cos u w, sin v w, cos v w, sin z w, cos z w] with w_k = 10000^(-k / (size / 6 - 1)).
+
+    Args:
+        places: (..., 3) u, v, z.
+        size: numbers of a code, a multiple of 6 above 6.
+
+    Returns:
+        (..., size).
+
+    Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d, as it is meant.
+    """
+    count = size // 6
+    return _waves(places, TEMPERATURE ** (-torch.arange(count, device=places.device) / (count - 1)))
+
+
+def repo_code(places: Tensor, size: int = CODE_SIZE, shape: tuple[int, int, int] = (SIDE, SIDE, DEPTHS)) -> Tensor:
+    """The code that the released weights were trained with.
+
+    `dim //  - 1` in its source is a division by -1, so w_k = 10000^(k / size), and the table that it is read from is
+    built in another order of axes than it is read in, see `scrambled_places`. Still every place has its own code.
+
+    Args:
+        places: (..., 3) u, v, z; they are truncated to whole numbers within the table.
+        size: numbers of a code, a multiple of 6.
+        shape: rows, columns and depths of the table.
+
+    Returns:
+        (..., size), the same numbers as those of the 1.85 GB table.
+
+    Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d.
+    """
+    frequencies = TEMPERATURE ** (torch.arange(size // 6, device=places.device) / size)
+    return _waves(scrambled_places(places, shape).to(frequencies.dtype), frequencies)
+
+
+def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, DEPTHS)) -> Tensor:
+    """Which place's code the released code reads for a place.
+
+    Its table is written with depths first, then rows and columns, and read as if depths came last: entry [v, u, z] is
+    number n = (v columns + u) depths + z, which was written for z' = n // (rows columns),
+    v' = (n // columns) % rows, u' = n % columns.
+
+    Args:
+        places: (..., 3) u, v, z; truncated to whole numbers within the table.
+        shape: rows, columns and depths of the table.
+
+    Returns:
+        (..., 3) int64 u', v', z'.
+    """
+    rows, columns, depths = shape
+    last = torch.tensor([columns - 1, rows - 1, depths - 1], device=places.device)
+    u, v, z = places.long().clamp(min=0).minimum(last).unbind(-1)
+    number = (v * columns + u) * depths + z
+    return torch.stack([number % columns, number // columns % rows, number // (rows * columns)], -1)
+
+
+def octave_code(places: Tensor, octaves: int = 4) -> Tensor:
+    """Places (..., n) in -1..1 with sines and cosines of pi 2^k times them, k below `octaves`: (..., n (1 + 2 k))."""
+    angles = places[..., None] * (math.pi * 2.0 ** torch.arange(octaves, device=places.device))
+    return torch.cat([places[..., None], angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+def octave_size(numbers: int, octaves: int = 4) -> int:
+    """Numbers of `octave_code`."""
+    return numbers * (1 + 2 * octaves)
+
+
+def _waves(places: Tensor, frequencies: Tensor) -> Tensor:
+    angles = places[..., None] * frequencies
+    return torch.stack([angles.sin(), angles.cos()], -2).flatten(-3)

@@ -1,0 +1,192 @@
+"""Options of the world model; together with the words of its instructions they are a checkpoint's config.json.
+
+The defaults are those of a model that learns on a CPU. The paper's stand in configs/robotics/flow3d_unet_motion.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmrl.fields import bounded, choice
+from robotics.flow3d.encoding import FlowEncoding
+
+__all__ = [
+    "BODIES",
+    "PARAMETERISATIONS",
+    "BodyConfig",
+    "ConditionConfig",
+    "FlowModelConfig",
+    "ProcessConfig",
+    "UnetConfig",
+]
+
+BODIES = ("traj_dit", "unet_motion", "dit_factored")
+CONDITIONS = ("small", "clip")
+POINT_CONDITIONS = ("tokens", "tokens+concat")
+POINT_CODES = ("corrected", "repo")
+PROCESSES = ("rectified", "ddim")
+PARAMETERISATIONS = ("eps", "v", "x0")
+TRAINABLE = ("full", "lora")
+
+
+@dataclass
+class UnetConfig:
+    """Sizes of `unet_motion`; those of Stable Diffusion 1.5 by default."""
+
+    channels: list[int] = bounded([320, 640, 1280, 1280], at_least=1)
+    """Channels of the levels; the grid is halved from one to the next."""
+    layers: int = bounded(2, at_least=1)
+    """Residual blocks of a level."""
+    norm_groups: int = bounded(32, at_least=1)
+    """Groups of the norms; must divide all channels."""
+    max_frames: int = bounded(48, at_least=1)
+    """Longest flow that the motion modules have positions for."""
+    pretrained: str = ""
+    """Folder of a Stable Diffusion 1.5 whose `unet` gives the weights of everything but the motion modules; empty =
+    random weights."""
+    trainable: str = choice("full", TRAINABLE)
+    """full, or lora as in the paper: adapters on the attention, and motion modules and projections in full."""
+    lora_rank: int = bounded(128, at_least=1)
+    """Rank of the adapters, and their alpha."""
+
+    def validate(self) -> None:
+        """Check that the sizes fit together; raises ValueError."""
+        wrong = [size for size in self.channels if size % self.norm_groups]
+        if wrong:
+            raise ValueError(
+                f"model.body.unet.channels has {wrong[0]}, which norm_groups={self.norm_groups} does not divide"
+            )
+        if self.trainable == "lora" and not self.pretrained:
+            raise ValueError(
+                "model.body.unet.trainable is lora without unet.pretrained: adapters on random weights learn little; "
+                "name the folder of a Stable Diffusion 1.5, or train in full"
+            )
+
+
+@dataclass
+class BodyConfig:
+    """The network that reads a noisy flow."""
+
+    kind: str = choice("traj_dit", BODIES)
+    """traj_dit: a token a query point with its whole future; dit_factored: a token a point and frame; unet_motion: the
+    paper's."""
+    width: int = bounded(64, at_least=8)
+    """Width of the transformers; read by traj_dit and dit_factored."""
+    blocks: int = bounded(3, at_least=1)
+    """Their blocks."""
+    heads: int = bounded(4, at_least=1)
+    """Their attention heads."""
+    point_condition: str = choice("tokens+concat", POINT_CONDITIONS)
+    """tokens: query points are tokens of the context, as in the paper, and the network has to find out which of them
+    belongs to which cell of the grid; tokens+concat: each also stands beside the noisy flow of its own cell."""
+    unet: UnetConfig = field(default_factory=UnetConfig)
+    """Sizes of unet_motion."""
+
+    def validate(self) -> None:
+        """Check that the sizes fit together; raises ValueError."""
+        if self.kind != "unet_motion" and self.width % (2 * self.heads):
+            raise ValueError(f"model.body.width is {self.width}; must be a multiple of 2 * heads = {2 * self.heads}")
+
+
+@dataclass
+class ConditionConfig:
+    """What the picture, the query points and the instruction become."""
+
+    kind: str = choice("small", CONDITIONS)
+    """small: patches and words, trained from scratch; clip: frozen CLIP towers."""
+    width: int = bounded(64, at_least=8)
+    """Width of the context's tokens; 768 for the U-Net of Stable Diffusion 1.5."""
+    image_px: int = bounded(64, at_least=8)
+    """Side of the square that the picture is resized to; CLIP ViT-L/14 has 224."""
+    patch_px: int = bounded(8, at_least=1)
+    """Side of a patch; read by small."""
+    heads: int = bounded(4, at_least=1)
+    """Attention heads; read by small."""
+    words: int = bounded(24, at_least=1)
+    """Largest number of words of an instruction; read by small."""
+    text: str = ""
+    """Folder with `text_encoder` and `tokenizer`, such as that of a Stable Diffusion 1.5; read by clip."""
+    vision: str = ""
+    """Folder of a CLIP model with its vision tower, such as openai/clip-vit-large-patch14; read by clip."""
+    point_pe: str = choice("corrected", POINT_CODES)
+    """Code of the query points for clip: corrected, or repo with the numbers that the released weights were trained
+    on, see `repo_code`."""
+    bgr: bool = False
+    """Whether CLIP gets blue, green, red, as the released weights were trained."""
+
+    def validate(self) -> None:
+        """Check that the options fit together; raises ValueError."""
+        if self.kind == "clip":
+            missing = [name for name in ("text", "vision") if not getattr(self, name)]
+            if missing:
+                raise ValueError(f"model.condition.kind is clip, but model.condition.{missing[0]} names no folder")
+            return
+        if self.point_pe != "corrected" or self.bgr:
+            raise ValueError("model.condition.point_pe and bgr are for condition.kind=clip; leave them out")
+        if self.image_px % self.patch_px:
+            raise ValueError(f"model.condition.image_px is {self.image_px}; must be a multiple of {self.patch_px}")
+        if self.width % (8 * self.heads):
+            raise ValueError(f"model.condition.width is {self.width}; must be a multiple of {8 * self.heads}")
+
+
+@dataclass
+class ProcessConfig:
+    """From flow to noise and back."""
+
+    kind: str = choice("rectified", PROCESSES)
+    """rectified: straight paths and Euler steps; ddim: the paper's."""
+    parameterisation: str = choice("x0", PARAMETERISATIONS)
+    """What the network predicts: the noise (the paper), the velocity, or the flow itself, which a small network learns
+    far faster."""
+    steps: int = bounded(8, at_least=1)
+    """Steps of sampling; the paper has 25."""
+    guidance: float = bounded(1.0, at_least=0)
+    """Classifier-free guidance on the instruction: 1 = none; 8 in the paper's code."""
+    text_drop: float = bounded(0.0, at_least=0, below=1)
+    """Share of the training clips that are shown without instruction; 0.1 in the paper."""
+
+    def validate(self) -> None:
+        """Check that the options fit together; raises ValueError."""
+        if self.kind == "rectified" and self.parameterisation == "eps":
+            raise ValueError(
+                "model.process.parameterisation is eps with kind=rectified, whose sampling starts from noise alone, "
+                "where knowing the noise says nothing of the flow; use x0 or v, or kind=ddim"
+            )
+        if self.guidance != 1.0 and self.text_drop == 0:
+            raise ValueError(
+                f"model.process.guidance is {self.guidance}, but with text_drop=0 the model never learns without an "
+                "instruction; set text_drop=0.1"
+            )
+
+
+def _encoding() -> FlowEncoding:
+    return FlowEncoding(z_min_m=0.5, z_max_m=1.3, target="displacement", visibility="none")
+
+
+@dataclass
+class FlowModelConfig:
+    """A world model."""
+
+    encoding: FlowEncoding = field(default_factory=_encoding)
+    """How a flow is written; the model samples flows of this size only."""
+    body: BodyConfig = field(default_factory=BodyConfig)
+    """The network."""
+    condition: ConditionConfig = field(default_factory=ConditionConfig)
+    """Its context."""
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    """Noise, prediction and sampling."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        unet = self.body.unet
+        if self.body.kind != "unet_motion":
+            return
+        if self.encoding.num_frames > unet.max_frames:
+            raise ValueError(
+                f"model.encoding.num_frames is {self.encoding.num_frames}; the motion modules have positions for "
+                f"unet.max_frames={unet.max_frames}"
+            )
+        if unet.pretrained and self.encoding.channels != 4:
+            raise ValueError(
+                "model.encoding.visibility is none, but the pretrained U-Net has 4 channels; use ones or channel"
+            )

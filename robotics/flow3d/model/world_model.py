@@ -1,0 +1,231 @@
+"""The world model as one object: encoding, context, network, process and vocabulary, in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diffusion.sampler import row_noise
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from robotics.flow3d.model.context import TOWERS, ClipContext, Context, make_context
+from robotics.flow3d.model.dits import FactoredDit, TrajectoryDit
+from robotics.flow3d.model.inputs import FlowInputs, make_inputs
+from robotics.flow3d.model.model_folder import copy_towers, read_config, read_weights, write_config, write_weights
+from robotics.flow3d.model.processes import guided, make_process
+from robotics.flow3d.model.settings import FlowModelConfig
+from robotics.vla.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.clip import Observation
+
+__all__ = ["FlowWorldModel", "sample_seeds"]
+
+VOCABULARY_FILE = "vocabulary.json"
+
+
+class FlowWorldModel(nn.Module):
+    """p(3D flow | first picture, query points, instruction).
+
+    Args:
+        config: what it is made of.
+        vocabulary: words of the instructions, for condition.kind=small.
+        seed: of the weights; the global generator is not used.
+        load_pretrained: read pretrained weights of the network; False where saved weights follow.
+
+    Raises:
+        UserError: options that do not fit, or folders that cannot be read.
+    """
+
+    def __init__(
+        self, config: FlowModelConfig, vocabulary: Vocabulary, seed: int = 0, *, load_pretrained: bool = True
+    ) -> None:
+        super().__init__()
+        check_config(config, "model")
+        self.config, self.vocabulary, self.encoding = config, vocabulary, config.encoding
+        self.process = make_process(config.process)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.context = make_context(config.condition, vocabulary)
+            self.body = _make_body(config, load_pretrained)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def flow_shape(self) -> tuple[int, int, int, int]:
+        """C, T, N, N of an encoded flow."""
+        encoding = self.encoding
+        return encoding.channels, encoding.num_frames, encoding.grid, encoding.grid
+
+    def forward(self, inputs: FlowInputs, noisy: Tensor, time: Tensor, keep_text: Tensor | None = None) -> Tensor:
+        """Predict what `ProcessConfig.parameterisation` says.
+
+        Args:
+            inputs: B scenes.
+            noisy: (B, C, T, N, N) flow at the process's times.
+            time: (B,) those times.
+            keep_text: (B,) bool, False where the instruction is blanked; None keeps all.
+
+        Returns:
+            (B, C, T, N, N).
+
+        Gradient: into all weights but frozen ones.
+        """
+        return self._predict(self.encode(inputs, keep_text), noisy, time)
+
+    def encode(self, inputs: FlowInputs, keep_text: Tensor | None = None) -> Context:
+        """Context of B scenes; `keep_text` as in `forward`."""
+        kept = torch.ones(len(inputs), dtype=torch.bool) if keep_text is None else keep_text
+        found: Context = self.context(inputs.to(self.device), kept.to(self.device))
+        return found
+
+    def inputs_of(self, observations: Sequence[Observation], points: Sequence[NDArray[np.float64]]) -> FlowInputs:
+        """Inputs of scenes and their (N, N, 3) query points; raises UserError for another N than the model's."""
+        return make_inputs(observations, points, self.encoding, self.config.condition.image_px)
+
+    @torch.no_grad()
+    def sample(
+        self, inputs: FlowInputs, seeds: Tensor, *, steps: int | None = None, guidance: float | None = None
+    ) -> Tensor:
+        """Sample one encoded flow for each row.
+
+        Args:
+            inputs: B scenes.
+            seeds: (B,) int64 of the noise; a row's flow depends on its own seed alone.
+            steps: of the sampler; None = the configuration's.
+            guidance: on the instruction; None = the configuration's.
+
+        Returns:
+            (B, C, T, N, N) on the device of the weights.
+
+        Raises:
+            UserError: guidance of a model that never learnt without an instruction.
+        """
+        settings = self.config.process
+        scale = settings.guidance if guidance is None else guidance
+        if scale != 1.0 and settings.text_drop == 0:
+            raise UserError(f"guidance is {scale}, but this model was trained with text_drop=0; only 1 makes sense")
+        context = self.encode(inputs)
+        blank = None if scale == 1.0 else self.encode(inputs, torch.zeros(len(inputs), dtype=torch.bool))
+
+        def predict(noisy: Tensor, time: Tensor) -> Tensor:
+            found = self._predict(context, noisy, time)
+            return found if blank is None else guided(self._predict(blank, noisy, time), found, scale)
+
+        noise = row_noise(seeds, 1, self.flow_shape)[:, 0].to(self.device)
+        return self.process.sample(predict, noise, steps or settings.steps)
+
+    def predict(
+        self,
+        observation: Observation,
+        points: NDArray[np.float64],
+        samples: int = 1,
+        seed: int = 0,
+        *,
+        steps: int | None = None,
+        guidance: float | None = None,
+    ) -> NDArray[np.float64]:
+        """Several guesses of how the object will move.
+
+        Args:
+            observation: picture and instruction; depth is read through the query points alone.
+            points: (N, N, 3) query points on the object: u, v in pixels, z in metres.
+            samples: K.
+            seed: of the noise; the k-th guess does not depend on K.
+            steps: of the sampler; None = the configuration's.
+            guidance: on the instruction; None = the configuration's.
+
+        Returns:
+            (K, T, N, N, 4): u and v in pixels, z in metres, visibility 0 to 1.
+
+        Raises:
+            UserError: another N than the model's, or an instruction that cannot be read.
+        """
+        inputs = self.inputs_of([observation], [points]).repeated(samples)
+        written = self.sample(inputs, sample_seeds(seed, samples), steps=steps, guidance=guidance)
+        return self.encoding.decode(written.float().cpu().numpy(), points, observation.size_px)
+
+    def check_flow(self, flow: NDArray[np.float64]) -> None:
+        """Refuse a flow (T, N, N, 4) of another length or grid; raises UserError."""
+        _, frames, side, _ = self.flow_shape
+        if flow.shape != (frames, side, side, 4):
+            raise UserError(
+                f"a flow has the shape {flow.shape}; this model writes {(frames, side, side, 4)}: set "
+                f"model.encoding.num_frames={flow.shape[0]} and grid={flow.shape[1]}, or extract other clips"
+            )
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write the model to a folder, created with its parents; frozen CLIP towers are named, not copied."""
+        write_config(self.config, Path(path))
+        self.vocabulary.save(Path(path) / VOCABULARY_FILE)
+        write_weights(self._saved_weights(), Path(path))
+
+    def export(self, path: Path | str) -> None:
+        """Write a folder that needs no other one: frozen CLIP towers copied, adapters added into the weights."""
+        self._merged().save_pretrained(path)
+        if isinstance(self.context, ClipContext):
+            copy_towers(self.context, Path(path))
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str) -> Self:
+        """Read what `save_pretrained` or `export` wrote.
+
+        Raises:
+            UserError: no such folder, or a damaged one.
+        """
+        vocabulary = Path(path) / VOCABULARY_FILE
+        model = cls(read_config(Path(path)), Vocabulary.load(vocabulary), load_pretrained=False)
+        model.load_weights(path)
+        return model
+
+    def load_weights(self, path: Path | str) -> None:
+        """Restore saved weights bit for bit; raises UserError where they do not fit this model."""
+        self.vocabulary.check_same(Path(path) / VOCABULARY_FILE)
+        read_weights(self._saved_weights(), Path(path))
+
+    def _predict(self, context: Context, noisy: Tensor, time: Tensor) -> Tensor:
+        found: Tensor = self.body(noisy, self.process.network_time(time), context)
+        return found
+
+    def _saved_weights(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.state_dict().items() if not name.startswith(f"context.{TOWERS}.")}
+
+    def _merged(self) -> FlowWorldModel:
+        """This model without adapters; itself where it has none."""
+        unet = self.config.body.unet
+        if self.config.body.kind != "unet_motion" or unet.trainable == "full":
+            return self
+        from diffusion.saved import merged
+
+        body = dataclasses.replace(self.config.body, unet=dataclasses.replace(unet, trainable="full"))
+        config = dataclasses.replace(self.config, body=body)
+        model = FlowWorldModel(config, self.vocabulary, load_pretrained=False)
+        model.context = self.context
+        model.body.unet = merged(self.body.unet)
+        return model
+
+
+def sample_seeds(seed: int, count: int) -> Tensor:
+    """(count,) int64 seeds of guesses; the first ones do not depend on the count."""
+    return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def _make_body(config: FlowModelConfig, load_pretrained: bool) -> nn.Module:
+    body, width = config.body, config.condition.width
+    if body.kind == "unet_motion":
+        from robotics.flow3d.model.unet_motion import MotionUnet
+
+        return MotionUnet(body, config.encoding, width, load_pretrained=load_pretrained)
+    kind = TrajectoryDit if body.kind == "traj_dit" else FactoredDit
+    return kind(body, config.encoding, width)
