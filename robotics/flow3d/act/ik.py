@@ -29,6 +29,8 @@ __all__ = ["ArmIk", "IkSettings", "IkSolution", "JointPath"]
 DT_S = 1.0
 """Time over which a step is solved for and integrated; with one second, speeds are steps."""
 SOLVER = "daqp"
+PATIENCE, PROGRESS = 8, 0.01
+"""Steps after which a search ends that did not come nearer by this share."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ class ArmIk:
         configuration.update(self._posture(np.clip(start_rad, self.low_rad + margin, self.high_rad - margin)))
         self._frame.set_target(mink.SE3.from_matrix(T_world_grip))
         errors, steps = self._errors(T_world_grip), 0
-        while steps < settings.iterations:
+        best, improved = np.inf, 0
+        while steps < settings.iterations and steps - improved < PATIENCE:
             steps += 1
             try:
                 speed = mink.solve_ik(
@@ -208,6 +211,9 @@ class ArmIk:
             near = errors[0] < settings.position_tolerance_m / 4 and errors[1] < settings.angle_tolerance_rad / 4
             if near or float(np.abs(speed).max()) * DT_S < 1e-5:
                 break
+            total = errors[0] + settings.orientation_cost * errors[1]
+            if total < (1 - PROGRESS) * best:
+                best, improved = total, steps
         reached = errors[0] <= settings.position_tolerance_m and errors[1] <= settings.angle_tolerance_rad
         return IkSolution(configuration.q[self._places], reached, *errors, steps)
 

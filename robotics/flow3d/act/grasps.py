@@ -1,0 +1,218 @@
+"""Proposals of where to grasp an object: around its middle, on opposite surfaces, or from a function of the user.
+
+The frame of a grip has z along the fingers, towards the object, and y along the line on which they close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from robotics.flow3d.geometry import make_pose
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "PROPOSERS",
+    "Grasp",
+    "GraspProposer",
+    "ObjectSurface",
+    "antipodal_grasps",
+    "primitive_grasps",
+    "with_unseen_side",
+]
+
+FINGER_M = 0.025
+"""How deep fingertips reach over the top of an object."""
+FLOOR_M = 0.015
+"""Height of a grip above the lowest point of the object, at least."""
+SLAB_M = 0.012
+"""Half of the width of a finger."""
+PLAY_M = 0.004
+"""Space that a finger needs on its side."""
+
+
+@dataclass(frozen=True)
+class ObjectSurface:
+    """What is seen of an object."""
+
+    points_m: NDArray[np.float64]
+    """(n, 3) in the world frame, z up."""
+    normals: NDArray[np.float64]
+    """(n, 3) outward unit vectors."""
+
+
+@dataclass(frozen=True)
+class Grasp:
+    """A pose at which a gripper can close on an object."""
+
+    T_world_grip: NDArray[np.float64]
+    """(4, 4)."""
+    score: float
+    """0 to 1, how good its proposer holds it to be."""
+    width_m: float
+    """Way between the fingers when they touch."""
+    source: str
+    """The proposer."""
+
+    @property
+    def turned(self) -> Grasp:
+        """The same grasp with the fingers exchanged, which an arm may reach more easily."""
+        turn = make_pose(np.diag([-1.0, -1.0, 1.0]), np.zeros(3))
+        return replace(self, T_world_grip=self.T_world_grip @ turn)
+
+
+GraspProposer: TypeAlias = Callable[[ObjectSurface, float], list[Grasp]]
+"""From the surface and the greatest opening in metres to grasps."""
+
+
+def primitive_grasps(
+    surface: ObjectSurface,
+    max_opening_m: float,
+    *,
+    yaws: int = 4,
+    sides: int = 10,
+    elevations_rad: tuple[float, ...] = (0.0, math.pi / 4),
+) -> list[Grasp]:
+    """Grasps from above and from the side around the middle of an object; they need no surface of high quality.
+
+    Args:
+        surface: what is seen of the object.
+        max_opening_m: grasps that need more are left out.
+        yaws: directions of the fingers in grasps from above, over half a turn.
+        sides: directions of approach from the side, over a whole turn.
+        elevations_rad: angles above the horizontal of approaches from the side.
+
+    Returns:
+        The grasps; those in the middle of how far a gripper opens score best, from above and from the side alike.
+    """
+    low, high = surface.points_m.min(0), surface.points_m.max(0)
+    middle = (low + high) / 2
+    top = np.array([*middle[:2], max(high[2] - FINGER_M, low[2] + FLOOR_M)])
+    side = np.array([*middle[:2], max(middle[2], low[2] + FLOOR_M)])
+    poses = [_grip_pose(top, np.array([0.0, 0, -1]), math.pi * number / yaws) for number in range(yaws)]
+    for elevation in elevations_rad:
+        for number in range(sides):
+            azimuth = 2 * math.pi * number / sides
+            flat = -math.cos(elevation) * np.array([math.cos(azimuth), math.sin(azimuth)])
+            poses.append(_grip_pose(side, np.array([*flat, -math.sin(elevation)]), math.pi / 2))
+    fitted = (_fitted(surface, pose, max_opening_m) for pose in poses)
+    return [grasp for grasp in fitted if grasp is not None]
+
+
+def antipodal_grasps(
+    surface: ObjectSurface,
+    max_opening_m: float,
+    *,
+    friction: float = 0.5,
+    approaches: int = 8,
+    pairs: int = 8,
+    samples: int = 300,
+    unseen_side: bool = True,
+    seed: int = 0,
+) -> list[Grasp]:
+    """Grasps on two points whose normals oppose each other within the cones of friction.
+
+    Args:
+        surface: what is seen of the object.
+        max_opening_m: largest distance of the two points.
+        friction: coefficient between finger and object.
+        approaches: directions of approach that are tried around the line between the points; those from below are
+            left out.
+        pairs: best pairs that are taken, their middles 1 cm apart from each other.
+        samples: points that pairs are made of.
+        unseen_side: add what is hidden as if the object looked the same after half a turn; one picture shows no two
+            opposite sides of a box.
+        seed: of the choice of points.
+
+    Returns:
+        The grasps, best first.
+
+    Source: Nguyen, Constructing force-closure grasps, 1988, for two fingers with friction.
+    """
+    whole = with_unseen_side(surface) if unseen_side else surface
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(len(whole.points_m))[:samples]
+    points, normals = whole.points_m[chosen], whole.normals[chosen]
+    first, second = np.triu_indices(len(points), 1)
+    between = points[second] - points[first]
+    width = np.linalg.norm(between, axis=-1)
+    near = (width > 1e-3) & (width <= max_opening_m - 2 * PLAY_M)
+    first, second, between, width = first[near], second[near], between[near], width[near]
+    line = between / width[:, None]
+    opposed = np.minimum(-(normals[first] * line).sum(-1), (normals[second] * line).sum(-1))
+    good = np.flatnonzero(opposed >= math.cos(math.atan(friction)))
+    order = good[np.argsort(-opposed[good], kind="stable")]
+    middles = points[first] + between / 2
+    grasps = []
+    for pair in order[_spread(middles[order], pairs)]:
+        for approach in _approaches(line[pair], approaches):
+            pose = make_pose(np.stack([np.cross(line[pair], approach), line[pair], approach], -1), middles[pair])
+            grasps.append(Grasp(pose, float(opposed[pair]), float(width[pair]), "antipodal"))
+    return grasps
+
+
+def with_unseen_side(surface: ObjectSurface) -> ObjectSurface:
+    """Add the surface turned by half a turn about the vertical through the middle of its box."""
+    points, normals = surface.points_m, surface.normals
+    middle = (points.min(0) + points.max(0)) / 2
+    flip = np.array([-1.0, -1.0, 1.0])
+    turned = (points - middle) * flip + middle
+    return ObjectSurface(np.concatenate([points, turned]), np.concatenate([normals, normals * flip]))
+
+
+def _grip_pose(place_m: NDArray[np.float64], approach: NDArray[np.float64], yaw_rad: float) -> NDArray[np.float64]:
+    """Pose with z along the approach; from above, y has the yaw, and from the side y is horizontal."""
+    if abs(approach[2]) > 0.99:
+        y = np.array([math.cos(yaw_rad), math.sin(yaw_rad), 0.0])
+    else:
+        y = np.cross([0.0, 0.0, 1.0], approach)
+        y = y / np.linalg.norm(y)
+    return make_pose(np.stack([np.cross(y, approach), y, approach], -1), place_m)
+
+
+def _fitted(surface: ObjectSurface, pose: NDArray[np.float64], max_opening_m: float) -> Grasp | None:
+    """The grasp with the fingers centred on what lies between them; None where they do not open far enough."""
+    local = (surface.points_m - pose[:3, 3]) @ pose[:3, :3]
+    between = local[(np.abs(local[:, 0]) < SLAB_M) & (np.abs(local[:, 2]) < FINGER_M), 1]
+    if len(between) == 0:
+        return None
+    low, high = between.min(), between.max()
+    width = float(high - low)
+    if width > max_opening_m - 2 * PLAY_M:
+        return None
+    centred = pose.copy()
+    centred[:3, 3] += pose[:3, 1] * (low + high) / 2
+    return Grasp(centred, 1.0 - abs(2 * width / max_opening_m - 1) / 2, width, "primitive")
+
+
+def _approaches(line: NDArray[np.float64], count: int) -> list[NDArray[np.float64]]:
+    """Unit vectors across a line that do not point upwards, the steepest one first."""
+    down = np.array([0.0, 0.0, -1.0])
+    start = down - (down @ line) * line
+    if np.linalg.norm(start) < 1e-6:
+        start = np.array([1.0, 0.0, 0.0])
+    start = start / np.linalg.norm(start)
+    other = np.cross(line, start)
+    angles = 2 * math.pi * np.arange(count) / count
+    around = [math.cos(angle) * start + math.sin(angle) * other for angle in angles]
+    return sorted((each for each in around if each[2] < 0.1), key=lambda each: float(each[2]))
+
+
+def _spread(places_m: NDArray[np.float64], count: int, apart_m: float = 0.01) -> list[int]:
+    """The first places of a list that keep a distance from those before them."""
+    picked: list[int] = []
+    for number, place in enumerate(places_m):
+        if all(np.linalg.norm(place - places_m[other]) >= apart_m for other in picked):
+            picked.append(number)
+        if len(picked) == count:
+            break
+    return picked
+
+
+PROPOSERS: dict[str, GraspProposer] = {"primitive": primitive_grasps, "antipodal": antipodal_grasps}
