@@ -297,6 +297,15 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         supervised=True,
     ),
     RecipeEntry(
+        "flow3d",
+        "robotics.flow3d.model.recipe",
+        "Flow3dRecipe",
+        "Flow3dConfig",
+        "a world model of 3D flow: how the points of an object will move, same loop and checkpoints",
+        "3DFlowAction, arXiv 2506.06199",
+        supervised=True,
+    ),
+    RecipeEntry(
         "robot_clone",
         "robotics.vla.cloning",
         "CloneRecipe",

@@ -46,7 +46,9 @@ class Domain:
 def domain_of(recipe: str) -> Domain:
     """The room of a recipe."""
     room = RECIPES[recipe].module.rpartition(".")[0]
-    (found,) = [domain for domain in (*DOMAINS.values(), GUI) if domain.recipe_module.rpartition(".")[0] == room]
+    (found,) = [
+        domain for domain in (*DOMAINS.values(), GUI, FLOW3D) if domain.recipe_module.rpartition(".")[0] == room
+    ]
     return found
 
 
@@ -216,6 +218,22 @@ def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
     }
 
 
+def _flow3d(name: str, folder: Path) -> Any:
+    from robotics.flow3d.model.recipe import WorldModelConfig
+    from robotics.flow3d.model.training_data import ClipSetConfig
+    from tests.robotics.flow3d.model.builders import tiny_config
+
+    return RECIPES[name].load_config_class()(
+        recipe=name,
+        output_dir=str(folder / "run"),
+        model=WorldModelConfig(**vars(tiny_config())),
+        data=ClipSetConfig(function="tests.robotics.flow3d.model.synthetic:make_clips"),
+        trainer=TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1, learning_rate=1e-2),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False),
+    )
+
+
 DOMAINS = {
     "vlm": Domain("vlm", "mmrl.vlm.recipe", _vlm),
     "agents": Domain("agent", "mmrl.agents.recipe", _agents),
@@ -223,5 +241,7 @@ DOMAINS = {
     "robotics": Domain("robot_grpo", "robotics.vla.recipe", _robotics),
 }
 
+FLOW3D = Domain("flow3d", "robotics.flow3d.model.recipe", _flow3d)
+"""It learns from given clips and takes no objective."""
 GUI = Domain("aepo", "mmrl.gui.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""

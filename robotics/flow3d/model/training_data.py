@@ -1,0 +1,205 @@
+"""Clips as a run needs them: where they come from, and as tensors for training.
+
+Shapes: C channels, T frames, N x N points, S x S pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.training.record.fingerprint import content_digest
+from robotics.flow3d.clip import VISIBLE, FlowClip, Z
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.encoding import FlowEncoding
+    from robotics.flow3d.model.inputs import FlowInputs
+    from robotics.flow3d.model.world_model import FlowWorldModel
+
+__all__ = ["ClipSetConfig", "TrainingClip", "TrainingClips", "depth_range_m", "load_clips", "stacked"]
+
+OUTER = 0.01
+"""Share of the depths at either end that do not set the range."""
+MARGIN = 0.1
+"""Share of that range that is added at both ends."""
+
+
+MOST_CLIPS = 2000
+"""About as many clips are looked at for the range."""
+
+
+@dataclass
+class ClipSetConfig:
+    """Clips of a folder in the format of `robotics.flow3d.data`, or of a user's function."""
+
+    path: str = ""
+    """Folder of the data set; empty with `function`."""
+    build: str | None = None
+    """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
+    build_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `build`."""
+    split: str = ""
+    """Only clips of this split; empty = all."""
+    sources: list[str] = field(default_factory=list)
+    """Only clips of these sources; empty = all."""
+    tasks: list[str] = field(default_factory=list)
+    """Only clips of these tasks; empty = all."""
+    function: str = ""
+    """module:function that returns FlowClips, instead of a folder."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of `function`."""
+    limit: int = bounded(0, at_least=0)
+    """Number of clips, the first ones; 0 = all."""
+
+    def validate(self) -> None:
+        """Refuse none or both of path and function; raises ValueError."""
+        if bool(self.path) == bool(self.function):
+            raise ValueError("name either path, a folder of clips, or function, module:function that returns clips")
+        if self.function and (self.split or self.sources or self.tasks or self.build):
+            raise ValueError("split, sources, tasks and build are for path; give them to your function as options")
+        if self.path and self.options:
+            raise ValueError("options are those of function; for path there is build_options")
+
+
+def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
+    """The clips of a configuration.
+
+    Args:
+        config: which ones.
+        where: its key, for messages.
+
+    Returns:
+        The clips, read from disk one by one where they are in a folder.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
+    try:
+        clips = _of_function(config, where) if config.function else _of_folder(config, where)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    if not clips:
+        raise UserError(f"{where}: there are no clips")
+    return clips
+
+
+def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
+    """Range of depths that holds 98 % of the points of some clips, and a tenth more at both ends.
+
+    Args:
+        clips: at least one.
+
+    Returns:
+        Least and greatest depth in metres, at least a centimetre apart.
+    """
+    some = [clips[number] for number in range(0, len(clips), max(1, len(clips) // MOST_CLIPS))]
+    depths = [depth for clip in some for depth in (clip.flow[..., Z].ravel(), clip.points[..., Z].ravel())]
+    low, high = np.quantile(np.concatenate(depths), [OUTER, 1 - OUTER])
+    margin = max(MARGIN * float(high - low), 0.005)
+    return max(0.0, float(low) - margin), float(high) + margin
+
+
+@dataclass
+class TrainingClip:
+    """One clip, resized and encoded."""
+
+    image: NDArray[np.uint8]
+    """(S, S, 3)."""
+    points: NDArray[np.float32]
+    """(N, N, 3) in -1..1."""
+    instruction: str
+    flow: NDArray[np.float32]
+    """(C, T, N, N)."""
+    counted: NDArray[np.bool_]
+    """(C, T, N, N) numbers that the loss looks at."""
+
+
+class TrainingClips(Sequence[TrainingClip]):
+    """Clips as a model is trained on them.
+
+    Args:
+        clips: the clips.
+        model: whose encoding they are written in.
+        only_visible: leave hidden points out of the loss; their visibility still counts.
+        in_memory: encode all at once and keep that; False reads a clip whenever it is drawn.
+
+    Raises:
+        UserError: a clip of another size than the model's flows.
+    """
+
+    def __init__(
+        self, clips: Sequence[FlowClip], model: FlowWorldModel, *, only_visible: bool, in_memory: bool
+    ) -> None:
+        self._clips, self._only_visible = clips, only_visible
+        self._encoding: FlowEncoding = model.encoding
+        self._inputs_of, self._check = model.inputs_of, model.check_flow
+        self._kept = [self._encoded(clip) for clip in clips] if in_memory else None
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return self._encoded(self._clips[index]) if self._kept is None else self._kept[index]
+
+    def digest(self) -> str:
+        """Digest of the data, by which a resume tells whether it is still the same."""
+        fingerprint = getattr(self._clips, "fingerprint", None)
+        return str(fingerprint()) if callable(fingerprint) else content_digest(self._clips)
+
+    def _encoded(self, clip: FlowClip) -> TrainingClip:
+        self._check(clip.flow)
+        inputs = self._inputs_of([clip.observation], [clip.points])
+        flow = self._encoding.encode(clip.flow, clip.points, clip.observation.size_px)
+        counted = np.ones(flow.shape, bool)
+        if self._only_visible:
+            counted[:VISIBLE] = clip.flow[..., VISIBLE] > 0.5
+        return TrainingClip(inputs.images[0].numpy(), inputs.points[0].numpy(), inputs.instructions[0], flow, counted)
+
+
+def stacked(clips: Sequence[TrainingClip]) -> tuple[FlowInputs, Tensor, Tensor]:
+    """Inputs of B clips, their flow (B, C, T, N, N) and which of its numbers count, (B, C, T, N, N) bool."""
+    from robotics.flow3d.model.inputs import FlowInputs
+
+    inputs = FlowInputs(
+        torch.from_numpy(np.stack([clip.image for clip in clips])),
+        torch.from_numpy(np.stack([clip.points for clip in clips])),
+        [clip.instruction for clip in clips],
+    )
+    flow, counted = (np.stack([getattr(clip, name) for clip in clips]) for name in ("flow", "counted"))
+    return inputs, torch.from_numpy(flow), torch.from_numpy(counted)
+
+
+def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
+    from mmrl.rewards.loading import load_function
+
+    found = load_function(config.function, what=f"{where}.function")(**config.options)
+    clips = []
+    for clip in found:
+        if not isinstance(clip, FlowClip):
+            raise UserError(f"function {config.function} gave a {type(clip).__name__}; expected FlowClips")
+        clips.append(clip)
+        if len(clips) == config.limit:
+            break
+    return clips
+
+
+def _of_folder(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
+    from mmrl.hub.building import build_if_missing
+    from robotics.flow3d.data import FlowReader
+
+    build_if_missing(config, where)
+    reader = FlowReader(
+        config.path, split=config.split or None, sources=config.sources or None, tasks=config.tasks or None
+    )
+    return reader[: config.limit] if config.limit else reader
