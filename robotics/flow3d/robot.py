@@ -20,16 +20,25 @@ class FlowArm(Protocol):
     The frame of the grip site has z along the fingers, towards the object, and y along the line on which they close.
     """
 
-    name: str
-    """What it is called in reports."""
-    joints: tuple[str, ...]
-    """Hinge joints from the base to the hand."""
-    home_rad: tuple[float, ...]
-    """Angles at the start of an episode."""
-    grip_site: str
-    """Site between the fingertips."""
-    max_opening_m: float
-    """Greatest width between the fingers."""
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+
+    @property
+    def joints(self) -> tuple[str, ...]:
+        """Hinge joints from the base to the hand."""
+
+    @property
+    def home_rad(self) -> tuple[float, ...]:
+        """Angles at the start of an episode."""
+
+    @property
+    def grip_site(self) -> str:
+        """Site between the fingertips."""
+
+    @property
+    def max_opening_m(self) -> float:
+        """Greatest width between the fingers."""
 
     def load(self) -> mujoco.MjModel:
         """The arm alone, without table and objects, for kinematics."""
@@ -38,8 +47,9 @@ class FlowArm(Protocol):
 class FlowRobot(Protocol):
     """An arm in front of something to do."""
 
-    arm: FlowArm
-    """Its kinematics."""
+    @property
+    def arm(self) -> FlowArm:
+        """Its kinematics."""
 
     def observe(self) -> Observation:
         """Picture, depth, camera and instruction now.

@@ -53,6 +53,11 @@ class ArmModel:
         """The MJCF file."""
         return ASSETS / self.file
 
+    @property
+    def max_opening_m(self) -> float:
+        """Greatest width between the fingers."""
+        return 2 * self.opening_m
+
     def load(self) -> mujoco.MjModel:
         """Load the arm alone, its joints and actuators without table and light."""
         import mujoco

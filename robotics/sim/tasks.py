@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -180,7 +180,23 @@ def layout_seed(split: str, layout: int) -> int:
     return 2 * layout + SPLITS.index(split)
 
 
-def draw_layout(task: TabletopTask, split: str, rng: np.random.Generator) -> Layout:
+class Placing(Protocol):
+    """Pieces and where they may lie: a `TabletopTask`, or furniture of another room."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+
+    @property
+    def areas(self) -> dict[str, Area]:
+        """Where each piece may lie."""
+
+    @property
+    def apart_m(self) -> tuple[float, float]:
+        """Least and greatest distance between two pieces."""
+
+
+def draw_layout(task: Placing, split: str, rng: np.random.Generator) -> Layout:
     """Choose where the pieces lie: within their areas, apart from each other, on fields of the split's colour.
 
     Args:

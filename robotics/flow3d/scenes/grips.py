@@ -1,0 +1,87 @@
+"""Grips of scripted demonstrations: where a hand may take each thing, and which of them an arm reaches all along."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from robotics.flow3d.geometry import inverse_pose, make_pose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.act.ik import ArmIk
+    from robotics.flow3d.scenes.tasks import SceneState
+
+__all__ = ["BACK_M", "arm_path", "scripted_grips"]
+
+BACK_M = 0.08
+"""Distance from which a grip is approached, along the fingers."""
+HANDLE_RAD = math.radians(35)
+"""Least angle between a vessel's handle and the line on which the fingers close."""
+
+
+def scripted_grips(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:
+    """Grips in the frame of the moved thing, the most natural first.
+
+    Args:
+        state: at the start.
+        family: place, pour, insert or drawer.
+
+    Yields:
+        (4, 4) T_object_grip.
+    """
+    T = state.T_world_object
+    place = (T @ np.array([*state.shape.grip_m, 1.0]))[:3]
+    for rotation in _orientations(state, family):
+        yield inverse_pose(T) @ make_pose(rotation, place)
+
+
+def arm_path(
+    ik: ArmIk, T_object_grip: NDArray[np.float64], T_world_object: NDArray[np.float64], approach: int
+) -> NDArray[np.float64] | None:
+    """Angles of an arm that goes to a grip and then moves the object.
+
+    Args:
+        ik: kinematics of the arm.
+        T_object_grip: (4, 4).
+        T_world_object: (L, 4, 4) motion of the object.
+        approach: poses on the way from 8 cm behind the grip to it.
+
+    Returns:
+        (approach + L, J); None where a pose is out of reach.
+    """
+    grips = T_world_object @ T_object_grip
+    back = np.tile(grips[0], (approach, 1, 1))
+    back[:, :3, 3] -= np.linspace(BACK_M, 0.0, approach, endpoint=False)[:, None] * grips[0, :3, 2]
+    found = ik.follow(np.concatenate([back, grips]), ik.home_rad)
+    return found.joint_rad if found.complete else None
+
+
+def _orientations(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:
+    T = state.T_world_object
+    if family == "drawer":
+        # A bar lies across the drawer, a knob sticks out along it: the fingers close on its thin side.
+        thin = 1 if state.shape.name == "knob" else 0
+        for sign in (1.0, -1.0):
+            yield _frame(np.array([0.0, 0.0, -1.0]), sign * T[:3, thin])
+        return
+    slopes = (15, 40, 65, 90) if family == "pour" else (90, 65, 40)
+    handle = math.atan2(T[1, 0], T[0, 0]) if state.shape.has_front else None
+    for slope in np.radians(slopes):
+        for heading in np.radians((0, 30, -30, 60, -60, 90, -90)):
+            along = np.array([math.cos(heading), math.sin(heading), 0.0])
+            close = np.array([-along[1], along[0], 0.0])
+            between = abs(math.sin(heading + math.pi / 2 - handle)) if handle is not None else 1.0
+            behind = handle is not None and slope < 1.5 and math.cos(heading - handle) < -math.cos(HANDLE_RAD)
+            if between > math.sin(HANDLE_RAD) and not behind:
+                yield _frame(math.cos(slope) * along - math.sin(slope) * np.array([0.0, 0.0, 1.0]), close)
+
+
+def _frame(fingers: NDArray[np.float64], close: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rotation with z along the fingers and y along the line on which they close."""
+    return np.stack([np.cross(close, fingers), close, fingers], -1)

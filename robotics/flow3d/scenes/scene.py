@@ -1,0 +1,317 @@
+"""A task at a table with or without an arm: the model, episodes by seed, pictures, truth and criteria."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+from xml.sax.saxutils import quoteattr
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
+from robotics.flow3d.clip import Observation
+from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
+from robotics.flow3d.scenes.arms import FLOW_ARMS
+from robotics.flow3d.scenes.looks import Look, Painter, draw_look
+from robotics.flow3d.scenes.tasks import FLOW_TASKS, FlowTask, Outcome, SceneState, find_flow_task
+from robotics.sim.arms import ASSETS
+from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+from robotics.sim.tasks import SPLITS, layout_seed
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+    from robotics.sim.arms import ArmModel
+
+__all__ = ["ACTORS", "DEPTHS", "HAND", "NOBODY", "FlowScene", "SceneConfig", "build_model"]
+
+SCENE_ASSETS = Path(__file__).parent / "assets"
+HAND, NOBODY = "hand", "nobody"
+ACTORS = (*FLOW_ARMS, HAND, NOBODY)
+"""Who moves the object: an arm, a hand that floats, or nobody in view."""
+DEPTHS = ("clean", "holed", "missing")
+OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
+"""Where a hand waits that has not been put anywhere."""
+
+
+@dataclass(frozen=True)
+class SceneConfig:
+    """One task with one actor and one shape; what is drawn for each episode, and what the camera gives."""
+
+    task: str = choice("place_red", lambda: FLOW_TASKS)
+    """What is to be done."""
+    actor: str = choice("panda", ACTORS)
+    """Who does it: an arm, hand, or nobody."""
+    shape: str = ""
+    """Shape of the moved thing; the first one of training data where empty."""
+    layouts: str = choice("train", SPLITS)
+    """Where things lie: on fields of training data, or on those kept out of them."""
+    colours: str = choice("train", SPLITS)
+    """Colours of the moved thing, or of the cabinet."""
+    background: str = choice("train", SPLITS)
+    """Table tops and floors."""
+    width: int = bounded(128, at_least=16)
+    """Pixels of a picture."""
+    height: int = bounded(128, at_least=16)
+    """Pixels of a picture."""
+    depth: str = choice("clean", DEPTHS)
+    """clean; holed, with patches of zeros as of sensors at edges and on shiny things; missing, zeros everywhere."""
+    depth_noise: float = bounded(0.0, at_least=0, below=1)
+    """Standard deviation of the relative error of each pixel's depth."""
+    hole_share: float = bounded(0.1, above=0, below=1)
+    """Share of pixels that holes cover, about."""
+
+    def validate(self) -> None:
+        """Refuse a shape that the task does not have; raises UserError."""
+        shapes = FLOW_TASKS[self.task].shapes
+        if self.shape and self.shape not in shapes:
+            raise UserError(f"{self.task} has no shape {self.shape!r}; it has {', '.join(shapes)}")
+
+
+class FlowScene:
+    """A scene without physics of its own: things are put where they are wanted, looked at, and judged.
+
+    Args:
+        config: what to build; defaults when None.
+        changes: fields of the configuration by name, such as task="pour".
+
+    Raises:
+        UserError: a field is out of range, or there is no renderer.
+    """
+
+    def __init__(self, config: SceneConfig | None = None, **changes: object) -> None:
+        import mujoco
+
+        self.config = dataclasses.replace(config or SceneConfig(), **changes)  # type: ignore[arg-type]
+        check_config(self.config, "scene")
+        self.task: FlowTask = find_flow_task(self.config.task)
+        self.shape = self.task.shapes[self.config.shape or next(iter(self.task.shapes))]
+        self.arm: ArmModel | None = FLOW_ARMS.get(self.config.actor)
+        self.model = build_model(self.task, self.shape.name, self.config.actor)
+        self.data = mujoco.MjData(self.model)
+        self._lib = mujoco
+        self._body = int(self.model.body(self.task.moved).id)
+        self._painter = Painter(self.model, (self.task.furniture.painted,))
+        self._renderer: FrameRenderer | None = None
+        camera = self.model.camera("scene")
+        size_px = self.config.width, self.config.height
+        self.K = intrinsics(size_px, fov_y_rad=math.radians(float(camera.fovy[0])))
+        mujoco.mj_kinematics(self.model, self.data)
+        mujoco.mj_camlight(self.model, self.data)
+        # MuJoCo's cameras look along -z with y up.
+        rotation = self.data.cam_xmat[camera.id].reshape(3, 3) * np.array([1.0, -1.0, -1.0])
+        self.T_world_cam = make_pose(rotation, self.data.cam_xpos[camera.id].copy())
+        self.reset(0)
+
+    def reset(self, seed: int) -> None:
+        """Begin an episode: draw where things lie and what they look like.
+
+        Args:
+            seed: number of the episode within the split of its layouts; at least 0.
+        """
+        rng = np.random.default_rng(layout_seed(self.config.layouts, seed))
+        layout = self.task.furniture.draw(self.config.layouts, rng)
+        self._lib.mj_resetData(self.model, self.data)
+        for name, (x, y, yaw) in layout.items():
+            self._set_down(name, (x, y, 0.0), yaw)
+        if self.config.actor == HAND:
+            self.put_hand(make_pose(np.eye(3), np.array(OUT_OF_VIEW_M)))
+        self._rng = np.random.default_rng([seed, 1])
+        self._pose_actor()
+        self._lib.mj_forward(self.model, self.data)
+        self.seed, self.start = seed, self.object_pose()
+        self.look: Look = draw_look(rng, self.config.colours, self.config.background)
+        self._painter.paint(self.look, self.config.background)
+        if self._renderer is not None:
+            self._renderer.refresh()
+
+    @property
+    def instruction(self) -> str:
+        """What is to be done, in words."""
+        return self.task.instruction
+
+    def object_pose(self) -> NDArray[np.float64]:
+        """(4, 4) T_world_object, true."""
+        return self.body_pose(self.task.moved)
+
+    def body_pose(self, name: str) -> NDArray[np.float64]:
+        """(4, 4) pose of a body in the world frame."""
+        body = self.data.body(name)
+        return make_pose(body.xmat.reshape(3, 3).copy(), body.xpos.copy())
+
+    def put_object(self, T_world_object: NDArray[np.float64]) -> None:
+        """Put the moved thing somewhere; a drawer takes what its slide allows of it."""
+        address = int(self.model.jnt_qposadr[int(self.model.body(self.task.moved).jntadr[0])])
+        if self.task.moved == "object":
+            self.data.qpos[address : address + 7] = self._pose_numbers(T_world_object)
+        else:
+            self.data.qpos[address] = self._opening(T_world_object)
+        update_poses(self.model, self.data)
+
+    def put_hand(self, T_world_grip: NDArray[np.float64]) -> None:
+        """Put the floating hand somewhere; raises UserError in a scene without one."""
+        if self.config.actor != HAND:
+            raise UserError(f"the actor of this scene is {self.config.actor}; put_hand needs actor='hand'")
+        address = int(self.model.joint("floating_hand").qposadr[0])
+        self.data.qpos[address : address + 7] = self._pose_numbers(T_world_grip)
+        update_poses(self.model, self.data)
+
+    def put_arm(self, joint_rad: NDArray[np.float64], opening_m: float | None = None) -> None:
+        """Put the arm somewhere, with its fingers so far from the middle each; open when None."""
+        if self.arm is None:
+            raise UserError(f"the actor of this scene is {self.config.actor}; there are arms: {', '.join(FLOW_ARMS)}")
+        way = self.arm.opening_m if opening_m is None else opening_m
+        for name, angle in zip((*self.arm.joints, *self.arm.fingers), (*joint_rad, way, way), strict=True):
+            self.data.qpos[int(self.model.joint(name).qposadr[0])] = angle
+        update_poses(self.model, self.data)
+
+    def state(self, T_world_object: NDArray[np.float64] | None = None) -> SceneState:
+        """What criteria look at: as it is, or as it would be with the moved thing released at another pose."""
+        furniture, names = self.task.furniture, self.task.furniture.movable
+        pieces = {name: self.body_pose(name) for name in furniture.areas if name != "object"}
+        openings = {name: float(self.data.joint(name).qpos[0]) for name in names if name != "object"}
+        if T_world_object is None:
+            return SceneState(self.object_pose(), self.start, pieces, openings, self.shape, self.released())
+        if self.task.moved in openings:
+            openings[self.task.moved] = self._opening(T_world_object)
+        return SceneState(T_world_object, self.start, pieces, openings, self.shape)
+
+    def released(self) -> bool:
+        """Whether no gripper holds the moved thing; always so without physics."""
+        return True
+
+    def success(self, T_world_object: NDArray[np.float64] | None = None) -> Outcome:
+        """Which criteria of the task are met.
+
+        Args:
+            T_world_object: (4, 4) a pose of the moved thing to judge, such as a predicted one; None for the true one.
+
+        Returns:
+            All criteria by name, those that failed, and whether that is none.
+        """
+        return self.task.outcome(self.state(T_world_object))
+
+    def ideal_motion(self, frames: int) -> NDArray[np.float64]:
+        """(frames, 4, 4) T_world_object of a motion that solves the task from here."""
+        return self.task.ideal_motion(self.state(), frames)
+
+    def observe(self) -> Observation:
+        """Picture, depth as the configuration spoils it, camera, instruction and the true mask of the moved thing."""
+        renderer = self.renderer
+        update_poses(self.model, self.data)
+        return Observation(
+            rgb=renderer.rgb(self.data).copy(),
+            depth_m=self._spoil(renderer.depth(self.data)),
+            K=self.K,
+            T_world_cam=self.T_world_cam,
+            instruction=self.instruction,
+            mask=self.object_mask(),
+        )
+
+    def object_mask(self) -> NDArray[np.bool_]:
+        """(H, W) pixels that show the moved thing."""
+        shown = self.renderer.segmentation(self.data)
+        geoms = shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)
+        return geoms & (self.model.geom_bodyid[np.where(geoms, shown[..., 0], 0)] == self._body)
+
+    def true_depth(self) -> NDArray[np.float32]:
+        """(H, W) metres, without noise and holes."""
+        return self.renderer.depth(self.data)
+
+    @property
+    def renderer(self) -> FrameRenderer:
+        """Renderer of the camera `scene`, without shadows and multisampling."""
+        if self._renderer is None:
+            self._renderer = FrameRenderer(
+                self.model, RenderSettings(self.config.width, self.config.height, camera="scene")
+            )
+        return self._renderer
+
+    def close(self) -> None:
+        """Free the renderer."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _pose_actor(self) -> None:
+        if self.arm is not None:
+            self.put_arm(np.array(self.arm.home_rad))
+
+    def _set_down(self, name: str, place: tuple[float, float, float], yaw_rad: float) -> None:
+        body = self.model.body(name)
+        quaternion = math.cos(yaw_rad / 2), 0.0, 0.0, math.sin(yaw_rad / 2)
+        if body.mocapid[0] >= 0:
+            self.data.mocap_pos[body.mocapid[0]], self.data.mocap_quat[body.mocapid[0]] = place, quaternion
+        else:
+            address = int(self.model.jnt_qposadr[int(body.jntadr[0])])
+            self.data.qpos[address : address + 7] = *place, *quaternion
+
+    def _pose_numbers(self, T: NDArray[np.float64]) -> NDArray[np.float64]:
+        quaternion = np.empty(4)
+        self._lib.mju_mat2Quat(quaternion, np.ascontiguousarray(T[:3, :3]).reshape(9))
+        return np.concatenate([T[:3, 3], quaternion])
+
+    def _opening(self, T_world_object: NDArray[np.float64]) -> float:
+        low, high = self.model.joint(self.task.moved).range
+        now = float(self.data.joint(self.task.moved).qpos[0])
+        way = float((inverse_pose(self.object_pose()) @ T_world_object)[0, 3])
+        return float(np.clip(now + way, low, high))
+
+    def _spoil(self, depth_m: NDArray[np.float32]) -> NDArray[np.float32]:
+        config = self.config
+        if config.depth == "missing":
+            return np.zeros_like(depth_m)
+        if config.depth_noise:
+            depth_m = depth_m * (1 + config.depth_noise * self._rng.standard_normal(depth_m.shape)).astype(np.float32)
+        if config.depth == "holed":
+            depth_m = np.where(_patches(depth_m.shape, config.hole_share, self._rng), np.float32(0), depth_m)
+        return depth_m
+
+
+def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
+    """Put furniture, the thing to move and an actor on the table.
+
+    Args:
+        task: whose furniture.
+        shape: key in `task.shapes`.
+        actor: one of `ACTORS`.
+
+    Returns:
+        MjModel with the camera `scene`; with an arm, an inactive weld `hold_BODY` between its hand and each movable
+        body.
+    """
+    import mujoco
+
+    arm = FLOW_ARMS.get(actor)
+    own = [arm.path] if arm else [SCENE_ASSETS / "hand.xml"] if actor == HAND else []
+    files = [ASSETS / "tabletop.xml", SCENE_ASSETS / "studio.xml", *own]
+    parts = "".join(f"<include file={quoteattr(str(file))}/>" for file in files)
+    spec = mujoco.MjSpec.from_string(f'<mujoco model="{task.furniture.name}_{actor}">{parts}</mujoco>')
+    task.furniture.build(spec, task.shapes[shape])
+    if arm:
+        hand = spec.site(arm.grip_site).parent.name
+        for name in task.furniture.movable:
+            weld = spec.add_equality(name=f"hold_{name}", type=mujoco.mjtEq.mjEQ_WELD, active=False)
+            weld.objtype, weld.name1, weld.name2 = mujoco.mjtObj.mjOBJ_BODY, hand, name
+            weld.data[10] = 1.0  # torque scale
+    return spec.compile()
+
+
+def _patches(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Squares of 2 to 8 pixels at random places until they cover a share of the picture."""
+    holes = np.zeros(shape, dtype=np.bool_)
+    while holes.mean() < share:
+        side, row, column = int(rng.integers(2, 9)), int(rng.integers(shape[0])), int(rng.integers(shape[1]))
+        holes[row : row + side, column : column + side] = True
+    return holes
