@@ -26,7 +26,7 @@ class FlowArm(Protocol):
 
     @property
     def joints(self) -> tuple[str, ...]:
-        """Hinge joints from the base to the hand."""
+        """Joints from the base to the hand: hinges, or slides with metres in place of radians."""
 
     @property
     def home_rad(self) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ OBJECT_RGB = {
 }
 FLOOR_RGB = {
     "train": ((0.45, 0.5, 0.55), (0.3, 0.3, 0.33), (0.6, 0.58, 0.55)),
-    "held_out": ((0.7, 0.75, 0.6), (0.3, 0.22, 0.35)),
+    "held_out": ((0.7, 0.75, 0.6), (0.42, 0.16, 0.44)),
 }
 JITTER = 0.04
 """Largest change of a colour in an episode."""

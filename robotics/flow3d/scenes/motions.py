@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["along", "moved", "over", "poured"]
 
-METRES_PER_RADIAN = 0.08
+METRES_PER_RADIAN = 0.25
 """Way in metres that takes as long as a turn by one radian."""
 POUR_RAD = math.radians(78)
-POUR_ABOVE_M = 0.11
+POUR_ABOVE_M = 0.15
 """Height of the rim's lowest point over the table while pouring."""
 
 

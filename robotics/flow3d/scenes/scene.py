@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from xml.sax.saxutils import quoteattr
 
@@ -15,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
-from robotics.flow3d.scenes.arms import FLOW_ARMS
+from robotics.flow3d.scenes.arms import FLOW_ARMS, SCENE_ASSETS
 from robotics.flow3d.scenes.looks import Look, Painter, draw_look
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, FlowTask, Outcome, SceneState, find_flow_task
 from robotics.sim.arms import ASSETS
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ACTORS", "DEPTHS", "HAND", "NOBODY", "FlowScene", "SceneConfig", "build_model"]
 
-SCENE_ASSETS = Path(__file__).parent / "assets"
 HAND, NOBODY = "hand", "nobody"
 ACTORS = (*FLOW_ARMS, HAND, NOBODY)
 """Who moves the object: an arm, a hand that floats, or nobody in view."""
@@ -129,6 +127,23 @@ class FlowScene:
         self._painter.paint(self.look, self.config.background)
         if self._renderer is not None:
             self._renderer.refresh()
+
+    def give(self, task: str) -> None:
+        """Give another instruction in the same episode, such as to see whether a model listens.
+
+        Args:
+            task: one with the same furniture.
+
+        Raises:
+            UserError: there is no such task, or it needs other furniture.
+        """
+        other = find_flow_task(task)
+        if other.furniture is not self.task.furniture:
+            fitting = [name for name, known in FLOW_TASKS.items() if known.furniture is self.task.furniture]
+            raise UserError(f"{task} needs other furniture; here there are {', '.join(fitting)}")
+        self.task, self.config = other, dataclasses.replace(self.config, task=task)
+        self._body = int(self.model.body(other.moved).id)
+        self.start = self.object_pose()
 
     @property
     def instruction(self) -> str:

@@ -6,6 +6,7 @@ them with a colour. Shapes that are held out do not occur in training data by de
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _container(body: Any, *, radius: float, height: float, sides: int, handle: f
         return
     low, high, start = 0.25 * height, 0.8 * height, radius - WALL_M
     corners = [(start, low), (start + handle, low), (start + handle, high), (start, high)]
-    for (x, z), (x_next, z_next) in zip(corners[:-1], corners[1:], strict=True):
+    for (x, z), (x_next, z_next) in itertools.pairwise(corners):
         body.add_geom(
             type=mujoco.mjtGeom.mjGEOM_CAPSULE,
             fromto=[x, 0, z, x_next, 0, z_next],
@@ -161,11 +162,11 @@ def _drawer(body: Any, *, half: float, height: float, knob: bool) -> None:
     _box(body, (0.066, half - 0.01, 0.002), (-0.066, 0, 0.01), DARK, touches=False)
     z = GRIP_OF_HANDLE_M[2]
     if knob:
-        _box(body, (0.022, 0.006, 0.006), (2 * WALL_M + 0.022, 0, z), DARK)
+        _box(body, (0.034, 0.006, 0.006), (2 * WALL_M + 0.034, 0, z), DARK)
         _box(body, (0.008, 0.014, 0.014), (GRIP_OF_HANDLE_M[0], 0, z), DARK)
     else:
         for side in (-1, 1):
-            _box(body, (0.022, 0.004, 0.006), (2 * WALL_M + 0.022, side * (half - 0.018), z), DARK)
+            _box(body, (0.034, 0.004, 0.006), (2 * WALL_M + 0.034, side * (half - 0.018), z), DARK)
         _box(body, (0.006, half - 0.014, 0.008), (GRIP_OF_HANDLE_M[0], 0, z), DARK)
 
 
@@ -184,7 +185,8 @@ def _box(
 DENSITY = 400.0
 TOUCHES: dict[str, Any] = {"contype": 1, "conaffinity": 3, "friction": [1.0, 0.01, 0.001], "condim": 4}
 DRAWER_COLOURS = {"red_drawer": (0.85, 0.12, 0.1, 1.0), "blue_drawer": (0.15, 0.3, 0.9, 1.0)}
-GRIP_OF_HANDLE_M = (0.052, 0.0, 0.055)
+GRIP_OF_HANDLE_M = (0.074, 0.0, 0.055)
+"""So far in front that an open finger of the grippers here fits behind it."""
 HALF_DRAWER_M = 0.062
 
 

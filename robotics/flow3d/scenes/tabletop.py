@@ -35,10 +35,12 @@ __all__ = ["FlowTabletop"]
 
 STEPS = 5
 """Physics steps of 4 ms between two targets."""
-SPEED_RAD_S = 1.2
-"""Speed of the fastest joint along a path."""
-REACHED_RAD = 0.02
-"""Largest error of a joint at the end of a path."""
+SPEED_RAD_S, SPEED_M_S = 1.2, 0.4
+"""Speed of the fastest hinge or slide along a path."""
+ARRIVED_RAD, REACHED_RAD = 0.004, 0.02
+"""Largest error of a joint at which the arm need not wait any longer, and at which the end of a path is reached."""
+TIP_OFFSETS_M = (0.0, -0.008, 0.008)
+"""Where along the fingers, from the middle of their tips, something may lie between them."""
 SETTLE_S = 0.8
 """Longest wait for the arm to arrive, and for the fingers to close or open."""
 
@@ -72,6 +74,11 @@ class FlowTabletop(FlowScene):
         self._names()
         super().reset(seed)
 
+    def give(self, task: str) -> None:
+        """Give another instruction in the same episode; see `FlowScene.give`."""
+        super().give(task)
+        self._done = False
+
     def joint_rad(self) -> NDArray[np.float64]:
         """(J,) angles now."""
         return self.data.qpos[self._joints].copy()
@@ -83,7 +90,7 @@ class FlowTabletop(FlowScene):
             joint_rad: (M, J) angles, one after the other.
 
         Returns:
-            Whether the last ones were reached, to 0.02 rad.
+            Whether the last ones were reached, to 0.02 rad (0.02 m for slides).
 
         Raises:
             UserError: the shape does not fit, or an angle is not finite.
@@ -97,12 +104,13 @@ class FlowTabletop(FlowScene):
         path = np.clip(path, *self.model.actuator_ctrlrange[self._servos].T)
         for goal in path:
             here = self.data.ctrl[self._servos].copy()
-            seconds = float(np.abs(goal - here).max()) / SPEED_RAD_S
+            seconds = float((np.abs(goal - here) / self._speeds).max())
             count = max(1, math.ceil(seconds / self._tick_s))
             for number in range(1, count + 1):
                 self.data.ctrl[self._servos] = here + (goal - here) * number / count
                 self._step()
-        return self._settle(lambda: float(np.abs(self.joint_rad() - path[-1]).max()) < REACHED_RAD)
+        self._settle(lambda: self._error(path[-1]) < ARRIVED_RAD)
+        return self._error(path[-1]) < REACHED_RAD
 
     def close_gripper(self) -> bool:
         """Close the fingers until one touches a movable body between them, which is welded to the hand then.
@@ -151,6 +159,8 @@ class FlowTabletop(FlowScene):
         model, arm = self.model, self.arm
         self._joints = [int(model.joint(name).qposadr[0]) for name in arm.joints]
         self._servos = [int(model.actuator(name).id) for name in arm.joints]
+        slides = [model.joint(name).type[0] == self._lib.mjtJoint.mjJNT_SLIDE for name in arm.joints]
+        self._speeds = np.where(slides, SPEED_M_S, SPEED_RAD_S)
         self._gripper = int(model.actuator(arm.gripper).id)
         self._tick_s = STEPS * float(model.opt.timestep)
         self._fingers = [int(model.joint(name).bodyid[0]) for name in arm.fingers]
@@ -166,6 +176,9 @@ class FlowTabletop(FlowScene):
             self._done = super().success().success
         if self.on_frame is not None:
             self.on_frame(self)
+
+    def _error(self, goal_rad: NDArray[np.float64]) -> float:
+        return float(np.abs(self.joint_rad() - goal_rad).max())
 
     def _settle(self, arrived: Callable[[], bool]) -> bool:
         for _ in range(math.ceil(SETTLE_S / self._tick_s)):
@@ -198,13 +211,19 @@ class FlowTabletop(FlowScene):
         return {other for one, other in pairs if one in self._fingers and other in self._movable}
 
     def _between(self) -> int | None:
-        """The movable body that a line from one fingertip to the other meets first."""
-        tips = [self.data.geom_xpos[int(self.model.body_geomadr[body])] for body in self._fingers]
+        """The movable body that lines from one fingertip to the other meet first, over the height of the tips."""
+        grip = self.data.site(self.arm.grip_site)
+        along = grip.xmat.reshape(3, 3)[:, 2]
+        inside = [self.data.geom_xpos[int(self.model.body_geomadr[body])] for body in self._fingers]
+        start, end = (place + along * (along @ (grip.xpos - place)) for place in inside)
         hit = np.full(1, -1, np.int32)
         options: tuple[Any, ...] = (None, 1, self._fingers[0], hit)
-        distance = self._lib.mj_ray(self.model, self.data, tips[0], tips[1] - tips[0], *options)
-        body = int(self.model.geom_bodyid[hit[0]]) if hit[0] >= 0 and distance <= 1.0 else -1
-        return body if body in self._movable else None
+        for offset in TIP_OFFSETS_M:
+            distance = self._lib.mj_ray(self.model, self.data, start + offset * along, end - start, *options)
+            body = int(self.model.geom_bodyid[hit[0]]) if hit[0] >= 0 and distance <= 1.0 else -1
+            if body in self._movable:
+                return body
+        return None
 
     def _pose_of(self, body: int) -> NDArray[np.float64]:
         return self.body_pose(self.model.body(body).name)

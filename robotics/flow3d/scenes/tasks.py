@@ -212,9 +212,7 @@ def _lowest_rim_m(state: SceneState) -> NDArray[np.float64]:
 
 
 def _pour_keys(state: SceneState) -> list[NDArray[np.float64]]:
-    return poured(
-        state.T_world_object, state.pieces["bowl"][:3, 3], state.shape.radius_m, state.shape.height_m
-    )
+    return poured(state.T_world_object, state.pieces["bowl"][:3, 3], state.shape.radius_m, state.shape.height_m)
 
 
 def _inserted(state: SceneState, *, goal: str) -> dict[str, bool]:
@@ -271,7 +269,7 @@ def _apart_sideways(layout: Layout) -> bool:
     return abs(layout["bowl"][1] - layout["object"][1]) > 0.06
 
 
-WHERE = Area((0.38, 0.64), (-0.24, 0.24))
+WHERE = Area((0.36, 0.6), (-0.23, 0.23))
 ANY_TURN = Area(WHERE.x_m, WHERE.y_m, yaw_rad=math.pi)
 SOME_TURN = Area(WHERE.x_m, WHERE.y_m, yaw_rad=0.4)
 
@@ -292,7 +290,7 @@ HOLDERS = Furniture(
 )
 CABINET = Furniture(
     name="cabinet",
-    areas={"cabinet": Area((0.36, 0.44), (-0.14, 0.14), yaw_rad=0.35)},
+    areas={"cabinet": Area((0.34, 0.43), (-0.14, 0.14), yaw_rad=0.35)},
     build=add_cabinet,
     painted="cabinet",
     movable=("red_drawer", "blue_drawer"),
