@@ -1,35 +1,21 @@
-"""A vision-language model behind an HTTP server as the judge of pictures.
-
-Request and answer are JSON with the picture as PNG in base64; nothing that comes over the network is ever unpickled.
-"""
+"""A vision-language model behind an HTTP server as the judge of pictures."""
 
 from __future__ import annotations
 
-import base64
-import functools
-import http.client
-import io
-import json
 import re
-import socket
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.hub.chat_endpoint import ask_chat, check_url
 
 __all__ = ["read_score", "unified_reward"]
 
 HIGHEST = 5.0
 MAX_TOKENS = 512
-MAX_ANSWER_BYTES = 4 << 20
 QUESTION = (
     "You are given a picture that was generated for this prompt: {prompt}\n"
     "Judge how well the picture shows what the prompt asks for and how good it looks. Explain briefly, then end with "
@@ -69,14 +55,13 @@ def unified_reward(
     Source: UnifiedReward, arXiv 2503.05236; the scale of yifan123/flow_grpo flow_grpo/rewards.py, where a failure
         scores 0.
     """
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"unified_reward: url is {url!r}; must start with http:// or https://")
+    check_url(url, "unified_reward")
     if "{prompt}" not in question:
         raise UserError("unified_reward: the question must contain {prompt}")
     rewards = []
     for prompt, image in zip(prompts, completions, strict=True):
-        asked = _request(model, question.replace("{prompt}", prompt), image)
-        rewards.append(read_score(_post(f"{url.rstrip('/')}/chat/completions", asked, timeout_s)))
+        asked = question.replace("{prompt}", prompt)
+        rewards.append(read_score(ask_chat(url, model, asked, [image], max_tokens=MAX_TOKENS, timeout_s=timeout_s)))
     return rewards
 
 
@@ -99,109 +84,3 @@ def read_score(answer: str) -> float:
     if not 0.0 <= score <= HIGHEST:
         raise RuntimeError(f"the final score is {score}; must be between 0 and {HIGHEST:.0f}")
     return score / HIGHEST
-
-
-def _request(model: str, text: str, image: NDArray[np.uint8]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
-    picture = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": text}]
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": MAX_TOKENS,
-    }
-
-
-def _post(url: str, body: dict[str, Any], timeout_s: float) -> str:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
-    exchange = _Exchange(timeout_s)
-    try:
-        with exchange.open(request) as response:
-            content = response.read(MAX_ANSWER_BYTES + 1)
-    except (OSError, http.client.HTTPException) as error:
-        if exchange.is_over() or isinstance(getattr(error, "reason", error), TimeoutError):
-            raise TimeoutError(f"{url} gave no whole answer within {timeout_s:g} s") from error
-        raise RuntimeError(f"{url} cannot be asked: {error}") from error
-    finally:
-        exchange.end()
-    if exchange.is_over():  # what was cut off then may look like the end
-        raise TimeoutError(f"{url} gave no whole answer within {timeout_s:g} s")
-    if len(content) > MAX_ANSWER_BYTES:
-        raise RuntimeError(f"{url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
-    try:
-        return str(json.loads(content)["choices"][0]["message"]["content"])
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise RuntimeError(f"{url} did not answer as a chat endpoint does: {type(error).__name__}: {error}") from error
-
-
-class _Exchange:
-    """A request with one limit for everything: a socket's own timeout begins anew with every byte.
-
-    Args:
-        timeout_s: seconds after which its connections are cut.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
-        self._timers: list[threading.Timer] = []
-
-    def open(self, request: urllib.request.Request) -> Any:
-        """Send the request; returns the response, to be closed."""
-        opener = urllib.request.build_opener(_Http(self), _Https(self))
-        return opener.open(request, timeout=self._timeout_s)
-
-    def connect(self, address: tuple[str, int], *_: Any, **__: Any) -> socket.socket:
-        """Connect for what is left of the time, and cut the connection after it."""
-        left_s = max(0.001, self._end - time.monotonic())
-        connected = socket.create_connection(address, left_s)
-        timer = threading.Timer(max(0.001, self._end - time.monotonic()), _cut, (connected,))
-        timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
-        return connected
-
-    def is_over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() >= self._end
-
-    def end(self) -> None:
-        """Stop watching."""
-        for timer in self._timers:
-            timer.cancel()
-
-
-class _Http(urllib.request.HTTPHandler):
-    def __init__(self, exchange: _Exchange) -> None:
-        super().__init__()
-        self._exchange = exchange
-
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_connection, http.client.HTTPConnection, self._exchange), req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, exchange: _Exchange) -> None:
-        super().__init__()
-        self._exchange = exchange
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_connection, http.client.HTTPSConnection, self._exchange), req)
-
-
-def _connection(
-    kind: type[http.client.HTTPConnection], exchange: _Exchange, host: str, **options: Any
-) -> http.client.HTTPConnection:
-    connection = kind(host, **options)
-    connection._create_connection = exchange.connect  # type: ignore[attr-defined]
-    return connection
-
-
-def _cut(connected: socket.socket) -> None:
-    try:
-        connected.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it is closed already
-        return

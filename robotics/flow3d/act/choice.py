@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.fields import bounded, check_config
+from robotics.flow3d.act.grasps import Grasp
 from robotics.flow3d.act.ik import ArmIk, JointPath
 from robotics.flow3d.act.motion import gripper_poses, interpolate_joints, interpolate_poses
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.act.clearance import ArmClearance
-    from robotics.flow3d.act.grasps import Grasp
 
 __all__ = ["GraspPlan", "Obstacles", "ReachSettings", "choose_grasps", "held_path", "motion_path"]
 
@@ -126,7 +126,7 @@ def motion_path(
 
 def held_path(
     T_t_0_world: NDArray[np.float64], ik: ArmIk, joint_rad: NDArray[np.float64], settings: ReachSettings
-) -> tuple[JointPath, NDArray[np.intp], NDArray[np.float64]] | None:
+) -> GraspPlan | None:
     """Go on with an object that is in the hand already.
 
     Args:
@@ -136,14 +136,16 @@ def held_path(
         settings: how the motion is checked.
 
     Returns:
-        The path, the rows (T,) of it at the frames of the motion, and the poses (T, 4, 4) of the grip there; None
-        where it is not reachable.
+        The plan, its approach where the arm is; None where it is not reachable.
     """
     start = ik.pose(joint_rad)
     poses = gripper_poses(T_t_0_world, start)
     path, places = motion_path(np.concatenate([start[None], poses]), ik, joint_rad, settings)
     fits = path.reached[-1] if settings.goal_only else path.complete
-    return (path, places[1:], poses) if fits else None
+    if not fits:
+        return None
+    here = JointPath(np.asarray(joint_rad, dtype=np.float64)[None], np.ones(1, dtype=np.bool_))
+    return GraspPlan(Grasp(start, 1.0, 0.0, "in the hand"), here, path, places[1:], poses, path.length_rad)
 
 
 def _plan(

@@ -5,8 +5,8 @@ import numpy as np
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, make_pose
 
-CENTRE, RADIUS_M = np.array([0.5, 0.0, 0.04]), 0.04
-SIDE_PX = 96
+CENTRE, RADIUS_M = np.array([0.5, 0.0, 0.03]), 0.03
+SIDE_PX = 128
 
 
 def look_at(eye, target):
@@ -18,7 +18,7 @@ def look_at(eye, target):
 
 def drawn_sphere(centre=CENTRE, instruction="move the ball", side_px=SIDE_PX):
     """The observation, rays cast in closed form."""
-    K = intrinsics((side_px, side_px), fov_y_rad=0.7)
+    K = intrinsics((side_px, side_px), fov_y_rad=0.5)
     T = look_at(np.array([1.1, 0.1, 0.6]), np.array([0.5, 0.0, 0.03]))
     v, u = np.meshgrid(np.arange(side_px) + 0.5, np.arange(side_px) + 0.5, indexing="ij")
     rays_cam = np.stack([(u - K[0, 2]) / K[0, 0], (v - K[1, 2]) / K[1, 1], np.ones_like(u)], -1)

@@ -74,10 +74,11 @@ def test_obstacles_refuse_grasps(arm):
 
 def test_an_object_in_the_hand_goes_on_from_there(arm):
     ik = ArmIk(arm)
-    path, places, poses = held_path(LIFT_AND_CARRY, ik, ik.home_rad, ReachSettings())
+    plan = held_path(LIFT_AND_CARRY, ik, ik.home_rad, ReachSettings())
     start = ik.pose(ik.home_rad)
-    np.testing.assert_allclose(poses, LIFT_AND_CARRY @ start)
-    np.testing.assert_allclose(ik.pose(path.joint_rad[places[-1]])[:3, 3], poses[-1, :3, 3], atol=0.004)
+    np.testing.assert_allclose(plan.T_world_grip, LIFT_AND_CARRY @ start)
+    end = ik.pose(plan.motion.joint_rad[plan.places[-1]])
+    np.testing.assert_allclose(end[:3, 3], plan.T_world_grip[-1, :3, 3], atol=0.004)
     assert held_path(shift((3, 0, 0)), ik, ik.home_rad, ReachSettings()) is None
 
 

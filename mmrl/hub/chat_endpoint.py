@@ -1,0 +1,185 @@
+"""A model behind an OpenAI-compatible chat endpoint, asked over HTTP with text and pictures.
+
+Request and answer are JSON with pictures as PNG in base64; nothing that comes over the network is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import http.client
+import io
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["ModelRefused", "ask_chat", "check_url"]
+
+MAX_ANSWER_BYTES = 4 << 20
+
+
+class ModelRefused(RuntimeError):  # noqa: N818 - named after what happened
+    """The endpoint works, and its model declines to answer."""
+
+
+def check_url(url: str, owner: str) -> None:
+    """Refuse an address that is not http or https; raises UserError that begins with the owner's name."""
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"{owner}: url is {url!r}; must start with http:// or https://")
+
+
+def ask_chat(
+    url: str,
+    model: str,
+    text: str,
+    pictures: Sequence[NDArray[np.uint8]] = (),
+    *,
+    system: str = "",
+    max_tokens: int = 512,
+    timeout_s: float = 60.0,
+    api_key: str = "",
+) -> str:
+    """Ask one question and return the answer.
+
+    Args:
+        url: address of the server up to /v1, to which /chat/completions is added.
+        model: name of the model at the server.
+        text: the question, after the pictures.
+        pictures: (H, W, 3) uint8 each.
+        system: what the model is told about its role; none where empty.
+        max_tokens: longest answer.
+        timeout_s: seconds for the whole exchange, from the connection to the last byte of the answer.
+        api_key: sent as a bearer token where given.
+
+    Returns:
+        What the model wrote.
+
+    Raises:
+        TimeoutError: it took too long.
+        ModelRefused: the model declines.
+        RuntimeError: the server cannot be asked, or does not answer as a chat endpoint does.
+    """
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_uri(each)}} for each in pictures]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": [*content, {"type": "text", "text": text}]})
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+    return _post(f"{url.rstrip('/')}/chat/completions", body, timeout_s, api_key)
+
+
+def _data_uri(picture: NDArray[np.uint8]) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _post(url: str, body: dict[str, Any], timeout_s: float, api_key: str) -> str:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers, method="POST")
+    exchange = _Exchange(timeout_s)
+    try:
+        with exchange.open(request) as response:
+            content = response.read(MAX_ANSWER_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        if exchange.is_over() or isinstance(getattr(error, "reason", error), TimeoutError):
+            raise TimeoutError(f"{url} gave no whole answer within {timeout_s:g} s") from error
+        raise RuntimeError(f"{url} cannot be asked: {error}") from error
+    finally:
+        exchange.end()
+    if exchange.is_over():  # what was cut off then may look like the end
+        raise TimeoutError(f"{url} gave no whole answer within {timeout_s:g} s")
+    if len(content) > MAX_ANSWER_BYTES:
+        raise RuntimeError(f"{url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return _read_answer(url, content)
+
+
+def _read_answer(url: str, content: bytes) -> str:
+    try:
+        message = json.loads(content)["choices"][0]["message"]
+        text, refusal = message.get("content"), message.get("refusal")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RuntimeError(f"{url} did not answer as a chat endpoint does: {type(error).__name__}: {error}") from error
+    if refusal or text is None:
+        raise ModelRefused(f"{url} refused to answer: {refusal or 'no content'}")
+    return str(text)
+
+
+class _Exchange:
+    """A request with one limit for everything: a socket's own timeout begins anew with every byte.
+
+    Args:
+        timeout_s: seconds after which its connections are cut.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
+        self._timers: list[threading.Timer] = []
+
+    def open(self, request: urllib.request.Request) -> Any:
+        """Send the request; returns the response, to be closed."""
+        opener = urllib.request.build_opener(_Http(self), _Https(self))
+        return opener.open(request, timeout=self._timeout_s)
+
+    def connect(self, address: tuple[str, int], *_: Any, **__: Any) -> socket.socket:
+        """Connect for what is left of the time, and cut the connection after it."""
+        left_s = max(0.001, self._end - time.monotonic())
+        connected = socket.create_connection(address, left_s)
+        timer = threading.Timer(max(0.001, self._end - time.monotonic()), _cut, (connected,))
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+        return connected
+
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._end
+
+    def end(self) -> None:
+        """Stop watching."""
+        for timer in self._timers:
+            timer.cancel()
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, exchange: _Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(functools.partial(_connection, http.client.HTTPConnection, self._exchange), req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, exchange: _Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(functools.partial(_connection, http.client.HTTPSConnection, self._exchange), req)
+
+
+def _connection(
+    kind: type[http.client.HTTPConnection], exchange: _Exchange, host: str, **options: Any
+) -> http.client.HTTPConnection:
+    connection = kind(host, **options)
+    connection._create_connection = exchange.connect  # type: ignore[attr-defined]
+    return connection
+
+
+def _cut(connected: socket.socket) -> None:
+    try:
+        connected.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it is closed already
+        return
