@@ -1,0 +1,211 @@
+"""The paper's optimisation of the gripper's poses over a chunk, around the closed form.
+
+Where the flow is one rigid motion, the closed form is its optimum and nothing needs solving. What is added here are
+other wishes: to keep clear of obstacles, and to stay where the arm reaches with ease. Variables are small turns and
+shifts about the closed form, not Euler angles in the world: those wrap for a gripper that points down, and the solver
+then ends far off. For the same reason smoothness is the difference from the closed form's own step; ReKep's length of
+the step itself, weighed against squared distances of keypoints, would stop every rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.fields import bounded, check_config, choice
+from robotics.flow3d.act.motion import turn_by
+from robotics.flow3d.act.rekep import collision_cost, flow_keypoint_cost, pose_consistency, unnormalize_vars
+from robotics.flow3d.geometry import apply_pose, farthest_points, inverse_pose, make_pose
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.act.ik import ArmIk
+
+__all__ = ["ChunkCost", "ChunkSettings", "refine_chunk"]
+
+SOLVERS = ("slsqp", "dual_annealing")
+RADIAN_M = 1.5
+"""Metres that one radian of a step is worth."""
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Weights and bounds; the numbers are ReKep's unless said otherwise."""
+
+    keypoints: int = bounded(16, at_least=3)
+    """Points of the object that are to follow the flow; our choice, the paper gives none."""
+    keypoint_weight: float = bounded(200.0, at_least=0)
+    """Of the mean distance of keypoints, to the power p, in metres."""
+    p: int = choice(2, (1, 2))
+    """Squared or plain distances."""
+    smoothness_weight: float = bounded(1.0, at_least=0)
+    """Of the difference from the closed form's step, 1.5 m a radian."""
+    collision_weight: float = bounded(0.8, at_least=0)
+    """Of the depth within the margin, summed over points."""
+    collision_points: int = bounded(60, at_least=1)
+    """Points of the object that keep clear."""
+    collision_margin_m: float = bounded(0.02, at_least=0)
+    """Distance from obstacles; ReKep's 0.10 lifts everything off the table that it should be set down on."""
+    reach_weight: float = bounded(20.0, at_least=0)
+    """Of the share of steps that inverse kinematics needs, and of its error in metres."""
+    rest_weight: float = bounded(0.2, at_least=0)
+    """Of the distance from the home posture, at most 3 rad, which is also what an unreachable pose costs."""
+    shift_m: float = bounded(0.08, above=0)
+    """Largest shift from the closed form along an axis."""
+    turn_rad: float = bounded(0.5, above=0)
+    """Largest turn from it about an axis."""
+    first_solver: str = choice("slsqp", SOLVERS)
+    """For the first pose of a chunk; ReKep takes dual_annealing, which starts anywhere, and SLSQP afterwards."""
+    evaluations: int = bounded(2000, at_least=1)
+    """Most evaluations of dual annealing."""
+    iterations: int = bounded(60, at_least=1)
+    """Most iterations of SLSQP."""
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """What one pose costs, by term and weighted."""
+
+    keypoints: float
+    smoothness: float
+    collision: float
+    reach: float
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.keypoints + self.smoothness + self.collision + self.reach
+
+
+def refine_chunk(
+    T_t_0_world: NDArray[np.float64],
+    object_m: NDArray[np.float64],
+    flow_m: NDArray[np.float64],
+    flow_points_m: NDArray[np.float64],
+    T_world_grip: NDArray[np.float64],
+    *,
+    inside_m: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
+    ik: ArmIk | None = None,
+    start_rad: NDArray[np.float64] | None = None,
+    settings: ChunkSettings | None = None,
+    seed: int = 0,
+) -> tuple[NDArray[np.float64], list[ChunkCost]]:
+    """Adjust the motion of a held object over a chunk of frames, one after the other.
+
+    Args:
+        T_t_0_world: (M, 4, 4) closed form of the motion.
+        object_m: (n, 3) points of the object before it moves.
+        flow_m: (M, k, 3) where the flow has its points, in the world frame.
+        flow_points_m: (k, 3) those points before they move.
+        T_world_grip: (4, 4) pose at which the object is grasped.
+        inside_m: signed distance of places (j, 3), positive inside obstacles; None for no obstacles.
+        ik: kinematics, for the reachability of each pose; None to leave it out.
+        start_rad: (J,) angles before the chunk; the home posture when None.
+        settings: weights and bounds.
+        seed: of dual annealing.
+
+    Returns:
+        (M, 4, 4) motions that cost at most as much as the closed form, and the cost of each.
+    """
+    settings = settings or ChunkSettings()
+    check_config(settings, "chunk")
+    chosen = farthest_points(flow_points_m, settings.keypoints)
+    bulk = object_m[farthest_points(object_m, settings.collision_points)]
+    joint_rad = None if ik is None else (ik.home_rad if start_rad is None else start_rad)
+    refined, costs, change = np.empty_like(T_t_0_world), [], np.eye(4)
+    for frame, closed in enumerate(T_t_0_world):
+        expected = change @ closed @ T_world_grip
+        problem = _Problem(
+            settings, closed, flow_points_m[chosen], flow_m[frame, chosen], bulk, T_world_grip, expected, inside_m, ik,
+            joint_rad,
+        )  # fmt: skip
+        shares = _minimise(problem, settings, first=frame == 0, seed=seed)
+        refined[frame] = problem.moved(shares)
+        costs.append(problem.cost(shares))
+        change = refined[frame] @ inverse_pose(closed)
+        if ik is not None and joint_rad is not None:
+            joint_rad = ik.solve(refined[frame] @ T_world_grip, joint_rad).joint_rad
+    return refined, costs
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The cost of one pose."""
+
+    settings: ChunkSettings
+    closed: NDArray[np.float64]
+    keypoints_m: NDArray[np.float64]
+    predicted_m: NDArray[np.float64]
+    bulk_m: NDArray[np.float64]
+    T_world_grip: NDArray[np.float64]
+    expected: NDArray[np.float64]
+    """(4, 4) where the grip would be if it kept its difference from the closed form."""
+    inside_m: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None
+    ik: ArmIk | None
+    joint_rad: NDArray[np.float64] | None
+
+    def moved(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Motion (4, 4) of the object at shares (6,) of the largest shift and turn about the keypoints' middle."""
+        shift, turn = self.settings.shift_m, self.settings.turn_rad
+        increment = unnormalize_vars(shares, np.repeat([[-shift, shift], [-turn, turn]], 3, axis=0))
+        middle = apply_pose(self.closed, self.keypoints_m.mean(0)[None])[0]
+        rotation = turn_by(increment[3:])
+        return make_pose(rotation, middle - rotation @ middle + increment[:3]) @ self.closed
+
+    def cost(self, shares: NDArray[np.float64]) -> ChunkCost:
+        """What that motion costs."""
+        settings, pose = self.settings, self.moved(shares)
+        grip = pose @ self.T_world_grip
+        follow = flow_keypoint_cost(apply_pose(pose, self.keypoints_m), self.predicted_m, settings.p)
+        step = pose_consistency(grip[None], self.expected[None], RADIAN_M)
+        hit = 0.0
+        if self.inside_m is not None:
+            hit = collision_cost(pose[None], self.bulk_m, self.inside_m, settings.collision_margin_m)
+        reach = 0.0
+        if self.ik is not None and self.joint_rad is not None:
+            reach = _reach_cost(grip, self.ik, self.joint_rad, settings)
+        return ChunkCost(
+            settings.keypoint_weight * follow,
+            settings.smoothness_weight * step,
+            settings.collision_weight * hit,
+            reach,
+        )
+
+    def __call__(self, shares: NDArray[np.float64]) -> float:
+        return self.cost(shares).total
+
+
+def _reach_cost(
+    T_world_grip: NDArray[np.float64], ik: ArmIk, joint_rad: NDArray[np.float64], settings: ChunkSettings
+) -> float:
+    found = ik.solve(T_world_grip, joint_rad)
+    away = float(np.linalg.norm(found.joint_rad - ik.home_rad)) if found.reached else 3.0
+    # The error as well: steps are whole numbers, and without it an unreachable pose would not know where to go.
+    missing = max(0.0, found.position_error_m - ik.settings.position_tolerance_m)
+    effort = found.iterations / ik.settings.iterations + missing
+    return settings.reach_weight * effort + settings.rest_weight * min(away, 3.0)
+
+
+def _minimise(
+    total: Callable[[NDArray[np.float64]], float], settings: ChunkSettings, *, first: bool, seed: int
+) -> NDArray[np.float64]:
+    """Shares of the bounds with the least cost; the closed form itself where nothing is better."""
+    from scipy.optimize import dual_annealing, minimize
+
+    start, limits = np.zeros(6), [(-1.0, 1.0)] * 6
+    candidates = [start]
+    if first and settings.first_solver == "dual_annealing":
+        local = {"method": "SLSQP", "bounds": limits, "options": {"maxiter": settings.iterations}}
+        annealed = dual_annealing(
+            total, limits, maxfun=settings.evaluations, x0=start, minimizer_kwargs=local, rng=seed
+        )
+        candidates.append(np.clip(annealed.x, -1.0, 1.0))
+    best = min(candidates, key=total)
+    options = {"maxiter": settings.iterations, "eps": 1e-3, "ftol": 1e-9}
+    solved = minimize(total, best, method="SLSQP", bounds=limits, options=options)
+    candidates.append(np.clip(solved.x, -1.0, 1.0))
+    return min(candidates, key=total)

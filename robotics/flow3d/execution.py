@@ -1,0 +1,231 @@
+"""Carrying out a plan on a robot: grasp, move in chunks, look again after each, let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from mmrl.fields import bounded, choice
+from robotics.flow3d.act.choice import GraspPlan, ReachSettings
+from robotics.flow3d.act.motion import interpolate_joints, interpolate_poses
+from robotics.flow3d.clouds import scene_cloud
+from robotics.flow3d.geometry import apply_pose
+from robotics.flow3d.plan_result import Failure, PlanFailed, PlanResult, PlanRound
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.act.ik import ArmIk
+    from robotics.flow3d.act.motion import ObjectMotion
+    from robotics.flow3d.clip import Observation
+    from robotics.flow3d.robot import FlowRobot
+
+__all__ = ["ExecutionSettings", "Executor", "drift_of"]
+
+Answer = TypeVar("Answer")
+LEAST_SEEN = 10
+"""Points of an object below which its place cannot be told."""
+
+
+@dataclass(frozen=True)
+class ExecutionSettings:
+    """How a plan is carried out."""
+
+    chunk: int = bounded(4, at_least=1)
+    """Frames of the flow that are carried out in one go."""
+    sub_steps: int = bounded(4, at_least=1)
+    """Parts of a step between solved poses that are sent to the arm."""
+    grasp_tries: int = bounded(2, at_least=1)
+    """Grasps that are tried when the fingers close on nothing."""
+    look_again: bool = False
+    """Look after each chunk, and end or plan anew where the object is not where it should be; off as in the paper."""
+    replans: int = bounded(5, at_least=0)
+    """Most new plans when looking again; a given flow cannot be predicted anew."""
+    drift_m: float = bounded(0.02, above=0)
+    """Median distance of the object from its prediction that calls for a new plan."""
+    dropped_m: float = bounded(0.05, above=0)
+    """Distance of the middle between the fingertips from the nearest point of the object at which it is dropped."""
+    release: str = choice("unless_tilted", ("always", "never", "unless_tilted"))
+    """Open the fingers at the end; unless_tilted keeps hold of what ends far from how it stood, as in pouring."""
+    tilted_rad: float = bounded(0.6, above=0)
+    """Turn of the object's vertical beyond which it is tilted."""
+
+
+class Executor:
+    """Drives one robot and writes down what happens.
+
+    Args:
+        robot: the robot.
+        ik: kinematics of its arm.
+        reach: how far the hand backs off.
+        settings: chunks, looking again, letting go.
+        result: takes the paths and distances.
+    """
+
+    def __init__(
+        self, robot: FlowRobot, ik: ArmIk, reach: ReachSettings, settings: ExecutionSettings, result: PlanResult
+    ) -> None:
+        self.robot, self.ik, self.reach, self.settings, self.result = robot, ik, reach, settings, result
+
+    def observe(self) -> Observation:
+        """Look; raises PlanFailed where the camera gives nothing."""
+        return _asked(self.robot.observe, Failure.NO_OBSERVATION)
+
+    def joint_rad(self) -> NDArray[np.float64]:
+        """(J,) angles now."""
+        return np.asarray(_asked(self.robot.joint_rad, Failure.ROBOT_FAILED), dtype=np.float64)
+
+    def take(self, round_: PlanRound) -> None:
+        """Grasp the object, with another grasp where one misses.
+
+        Args:
+            round_: its chosen try has the plans; the one that holds is written to `plan`.
+
+        Raises:
+            PlanFailed: no grasp holds, or the arm does not arrive.
+        """
+        plans = (round_.chosen.plans if round_.chosen else None) or []
+        for plan in _different(plans)[: self.settings.grasp_tries]:
+            round_.plan = plan
+            self.let_go()
+            if not self._move(plan.approach.joint_rad):
+                raise PlanFailed(Failure.ARM_STALLED, "on the way to the grasp")
+            if _asked(self.robot.close_gripper, Failure.ROBOT_FAILED):
+                return
+            self.let_go()
+            self._move(plan.approach.joint_rad[::-1])
+        raise PlanFailed(Failure.GRASP_MISSED, f"{min(len(plans), self.settings.grasp_tries)} grasps closed on nothing")
+
+    def carry(
+        self,
+        round_: PlanRound,
+        find_mask: Callable[[Observation], NDArray[np.bool_] | None],
+        *,
+        may_drift: bool,
+    ) -> PlanFailed | None:
+        """Move the object along the plan, chunk by chunk.
+
+        Args:
+            round_: with its plan.
+            find_mask: pixels of the object in a new observation; None where they cannot be told.
+            may_drift: only write down drift, since no new plan could mend it.
+
+        Returns:
+            None at the end; otherwise why it stopped, which is that the object drifted or was dropped.
+        """
+        plan, motion = _chosen(round_)
+        arrived, before = True, 0
+        for end in range(self.settings.chunk, len(plan.places) + self.settings.chunk, self.settings.chunk):
+            frame = min(end, len(plan.places)) - 1
+            rows = plan.motion.joint_rad[before : plan.places[frame] + 1]
+            arrived = self._move(interpolate_joints(rows, self.settings.sub_steps)[1:] if len(rows) > 1 else rows)
+            before = int(plan.places[frame])
+            if self.settings.look_again:
+                ended = self._check(motion, frame, find_mask, may_drift)
+                if ended is not None:
+                    return ended
+        if not arrived:
+            raise PlanFailed(Failure.ARM_STALLED, "at the end of the motion")
+        return None
+
+    def finish(self, round_: PlanRound) -> None:
+        """Let go and back off, where the settings say so."""
+        _, motion = _chosen(round_)
+        up = motion.T_t_0_world[-1, :3, 2]
+        tilted = float(np.arccos(np.clip(up[2], -1.0, 1.0))) > self.settings.tilted_rad
+        if self.settings.release == "never" or (self.settings.release == "unless_tilted" and tilted):
+            return
+        self.let_go()
+        self.result.released = True
+        here = self.joint_rad()
+        there = self.ik.pose(here)
+        back = there.copy()
+        back[:3, 3] -= self.reach.standoff_m * there[:3, 2]
+        way, _ = interpolate_poses(np.stack([there, back]), step_m=self.reach.step_m)
+        path = self.ik.follow(way, here)
+        self._move(path.joint_rad[: max(1, int(path.reached.sum()))])
+
+    def let_go(self) -> None:
+        """Open the fingers."""
+        _asked(self.robot.open_gripper, Failure.ROBOT_FAILED)
+
+    def _move(self, joint_rad: NDArray[np.float64]) -> bool:
+        self.result.joint_paths.append(joint_rad)
+        return bool(_asked(lambda: self.robot.move(joint_rad), Failure.ROBOT_FAILED))
+
+    def _check(
+        self,
+        motion: ObjectMotion,
+        frame: int,
+        find_mask: Callable[[Observation], NDArray[np.bool_] | None],
+        may_drift: bool,
+    ) -> PlanFailed | None:
+        """Look where the object is."""
+        observation = self.observe()
+        mask = find_mask(observation)
+        seen = np.zeros((0, 3)) if mask is None else scene_cloud(observation, mask).object_m
+        if len(seen) < LEAST_SEEN:
+            self.result.drifts_m.append(float("nan"))
+            return None
+        drift = drift_of(seen, apply_pose(motion.T_t_0_world[frame], motion.points_world_m))
+        self.result.drifts_m.append(drift)
+        grip = self.ik.pose(self.joint_rad())[:3, 3]
+        away = float(np.linalg.norm(seen - grip, axis=-1).min())
+        if away > self.settings.dropped_m:
+            return PlanFailed(Failure.OBJECT_DROPPED, f"after frame {frame + 1} it is {away:.3f} m from the fingers")
+        if drift > self.settings.drift_m and not may_drift:
+            return PlanFailed(Failure.OBJECT_DRIFTED, f"after frame {frame + 1} it is {drift:.3f} m off")
+        return None
+
+
+def drift_of(seen_m: NDArray[np.float64], predicted_m: NDArray[np.float64]) -> float:
+    """How far an object is from where it should be, judged by its surface.
+
+    Args:
+        seen_m: (n, 3) what is seen of it.
+        predicted_m: (m, 3) the points that were seen at first, moved as predicted.
+
+    Returns:
+        The median distance to the nearest point, from the side on which it is smaller: each view shows parts that the
+        other does not. Sliding along its own surface is not noticed.
+    """
+    from scipy.spatial import cKDTree
+
+    there = np.median(cKDTree(predicted_m).query(seen_m)[0])
+    back = np.median(cKDTree(seen_m).query(predicted_m)[0])
+    return float(min(there, back))
+
+
+def _chosen(round_: PlanRound) -> tuple[GraspPlan, ObjectMotion]:
+    """Plan and motion of a round that is carried out."""
+    plan = round_.plan or (round_.chosen.plans[0] if round_.chosen and round_.chosen.plans else None)
+    if plan is None or round_.chosen is None or round_.chosen.motion is None:
+        raise ValueError("the round has no plan to carry out")
+    round_.plan = plan
+    return plan, round_.chosen.motion
+
+
+def _different(plans: list[GraspPlan]) -> list[GraspPlan]:
+    """The first plan and those whose grasp lies elsewhere or closes along another line."""
+    kept: list[GraspPlan] = []
+    for plan in plans:
+        pose = plan.grasp.T_world_grip
+        same = (
+            np.linalg.norm(pose[:3, 3] - other.grasp.T_world_grip[:3, 3]) < 0.01
+            and abs(pose[:3, 1] @ other.grasp.T_world_grip[:3, 1]) > 0.9
+            for other in kept
+        )
+        if not any(same):
+            kept.append(plan)
+    return kept
+
+
+def _asked(ask: Callable[[], Answer], failure: Failure) -> Answer:
+    """What a robot answers; what it raises ends the plan with a named failure."""
+    try:
+        return ask()
+    except Exception as error:  # robots of all kinds; the loop must end cleanly
+        raise PlanFailed(failure, f"{type(error).__name__}: {error}") from error

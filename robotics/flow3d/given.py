@@ -1,0 +1,96 @@
+"""Flow that comes from elsewhere: another model's, a tracker's, or the simulator's truth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.geometry import project
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.clip import Observation
+
+__all__ = ["FlowModel", "GivenFlow", "clip_of_points"]
+
+
+class FlowModel(Protocol):
+    """Whatever predicts flow, such as `robotics.flow3d.model.FlowWorldModel`."""
+
+    def predict(
+        self, observation: Observation, points: NDArray[np.float64], samples: int = 1, seed: int = 0
+    ) -> NDArray[np.float64]:
+        """Guess how an object will move.
+
+        Args:
+            observation: picture and instruction.
+            points: (N, N, 3) query points on the object: u, v, z.
+            samples: K.
+            seed: of the guesses.
+
+        Returns:
+            (K, T, N, N, 4).
+        """
+
+
+@dataclass(frozen=True)
+class GivenFlow:
+    """One flow, whatever is asked."""
+
+    flow: NDArray[np.float64]
+    """(T, N, N, 4)."""
+    points: NDArray[np.float64] | None = None
+    """(N, N, 3) query points that it belongs to; None where it belongs to the planner's own."""
+
+    def __post_init__(self) -> None:
+        if self.flow.ndim != 4 or self.flow.shape[1] != self.flow.shape[2] or self.flow.shape[3] != 4:
+            raise UserError(
+                f"the flow has the shape {self.flow.shape}; must be (T, N, N, 4): u, v, z, visibility. "
+                "clip_of_points makes one of points in space"
+            )
+
+    def predict(
+        self, observation: Observation, points: NDArray[np.float64], samples: int = 1, seed: int = 0
+    ) -> NDArray[np.float64]:
+        """The flow, as often as asked; see `FlowModel`."""
+        return np.repeat(self.flow[None], samples, axis=0)
+
+
+def clip_of_points(
+    observation: Observation,
+    points_cam_m: NDArray[np.float64],
+    flow_cam_m: NDArray[np.float64],
+    visible: NDArray[np.float64] | None = None,
+) -> FlowClip:
+    """A clip of points in space, as other models write flow.
+
+    Args:
+        observation: the first frame.
+        points_cam_m: (n, 3) in the camera frame, in front of the camera.
+        flow_cam_m: (T, n, 3).
+        visible: (T, n) in 0..1; all visible when None.
+
+    Returns:
+        The clip. Where n is no square, the last point fills the grid up with visibility 0, so that it does not count.
+
+    Raises:
+        UserError: the shapes do not fit, or a point does not lie in front of the camera.
+    """
+    frames, count = flow_cam_m.shape[:2] if flow_cam_m.ndim == 3 else (0, 0)
+    if points_cam_m.shape != (count, 3) or flow_cam_m.shape != (frames, count, 3) or not frames or not count:
+        raise UserError(f"points {points_cam_m.shape} and flow {flow_cam_m.shape} must be (n, 3) and (T, n, 3)")
+    if not (points_cam_m[..., 2] > 0).all() or not (flow_cam_m[..., 2] > 0).all():
+        raise UserError("points must lie in front of the camera: z above 0, in metres")
+    side = math.ceil(math.sqrt(count))
+    rows = np.minimum(np.arange(side * side), count - 1)
+    seen = (np.ones((frames, count)) if visible is None else np.asarray(visible, dtype=np.float64))[:, rows]
+    seen[:, count:] = 0.0
+    uvz = project(flow_cam_m[:, rows], observation.K)
+    flow = np.concatenate([uvz, seen[..., None]], -1).reshape(frames, side, side, 4)
+    return FlowClip(observation, project(points_cam_m[rows], observation.K).reshape(side, side, 3), flow)

@@ -1,0 +1,283 @@
+"""From a picture and an instruction to an object that has been moved, with any arm.
+
+    planner = FlowPlanner(model, robot.arm, GeometricVerifier())
+    result = planner.run(robot, "place the mug on the red pad")
+    print(result.executed, result.failure, result.detail)
+
+Predict a flow, render and verify its outcome, at most K times; grasp; carry out the motion in chunks; look again and
+plan again where that is asked for. Whatever goes wrong is a named failure of the result.
+
+Source: arXiv 2506.06199. It looks only once, before the motion; looking again after each chunk is ours, and off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import check_config
+from robotics.flow3d.act.choice import GraspPlan, Obstacles, choose_grasps, held_path
+from robotics.flow3d.act.clearance import ArmClearance
+from robotics.flow3d.act.grasps import PROPOSERS, Grasp, GraspProposer, ObjectSurface
+from robotics.flow3d.act.ik import ArmIk
+from robotics.flow3d.check.outcome import render_outcome
+from robotics.flow3d.check.verdict import PlanFacts, Verifier, judged
+from robotics.flow3d.clip import FlowClip, Observation
+from robotics.flow3d.clouds import normals_towards, scene_cloud
+from robotics.flow3d.execution import Executor
+from robotics.flow3d.given import FlowModel
+from robotics.flow3d.plan_result import Failure, PlanFailed, PlanResult, PlanRound, PlanTry
+from robotics.flow3d.planner_config import PlannerConfig
+from robotics.flow3d.prediction import Predictor, said
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.robot import FlowArm, FlowRobot
+
+__all__ = ["FlowPlanner", "PlannerConfig"]
+
+SCENE_POINTS = 1500
+"""Points of the scene that the hand is kept clear of; more cost time."""
+OVER_SUPPORT_M = 0.01
+"""Points of the scene nearer to the support than this are the support."""
+
+
+class FlowPlanner:
+    """Plans with flow and carries it out.
+
+    Args:
+        flow: a model with `predict(observation, points, samples, seed)`, a clip, or an array (T, N, N, 4) for the
+            planner's own query points.
+        arm: the arm's kinematics.
+        verifier: judges predicted outcomes; None accepts every plan without drawing it.
+        grasps: rows of `PROPOSERS` or functions of the user, tried together.
+        config: how a plan is made.
+        locate: finds the pixels (H, W) of the object where the observation does not bring them.
+
+    Raises:
+        UserError: a setting is out of range, or there is no such proposer.
+    """
+
+    def __init__(
+        self,
+        flow: FlowModel | FlowClip | NDArray[np.float64],
+        arm: FlowArm,
+        verifier: Verifier | None = None,
+        grasps: Sequence[str | GraspProposer] = ("primitive", "antipodal"),
+        config: PlannerConfig | None = None,
+        locate: Callable[[Observation], NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self.config = config or PlannerConfig()
+        check_config(self.config, "planner")
+        self.predictor = Predictor(flow, self.config, locate)
+        self.arm, self.verifier = arm, verifier
+        self.proposers = [_find_proposer(each) for each in grasps]
+        self.ik = ArmIk(arm, self.config.ik)
+        self.clearance = ArmClearance(arm) if self.config.check_collisions else None
+
+    def run(self, robot: FlowRobot, instruction: str | None = None, seed: int = 0) -> PlanResult:
+        """Look, plan, and move the object.
+
+        Args:
+            robot: an arm in front of something to do.
+            instruction: what is to be done; None for what the observation says.
+            seed: of the predictions.
+
+        Returns:
+            Everything that was tried and done. No error of model, verifier or robot gets out.
+        """
+        result = PlanResult(instruction or "")
+        executor = Executor(robot, self.ik, self.config.reach, self.config.execution, result)
+        try:
+            self._run(executor, result, instruction, seed)
+        except PlanFailed as ended:
+            result.failure, result.detail = ended.failure, ended.detail
+        return result
+
+    def plan(
+        self, observation: Observation, joint_rad: NDArray[np.float64], *, seed: int = 0, held: bool = False
+    ) -> PlanRound:
+        """Predict, verify, and find a way for the arm, without moving anything.
+
+        Args:
+            observation: what is seen.
+            joint_rad: (J,) angles now.
+            seed: of the first prediction; the k-th has seed + k.
+            held: the object is in the hand already, so that no grasp is looked for.
+
+        Returns:
+            The tries and the chosen one.
+
+        Raises:
+            PlanFailed: there is no plan; its reason is that of the last try where all failed. The tries are kept in
+                the attribute `round` of the error.
+        """
+        mask = self.predictor.mask(observation)
+        round_ = PlanRound(observation, self.predictor.query_points(observation, mask))
+        try:
+            self._fill(round_, mask, joint_rad, seed, held)
+        except PlanFailed as failed:
+            failed.round = round_
+            raise
+        return round_
+
+    def _run(self, executor: Executor, result: PlanResult, instruction: str | None, seed: int) -> None:
+        held, settings = False, self.config.execution
+        again = settings.replans if settings.look_again and not self.predictor.is_given else 0
+        for number in range(1 + again):
+            observation = executor.observe()
+            if instruction is not None:
+                observation = dataclasses.replace(observation, instruction=instruction)
+            result.instruction = observation.instruction
+            try:
+                round_ = self.plan(
+                    observation, executor.joint_rad(), seed=seed + number * self.config.samples, held=held
+                )
+            except PlanFailed as failed:
+                result.rounds += [] if failed.round is None else [failed.round]
+                raise
+            result.rounds.append(round_)
+            if not held:
+                executor.take(round_)
+            ended = executor.carry(round_, self.predictor.mask_or_none, may_drift=self.predictor.is_given)
+            if ended is None:
+                executor.finish(round_)
+                return
+            held = ended.failure is Failure.OBJECT_DRIFTED
+            if number == again:
+                executor.let_go()
+                raise ended
+            if not held:
+                executor.let_go()
+
+    def _fill(
+        self, round_: PlanRound, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64], seed: int, held: bool
+    ) -> None:
+        """Try predictions until one is accepted and reachable; else choose the best of the others."""
+        single = self.predictor.is_given
+        for k in range(1 if single else self.config.samples):
+            each = self.predictor.predict(round_, mask, seed + k)
+            round_.tries.append(each)
+            if each.failure is not None:
+                continue
+            self._verify(round_, each, mask, joint_rad, held)
+            judgement = None if each.verdict is None else each.verdict.ok
+            if judgement is None and each.verdict is not None:
+                break  # nobody can judge; asking again would only take time
+            if (judgement or each.verdict is None) and self._plans(round_, each, mask, joint_rad, held):
+                round_.chosen = each
+                return
+        round_.chosen = self._best_of_the_rest(round_, mask, joint_rad, held)
+
+    def _best_of_the_rest(
+        self, round_: PlanRound, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64], held: bool
+    ) -> PlanTry:
+        judged_tries = [each for each in round_.tries if each.verdict is not None]
+        usable = [each for each in judged_tries if each.failure is None]
+        unsure = [each for each in usable if each.verdict is not None and each.verdict.ok is None]
+        if unsure and self.config.when_unverified == "stop":
+            raise PlanFailed(Failure.VERIFIER_DOWN, _reason(unsure[-1]))
+        if usable and not unsure and self.config.when_rejected == "stop":
+            raise PlanFailed(Failure.VERIFIER_REJECTS, _reason(usable[-1]))
+        for each in sorted(usable, key=lambda one: -one.verdict.score if one.verdict else 0.0):
+            if self._plans(round_, each, mask, joint_rad, held):
+                return each
+        last = round_.tries[-1]
+        raise PlanFailed(last.failure or Failure.UNREACHABLE, last.detail)
+
+    def _verify(
+        self,
+        round_: PlanRound,
+        each: PlanTry,
+        mask: NDArray[np.bool_],
+        joint_rad: NDArray[np.float64],
+        held: bool,
+    ) -> None:
+        if self.verifier is None or each.motion is None:
+            return
+        observation = round_.observation
+        each.after = render_outcome(observation, mask, each.motion.T_t_0_world[-1], self.config.renderer)
+        facts = PlanFacts(
+            each.motion,
+            self.config.support_z_m,
+            lambda: bool(self._plans(round_, each, mask, joint_rad, held)),
+        )
+        each.verdict = judged(self.verifier, observation.rgb, each.after, observation.instruction, facts)
+
+    def _plans(
+        self,
+        round_: PlanRound,
+        each: PlanTry,
+        mask: NDArray[np.bool_],
+        joint_rad: NDArray[np.float64],
+        held: bool,
+    ) -> list[GraspPlan]:
+        """Ways for the arm to do it, searched for once; a try without any has a failure."""
+        if each.plans is None and each.motion is not None:
+            find = self._plans_in_hand if held else self._plans_with_grasps
+            each.plans = find(round_, each, mask, joint_rad)
+        return each.plans or []
+
+    def _plans_in_hand(
+        self, round_: PlanRound, each: PlanTry, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64]
+    ) -> list[GraspPlan]:
+        assert each.motion is not None
+        plan = held_path(each.motion.T_t_0_world, self.ik, joint_rad, self.config.reach)
+        if plan is None:
+            each.failure, each.detail = Failure.UNREACHABLE, "with the object in the hand"
+        return [] if plan is None else [plan]
+
+    def _plans_with_grasps(
+        self, round_: PlanRound, each: PlanTry, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64]
+    ) -> list[GraspPlan]:
+        assert each.motion is not None
+        proposals = self._propose(round_.observation, each.motion.points_world_m)
+        if not proposals:
+            each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m"
+            return []
+        plans, refused = choose_grasps(
+            proposals,
+            each.motion.T_t_0_world,
+            self.ik,
+            joint_rad,
+            clearance=self.clearance,
+            obstacles=self._obstacles(round_.observation, mask),
+            settings=self.config.reach,
+        )
+        if not plans:
+            each.failure = Failure.UNREACHABLE
+            each.detail = ", ".join(f"{count} x {reason}" for reason, count in refused.most_common())
+        return plans
+
+    def _propose(self, observation: Observation, points_m: NDArray[np.float64]) -> list[Grasp]:
+        surface = ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
+        found: list[Grasp] = []
+        for propose in self.proposers:
+            try:
+                found += propose(surface, self.arm.max_opening_m)
+            except Exception as error:  # a function of the user; the loop must end cleanly
+                raise PlanFailed(Failure.NO_GRASP, f"a grasp proposer failed: {said(error)}") from error
+        return found
+
+    def _obstacles(self, observation: Observation, mask: NDArray[np.bool_]) -> Obstacles:
+        cloud, support = scene_cloud(observation, mask), self.config.support_z_m
+        rest = cloud.rest_m if support is None else cloud.rest_m[cloud.rest_m[:, 2] > support + OVER_SUPPORT_M]
+        rest = rest[:: max(1, len(rest) // SCENE_POINTS)]
+        return Obstacles(support, cloud.object_m, rest)
+
+
+def _find_proposer(proposer: str | GraspProposer) -> GraspProposer:
+    if isinstance(proposer, str):
+        if proposer not in PROPOSERS:
+            raise UserError(f"grasps has {proposer!r}; there are {', '.join(PROPOSERS)}, or give a function")
+        return PROPOSERS[proposer]
+    return proposer
+
+
+def _reason(each: PlanTry) -> str:
+    return "" if each.verdict is None else each.verdict.reason

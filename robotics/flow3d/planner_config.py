@@ -1,0 +1,49 @@
+"""How a plan is made: the settings of `FlowPlanner`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmrl.fields import bounded, choice
+from robotics.flow3d.act.choice import ReachSettings
+from robotics.flow3d.act.ik import IkSettings
+from robotics.flow3d.check.outcome import RENDERERS
+from robotics.flow3d.execution import ExecutionSettings
+
+__all__ = ["PlannerConfig"]
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    """How a plan is made."""
+
+    samples: int = bounded(4, at_least=1)
+    """K, most predictions for one plan; the paper does not give its number."""
+    grid: int = bounded(4, at_least=1)
+    """N, query points a side; a model with an `encoding` brings its own."""
+    min_points: int = bounded(8, at_least=3)
+    """Pixels of the object with depth, at least."""
+    support_z_m: float | None = 0.0
+    """Height of what objects stand on, in the world frame; null where there is nothing."""
+    flow_scale_m: float = bounded(0.03, above=0)
+    """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
+    smooth_window: int = bounded(3, at_least=1)
+    """Frames of the moving average of motions."""
+    from_first_predicted: bool = False
+    """Measure motions from the first predicted frame, as the public viewer does."""
+    least_way_m: float = bounded(0.005, at_least=0)
+    """A flow that moves no point of the object farther moves nothing."""
+    renderer: str = choice("numpy", lambda: RENDERERS)
+    """Draws the predicted outcome."""
+    when_rejected: str = choice("best", ("best", "stop"))
+    """Carry out the plan with the highest score when none is accepted, or stop."""
+    when_unverified: str = choice("stop", ("best", "stop"))
+    """The same where the verifier could not judge, such as when its server is down."""
+    check_collisions: bool = True
+    """Keep arm and hand clear of support, object and scene."""
+    ik: IkSettings = field(default_factory=IkSettings)
+    """Inverse kinematics."""
+    reach: ReachSettings = field(default_factory=ReachSettings)
+    """How the arm's way is checked."""
+    execution: ExecutionSettings = field(default_factory=ExecutionSettings)
+    """Chunks, looking again, letting go."""
