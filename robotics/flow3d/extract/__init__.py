@@ -1,0 +1,29 @@
+"""From RGB-D video to clips of 3D flow.
+
+    from robotics.flow3d.extract import FlowExtractor, read_rgbd_folder
+
+    clip = FlowExtractor().extract(read_rgbd_folder("my_video"))
+
+An extractor is a detector, a tracker and a source of depth, see `robotics.flow3d.extract.protocols`. The defaults,
+`RevealedDepth` and `RigidChain`, need a depth camera that stands still and nothing else.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "robotics.flow3d.extract.callables": ("FunctionDepth", "FunctionTracker"),
+    "robotics.flow3d.extract.classical_flow": ("ClassicalFlow",),
+    "robotics.flow3d.extract.early_motion": ("EarlyMotion",),
+    "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits", "extract_clips"),
+    "robotics.flow3d.extract.folder": ("read_rgbd_folder",),
+    "robotics.flow3d.extract.protocols": ("DepthSource", "Detector", "Tracker", "Tracks"),
+    "robotics.flow3d.extract.revealed_depth": ("RevealedDepth",),
+    "robotics.flow3d.extract.rigid_chain": ("RigidChain",),
+    "robotics.flow3d.extract.score": ("score_detector", "score_tracker"),
+    "robotics.flow3d.extract.simulated": ("SensorDepth", "SimSegmentation", "SimState"),
+    "robotics.flow3d.extract.video": ("REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

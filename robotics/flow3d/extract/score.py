@@ -1,0 +1,108 @@
+"""How far detectors and trackers are from what the simulator knows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from robotics.flow3d.encoding import grid_in_mask
+from robotics.flow3d.extract.extractor import lifted
+from robotics.flow3d.extract.simulated import SimSegmentation, SimState
+from robotics.flow3d.extract.video import RejectedVideo
+from robotics.flow3d.geometry import angle_rad, apply_pose, lift
+from robotics.flow3d.rigid_fit import fit_motions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.extract.protocols import Detector, Tracker
+    from robotics.flow3d.extract.video import RgbdVideo
+
+__all__ = ["DetectorScore", "TrackerScore", "mask_iou", "score_detector", "score_tracker"]
+
+
+@dataclass(frozen=True)
+class DetectorScore:
+    """One video."""
+
+    iou: float
+    """Overlap of the masks; 0 where the video was refused."""
+    rejected: bool
+    """Whether the detector refused it."""
+    cpu_s: float
+    """Processor time."""
+
+
+@dataclass(frozen=True)
+class TrackerScore:
+    """One video, on a grid over the true mask, so that the detector does not count."""
+
+    median_px: float
+    """Of the distance in the picture, over all frames and points."""
+    median_cm: float
+    """Of the distance in space, over points that have a depth."""
+    final_rotation_deg: float
+    """Between the motion fitted to the last frame and the true one."""
+    final_translation_cm: float
+    """The same for the middle of the object."""
+    visible: float
+    """Share of points that the tracker calls visible."""
+    cpu_s: float
+    """Processor time."""
+
+
+def mask_iou(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
+    """Pixels in both by pixels in either."""
+    return float((first & second).sum() / max((first | second).sum(), 1))
+
+
+def score_detector(detector: Detector, video: RgbdVideo) -> DetectorScore:
+    """Compare a detector with the simulator's segmentation."""
+    truth, start = SimSegmentation().detect(video), time.process_time()
+    try:
+        found = detector.detect(video)
+    except RejectedVideo:
+        return DetectorScore(0.0, True, time.process_time() - start)
+    return DetectorScore(mask_iou(found, truth), False, time.process_time() - start)
+
+
+def score_tracker(tracker: Tracker, video: RgbdVideo, side: int = 8) -> TrackerScore:
+    """Compare a tracker with the simulator's state.
+
+    Args:
+        tracker: to be judged.
+        video: with the truth of a simulator.
+        side: N of the grid over the true mask.
+
+    Returns:
+        The distances; all frames after the first count.
+
+    Raises:
+        RejectedVideo: the tracker lost the object.
+    """
+    K, mask = video.intrinsics_px, SimSegmentation().detect(video)
+    uv = grid_in_mask(mask, side).reshape(-1, 2)
+    true = SimState().track(video, mask, uv)
+    start = time.process_time()
+    tracks = tracker.track(video, mask, uv)
+    found = lifted(tracks, video.known_depth_m)
+    cpu_s = time.process_time() - start
+    true_m = lift(lifted(true, video.known_depth_m), K)
+    found_m = lift(found, K)
+    fit = fit_motions(true_m[0], found_m[-1:], tracks.visible[-1:])
+    assert video.truth is not None  # SimState has asked for it
+    middle = true_m[0].mean(0)[None]
+    ends = apply_pose(np.stack([fit.T_t_0[0], video.truth.T_t_0[-1]]), middle)[:, 0]
+    pixels = np.linalg.norm(tracks.uv_px[1:] - true.uv_px[1:], axis=-1)
+    metres = np.linalg.norm(found_m[1:] - true_m[1:], axis=-1)
+    return TrackerScore(
+        float(np.median(pixels)),
+        100 * float(np.nanmedian(metres)),
+        float(np.degrees(angle_rad(fit.T_t_0[0], video.truth.T_t_0[-1]))),
+        100 * float(np.linalg.norm(ends[0] - ends[1])),
+        float(tracks.visible.mean()),
+        cpu_s,
+    )

@@ -1,0 +1,86 @@
+"""Backends that ask the simulator: exact, for training in simulation and as the reference of all others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.flow3d.extract.protocols import Tracks
+from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo, VideoTruth
+from robotics.flow3d.geometry import apply_pose, depth_at, lift, project
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["SensorDepth", "SimSegmentation", "SimState", "carried_tracks"]
+
+AGREE_M = 0.01
+"""A point is visible where the depth picture agrees with its depth within that."""
+
+
+class SensorDepth:
+    """Takes the depth that the video has."""
+
+    def depth_m(self, video: RgbdVideo) -> NDArray[np.float32]:
+        """Depth with NaN in holes; see `DepthSource`."""
+        return video.known_depth_m
+
+
+class SimSegmentation:
+    """Takes the pixels that the simulator drew of the object."""
+
+    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
+        """Mask the object; see `Detector`."""
+        mask = _truth(video).masks[0]
+        if not mask.any():
+            raise RejectedVideo("no_moving_object", "the simulator drew no pixel of it in the first frame")
+        return mask
+
+
+class SimState:
+    """Moves points with the pose of the object: X_t = T_t T_0^-1 X_0 for its own points, and none of the others."""
+
+    def track(self, video: RgbdVideo, mask: NDArray[np.bool_], uv_px: NDArray[np.float64]) -> Tracks:
+        """Follow points; see `Tracker`."""
+        truth, (width, height) = _truth(video), video.size_px
+        columns = np.clip(np.floor(uv_px[:, 0]).astype(int), 0, width - 1)
+        rows = np.clip(np.floor(uv_px[:, 1]).astype(int), 0, height - 1)
+        own = truth.masks[0][rows, columns]
+        T = np.where(own[None, :, None, None], truth.T_t_0[:, None], np.eye(4))
+        return carried_tracks(video, uv_px, T, AGREE_M)
+
+
+def carried_tracks(video: RgbdVideo, uv_px: NDArray[np.float64], T_t_0: NDArray[np.float64], agree_m: float) -> Tracks:
+    """Tracks of points that move rigidly.
+
+    Args:
+        video: with depth and intrinsics.
+        uv_px: (n, 2) in the first frame.
+        T_t_0: (L, n, 4, 4) or (L, 1, 4, 4) motions since the first frame, in the camera frame.
+        agree_m: a point is visible where it lies in the picture and the depth there differs by less.
+
+    Returns:
+        The tracks with depths. Points without depth in the first frame stay in their place, hidden.
+    """
+    K, depth_m, (width, height) = video.intrinsics_px, video.known_depth_m, video.size_px
+    start_z = depth_at(depth_m[0], uv_px)
+    start = lift(np.concatenate([uv_px, np.nan_to_num(start_z, nan=1.0)[:, None]], -1), K)
+    moved = apply_pose(np.broadcast_to(T_t_0, (len(video), len(uv_px), 4, 4)), start[None, :, None])[:, :, 0]
+    uvz = project(moved, K)
+    seen = np.stack([depth_at(picture, places) for picture, places in zip(depth_m, uvz[..., :2], strict=True)])
+    inside = (uvz[..., 0] >= 0) & (uvz[..., 0] < width) & (uvz[..., 1] >= 0) & (uvz[..., 1] < height)
+    visible = inside & (np.abs(seen - uvz[..., 2]) < agree_m) & np.isfinite(start_z)
+    behind = ~np.isfinite(uvz[..., 0]) | ~np.isfinite(start_z)
+    uv = np.where(behind[..., None], uv_px, uvz[..., :2])
+    return Tracks(uv, visible.astype(np.float64), np.where(np.isfinite(start_z), uvz[..., 2], np.nan))
+
+
+def _truth(video: RgbdVideo) -> VideoTruth:
+    if video.truth is None:
+        raise UserError(
+            f"the video {video.source or '(no source)'} has no truth of a simulator; take the detector revealed_depth "
+            "and the tracker rigid_chain"
+        )
+    return video.truth

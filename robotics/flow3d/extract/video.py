@@ -1,0 +1,113 @@
+"""RGB-D video of something that moves, and why one may be of no use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"]
+
+REASONS = {
+    "no_intrinsics": "the matrix of the camera is not known, so points cannot be lifted",
+    "missing_depth": "there is no depth",
+    "holed_depth": "too much of the object has no depth in the first frame",
+    "no_moving_object": "nothing that moves was found",
+    "too_few_visible_points": "most points of the object are hidden most of the time",
+    "degenerate_geometry": "the points of the object lie on a line or in one place",
+    "lost_track": "the tracker lost the object",
+}
+"""Why a video gives no clip."""
+
+
+class RejectedVideo(UserError):  # noqa: N818 - not a mistake: most videos of the wild give no clip
+    """A video that gives no clip.
+
+    Args:
+        reason: a key of `REASONS`.
+        detail: numbers that say how far off it was.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {REASONS[reason]}{f' ({detail})' if detail else ''}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class VideoTruth:
+    """What a simulator knows of the object that moves."""
+
+    masks: NDArray[np.bool_]
+    """(L, H, W) its visible pixels."""
+    T_t_0: NDArray[np.float64]
+    """(L, 4, 4) its motion since the first frame, in the camera frame."""
+
+
+@dataclass(frozen=True)
+class RgbdVideo:
+    """L frames from a camera that does not move."""
+
+    rgb: NDArray[np.uint8]
+    """(L, H, W, 3)."""
+    depth_m: NDArray[np.float32] | None
+    """(L, H, W) along the camera's axis; 0, NaN and infinite values are holes. None where it has to be estimated."""
+    K: NDArray[np.float64] | None
+    """(3, 3) intrinsics in pixels; None where they are not known."""
+    T_world_cam: NDArray[np.float64] = field(default_factory=lambda: np.eye(4))
+    """(4, 4) pose of the camera."""
+    instruction: str = ""
+    """What is done."""
+    source: str = ""
+    """Where it is from."""
+    gripper_mask: NDArray[np.bool_] | None = None
+    """(H, W) pixels of gripper or hand in the first frame, where they are known."""
+    truth: VideoTruth | None = None
+    """Of a simulator."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Anything else that JSON can hold."""
+
+    def __post_init__(self) -> None:
+        shape = self.rgb.shape[:3]
+        if self.rgb.ndim != 4 or self.rgb.shape[3] != 3 or self.rgb.dtype != np.uint8 or len(self.rgb) < 2:
+            raise UserError(
+                f"rgb is {self.rgb.dtype} {self.rgb.shape}; must be uint8 (L, H, W, 3) with 2 frames or more"
+            )
+        for name, value, expected in (
+            ("depth_m", self.depth_m, shape),
+            ("K", self.K, (3, 3)),
+            ("T_world_cam", self.T_world_cam, (4, 4)),
+            ("gripper_mask", self.gripper_mask, shape[1:]),
+        ):
+            if value is not None and value.shape != expected:
+                raise UserError(f"{name} has the shape {value.shape}; with rgb {self.rgb.shape} it must be {expected}")
+
+    def __len__(self) -> int:
+        return len(self.rgb)
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.rgb.shape[2], self.rgb.shape[1]
+
+    @property
+    def intrinsics_px(self) -> NDArray[np.float64]:
+        """(3, 3) intrinsics; raises RejectedVideo without them."""
+        if self.K is None or not np.isfinite(self.K).all() or self.K[0, 0] <= 0 or self.K[1, 1] <= 0:
+            raise RejectedVideo("no_intrinsics", f"K is {None if self.K is None else self.K.tolist()}")
+        return self.K
+
+    @property
+    def known_depth_m(self) -> NDArray[np.float32]:
+        """(L, H, W) depth with NaN in holes; raises RejectedVideo where there is none at all."""
+        if self.depth_m is None:
+            raise RejectedVideo("missing_depth", "take a depth source that estimates it")
+        known = np.where(np.isfinite(self.depth_m) & (self.depth_m > 0), self.depth_m, np.float32(np.nan))
+        if np.isnan(known[0]).all():
+            raise RejectedVideo("missing_depth", "the first frame has holes only")
+        return known
