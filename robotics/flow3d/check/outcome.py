@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RENDERERS", "Drawer", "draw_with_numpy", "draw_with_open3d", "moved_cloud", "render_outcome"]
 
-HOLE_PX = 2
+HOLE_PX = 1
 """Gaps in a drawn surface up to twice as wide are closed."""
 INPAINT_PX = 3.0
 """Neighbourhood from which a hole is filled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
 from robotics.flow3d.check.question import SYSTEM, question, read_verdict
@@ -39,7 +39,7 @@ class VlmVerifier:
         from mmrl.vlm.task import TaskError, VlmTask
 
         content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question(instruction)}]
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
         task = VlmTask("plan", messages, [Image.fromarray(before), Image.fromarray(after)])
         try:
             prompt = self.policy.encode(task)

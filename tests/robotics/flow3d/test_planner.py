@@ -16,10 +16,12 @@ from robotics.flow3d.act.grasps import Grasp
 from robotics.flow3d.check.geometric import GeometricVerifier
 from robotics.flow3d.check.verdict import PredicateVerifier, Verdict
 from robotics.flow3d.execution import ExecutionSettings, drift_of
+from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 from robotics.flow3d.given import GivenFlow, clip_of_points
 from robotics.flow3d.plan_result import Failure
 from robotics.flow3d.planner import FlowPlanner
 from robotics.flow3d.planner_config import PlannerConfig
+from robotics.flow3d.scenes.tabletop import FlowTabletop
 from tests.robotics.flow3d.bench_arms import BenchArm
 from tests.robotics.flow3d.drawn import CENTRE, SIDE_PX, drawn_sphere
 from tests.robotics.flow3d.fake_robot import FakeRobot, StraightModel, clip_to
@@ -260,3 +262,28 @@ def test_drift_is_zero_for_another_view_of_the_same_surface():
     front, side = whole[whole[:, 0] > 0], whole[whole[:, 1] > 0]
     assert drift_of(side, front) < 0.006
     assert drift_of(side + np.array([0, 0, 0.2]), front) > 0.1
+
+
+@pytest.mark.parametrize("actor", ["panda", "ur5e"])
+def test_true_flow_places_the_mug_in_physics(actor):
+    with FlowTabletop(task="place_red", actor=actor) as robot:
+        robot.reset(0)
+        config = PlannerConfig(flow_scale_m=0.01)
+        result = FlowPlanner(TrueFlow(robot), robot.arm, GeometricVerifier(), config=config).run(robot)
+        assert result.executed, (result.failure, result.detail)
+        assert robot.success().success, robot.success().failed
+
+
+class TrueFlow:
+    """What the task's scripted motion does to the query points."""
+
+    def __init__(self, robot, frames=8):
+        self.robot, self.frames = robot, frames
+
+    def predict(self, observation, points, samples=1, seed=0):
+        ideal = self.robot.ideal_motion(self.frames + 1)
+        T_world_cam = observation.T_world_cam
+        world = apply_pose(T_world_cam, lift(points, observation.K).reshape(-1, 3))
+        moved = apply_pose(inverse_pose(T_world_cam), apply_pose(ideal[1:] @ inverse_pose(ideal[0]), world))
+        uvz = project(moved, observation.K).reshape(self.frames, *points.shape)
+        return np.repeat(np.concatenate([uvz, np.ones((*uvz.shape[:-1], 1))], -1)[None], samples, axis=0)
