@@ -1,0 +1,150 @@
+"""True flow of demonstrations against the poses of the simulator."""
+
+import numpy as np
+import pytest
+
+from mmrl.errors import UserError
+from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.geometry import angle_rad, inverse_pose
+from robotics.flow3d.rigid_fit import kabsch
+
+mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+
+from robotics.flow3d.scenes.arms import FLOW_ARMS, HELD_OUT_ARMS  # noqa: E402
+from robotics.flow3d.scenes.demonstrations import (  # noqa: E402
+    TRAINING_ACTORS,
+    DemonstrationConfig,
+    Demonstrator,
+    demonstrations,
+)
+from robotics.flow3d.scenes.scene import FlowScene, SceneConfig  # noqa: E402
+from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
+
+SMALL = SceneConfig(width=64, height=64)
+
+
+@pytest.mark.parametrize("task", ["place_red", "pour", "insert_yellow", "open_blue"])
+def test_the_motion_of_the_flow_is_that_of_the_object_and_solves_the_task(task):
+    with FlowScene(SMALL, task=task, actor="nobody") as scene:
+        scene.reset(4)
+        motion = scene.ideal_motion(31)
+        clip = Demonstrator(scene).clip(FlowEncoding(num_frames=6, grid=5))
+        assert clip.flow.shape == (6, 5, 5, 4)
+        assert clip.observation.instruction == FLOW_TASKS[task].instruction
+        for moved, pose in zip(clip.flow_world_m, motion[[5, 10, 15, 20, 25, 30]], strict=True):
+            fitted = kabsch(clip.points_world_m, moved) @ scene.start
+            np.testing.assert_allclose(fitted[:3, 3], pose[:3, 3], atol=1e-6)
+            assert angle_rad(fitted, pose) < 1e-5
+        assert scene.success(fitted).success
+
+
+def test_query_points_lie_on_the_object_as_the_first_picture_shows_it():
+    with FlowScene(SMALL, task="place_red", actor="hand") as scene:
+        for seed in range(4):
+            scene.reset(seed)
+            clip = Demonstrator(scene).clip()
+            columns, rows = np.floor(clip.points[..., 0]).astype(int), np.floor(clip.points[..., 1]).astype(int)
+            assert clip.observation.mask[rows, columns].all()
+            np.testing.assert_array_equal(clip.points[..., 2], clip.observation.depth_m[rows, columns])
+
+
+def test_visible_points_are_on_pixels_of_the_object_and_covered_ones_are_not():
+    """A point at a pixel that shows something nearer is hidden, and the one that the picture shows is visible."""
+    with FlowScene(SMALL, task="place_green", actor="hand") as scene:
+        scene.reset(1)
+        demonstrator = Demonstrator(scene)
+        clip, planned = demonstrator.clip(FlowEncoding(num_frames=4, grid=6)), demonstrator.plan()
+        share = []
+        for frame, flow in zip((17, 25, 32, 40), clip.flow, strict=True):
+            demonstrator.show(planned, frame)
+            depth, mask = scene.true_depth(), scene.object_mask()
+            columns, rows = np.floor(flow[..., 0]).astype(int), np.floor(flow[..., 1]).astype(int)
+            near = np.stack([mask[rows + dv, columns + du] for dv in (-1, 0, 1) for du in (-1, 0, 1)]).any(0)
+            visible = flow[..., 3] > 0
+            assert near[visible].all()
+            covered = depth[rows, columns] < flow[..., 2] - 0.03
+            assert not visible[covered].any()
+            share.append(visible.mean())
+        assert 0.2 < np.mean(share) < 1.0
+
+
+def test_who_acts_changes_what_is_seen_and_not_how_the_object_moves():
+    clips = {}
+    for actor in ("hand", "nobody"):
+        with FlowScene(SMALL, task="place_red", actor=actor) as scene:
+            scene.reset(2)
+            clips[actor] = Demonstrator(scene).clip()
+    assert (clips["hand"].observation.rgb != clips["nobody"].observation.rgb).any()
+    # Depth is read from a buffer whose steps depend on the extent of the model, which a hand changes.
+    np.testing.assert_allclose(clips["hand"].points, clips["nobody"].points, atol=1e-4)
+    np.testing.assert_allclose(clips["hand"].flow[..., :3], clips["nobody"].flow[..., :3], atol=0.02)
+    assert clips["hand"].flow[..., 3].sum() <= clips["nobody"].flow[..., 3].sum()
+
+
+def test_a_hand_keeps_its_grip_and_starts_in_view():
+    with FlowScene(SMALL, task="insert_blue", actor="hand") as scene:
+        scene.reset(3)
+        planned = Demonstrator(scene, approach=5, motion=12).plan()
+        held = inverse_pose(planned.T_world_object[5:]) @ planned.T_world_hand[5:]
+        np.testing.assert_allclose(held, np.broadcast_to(held[0], held.shape), atol=1e-9)
+        assert np.linalg.norm(planned.T_world_hand[0, :3, 3] - scene.start[:3, 3]) > 0.08
+        steps = np.linalg.norm(np.diff(planned.T_world_hand[:, :3, 3], axis=0), axis=-1)
+        assert steps.max() < 0.25
+
+
+def test_an_arm_holds_the_object_all_along():
+    pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow]'")
+    with FlowScene(SMALL, task="open_red", actor="gen3") as scene:
+        scene.reset(0)
+        demonstrator = Demonstrator(scene)
+        planned = demonstrator.plan()
+        grips = []
+        for frame in (10, 25, 40):
+            demonstrator.show(planned, frame)
+            grips.append(inverse_pose(scene.object_pose())[:3] @ [*scene.data.site("grip").xpos, 1.0])
+        np.testing.assert_allclose(grips, np.broadcast_to(scene.shape.grip_m, (3, 3)), atol=5e-3)
+        np.testing.assert_allclose(planned.joint_rad[0], FLOW_ARMS["gen3"].home_rad, atol=0.01)
+
+
+def test_clips_are_a_function_of_their_seed_and_take_turns_with_the_tasks():
+    config = DemonstrationConfig(tasks=("place_red", "pour", "open_blue"), scene=SMALL)
+    first = list(demonstrations(range(9), config))
+    again = next(demonstrations([7], config))
+    np.testing.assert_array_equal(first[7].flow, again.flow)
+    np.testing.assert_array_equal(first[7].observation.rgb, again.observation.rgb)
+    assert [clip.meta["task"] for clip in first] == ["place_red", "pour", "open_blue"] * 3
+    assert {clip.meta["actor"] for clip in first} == set(TRAINING_ACTORS)
+    shapes = {name for task in config.tasks for name in FLOW_TASKS[task].shape_names(held_out=False)}
+    assert {clip.meta["shape"] for clip in first} <= shapes
+
+
+def test_training_data_show_neither_the_arms_nor_the_shapes_that_are_held_out():
+    config = DemonstrationConfig()
+    assert len(HELD_OUT_ARMS) == 2
+    assert not set(HELD_OUT_ARMS) & set(config.actors)
+    for name, task in FLOW_TASKS.items():
+        assert not set(config.shapes_of(name)) & set(task.shape_names(held_out=True))
+        assert task.shape_names(held_out=True)
+
+
+def test_episodes_without_a_clip_are_reported():
+    skipped = []
+    far = DemonstrationConfig(tasks=("place_red",), actors=("nobody",), scene=SceneConfig(width=16, height=16))
+    found = list(demonstrations(range(6), far, on_skip=lambda seed, why: skipped.append((seed, why))))
+    assert len(found) + len(skipped) == 6
+    assert skipped
+    assert all("hidden" in why for _, why in skipped)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="task is 'juggle'"):
+        next(demonstrations([0], DemonstrationConfig(tasks=("juggle",))))
+    with pytest.raises(UserError, match="actor is 'robby'"):
+        next(demonstrations([0], DemonstrationConfig(actors=("robby",))))
+    with pytest.raises(UserError, match="shapes are ball"):
+        next(demonstrations([0], DemonstrationConfig(shapes=("ball",))))
+    with FlowScene(SMALL, task="pour", actor="nobody") as scene:
+        scene.give("place_red")
+        assert scene.instruction == "place the mug on the red pad"
+        with pytest.raises(UserError, match="needs other furniture; here there are place_red, place_green, pour"):
+            scene.give("open_red")
