@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.act.ik import ArmIk
+    from robotics.flow3d.extract.video import RgbdVideo
 
 __all__ = ["TRAINING_ACTORS", "Demonstration", "DemonstrationConfig", "Demonstrator", "demonstrations"]
 
@@ -127,13 +128,11 @@ class Demonstrator:
             opening = CLOSED_M if frame >= demonstration.approach else None
             self.scene.put_arm(demonstration.joint_rad[frame], opening)
 
-    def clip(self, encoding: FlowEncoding | None = None, *, test_visibility: bool = True) -> FlowClip:
+    def clip(self, encoding: FlowEncoding | None = None) -> FlowClip:
         """True flow of the episode: the first picture, before the actor arrives, and T frames of the motion.
 
         Args:
             encoding: how many frames, and points a side; defaults when None.
-            test_visibility: draw depth in each frame and compare; where False all points count as visible, which takes
-                a third of the time.
 
         Returns:
             The clip; depth of its points is the true one.
@@ -150,32 +149,71 @@ class Demonstrator:
         columns, rows = np.floor(uv[..., 0]).astype(int), np.floor(uv[..., 1]).astype(int)
         points = np.concatenate([uv, depth_m[rows, columns, None]], -1)
         frames = planned.approach + frame_indices(self._motion, form.num_frames)[1:]
-        flow = self._flow(points, planned, frames, test_visibility)
-        config, task = scene.config, scene.task
-        meta = {"task": task.name, "family": task.family, "shape": scene.shape.name, "actor": config.actor}
-        drawn = {"layouts": config.layouts, "colours": config.colours, "background": config.background}
-        return FlowClip(
-            observation,
-            points,
-            flow,
-            source=f"simulator/{config.actor}/{task.name}",
-            meta={**meta, **drawn, "seed": scene.seed},
+        flow = self._flow(points, planned, frames)
+        return FlowClip(observation, points, flow, source=self._source, meta=self._meta)
+
+    def film(self) -> RgbdVideo:
+        """The whole demonstration as a camera sees it, with the true masks and motion of the object.
+
+        Returns:
+            approach + motion frames; depth as the configuration of the scene spoils it.
+
+        Raises:
+            RunError: the object is out of reach.
+        """
+        from robotics.flow3d.extract.video import RgbdVideo, VideoTruth
+
+        scene, planned = self.scene, self.plan()
+        seen, masks = [], []
+        for frame in range(len(planned.T_world_object)):
+            self.show(planned, frame)
+            seen.append(scene.observe())
+            masks.append(scene.object_mask())
+        self.show(planned, 0)
+        motions = planned.T_world_object @ inverse_pose(scene.start)
+        return RgbdVideo(
+            rgb=np.stack([one.rgb for one in seen]),
+            depth_m=np.stack([one.depth_m for one in seen]),
+            K=scene.K,
+            T_world_cam=scene.T_world_cam,
+            instruction=scene.instruction,
+            source=self._source,
+            gripper_mask=scene.actor_mask(),
+            truth=VideoTruth(np.stack(masks), inverse_pose(scene.T_world_cam) @ motions @ scene.T_world_cam),
+            meta=self._meta,
         )
 
+    @property
+    def _source(self) -> str:
+        return f"simulator/{self.scene.config.actor}/{self.scene.task.name}"
+
+    @property
+    def _meta(self) -> dict[str, str | int]:
+        config, task = self.scene.config, self.scene.task
+        return {
+            "task": task.name,
+            "family": task.family,
+            "shape": self.scene.shape.name,
+            "actor": config.actor,
+            "layouts": config.layouts,
+            "colours": config.colours,
+            "background": config.background,
+            "seed": self.scene.seed,
+        }
+
     def _flow(
-        self, points: NDArray[np.float64], planned: Demonstration, frames: NDArray[np.intp], test_visibility: bool
+        self, points: NDArray[np.float64], planned: Demonstration, frames: NDArray[np.intp]
     ) -> NDArray[np.float64]:
         scene = self.scene
         start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
         motions = planned.T_world_object[frames] @ inverse_pose(scene.start)
         in_camera = apply_pose(inverse_pose(scene.T_world_cam) @ motions, start)
         uvz = project(in_camera, scene.K).reshape(len(frames), *points.shape)
-        visible = np.ones((*uvz.shape[:-1], 1))
-        if test_visibility:
-            for number, frame in enumerate(frames):
-                self.show(planned, int(frame))
-                seen = depth_at(scene.true_depth(), uvz[number, ..., :2])
-                visible[number, ..., 0] = np.abs(seen - uvz[number, ..., 2]) < AGREE_M
+        visible = np.zeros((*uvz.shape[:-1], 1))
+        for number, frame in enumerate(frames):
+            self.show(planned, int(frame))
+            seen = depth_at(scene.true_depth(), uvz[number, ..., :2])
+            visible[number, ..., 0] = np.abs(seen - uvz[number, ..., 2]) < AGREE_M
         return np.concatenate([uvz, visible], -1)
 
     def _hand_way(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -184,7 +222,7 @@ class Demonstrator:
         choices = list(islice(scripted_grips(scene.state(), scene.task.family), GRIPS))
         grip = choices[int(rng.integers(len(choices)))]
         # Behind the objects as the camera sees them, and in its view.
-        away = np.array([rng.uniform(0.12, 0.26), rng.uniform(-0.25, 0.25), rng.uniform(0.1, 0.25)])
+        away = np.array([rng.uniform(0.16, 0.28), rng.uniform(-0.22, 0.22), rng.uniform(0.04, 0.14)])
         way = reach_out(make_pose(np.diag([1.0, -1.0, -1.0]), away), motion[0] @ grip, self._approach)
         return np.concatenate([way, motion @ grip])
 
@@ -208,7 +246,6 @@ def demonstrations(
     config: DemonstrationConfig | None = None,
     encoding: FlowEncoding | None = None,
     *,
-    test_visibility: bool = True,
     on_skip: Callable[[int, str], None] | None = None,
 ) -> Iterator[FlowClip]:
     """True flow of many demonstrations; a clip is a function of its seed and the configuration alone.
@@ -217,7 +254,6 @@ def demonstrations(
         seeds: numbers of the episodes; tasks take turns with them.
         config: what is drawn; defaults when None, which show no robot.
         encoding: frames and points of a clip.
-        test_visibility: see `Demonstrator.clip`.
         on_skip: told the seed and the reason where an arm reaches nothing or the object is hidden; None to raise.
 
     Yields:
@@ -234,7 +270,7 @@ def demonstrations(
         for seed in seeds:
             demonstrator = _prepare(stage, chosen, seed)
             try:
-                clip = demonstrator.clip(encoding, test_visibility=test_visibility)
+                clip = demonstrator.clip(encoding)
             except RunError as error:
                 if on_skip is None:
                     raise

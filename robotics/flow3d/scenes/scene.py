@@ -230,9 +230,16 @@ class FlowScene:
 
     def object_mask(self) -> NDArray[np.bool_]:
         """(H, W) pixels that show the moved thing."""
-        shown = self.renderer.segmentation(self.data)
-        geoms = shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)
-        return geoms & (self.model.geom_bodyid[np.where(geoms, shown[..., 0], 0)] == self._body)
+        return self._shown_bodies() == self._body
+
+    def actor_mask(self) -> NDArray[np.bool_]:
+        """(H, W) pixels that show the arm or the hand; none where nobody is in view."""
+        if self.config.actor == NOBODY:
+            return np.zeros((self.config.height, self.config.width), dtype=np.bool_)
+        grip = self.arm.grip_site if self.arm is not None else "grip"
+        root = self.model.body_rootid[int(self.model.site_bodyid[int(self.model.site(grip).id)])]
+        bodies = self._shown_bodies()
+        return (bodies >= 0) & (self.model.body_rootid[np.maximum(bodies, 0)] == root)
 
     def true_depth(self) -> NDArray[np.float32]:
         """(H, W) metres, without noise and holes."""
@@ -258,6 +265,12 @@ class FlowScene:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _shown_bodies(self) -> NDArray[np.int32]:
+        """(H, W) number of the body that each pixel shows; -1 where there is none."""
+        shown = self.renderer.segmentation(self.data)
+        geoms = shown[..., 1] == int(self._lib.mjtObj.mjOBJ_GEOM)
+        return np.where(geoms, self.model.geom_bodyid[np.where(geoms, shown[..., 0], 0)], -1)
 
     def _pose_actor(self) -> None:
         if self.arm is not None:

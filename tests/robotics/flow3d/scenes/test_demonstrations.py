@@ -5,7 +5,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.encoding import FlowEncoding
-from robotics.flow3d.geometry import angle_rad, inverse_pose
+from robotics.flow3d.geometry import angle_rad, apply_pose, inverse_pose
 from robotics.flow3d.rigid_fit import kabsch
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
@@ -104,6 +104,27 @@ def test_an_arm_holds_the_object_all_along():
             grips.append(inverse_pose(scene.object_pose())[:3] @ [*scene.data.site("grip").xpos, 1.0])
         np.testing.assert_allclose(grips, np.broadcast_to(scene.shape.grip_m, (3, 3)), atol=5e-3)
         np.testing.assert_allclose(planned.joint_rad[0], FLOW_ARMS["gen3"].home_rad, atol=0.01)
+
+
+def test_a_film_has_the_motion_of_its_clip_and_masks_of_object_and_hand():
+    pytest.importorskip("robotics.flow3d.extract.video", reason="needs the extraction of flow from video")
+    with FlowScene(SMALL, task="place_red", actor="hand") as scene:
+        scene.reset(2)
+        demonstrator = Demonstrator(scene, approach=3, motion=5)
+        video, clip = demonstrator.film(), demonstrator.clip(FlowEncoding(num_frames=4))
+    assert len(video) == 8
+    np.testing.assert_array_equal(video.rgb[0], clip.observation.rgb)
+    np.testing.assert_array_equal(video.truth.masks[0], clip.observation.mask)
+    moved = apply_pose(video.truth.T_t_0[4:], clip.points_cam_m)
+    np.testing.assert_allclose(moved, clip.flow_cam_m, atol=1e-9)
+    np.testing.assert_allclose(video.truth.T_t_0[:4], np.broadcast_to(np.eye(4), (4, 4, 4)), atol=1e-9)
+    assert not (video.gripper_mask & video.truth.masks[0]).any()
+    with FlowScene(SMALL, task="place_red", actor="nobody") as scene:
+        scene.reset(2)
+        hidden = (np.abs(video.depth_m[0] - scene.true_depth()) > 0.02) & ~video.truth.masks[0]
+        assert video.gripper_mask.sum() > 20
+        assert (video.gripper_mask[hidden]).mean() > 0.95
+        assert not scene.actor_mask().any()
 
 
 def test_clips_are_a_function_of_their_seed_and_take_turns_with_the_tasks():
