@@ -15,6 +15,7 @@ from mmrl.lazy import lazy_names
 _NAMES = {
     "robotics.flow3d.extract.callables": ("FunctionDepth", "FunctionTracker"),
     "robotics.flow3d.extract.classical_flow": ("ClassicalFlow",),
+    "robotics.flow3d.extract.depth_model": ("ModelDepth",),
     "robotics.flow3d.extract.early_motion": ("EarlyMotion",),
     "robotics.flow3d.extract.extractor": ("FlowExtractor", "QualityLimits", "extract_clips"),
     "robotics.flow3d.extract.folder": ("read_rgbd_folder",),

@@ -97,4 +97,4 @@ def depth_noise_m(depth_m: NDArray[np.float32]) -> float:
         Metres; from the median of absolute differences of the first two frames.
     """
     change = np.abs(depth_m[1] - depth_m[0])
-    return 0.0 if np.isnan(change).all() else float(np.nanmedian(change)) / (0.6745 * np.sqrt(2.0))
+    return 0.0 if np.isnan(change).all() else float(np.nanmedian(change) / (0.6745 * np.sqrt(2.0)))

@@ -84,7 +84,7 @@ class RigidChain:
             T = self._supported(T, moved, model, K, depth_m[frame], agree_m)
             if self.correct_texture:
                 T = self._against_first(T, model, mask, grey, depth_m, frame, K, agree_m, inlier, rng)
-            if self.correct_surface:
+            if self.correct_surface and noise_m < SMOOTH_M:
                 normals = surface_normals(depth_m[frame], K)
                 T = align_to_surface(T, model, depth_m[frame], normals, K, agree_m)
             poses.append(T)
@@ -187,6 +187,8 @@ def _support(
     return int((np.abs(behind) < agree_m).sum() - (behind > agree_m).sum())
 
 
+SMOOTH_M = 0.002
+"""With more noise of depth, normals from neighbouring pixels say nothing."""
 LEAST_SUPPORT = 0.7
 """Share of the support of the pose before that a new one must have."""
 FEWEST = 6
