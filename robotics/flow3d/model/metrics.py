@@ -5,14 +5,14 @@ Shapes: K guesses, T frames, N x N points.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from robotics.flow3d.clip import VISIBLE
-from robotics.flow3d.geometry import angle_rad, lift
+from robotics.flow3d.geometry import lift
+from robotics.flow3d.metrics import best_of, flow_metrics, rotation_errors_rad
 from robotics.flow3d.rigid_fit import fit_motions
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FlowErrors", "flow_errors", "goal_reached"]
 
-NEAR_CM = 5.0
 LEARNED_M = 0.03
 """Scale of the robust fit for flow of a model."""
 
@@ -61,22 +60,24 @@ def flow_errors(predicted: NDArray[np.float64], clip: FlowClip) -> FlowErrors:
     Returns:
         The errors.
     """
-    K = clip.observation.K
-    found = lift(predicted[..., :VISIBLE], K).reshape(len(predicted), len(clip.flow), -1, 3)
+    found = lift(predicted[..., :VISIBLE], clip.observation.K).reshape(len(predicted), len(clip.flow), -1, 3)
     true, start = clip.flow_cam_m, clip.points_cam_m
-    distance_cm = 100 * np.linalg.norm(found - true, axis=-1)
-    still_cm = 100 * np.linalg.norm(start - true, axis=-1)
-    seen = clip.visible > 0.5
+    each = [flow_metrics(guess, true, clip.visible) for guess in found]
+    still = flow_metrics(np.broadcast_to(start, true.shape), true)
+
+    def mean(name: str, factor: float = 100.0) -> float:
+        return factor * float(np.mean([metrics[name] for metrics in each]))
+
     return FlowErrors(
-        ade_cm=float(distance_cm.mean()),
-        fde_cm=float(distance_cm[:, -1].mean()),
-        ade_visible_cm=_mean(distance_cm[:, seen]),
-        fde_visible_cm=_mean(distance_cm[:, -1][:, seen[-1]]),
-        best_ade_cm=float(distance_cm.mean((1, 2)).min()),
-        within_5cm=float((distance_cm < NEAR_CM).mean()),
+        ade_cm=mean("ade_m"),
+        fde_cm=mean("fde_m"),
+        ade_visible_cm=mean("ade_visible_m"),
+        fde_visible_cm=mean("fde_visible_m"),
+        best_ade_cm=100 * best_of(each)["ade_m"],
+        within_5cm=mean("acc_5cm", 1.0),
         rotation_deg=_rotation_deg(start, found[:, -1], true[-1]),
-        zero_motion_ade_cm=float(still_cm.mean()),
-        zero_motion_fde_cm=float(still_cm[-1].mean()),
+        zero_motion_ade_cm=100 * still["ade_m"],
+        zero_motion_fde_cm=100 * still["fde_m"],
     )
 
 
@@ -96,8 +97,4 @@ def goal_reached(end_m: NDArray[np.float64], goals_m: dict[str, list[float]], in
 def _rotation_deg(start: NDArray[np.float64], found: NDArray[np.float64], true: NDArray[np.float64]) -> float:
     wanted = fit_motions(start, true[None]).T_t_0[0]
     fitted = [fit_motions(start, guess[None], scale_m=LEARNED_M).T_t_0[0] for guess in found]
-    return float(np.degrees([angle_rad(T, wanted) for T in fitted]).mean())
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    return float(values.mean()) if values.size else math.nan
+    return float(np.degrees(rotation_errors_rad(np.stack(fitted), wanted)).mean())
