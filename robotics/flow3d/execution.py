@@ -39,7 +39,7 @@ class ExecutionSettings:
     sub_steps: int = bounded(4, at_least=1)
     """Parts of a step between solved poses that are sent to the arm."""
     grasp_tries: int = bounded(2, at_least=1)
-    """Grasps that are tried when the fingers close on nothing."""
+    """Grasps that are tried when the arm is stopped on its way or the fingers close on nothing."""
     look_again: bool = False
     """Look after each chunk, and end or plan anew where the object is not where it should be; off as in the paper."""
     replans: int = bounded(5, at_least=0)
@@ -88,15 +88,17 @@ class Executor:
             PlanFailed: no grasp holds, or the arm does not arrive.
         """
         plans = (round_.chosen.plans if round_.chosen else None) or []
+        stalled = False
         for plan in _different(plans)[: self.settings.grasp_tries]:
             round_.plan = plan
             self.let_go()
-            if not self._move(plan.approach.joint_rad):
-                raise PlanFailed(Failure.ARM_STALLED, "on the way to the grasp")
-            if _asked(self.robot.close_gripper, Failure.ROBOT_FAILED):
+            stalled = not self._move(plan.approach.joint_rad)
+            if not stalled and _asked(self.robot.close_gripper, Failure.ROBOT_FAILED):
                 return
             self.let_go()
             self._move(plan.approach.joint_rad[::-1])
+        if stalled:
+            raise PlanFailed(Failure.ARM_STALLED, "on the way to the last grasp that was tried")
         raise PlanFailed(Failure.GRASP_MISSED, f"{min(len(plans), self.settings.grasp_tries)} grasps closed on nothing")
 
     def carry(

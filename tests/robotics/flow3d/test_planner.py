@@ -149,6 +149,13 @@ def broken(name, error):
     return robot
 
 
+def stuck():
+    """An arm that something stops."""
+    robot = FakeRobot(BenchArm("panda"))
+    robot.move = lambda _: False
+    return robot
+
+
 def flow_of(value, row=0):
     """The flow to the goal with one channel written over."""
     flow = clip_to(GOAL).flow.copy()
@@ -175,6 +182,7 @@ FEW[40, 40:44] = True
         (Failure.UNREACHABLE, lambda: seeing(), StraightModel([0.3, 1.3, 0.3])),
         (Failure.ROBOT_FAILED, lambda: broken("move", OSError("cable")), None),
         (Failure.GRASP_MISSED, lambda: FakeRobot(BenchArm("panda"), misses=9), None),
+        (Failure.ARM_STALLED, lambda: stuck(), None),
     ],
 )
 def test_what_goes_wrong_has_a_name(failure, robot, flow):
