@@ -123,7 +123,8 @@ class Predictor:
             return self.model.points
         encoding = getattr(self.model, "encoding", None)
         given = self.model.flow.shape[1] if isinstance(self.model, GivenFlow) else self.config.grid
-        uv = grid_in_mask(mask, int(getattr(encoding, "grid", given)))
+        side: int = getattr(encoding, "grid", given)
+        uv = grid_in_mask(mask, side)
         return np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
 
 
