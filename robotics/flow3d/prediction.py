@@ -122,8 +122,10 @@ class Predictor:
         if isinstance(self.model, GivenFlow) and self.model.points is not None:
             return self.model.points
         encoding = getattr(self.model, "encoding", None)
-        given = self.model.flow.shape[1] if isinstance(self.model, GivenFlow) else self.config.grid
-        side: int = getattr(encoding, "grid", given)
+        if encoding is not None:
+            side = int(encoding.grid)
+        else:
+            side = self.model.flow.shape[1] if isinstance(self.model, GivenFlow) else self.config.grid
         uv = grid_in_mask(mask, side)
         return np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
 

@@ -93,7 +93,7 @@ def test_a_hand_keeps_its_grip_and_starts_in_view():
 
 
 def test_an_arm_holds_the_object_all_along():
-    pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow]'")
+    pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
     with FlowScene(SMALL, task="open_red", actor="gen3") as scene:
         scene.reset(0)
         demonstrator = Demonstrator(scene)
@@ -107,7 +107,6 @@ def test_an_arm_holds_the_object_all_along():
 
 
 def test_a_film_has_the_motion_of_its_clip_and_masks_of_object_and_hand():
-    pytest.importorskip("robotics.flow3d.extract.video", reason="needs the extraction of flow from video")
     with FlowScene(SMALL, task="place_red", actor="hand") as scene:
         scene.reset(2)
         demonstrator = Demonstrator(scene, approach=3, motion=5)

@@ -92,7 +92,7 @@ def perform(robot, seed):
     [("place_green", "ur5e", 0), ("pour", "free_gripper", 0), ("insert_blue", "gen3", 0), ("open_red", "panda", 0)],
 )
 def test_an_arm_does_the_task_along_the_ideal_motion(task, arm, seed):
-    pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow]'")
+    pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
     with FlowTabletop(task=task, actor=arm) as robot:
         held, motion = perform(robot, seed)
         assert held
