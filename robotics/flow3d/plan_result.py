@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmrl.files import replaced
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -159,13 +161,17 @@ class PlanResult:
         Returns:
             The folder.
         """
+        with replaced(Path(folder)) as draft:
+            draft.mkdir()
+            self._write(draft)
+        return Path(folder)
+
+    def _write(self, draft: Path) -> None:
         from PIL import Image
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"joint_rad_{number}": path for number, path in enumerate(self.joint_paths)}
         for number, round_ in enumerate(self.rounds):
-            Image.fromarray(round_.observation.rgb).save(folder / f"round_{number}_before.png")
+            Image.fromarray(round_.observation.rgb).save(draft / f"round_{number}_before.png")
             arrays[f"points_{number}"] = round_.points
             if round_.plan is not None:
                 arrays[f"T_world_grip_{number}"] = round_.plan.T_world_grip
@@ -174,10 +180,9 @@ class PlanResult:
                 if each.motion is not None:
                     arrays[f"T_t_0_world_{number}_{k}"] = each.motion.T_t_0_world
                 if each.after is not None:
-                    Image.fromarray(each.after).save(folder / f"round_{number}_try_{k}_after.png")
-        (folder / "plan.json").write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
-        np.savez_compressed(folder / "plan.npz", **arrays)  # type: ignore[arg-type]
-        return folder
+                    Image.fromarray(each.after).save(draft / f"round_{number}_try_{k}_after.png")
+        (draft / "plan.json").write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+        np.savez_compressed(draft / "plan.npz", **arrays)  # type: ignore[arg-type]
 
 
 def _try_summary(each: PlanTry, chosen: bool) -> dict[str, Any]:
