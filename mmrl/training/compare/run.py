@@ -79,10 +79,14 @@ def run_experiment(
         session.prepare()
         session.sweep()
         session.compare()
-    comparison = session.write("done")
+    comparison = session.summary("done")
     for line in comparison_lines(comparison):
         session.announce(line)
-    if not any(difference.n for difference in comparison.differences.values()):
+    has_pairs = any(difference.n for difference in comparison.differences.values())
+    earlier = (folder / "comparison.json").exists()
+    if has_pairs or not (only_report and earlier):  # a report on nothing must not replace one
+        session.save(comparison)
+    if not has_pairs:
         reason = failure_text(comparison.failures)
         raise RunError(f"no pair of runs finished: {reason}; see {folder / 'comparison.json'}")
     return folder
@@ -159,13 +163,21 @@ class _Session:
 
     def write(self, status: str) -> Comparison:
         """Summarise all runs so far into comparison.json; `status` "done" or "failed" also draws the figures."""
+        return self.save(self.summary(status))
+
+    def summary(self, status: str) -> Comparison:
+        """All runs so far, with the command of each arm."""
         comparison = summarise(self.experiment, self.folder, status, self.invocation)
         for arm, by_seed in plan_comparison(self.experiment, self.folder).items():
             first = next(iter(by_seed.values()))
             comparison.arms[arm].command = _shown(self.command(first, False))
+        return comparison
+
+    def save(self, comparison: Comparison) -> Comparison:
+        """Write comparison.json, and the figures of a comparison that has ended."""
         text = json.dumps(finite_or_none(comparison.as_dict()), indent=1, ensure_ascii=False)
         write_atomically(self.folder / "comparison.json", text + "\n")
-        if status != "running":
+        if comparison.status != "running":
             draw(self.experiment, self.folder, comparison)
         return comparison
 

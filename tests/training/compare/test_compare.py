@@ -225,6 +225,16 @@ def test_no_finished_pair_is_a_failed_run(lab):
         run_experiment(lab.write(), lab.folder / "empty", only_report=True, announce=lab.lines.append)
 
 
+def test_a_report_without_a_pair_leaves_an_earlier_one(lab):
+    result = lab.run()
+    pictures = {path: path.read_bytes() for path in lab.output.glob("*.png")}
+    assert pictures
+    with pytest.raises(RunError, match="no pair of runs finished"):
+        lab.run(only_report=True, seeds=[101, 102])
+    assert lab.result() == result
+    assert all(path.read_bytes() == content for path, content in pictures.items())
+
+
 def test_a_rejected_configuration_stops_the_experiment(lab):
     arms = {"papo": {"overrides": {"trouble1": "config"}}, "grpo": {}}
     with pytest.raises(UserError, match=r"runs/papo/seed-1 was rejected.*trainer\.stepz"):
