@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask, LoadedPrompts, PromptConfig, columns_of, load_prompts
-from diffusion.ema import EMAWeights, eval_ema_decay
+from diffusion.eval_average import EvalAverage
 from diffusion.evaluation import ImageMeasure, training_cost
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import decode_latents
@@ -107,7 +107,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             self._free_text_encoders()
         self.start = Reference("adapter" if self.policy.has_adapter else "frozen", self.policy)
         self.reference: Reference | None = None
-        self.eval_ema = EMAWeights(self.policy) if config.eval_ema.decay else None
+        self.eval_ema = EvalAverage(self.policy, config.eval_ema)
         self.errors = RewardErrors()
 
     def load_train_tasks(self) -> Sequence[Any]:
@@ -193,8 +193,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             seed=config.seed,
             split=split,
         )
-        average = nullcontext() if self.eval_ema is None else self.eval_ema.applied(policy)
-        with average, training_cost(policy, accelerator) as cost:
+        with self.eval_ema.applied(policy), training_cost(policy, accelerator) as cost:
             found = evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
         return dataclasses.replace(found, metrics=found.metrics | cost)
 
@@ -231,8 +230,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the evaluation average."""
-        if self.eval_ema is not None:
-            self.eval_ema.update(eval_ema_decay(step, self.config.eval_ema.decay))
+        self.eval_ema.update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and the evaluation average."""
@@ -240,7 +238,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             "skipped": dict(self.skipped),
             "errors": self.errors.state_dict(),
             "cost": dict(self.policy.cost),
-            "eval_ema": None if self.eval_ema is None else self.eval_ema.state_dict(),
+            "eval_ema": self.eval_ema.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,20 +246,16 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         self.skipped = Counter(state["skipped"])
         self.errors.load_state_dict(state["errors"])
         self.policy.cost.update(state["cost"])
-        if self.eval_ema is not None and state["eval_ema"] is not None:
-            self.eval_ema.load_state_dict(state["eval_ema"])
+        self.eval_ema.load_state_dict(state["eval_ema"])
 
     def save_parts(self, folder: Path) -> None:
         """Write the evaluation average beside the policy, as `eval_ema`."""
-        if self.eval_ema is not None:
-            with self.eval_ema.applied():
-                self.policy.save_pretrained(folder / "eval_ema")
+        self.eval_ema.save(folder)
 
     @classmethod
     def export(cls, config: DiffusionConfig, checkpoint: Path, output: Path) -> str:
         """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
-        averaged = checkpoint / "eval_ema"
-        weights = averaged if averaged.is_dir() else checkpoint / "model"
+        weights = EvalAverage.folder_of(checkpoint)
         load_policy(dataclasses.replace(config.model, path=str(weights), build=None)).save_pipeline(output)
         return "diffusers.DiffusionPipeline.from_pretrained"
 

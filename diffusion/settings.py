@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from diffusion.data import PromptConfig
+from diffusion.eval_average import EvalEmaConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
 from diffusion.model import ModelConfig
 from diffusion.sampler import SamplerConfig
-from mmrl.fields import bounded, choice
+from mmrl.fields import choice
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 
-__all__ = ["SCORES", "DiffusionConfig", "EvalEmaConfig", "image_trainer"]
+__all__ = ["SCORES", "DiffusionConfig", "image_trainer"]
 
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
@@ -30,14 +31,6 @@ def image_trainer() -> TrainerConfig:
         weight_decay=1e-4,
         old_logp="sampler",
     )
-
-
-@dataclass
-class EvalEmaConfig:
-    """A moving average of the weights for evaluation and use; sampling and KL terms do not see it."""
-
-    decay: float = bounded(0.0, at_least=0, below=1)
-    """Share of the old average that is kept at most, min((1 + s) / (10 + s), decay); 0 = no average."""
 
 
 @dataclass

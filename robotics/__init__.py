@@ -3,8 +3,8 @@
     from robotics import RobotGrpoConfig, TabletopBatch, train_robot
 
 The rooms are `robotics.sim` (MuJoCo scenes, Gymnasium environments, workers, rendering), `robotics.data` (the format
-LeRobotDataset v3) and `robotics.vla` (policies, cloning, GRPO, SRPO). Importing the package loads none of them, only
-what is taken from it.
+LeRobotDataset v3), `robotics.vla` (policies, cloning, GRPO, SRPO) and `robotics.flow3d` (3D flow of objects: its world
+model, planner and rewards). Importing the package loads none of them, only what is taken from it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from mmrl.lazy import lazy_names
 
 _NAMES = {
     "robotics.data": ("EpisodeWriter", "LeRobotReader"),
+    "robotics.flow3d.clip": ("FlowClip",),
+    "robotics.flow3d.flow_reward": ("FlowProgress", "flow_progress_reward"),
+    "robotics.flow3d.model.recipe": ("Flow3dConfig", "Flow3dRecipe"),
+    "robotics.flow3d.model.settings": ("FlowModelConfig",),
+    "robotics.flow3d.model.world_model": ("FlowWorldModel",),
+    "robotics.flow3d.planner": ("FlowPlanner", "PlannerConfig"),
     "robotics.sim.arms": ("ARMS",),
     "robotics.sim.batch": ("BatchSettings", "TabletopBatch"),
     "robotics.sim.envs": ("TabletopEnv",),

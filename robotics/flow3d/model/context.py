@@ -6,6 +6,7 @@ Shapes: B rows, L tokens, W width of a token, N x N query points.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class ContextEncoder(nn.Module, ABC):
         Gradient: into all weights but frozen ones.
         """
 
+    @abstractmethod
+    def check_texts(self, texts: Sequence[str]) -> None:
+        """Refuse instructions that cannot be read whole; raises UserError."""
+
 
 class SmallContext(ContextEncoder):
     """Patches of the picture, each told the instruction, and words of a small vocabulary; trained from scratch.
@@ -96,6 +101,11 @@ class SmallContext(ContextEncoder):
         seen = self.block(self.patch(patches) + self.place(self._patch_code()) + text[:, None])
         points = self.point(octave_code(inputs.points.flatten(1, 2)))
         return Context(self.norm(torch.cat([seen, text[:, None], points], 1)), text, inputs.points)
+
+    def check_texts(self, texts: Sequence[str]) -> None:
+        """See `ContextEncoder.check_texts`."""
+        # a copy, because the vocabulary counts the unknown words that it meets
+        Vocabulary(self.vocabulary.words).encode(texts, self.config.words)
 
     def _texts(self, texts: list[str]) -> Tensor:
         """(B, W); each distinct text is encoded once."""
@@ -158,10 +168,23 @@ class ClipContext(ContextEncoder):
         tokens = torch.cat([self.text(states), self.image(seen), points], 1)
         return Context(tokens, self.text(pooled), inputs.points)
 
+    def check_texts(self, texts: Sequence[str]) -> None:
+        """See `ContextEncoder.check_texts`."""
+        for text in dict.fromkeys(texts):
+            found = self.tokenizer(text, truncation=False, verbose=False).input_ids
+            if len(found) > self.longest_text:
+                # the end token is kept, so the text loses the place before it too
+                lost = self.tokenizer.decode(found[self.longest_text - 1 : -1])
+                raise UserError(
+                    f"the instruction {text!r} has {len(found)} tokens; CLIP reads {self.longest_text}, so {lost!r} "
+                    "would be dropped; shorten it"
+                )
+
     def _texts(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         """Last states (B, 77, .) and the pooled one (B, .)."""
+        self.check_texts(texts)
         tower = self.towers["text"]
-        limits = {"padding": "max_length", "max_length": self.longest_text, "truncation": True}
+        limits = {"padding": "max_length", "max_length": self.longest_text}
         found = self.tokenizer(texts, return_tensors="pt", **limits)
         out = tower(input_ids=found.input_ids.to(next(tower.parameters()).device))
         return out.last_hidden_state, out.pooler_output

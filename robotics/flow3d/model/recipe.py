@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,8 +28,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.decisions import mean_over_decisions
-from diffusion.ema import EMAWeights, eval_ema_decay
-from diffusion.settings import EvalEmaConfig
+from diffusion.eval_average import EvalAverage, EvalEmaConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.catalogue import get
 from mmrl.core.metrics import Metric
@@ -162,7 +160,7 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
         self.train_tasks = self.clips
         for tasks in self.eval_tasks.values():
             self.policy.check_flow(tasks[0].flow)
-        self.eval_ema = EMAWeights(self.policy) if config.eval_ema.decay else None
+        self.eval_ema = EvalAverage(self.policy, config.eval_ema)
 
     def data_digest(self) -> str:
         """Digest of the training clips."""
@@ -219,8 +217,7 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
     def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator) -> Evaluation:
         """Errors of guessed flow on held-out clips."""
         measure = FlowMeasure(policy, self.config.evaluation, self.config.seed, split)
-        average = nullcontext() if self.eval_ema is None else self.eval_ema.applied(policy)
-        with average:
+        with self.eval_ema.applied(policy):
             return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
@@ -239,29 +236,24 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the evaluation average."""
-        if self.eval_ema is not None:
-            self.eval_ema.update(eval_ema_decay(step, self.config.eval_ema.decay))
+        self.eval_ema.update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """The evaluation average."""
-        return {"eval_ema": None if self.eval_ema is None else self.eval_ema.state_dict()}
+        return {"eval_ema": self.eval_ema.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        if self.eval_ema is not None and state["eval_ema"] is not None:
-            self.eval_ema.load_state_dict(state["eval_ema"])
+        self.eval_ema.load_state_dict(state["eval_ema"])
 
     def save_parts(self, folder: Path) -> None:
         """Write the evaluation average beside the model, as `eval_ema`; it is a world model's folder as well."""
-        if self.eval_ema is not None:
-            with self.eval_ema.applied():
-                self.policy.save_pretrained(folder / "eval_ema")
+        self.eval_ema.save(folder)
 
     @classmethod
     def export(cls, config: Flow3dConfig, checkpoint: Path, output: Path) -> str:
         """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
-        averaged = checkpoint / "eval_ema"
-        FlowWorldModel.from_pretrained(averaged if averaged.is_dir() else checkpoint / "model").export(output)
+        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
         return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
 
 
@@ -273,12 +265,15 @@ def _open_model(config: Flow3dConfig, clips: Sequence[FlowClip]) -> FlowWorldMod
         model = FlowWorldModel.from_pretrained(given.path)
         _check_saved(given, model.config)
         _warn_of_words(model.vocabulary, texts)
+        model.check_instructions(texts)
         return model
     if given.depth_range == "data":
         low, high = depth_range_m(clips)
         given = dataclasses.replace(given, encoding=dataclasses.replace(given.encoding, z_min_m=low, z_max_m=high))
     parts = {item.name: getattr(given, item.name) for item in dataclasses.fields(FlowModelConfig)}
-    return FlowWorldModel(FlowModelConfig(**parts), Vocabulary.from_texts([*texts, *given.words]), config.seed)
+    model = FlowWorldModel(FlowModelConfig(**parts), Vocabulary.from_texts([*texts, *given.words]), config.seed)
+    model.check_instructions(texts)
+    return model
 
 
 def _check_saved(given: WorldModelConfig, saved: FlowModelConfig) -> None:

@@ -165,6 +165,10 @@ class FlowWorldModel(nn.Module):
                 f"model.encoding.num_frames={flow.shape[0]} and grid={flow.shape[1]}, or extract other clips"
             )
 
+    def check_instructions(self, texts: Sequence[str]) -> None:
+        """Refuse instructions that the model cannot read whole; raises UserError."""
+        self.context.check_texts([text.lower() for text in texts])
+
     def save_pretrained(self, path: Path | str) -> None:
         """Write the model to a folder, created with its parents; frozen CLIP towers are named, not copied."""
         write_config(self.config, Path(path))

@@ -233,6 +233,20 @@ def test_the_papers_model_from_pretrained_folders(pretrained, tmp_path):
     )
 
 
+def test_an_instruction_that_clip_would_cut_is_refused(pretrained):
+    model = FlowWorldModel(paper_config(pretrained), Vocabulary.from_texts(TEXTS))
+    model.check_instructions(TEXTS)
+    long = "move the block " * 20 + "quickly"
+    with pytest.raises(UserError, match=r"tokens; CLIP reads 16, so '.*quickly' would be dropped"):
+        model.check_instructions([*TEXTS, long])
+    (clip, _), _ = scenes(model)
+    observation = dataclasses.replace(clip.observation, instruction=long)
+    with pytest.raises(UserError, match="would be dropped"):
+        model.predict(observation, clip.points)
+    with pytest.raises(UserError, match="has 61 words; must be 1 to 24"):
+        tiny_model().check_instructions([long])
+
+
 def test_codes_and_colours_of_the_released_weights(pretrained):
     vocabulary = Vocabulary.from_texts(TEXTS)
     tokens = []
