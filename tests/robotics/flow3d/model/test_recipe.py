@@ -218,7 +218,7 @@ def test_a_configuration_takes_two_steps(name, tmp_path):
     options = {"count": 4, "frames": frames, "side": side}
     overrides = [
         f"output_dir={tmp_path / 'run'}",
-        f"data={{path: '', split: '', function: '{SYNTHETIC}', options: {json.dumps(options)}}}",
+        f"data={{path: '', split: '', build: null, function: '{SYNTHETIC}', options: {json.dumps(options)}}}",
         f"eval_data.held_out={{path: '', split: '', function: '{SYNTHETIC}', options: {json.dumps(options)}}}",
         *("trainer.steps=2", "trainer.tasks_per_step=2", "trainer.warmup_steps=0", "trainer.mixed_precision=none"),
         *("evaluation.samples=1", "evaluation.max_tasks=2", "evaluation.every=0", "checkpoint.every=0"),
@@ -237,3 +237,21 @@ def test_a_configuration_takes_two_steps(name, tmp_path):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["loss/total"] > 0 for row in rows)
+
+
+def test_a_configuration_builds_its_clips_on_a_fresh_machine(tmp_path):
+    pytest.importorskip("mujoco")
+    pytest.importorskip("pyarrow")
+    overrides = [
+        f"output_dir={tmp_path / 'run'}",
+        *(f"{key}.path={tmp_path / 'clips'}" for key in ("data", "eval_data.held_out")),
+        "data.build_options={pictures: 6, held_out_pictures: 3, image_size: 32, actors: [nobody]}",
+        *("trainer.steps=1", "trainer.tasks_per_step=4", "evaluation.samples=1", "evaluation.every=0"),
+        *("tracking.quiet=true", "tracking.tensorboard=false", "tracking.strict=true"),
+    ]
+    entry, config = load_run("configs/robotics/flow3d_traj_dit.yaml", overrides)
+    result = json.loads((train(entry, config) / "result.json").read_text())
+    evaluation = result["last_evaluation"]["held_out"]
+    assert evaluation["n"] == 7  # three pictures with three, two and two instructions
+    assert 0 <= evaluation["accuracy/language_swap"] <= 1
+    assert evaluation["flow/ade_cm"] > 0

@@ -10,13 +10,16 @@ from robotics.flow3d.rigid_fit import kabsch
 
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
+from robotics.flow3d.data import FlowReader  # noqa: E402
 from robotics.flow3d.scenes.arms import FLOW_ARMS, HELD_OUT_ARMS  # noqa: E402
+from robotics.flow3d.scenes.building import build_clips  # noqa: E402
 from robotics.flow3d.scenes.demonstrations import (  # noqa: E402
     TRAINING_ACTORS,
     DemonstrationConfig,
-    Demonstrator,
     demonstrations,
+    instructed_clips,
 )
+from robotics.flow3d.scenes.demonstrator import Demonstrator  # noqa: E402
 from robotics.flow3d.scenes.scene import FlowScene, SceneConfig  # noqa: E402
 from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
 
@@ -168,3 +171,51 @@ def test_unknown_names_are_refused():
         assert scene.instruction == "place the mug on the red pad"
         with pytest.raises(UserError, match="needs other furniture; here there are place_red, place_green, pour"):
             scene.give("open_red")
+
+
+def test_first_pictures_are_those_of_whole_demonstrations_with_the_same_flow():
+    """Each picture comes once with every instruction, and nothing of it depends on the others."""
+    config = DemonstrationConfig(actors=("hand",), shapes=("mug",), tasks=("place_red", "pour"), scene=SMALL)
+    form = FlowEncoding(num_frames=4, grid=3)
+    pairs = list(instructed_clips(range(2), config, form))
+    assert [clip.meta["task"] for clip in pairs] == ["place_red", "pour"] * 2
+    for number, clip in enumerate(pairs):
+        np.testing.assert_array_equal(clip.observation.rgb, pairs[number // 2 * 2].observation.rgb)
+        with FlowScene(SMALL, task=clip.meta["task"], actor="hand", shape="mug") as scene:
+            scene.reset(number // 2)
+            whole = Demonstrator(scene).clip(form)
+        np.testing.assert_array_equal(clip.observation.rgb, whole.observation.rgb)
+        np.testing.assert_array_equal(clip.points, whole.points)
+        np.testing.assert_array_equal(clip.flow[..., :3], whole.flow[..., :3])
+        assert clip.meta == whole.meta
+
+
+def test_goals_are_where_each_instruction_takes_the_query_points():
+    found = list(instructed_clips(range(3), DemonstrationConfig(actors=("nobody",), scene=SMALL)))
+    by_task = {clip.meta["task"]: clip for clip in found}
+    assert set(by_task) == set(FLOW_TASKS)
+    for clip in found:
+        ends = {other.observation.instruction: other.flow_world_m[-1].mean(0) for other in found}
+        for instruction, goal in clip.meta["goals_world_m"].items():
+            np.testing.assert_allclose(goal, ends[instruction], atol=1e-6)
+    assert len(by_task["pour"].meta["goals_world_m"]) == 3
+    assert list(by_task["open_red"].meta["goals_world_m"]) == ["open the red drawer"]
+
+
+def test_a_drawer_has_its_own_mask_in_the_picture_that_both_share():
+    config = DemonstrationConfig(tasks=("open_red", "open_blue"), actors=("panda",), scene=SMALL)
+    red, blue = instructed_clips(range(1), config)
+    assert red.observation.rgb is blue.observation.rgb
+    assert not (red.observation.mask & blue.observation.mask).any()
+
+
+def test_built_clips_have_train_and_held_out_layouts_and_no_held_out_arm(tmp_path):
+    options = {"pictures": 9, "held_out_pictures": 3, "image_size": 32, "num_frames": 3, "grid": 2}
+    folder = build_clips(str(tmp_path / "clips"), **options)
+    reader = FlowReader(folder)
+    assert {clip.meta["layouts"] for clip in FlowReader(folder, split="held_out")} == {"held_out"}
+    assert {clip.meta["layouts"] for clip in FlowReader(folder, split="train")} == {"train"}
+    assert not {clip.meta["actor"] for clip in reader} & set(HELD_OUT_ARMS)
+    with pytest.raises(UserError, match="exists already"):
+        build_clips(str(tmp_path / "clips"), **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clips"]

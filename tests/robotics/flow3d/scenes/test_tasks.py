@@ -13,6 +13,7 @@ mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim
 from robotics.flow3d.scenes.motions import along, over  # noqa: E402
 from robotics.flow3d.scenes.scene import FlowScene, SceneConfig  # noqa: E402
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, find_flow_task  # noqa: E402
+from robotics.sim.tasks import layout_seed  # noqa: E402
 
 SEEDS = range(12)
 OTHERS = {
@@ -116,3 +117,9 @@ def test_unknown_tasks_and_shapes_are_named():
         FlowScene(SceneConfig(shape="sphere"))
     assert set(FLOW_TASKS["pour"].shape_names(held_out=True)) == {"jug", "square_cup"}
     assert FLOW_TASKS["pour"].shape_names(held_out=False) == ("mug", "tumbler")
+
+
+def test_an_episode_whose_layout_is_rare_has_one_too():
+    """Of this number's draws the first 2000 do not fit."""
+    found = FLOW_TASKS["pour"].furniture.draw("train", np.random.default_rng(layout_seed("train", 1905)))
+    assert set(found) == set(FLOW_TASKS["pour"].furniture.areas)

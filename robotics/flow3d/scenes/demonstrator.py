@@ -1,0 +1,257 @@
+"""One demonstration: a grip and the way of everybody, films of it, and the true flow of its object.
+
+Nothing is simulated: the object moves along the ideal way of its task, X_t = T_t T_0^-1 X_0, and the actor with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.encoding import FlowEncoding, frame_indices, grid_in_mask
+from robotics.flow3d.geometry import apply_pose, depth_at, inverse_pose, lift, make_pose, project
+from robotics.flow3d.scenes.grips import arm_path, reach_out, scripted_grips
+from robotics.flow3d.scenes.scene import HAND, FlowScene
+from robotics.flow3d.scenes.tasks import FLOW_TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.act.ik import ArmIk
+    from robotics.flow3d.clip import Observation
+    from robotics.flow3d.extract.video import RgbdVideo
+
+__all__ = ["Demonstration", "Demonstrator"]
+
+AGREE_M = 0.01
+"""A point is visible where the depth picture differs from its depth by less."""
+GRIPS = 4
+"""Grips among which a hand chooses."""
+LEAST_PIXELS = 9
+"""Pixels of the object in the first picture without which there is nothing to ask for."""
+CLOSED_M = 0.02
+"""Way of a finger from the middle while an arm holds something, in pictures."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Who is where in each of L frames."""
+
+    T_world_object: NDArray[np.float64]
+    """(L, 4, 4); at rest in the frames of the approach and the first one after it."""
+    T_world_hand: NDArray[np.float64] | None
+    """(L, 4, 4) of a hand."""
+    joint_rad: NDArray[np.float64] | None
+    """(L, J) of an arm."""
+    approach: int
+    """Frames before the object moves."""
+
+
+class Demonstrator:
+    """Plans and shows demonstrations in one scene.
+
+    Args:
+        scene: with any actor; its episode is that of the last `reset`.
+        approach: frames before the object moves.
+        motion: frames in which it moves.
+    """
+
+    def __init__(self, scene: FlowScene, approach: int = 10, motion: int = 31) -> None:
+        self.scene, self._approach, self._motion = scene, approach, motion
+        self._ik: ArmIk | None = None
+
+    def plan(self) -> Demonstration:
+        """Choose a grip and the way of everybody; raises RunError where the arm reaches none of the grips all along."""
+        scene, still = self.scene, np.tile(self.scene.start, (self._approach, 1, 1))
+        scene.put_object(scene.start)
+        motion = scene.ideal_motion(self._motion)
+        hand = self._hand_way(motion) if scene.config.actor == HAND else None
+        joints = self._arm_way(motion) if scene.arm is not None else None
+        return Demonstration(np.concatenate([still, motion]), hand, joints, self._approach)
+
+    def show(self, demonstration: Demonstration, frame: int) -> None:
+        """Put everybody where they are in a frame."""
+        self.scene.put_object(demonstration.T_world_object[frame])
+        if demonstration.T_world_hand is not None:
+            self.scene.put_hand(demonstration.T_world_hand[frame])
+        if demonstration.joint_rad is not None:
+            opening = CLOSED_M if frame >= demonstration.approach else None
+            self.scene.put_arm(demonstration.joint_rad[frame], opening)
+
+    def clip(self, encoding: FlowEncoding | None = None) -> FlowClip:
+        """True flow of the episode: the first picture, before the actor arrives, and T frames of the motion.
+
+        Args:
+            encoding: how many frames, and points a side; defaults when None.
+
+        Returns:
+            The clip; depth of its points is the true one.
+
+        Raises:
+            RunError: the object is hidden in the first picture, or out of reach.
+        """
+        form, scene, planned = encoding or FlowEncoding(), self.scene, self.plan()
+        self.show(planned, 0)
+        observation = scene.observe()
+        points = self._query_points(observation, scene.true_depth(), form.grid)
+        frames = planned.approach + frame_indices(self._motion, form.num_frames)[1:]
+        uvz = self._moved(points, planned.T_world_object[frames])
+        visible = self._visible(uvz, planned, frames)
+        return self._clip(observation, points, np.concatenate([uvz, visible], -1))
+
+    def clips_of_first_picture(self, tasks: Sequence[str], encoding: FlowEncoding | None = None) -> list[FlowClip]:
+        """The first picture of the episode with each of several instructions, and the true flow that follows each.
+
+        Nobody carries the motions out: later frames are not drawn, every point counts as visible, and an arm is not
+        asked whether it could do them. Pictures, points and places are those of `clip`.
+
+        Args:
+            tasks: with the furniture of the scene.
+            encoding: how many frames, and points a side; defaults when None.
+
+        Returns:
+            A clip for each task whose object is seen.
+        """
+        form, scene = encoding or FlowEncoding(), self.scene
+        scene.give(tasks[0])
+        if scene.config.actor == HAND:
+            scene.put_hand(self._hand_start())
+        seen, depth_m, found = scene.observe(), scene.true_depth(), []
+        moved = scene.task.moved
+        for task in tasks:
+            scene.give(task)
+            mask = seen.mask if scene.task.moved == moved else scene.object_mask()
+            observation = dataclasses.replace(seen, instruction=scene.instruction, mask=mask)
+            if mask is None or mask.sum() < LEAST_PIXELS:
+                continue
+            points = self._query_points(observation, depth_m, form.grid)
+            motion = scene.ideal_motion(self._motion)[frame_indices(self._motion, form.num_frames)[1:]]
+            uvz = self._moved(points, motion)
+            found.append(self._clip(observation, points, np.concatenate([uvz, np.ones_like(uvz[..., :1])], -1)))
+        return found
+
+    def film(self) -> RgbdVideo:
+        """The whole demonstration as a camera sees it, with the true masks and motion of the object.
+
+        Returns:
+            approach + motion frames; depth as the configuration of the scene spoils it.
+
+        Raises:
+            RunError: the object is out of reach.
+        """
+        from robotics.flow3d.extract.video import RgbdVideo, VideoTruth
+
+        scene, planned = self.scene, self.plan()
+        seen, masks = [], []
+        for frame in range(len(planned.T_world_object)):
+            self.show(planned, frame)
+            seen.append(scene.observe())
+            masks.append(scene.object_mask())
+        self.show(planned, 0)
+        motions = planned.T_world_object @ inverse_pose(scene.start)
+        places = np.argwhere(masks[0])[:, ::-1]
+        surface = np.concatenate([places + 0.5, scene.true_depth()[masks[0]][:, None]], -1)
+        return RgbdVideo(
+            rgb=np.stack([one.rgb for one in seen]),
+            depth_m=np.stack([one.depth_m for one in seen]),
+            K=scene.K,
+            T_world_cam=scene.T_world_cam,
+            instruction=scene.instruction,
+            source=self._source,
+            gripper_mask=scene.actor_mask(),
+            truth=VideoTruth(np.stack(masks), inverse_pose(scene.T_world_cam) @ motions @ scene.T_world_cam),
+            meta=self._meta(surface),
+        )
+
+    @property
+    def _source(self) -> str:
+        return f"simulator/{self.scene.config.actor}/{self.scene.task.name}"
+
+    def _meta(self, points: NDArray[np.float64]) -> dict[str, Any]:
+        """What is known of the episode, and where each instruction for the same object takes the middle of points."""
+        config, task = self.scene.config, self.scene.task
+        return {
+            "task": task.name,
+            "family": task.family,
+            "shape": self.scene.shape.name,
+            "actor": config.actor,
+            "layouts": config.layouts,
+            "colours": config.colours,
+            "background": config.background,
+            "seed": self.scene.seed,
+            "goals_world_m": self._goals(points),
+        }
+
+    def _goals(self, points: NDArray[np.float64]) -> dict[str, list[float]]:
+        scene, state = self.scene, self.scene.state(self.scene.start)
+        start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
+        return {
+            other.instruction: apply_pose(other.keys(state)[-1] @ inverse_pose(scene.start), start).mean(0).tolist()
+            for other in FLOW_TASKS.values()
+            if other.furniture is scene.task.furniture and other.moved == scene.task.moved
+        }
+
+    def _query_points(self, observation: Observation, depth_m: NDArray[np.float32], grid: int) -> NDArray[np.float64]:
+        if observation.mask is None or observation.mask.sum() < LEAST_PIXELS:
+            raise RunError(f"the object is hidden in the first picture of episode {self.scene.seed}")
+        uv = grid_in_mask(observation.mask, grid)
+        columns, rows = np.floor(uv[..., 0]).astype(int), np.floor(uv[..., 1]).astype(int)
+        return np.concatenate([uv, depth_m[rows, columns, None]], -1)
+
+    def _clip(self, observation: Observation, points: NDArray[np.float64], flow: NDArray[np.float64]) -> FlowClip:
+        return FlowClip(observation, points, flow, source=self._source, meta=self._meta(points))
+
+    def _moved(self, points: NDArray[np.float64], T_world_object: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(T, N, N, 3) points when the object has been brought to T poses."""
+        scene = self.scene
+        start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
+        motions = T_world_object @ inverse_pose(scene.start)
+        in_camera = apply_pose(inverse_pose(scene.T_world_cam) @ motions, start)
+        return project(in_camera, scene.K).reshape(len(T_world_object), *points.shape)
+
+    def _visible(
+        self, uvz: NDArray[np.float64], planned: Demonstration, frames: NDArray[np.intp]
+    ) -> NDArray[np.float64]:
+        """(T, N, N, 1) of moved points; draws the depth of their frames."""
+        visible = np.zeros((*uvz.shape[:-1], 1))
+        for number, frame in enumerate(frames):
+            self.show(planned, int(frame))
+            seen = depth_at(self.scene.true_depth(), uvz[number, ..., :2])
+            visible[number, ..., 0] = np.abs(seen - uvz[number, ..., 2]) < AGREE_M
+        return visible
+
+    def _hand_start(self) -> NDArray[np.float64]:
+        """(4, 4) where a hand comes from: behind the objects as the camera sees them, and in its view."""
+        rng = np.random.default_rng([self.scene.seed, 4])
+        away = np.array([rng.uniform(0.16, 0.28), rng.uniform(-0.22, 0.22), rng.uniform(0.04, 0.14)])
+        return make_pose(np.diag([1.0, -1.0, -1.0]), away)
+
+    def _hand_way(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
+        scene = self.scene
+        rng = np.random.default_rng([scene.seed, 3])
+        choices = list(islice(scripted_grips(scene.state(), scene.task.family), GRIPS))
+        grip = choices[int(rng.integers(len(choices)))]
+        way = reach_out(self._hand_start(), motion[0] @ grip, self._approach)
+        return np.concatenate([way, motion @ grip])
+
+    def _arm_way(self, motion: NDArray[np.float64]) -> NDArray[np.float64]:
+        scene = self.scene
+        if scene.arm is None:
+            raise UserError("this scene has no arm")
+        if self._ik is None:
+            from robotics.flow3d.act.ik import ArmIk
+
+            self._ik = ArmIk(scene.arm)
+        for grip in scripted_grips(scene.state(), scene.task.family):
+            path = arm_path(self._ik, grip, motion, self._approach)
+            if path is not None:
+                return path
+        raise RunError(f"{scene.arm.name} reaches no grip of {scene.task.name} all along in episode {scene.seed}")
