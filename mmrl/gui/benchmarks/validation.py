@@ -10,7 +10,7 @@ from mmrl.gui.benchmarks.annotations import Annotation, RowError
 from mmrl.gui.benchmarks.box_checks import Convention, box_problem, fit_convention
 from mmrl.gui.benchmarks.files import BenchmarkFiles, ImageFolder, locate, read_annotations
 from mmrl.gui.benchmarks.layout import Benchmark
-from mmrl.gui.benchmarks.table import find_benchmark, recognise
+from mmrl.gui.benchmarks.table import BENCHMARKS, find_benchmark, recognise
 from mmrl.gui.coords import Size
 from mmrl.hub.tables import read_rows
 
@@ -72,7 +72,7 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
 def _recognised(path: str) -> Benchmark:
     file = Path(path).expanduser()
     if file.is_dir():
-        raise UserError(f"{file} is a folder; say which benchmark it holds with --benchmark")
+        raise UserError(f"{file} is a folder; say which benchmark it holds with --benchmark: {', '.join(BENCHMARKS)}")
     first = next((row.cells for row in read_rows(path, "test", None) if row.cells), {})
     return recognise(file, first)
 

@@ -117,6 +117,11 @@ def test_an_unknown_file_is_an_error_that_names_the_benchmarks(tmp_path):
         validate(str(write_json(tmp_path / "mine.json", [{"question": "?"}])))
 
 
+def test_a_folder_without_a_benchmark_is_an_error_that_names_them(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder.*--benchmark: screenspot, screenspot_v2"):
+        validate(str(tmp_path))
+
+
 def test_without_images_sizes_come_from_the_annotation(tmp_path):
     copy = screenspot_pro(tmp_path / "copy")
     shutil.rmtree(copy / "images")
