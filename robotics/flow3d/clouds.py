@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.geometry import apply_pose, lift
+from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["SceneCloud", "find_object", "normals_towards", "scene_cloud", "world_points"]
+__all__ = ["SceneCloud", "find_object", "hidden_places", "normals_towards", "scene_cloud", "world_points"]
 
 DILATE_PX = 2
 """Pixels around the object's mask that belong to neither part, since masks and depth disagree there."""
+HIDDEN_M = (0.01, 0.1)
+"""Ways behind a surface between which a place is held to be inside of something."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,32 @@ def find_object(
     near = distance.reshape(known.shape) <= reach_m
     found: NDArray[np.bool_] = known & near & (pixels[..., 2] >= points_world_m[:, 2].min() - 1e-9)
     return found
+
+
+def hidden_places(
+    observation: Observation, mask: NDArray[np.bool_], places_m: NDArray[np.float64]
+) -> NDArray[np.bool_]:
+    """Which places lie close behind the surface of the scene.
+
+    Args:
+        observation: depth and camera.
+        mask: (H, W) pixels of the object, which hides nothing here: fingers reach around it.
+        places_m: (n, 3) in the world frame.
+
+    Returns:
+        (n,), true from 1 cm to 10 cm behind a pixel of the scene: what lies deeper may be free again, and what lies
+        nearer may be at the surface.
+    """
+    uvz = project(apply_pose(inverse_pose(observation.T_world_cam), places_m), observation.K)
+    width, height = observation.size_px
+    ahead = np.where((uvz[:, 2] > 0)[:, None], uvz[:, :2], -1.0)
+    inside = ((ahead >= 0) & (ahead < [width, height])).all(-1)
+    columns, rows = np.where(inside, ahead.T, 0.0).astype(int)
+    seen = observation.depth_m[rows, columns]
+    scene = inside & ~mask[rows, columns] & np.isfinite(seen) & (seen > 0)
+    behind = uvz[:, 2] - np.where(scene, seen, np.inf)
+    hidden: NDArray[np.bool_] = (behind > HIDDEN_M[0]) & (behind < HIDDEN_M[1])
+    return hidden
 
 
 def normals_towards(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from mmrl.fields import bounded, choice
-from robotics.flow3d.act.choice import GraspPlan, ReachSettings
+from robotics.flow3d.act.choice import GraspPlan, ReachSettings, different_plans
 from robotics.flow3d.act.motion import interpolate_joints, interpolate_poses
 from robotics.flow3d.clouds import scene_cloud
 from robotics.flow3d.geometry import apply_pose
@@ -89,7 +89,7 @@ class Executor:
         """
         plans = (round_.chosen.plans if round_.chosen else None) or []
         stalled = False
-        for plan in _different(plans)[: self.settings.grasp_tries]:
+        for plan in different_plans(plans)[: self.settings.grasp_tries]:
             round_.plan = plan
             self.let_go()
             stalled = not self._move(plan.approach.joint_rad)
@@ -208,21 +208,6 @@ def _chosen(round_: PlanRound) -> tuple[GraspPlan, ObjectMotion]:
         raise ValueError("the round has no plan to carry out")
     round_.plan = plan
     return plan, round_.chosen.motion
-
-
-def _different(plans: list[GraspPlan]) -> list[GraspPlan]:
-    """The first plan and those whose grasp lies elsewhere or closes along another line."""
-    kept: list[GraspPlan] = []
-    for plan in plans:
-        pose = plan.grasp.T_world_grip
-        same = (
-            np.linalg.norm(pose[:3, 3] - other.grasp.T_world_grip[:3, 3]) < 0.01
-            and abs(pose[:3, 1] @ other.grasp.T_world_grip[:3, 1]) > 0.9
-            for other in kept
-        )
-        if not any(same):
-            kept.append(plan)
-    return kept
 
 
 def _asked(ask: Callable[[], Answer], failure: Failure) -> Answer:

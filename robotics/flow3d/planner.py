@@ -13,7 +13,9 @@ Source: arXiv 2506.06199. It looks only once, before the motion; looking again a
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +29,7 @@ from robotics.flow3d.act.ik import ArmIk
 from robotics.flow3d.check.outcome import render_outcome
 from robotics.flow3d.check.verdict import PlanFacts, Verifier, judged
 from robotics.flow3d.clip import FlowClip, Observation
-from robotics.flow3d.clouds import normals_towards, scene_cloud
+from robotics.flow3d.clouds import hidden_places, normals_towards, scene_cloud
 from robotics.flow3d.execution import Executor
 from robotics.flow3d.given import FlowModel
 from robotics.flow3d.plan_result import Failure, PlanFailed, PlanResult, PlanRound, PlanTry
@@ -56,6 +58,8 @@ class FlowPlanner:
         arm: the arm's kinematics.
         verifier: judges predicted outcomes; None accepts every plan without drawing it.
         grasps: rows of `PROPOSERS` or functions of the user, tried together.
+        otherwise: the same, tried where none of `grasps` can be used, such as for a drawer, which no gripper takes
+            around its middle.
         config: how a plan is made.
         locate: finds the pixels (H, W) of the object where the observation does not bring them.
 
@@ -71,12 +75,13 @@ class FlowPlanner:
         grasps: Sequence[str | GraspProposer] = ("primitive", "antipodal"),
         config: PlannerConfig | None = None,
         locate: Callable[[Observation], NDArray[np.bool_]] | None = None,
+        otherwise: Sequence[str | GraspProposer] = ("part",),
     ) -> None:
         self.config = config or PlannerConfig()
         check_config(self.config, "planner")
         self.predictor = Predictor(flow, self.config, locate)
         self.arm, self.verifier = arm, verifier
-        self.proposers = [_find_proposer(each) for each in grasps]
+        self.proposers = [[_find_proposer(each) for each in some] for some in (grasps, otherwise)]
         self.ik = ArmIk(arm, self.config.ik)
         self.clearance = ArmClearance(arm) if self.config.check_collisions else None
 
@@ -236,28 +241,31 @@ class FlowPlanner:
         self, round_: PlanRound, each: PlanTry, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64]
     ) -> list[GraspPlan]:
         assert each.motion is not None
-        proposals = self._propose(round_.observation, each.motion.points_world_m)
-        if not proposals:
-            each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m"
-            return []
-        plans, refused = choose_grasps(
-            proposals,
-            each.motion.T_t_0_world,
-            self.ik,
-            joint_rad,
-            clearance=self.clearance,
-            obstacles=self._obstacles(round_.observation, mask),
-            settings=self.config.reach,
-        )
-        if not plans:
+        surface = _surface(round_.observation, each.motion.points_world_m)
+        obstacles, refused = self._obstacles(round_.observation, mask), Counter[str]()
+        for proposers in self.proposers:
+            plans, why = choose_grasps(
+                self._propose(proposers, surface),
+                each.motion.T_t_0_world,
+                self.ik,
+                joint_rad,
+                clearance=self.clearance,
+                obstacles=obstacles,
+                settings=self.config.reach,
+            )
+            if plans:
+                return plans
+            refused += why
+        if refused:
             each.failure = Failure.UNREACHABLE
             each.detail = ", ".join(f"{count} x {reason}" for reason, count in refused.most_common())
-        return plans
+        else:
+            each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m"
+        return []
 
-    def _propose(self, observation: Observation, points_m: NDArray[np.float64]) -> list[Grasp]:
-        surface = ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
+    def _propose(self, proposers: Sequence[GraspProposer], surface: ObjectSurface) -> list[Grasp]:
         found: list[Grasp] = []
-        for propose in self.proposers:
+        for propose in proposers:
             try:
                 found += propose(surface, self.arm.max_opening_m)
             except Exception as error:  # a function of the user; the loop must end cleanly
@@ -268,7 +276,11 @@ class FlowPlanner:
         cloud, support = scene_cloud(observation, mask), self.config.support_z_m
         rest = cloud.rest_m if support is None else cloud.rest_m[cloud.rest_m[:, 2] > support + OVER_SUPPORT_M]
         rest = rest[:: max(1, len(rest) // SCENE_POINTS)]
-        return Obstacles(support, cloud.object_m, rest)
+        return Obstacles(support, cloud.object_m, rest, partial(hidden_places, observation, mask))
+
+
+def _surface(observation: Observation, points_m: NDArray[np.float64]) -> ObjectSurface:
+    return ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
 
 
 def _find_proposer(proposer: str | GraspProposer) -> GraspProposer:

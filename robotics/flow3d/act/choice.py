@@ -7,7 +7,7 @@ well is the default here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.clearance import ArmClearance
 
-__all__ = ["GraspPlan", "Obstacles", "ReachSettings", "choose_grasps", "held_path", "motion_path"]
+__all__ = ["GraspPlan", "Obstacles", "ReachSettings", "choose_grasps", "different_plans", "held_path", "motion_path"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class ReachSettings:
     """Height of the arm above the support, at least."""
     points_inside: int = bounded(3, at_least=0)
     """Points of object or scene that may lie inside the hand, as noise puts them there."""
+    hidden_share: float = bounded(0.05, at_least=0, below=1)
+    """Share of the hand that may be hidden by the scene at the grasp."""
+    plans: int = bounded(24, at_least=1)
+    """Plans after which no further grasp is tried; that with the least joint path is chosen among them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Obstacles:
     """(n, 3) the object before it moves."""
     scene_m: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 3)))
     """(m, 3) everything else above the support."""
+    hidden: Callable[[NDArray[np.float64]], NDArray[np.bool_]] | None = None
+    """Whether places (n, 3) lie close behind the scene, where nobody knows what there is; None to go there as well."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class GraspPlan:
 
     grasp: Grasp
     approach: JointPath
-    """From before the object to the grasp."""
+    """From the present pose, or from before the object, to the grasp."""
     motion: JointPath
     """From the grasp along the motion of the object."""
     places: NDArray[np.intp]
@@ -99,17 +105,16 @@ def choose_grasps(
     """
     settings = settings or ReachSettings()
     check_config(settings, "reach")
+    checks = _Checks(ik, start_rad, clearance, obstacles or Obstacles(), settings)
     plans: list[GraspPlan] = []
     refused: Counter[str] = Counter()
     for grasp in grasps:
+        if len(plans) >= settings.plans:
+            break
         for candidate in (grasp, grasp.turned):
-            plan = _plan(candidate, T_t_0_world, ik, start_rad, settings)
+            plan = checks.hand(candidate) or _plan(candidate, T_t_0_world, checks)
             if isinstance(plan, str):
                 refused[plan] += 1
-                continue
-            problem = _collision(plan, start_rad, ik, clearance, obstacles or Obstacles(), settings)
-            if problem:
-                refused[problem] += 1
             else:
                 plans.append(plan)
     return sorted(plans, key=lambda plan: plan.length_rad), refused
@@ -148,50 +153,111 @@ def held_path(
     return GraspPlan(Grasp(start, 1.0, 0.0, "in the hand"), here, path, places[1:], poses, path.length_rad)
 
 
-def _plan(
-    grasp: Grasp,
-    T_t_0_world: NDArray[np.float64],
-    ik: ArmIk,
-    start_rad: NDArray[np.float64],
-    settings: ReachSettings,
-) -> GraspPlan | str:
+def different_plans(plans: Sequence[GraspPlan]) -> list[GraspPlan]:
+    """The first plan and those whose grasp lies elsewhere or closes along another line."""
+    kept: list[GraspPlan] = []
+    for plan in plans:
+        pose = plan.grasp.T_world_grip
+        same = (
+            np.linalg.norm(pose[:3, 3] - other.grasp.T_world_grip[:3, 3]) < 0.01
+            and abs(pose[:3, 1] @ other.grasp.T_world_grip[:3, 1]) > 0.9
+            for other in kept
+        )
+        if not any(same):
+            kept.append(plan)
+    return kept
+
+
+def _plan(grasp: Grasp, T_t_0_world: NDArray[np.float64], checks: _Checks) -> GraspPlan | str:
     """The plan, or why there is none."""
-    T_grasp = grasp.T_world_grip
-    before = T_grasp.copy()
-    before[:3, 3] -= settings.standoff_m * T_grasp[:3, 2]
-    dense, _ = interpolate_poses(np.stack([before, T_grasp]), step_m=settings.step_m, step_rad=settings.step_rad)
-    approach = ik.follow(dense, start_rad)
-    if not approach.complete:
+    settings, ik = checks.settings, checks.ik
+    poses = gripper_poses(T_t_0_world, grasp.T_world_grip)
+    if ik.beyond(grasp.T_world_grip):
         return "the grasp is out of reach"
-    poses = gripper_poses(T_t_0_world, T_grasp)
-    path, places = motion_path(np.concatenate([T_grasp[None], poses]), ik, approach.joint_rad[-1], settings)
-    if not (path.reached[-1] if settings.goal_only else path.complete):
+    if ik.beyond(poses[-1:] if settings.goal_only else poses):
         return "the motion is out of reach"
-    length = float(np.linalg.norm(approach.joint_rad[0] - start_rad)) + approach.length_rad + path.length_rad
-    return GraspPlan(grasp, approach, path, places[1:], poses, length)
+    problem = "the grasp is out of reach"
+    for approach in _approaches(grasp, checks):
+        path, places = motion_path(
+            np.concatenate([grasp.T_world_grip[None], poses]), ik, approach.joint_rad[-1], settings
+        )
+        if not (path.reached[-1] if settings.goal_only else path.complete):
+            problem = "the motion is out of reach"
+            continue
+        length = float(np.linalg.norm(approach.joint_rad[0] - checks.start_rad))
+        length += approach.length_rad + path.length_rad
+        plan = GraspPlan(grasp, approach, path, places[1:], poses, length)
+        problem = checks.way(plan)
+        if not problem:
+            return plan
+    return problem
 
 
-def _collision(
-    plan: GraspPlan,
-    start_rad: NDArray[np.float64],
-    ik: ArmIk,
-    clearance: ArmClearance | None,
-    obstacles: Obstacles,
-    settings: ReachSettings,
-) -> str:
-    """What the arm would hit; empty if nothing."""
-    if clearance is None:
-        return ""
-    there = interpolate_joints(np.stack([start_rad, plan.approach.joint_rad[0]]), 8)
-    coming = np.concatenate([there, plan.approach.joint_rad])
-    if obstacles.support_z_m is not None:
-        lowest = clearance.lowest_m(np.concatenate([coming, plan.motion.joint_rad])).min()
-        if lowest < obstacles.support_z_m + settings.clearance_m:
-            return "the arm would hit the support"
-    coming_poses = np.stack([ik.pose(row) for row in coming])
-    if clearance.inside(coming_poses, obstacles.object_m).max(initial=0) > settings.points_inside:
-        return "the hand would hit the object"
-    all_poses = np.concatenate([coming_poses, np.stack([ik.pose(row) for row in plan.motion.joint_rad])])
-    if clearance.inside(all_poses, obstacles.scene_m).max(initial=0) > settings.points_inside:
-        return "the hand would hit the scene"
-    return ""
+def _approaches(grasp: Grasp, checks: _Checks) -> Iterator[JointPath]:
+    """Ways to a grasp: the hand straight through space, then the arm straight in joint space.
+
+    A search that starts far off may end with the elbow in the table or the wrist wound up; one that follows the hand
+    keeps the arm as it is. Where something is in the way of the hand, or a joint at its limit, the other one may do.
+    """
+    settings, ik, T_grasp = checks.settings, checks.ik, grasp.T_world_grip
+    steps = {"step_m": settings.step_m, "step_rad": settings.step_rad}
+    for poses in (
+        [ik.pose(checks.start_rad), before_grasp(T_grasp, settings), T_grasp],
+        [before_grasp(T_grasp, settings), T_grasp],
+    ):
+        dense, _ = interpolate_poses(np.stack(poses), **steps)
+        path = ik.follow(dense, checks.start_rad)
+        if path.complete:
+            yield path
+
+
+def before_grasp(T_world_grip: NDArray[np.float64], settings: ReachSettings) -> NDArray[np.float64]:
+    """(4, 4) the pose from which a grasp is approached along the fingers."""
+    before = T_world_grip.copy()
+    before[:3, 3] -= settings.standoff_m * T_world_grip[:3, 2]
+    return before
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """What the arm may hit on its way."""
+
+    ik: ArmIk
+    start_rad: NDArray[np.float64]
+    clearance: ArmClearance | None
+    obstacles: Obstacles
+    settings: ReachSettings
+
+    def hand(self, grasp: Grasp) -> str:
+        """What the hand would hit at a grasp and before it, whatever the arm does; empty if nothing."""
+        if self.clearance is None:
+            return ""
+        ends = np.stack([before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
+        problem = self._hits(ends, self.obstacles.object_m, "object") or self._hits(
+            ends, self.obstacles.scene_m, "scene"
+        )
+        if not problem and self.obstacles.hidden is not None:
+            hidden = self.obstacles.hidden(self.clearance.places_m(grasp.T_world_grip)).mean()
+            problem = "the hand would reach where nothing is seen" if hidden > self.settings.hidden_share else ""
+        return problem
+
+    def way(self, plan: GraspPlan) -> str:
+        """What arm and hand would hit on the whole way; empty if nothing."""
+        if self.clearance is None:
+            return ""
+        there = interpolate_joints(np.stack([self.start_rad, plan.approach.joint_rad[0]]), 8)
+        coming = np.concatenate([there, plan.approach.joint_rad])
+        if self.obstacles.support_z_m is not None:
+            lowest = self.clearance.lowest_m(np.concatenate([coming, plan.motion.joint_rad])).min()
+            if lowest < self.obstacles.support_z_m + self.settings.clearance_m:
+                return "the arm would hit the support"
+        coming_poses = np.stack([self.ik.pose(row) for row in coming])
+        all_poses = np.concatenate([coming_poses, np.stack([self.ik.pose(row) for row in plan.motion.joint_rad])])
+        return self._hits(coming_poses, self.obstacles.object_m, "object") or self._hits(
+            all_poses, self.obstacles.scene_m, "scene"
+        )
+
+    def _hits(self, T_world_grip: NDArray[np.float64], points_m: NDArray[np.float64], name: str) -> str:
+        assert self.clearance is not None
+        most = self.clearance.inside(T_world_grip, points_m).max(initial=0)
+        return f"the hand would hit the {name}" if most > self.settings.points_inside else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from robotics.flow3d.geometry import inverse_pose, make_pose
+from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
 
 if TYPE_CHECKING:
     import mujoco
@@ -61,6 +61,11 @@ class ArmClearance:
             height = self._data.geom_xpos[geoms, 2] + (up * centre).sum(-1) - (np.abs(up) * half).sum(-1)
             lowest[row] = height.min()
         return lowest
+
+    def places_m(self, T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(n, 3) corners, edges and middles of the hand's boxes at a pose (4, 4) of the grip."""
+        grid = np.stack(np.meshgrid(*[(-1.0, 0.0, 1.0)] * 3), -1).reshape(-1, 3)
+        return apply_pose(T_world_grip @ self._boxes, grid * self._halves[:, None]).reshape(-1, 3)
 
     def inside(
         self, T_world_grip: NDArray[np.float64], points_m: NDArray[np.float64], margin_m: float = 0.0

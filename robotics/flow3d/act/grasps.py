@@ -1,4 +1,4 @@
-"""Proposals of where to grasp an object: around its middle, on opposite surfaces, or from a function of the user.
+"""Proposals of where to grasp an object: at its middle, on opposite surfaces, at its parts, or by a user's function.
 
 The frame of a grip has z along the fingers, towards the object, and y along the line on which they close.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from robotics.flow3d.geometry import make_pose
+from robotics.flow3d.geometry import farthest_points, make_pose
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,6 +23,7 @@ __all__ = [
     "GraspProposer",
     "ObjectSurface",
     "antipodal_grasps",
+    "part_grasps",
     "primitive_grasps",
     "with_unseen_side",
 ]
@@ -35,6 +36,10 @@ SLAB_M = 0.012
 """Half of the width of a finger."""
 PLAY_M = 0.004
 """Space that a finger needs on its side."""
+PART_M = 0.03
+"""Points within this distance belong to a part of an object."""
+GAP_M = 0.015
+"""Space between surfaces into which a finger goes."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,45 @@ def antipodal_grasps(
     return grasps
 
 
+def part_grasps(
+    surface: ObjectSurface, max_opening_m: float, *, places: int = 16, directions: int = 6, closing: int = 2
+) -> list[Grasp]:
+    """Grasps on parts of an object that is too large to be taken as a whole: handles, knobs, rims.
+
+    Around points spread over the object, the fingers come from above, from slanting directions and along the normal,
+    and close across the part where it is thinnest. A gap as wide as a finger ends a part.
+
+    Args:
+        surface: what is seen of the object.
+        max_opening_m: grasps that need more are left out.
+        places: points of the object, as far from each other as possible.
+        directions: slanting directions of approach over a whole turn.
+        closing: lines on which the fingers close for each direction, that across the thinnest side first.
+
+    Returns:
+        The grasps, thin parts with the higher scores.
+    """
+    down, slope = np.array([0.0, 0.0, -1.0]), math.pi / 4
+    turns = 2 * math.pi * np.arange(directions) / max(directions, 1)
+    slanting = [math.sin(slope) * np.array([math.cos(a), math.sin(a), 0.0]) + math.cos(slope) * down for a in turns]
+    found: list[Grasp] = []
+    for place in farthest_points(surface.points_m, places):
+        middle = surface.points_m[place]
+        near = surface.points_m[np.linalg.norm(surface.points_m - middle, axis=-1) < PART_M]
+        inward = -surface.normals[place]
+        for approach in [down, *slanting, *([inward] if inward[2] < 0.1 else [])]:
+            for line in _closing_lines(near, approach, closing):
+                depth = float(np.mean([(near @ approach).min(), (near @ approach).max()]))
+                depth = min(depth, float((near @ approach).min()) + FINGER_M)
+                tip = middle + (depth - middle @ approach) * approach
+                pose = make_pose(np.stack([np.cross(line, approach), line, approach], -1), tip)
+                grasp = _fitted(surface, pose, max_opening_m, gap_m=GAP_M)
+                found += (
+                    [] if grasp is None else [replace(grasp, score=1 - grasp.width_m / max_opening_m, source="part")]
+                )
+    return sorted(found, key=lambda grasp: -grasp.score)
+
+
 def with_unseen_side(surface: ObjectSurface) -> ObjectSurface:
     """Add the surface turned by half a turn about the vertical through the middle of its box."""
     points, normals = surface.points_m, surface.normals
@@ -176,13 +220,29 @@ def _grip_pose(place_m: NDArray[np.float64], approach: NDArray[np.float64], yaw_
     return make_pose(np.stack([np.cross(y, approach), y, approach], -1), place_m)
 
 
-def _fitted(surface: ObjectSurface, pose: NDArray[np.float64], max_opening_m: float) -> Grasp | None:
-    """The grasp with the fingers centred on what lies between them; None where they do not open far enough."""
+def _closing_lines(near_m: NDArray[np.float64], approach: NDArray[np.float64], count: int) -> list[NDArray[np.float64]]:
+    """Unit vectors across an approach: that along which points spread least, and others at equal angles to it."""
+    flat = (near_m - near_m.mean(0)) @ (np.eye(3) - np.outer(approach, approach))
+    _, axes = np.linalg.eigh(flat.T @ flat + np.outer(approach, approach) * 1e3)
+    thin = axes[:, 0]
+    other = np.cross(approach, thin)
+    return [math.cos(a) * thin + math.sin(a) * other for a in math.pi * np.arange(count) / count]
+
+
+def _fitted(
+    surface: ObjectSurface, pose: NDArray[np.float64], max_opening_m: float, gap_m: float = math.inf
+) -> Grasp | None:
+    """The grasp with the fingers centred on what lies between them; None where they do not open far enough.
+
+    What lies beyond a gap, seen from the middle, is not between the fingers.
+    """
     local = (surface.points_m - pose[:3, 3]) @ pose[:3, :3]
-    between = local[(np.abs(local[:, 0]) < SLAB_M) & (np.abs(local[:, 2]) < FINGER_M), 1]
+    between = np.sort(local[(np.abs(local[:, 0]) < SLAB_M) & (np.abs(local[:, 2]) < FINGER_M), 1])
     if len(between) == 0:
         return None
-    low, high = between.min(), between.max()
+    runs = np.split(between, np.flatnonzero(np.diff(between) > gap_m) + 1)
+    run = min(runs, key=lambda values: float(np.abs(values).min()))
+    low, high = run[0], run[-1]
     width = float(high - low)
     if width > max_opening_m - 2 * PLAY_M:
         return None
@@ -215,4 +275,8 @@ def _spread(places_m: NDArray[np.float64], count: int, apart_m: float = 0.01) ->
     return picked
 
 
-PROPOSERS: dict[str, GraspProposer] = {"primitive": primitive_grasps, "antipodal": antipodal_grasps}
+PROPOSERS: dict[str, GraspProposer] = {
+    "primitive": primitive_grasps,
+    "antipodal": antipodal_grasps,
+    "part": part_grasps,
+}

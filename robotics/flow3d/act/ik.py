@@ -129,6 +129,12 @@ class ArmIk:
         others = [dof for dof in range(model.nv) if dof not in set(self._places)]
         self._still = [mink.DofFreezingTask(model, others)] if others else None
         self._tasks = [self._frame, home]
+        self._base_m, self._reach_m = self._span()
+
+    def beyond(self, T_world_grip: NDArray[np.float64]) -> bool:
+        """Whether any of the poses (..., 4, 4) is farther from the first joint than the stretched arm is long."""
+        away = np.linalg.norm(T_world_grip[..., :3, 3] - self._base_m, axis=-1)
+        return bool((away > self._reach_m + self.settings.position_tolerance_m).any())
 
     def pose(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
         """(4, 4) T_world_grip at angles (J,)."""
@@ -222,6 +228,16 @@ class ArmIk:
         position, rotation = data.site_xpos[self._site], data.site_xmat[self._site].reshape(3, 3)
         away = float(np.linalg.norm(position - T_world_grip[:3, 3]))
         return away, float(angle_rad(rotation, T_world_grip[:3, :3]))
+
+    def _span(self) -> tuple[NDArray[np.float64], float]:
+        """Place of the first joint, and the sum of the ways from joint to joint to the grip; no limit with slides."""
+        import mujoco
+
+        data, joints = self._configuration.data, [self.model.joint(name) for name in self.arm.joints]
+        places = [data.xanchor[joint.id].copy() for joint in joints] + [data.site_xpos[self._site].copy()]
+        hinges = all(joint.type[0] == mujoco.mjtJoint.mjJNT_HINGE for joint in joints)
+        ways = np.linalg.norm(np.diff(places, axis=0), axis=-1)
+        return places[0], float(ways.sum()) if hinges else np.inf
 
     def _posture(self, joint_rad: NDArray[np.float64]) -> NDArray[np.float64]:
         posture = self._middle.copy()

@@ -73,7 +73,9 @@ def object_motion(
         scale_m: see `fit_motions`; 0.03 suits the flow of a model.
         from_first_predicted: measure the motion from the first predicted frame, as the public viewer does, in place of
             the observed points, as the paper says.
-        smooth_window: frames of the moving average; 1 for none.
+        smooth_window: frames of the moving average; 1 for none. A frame is moved and turned at most as far as its
+            points disagree about its motion: flow that is one rigid motion is followed to the letter, round corners
+            as those above a hole too.
         support_z_m: height below which no point of the object may come; None for no limit.
 
     Returns:
@@ -87,7 +89,8 @@ def object_motion(
     T = camera_to_world_motion(fit.T_t_0, clip.observation.T_world_cam)
     points = clip.points_world_m if points_world_m is None else points_world_m
     motion = ObjectMotion(T, points, fit)
-    T = smooth_motions(T, motion.centre_m, smooth_window)
+    size = np.linalg.norm(points - motion.centre_m, axis=-1).mean()
+    T = smooth_motions(T, motion.centre_m, smooth_window, shift_m=fit.rmse_m, turn_rad=fit.rmse_m / max(size, 1e-6))
     if support_z_m is not None:
         T = lift_above(T, points, support_z_m)
     return ObjectMotion(T, points, fit)
@@ -119,7 +122,14 @@ def gripper_poses(T_t_0_world: NDArray[np.float64], T_world_grip: NDArray[np.flo
     return T_t_0_world @ T_world_grip
 
 
-def smooth_motions(T: NDArray[np.float64], centre_m: NDArray[np.float64], window: int = 3) -> NDArray[np.float64]:
+def smooth_motions(
+    T: NDArray[np.float64],
+    centre_m: NDArray[np.float64],
+    window: int = 3,
+    *,
+    shift_m: NDArray[np.float64] | None = None,
+    turn_rad: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
     """Moving average of motions: of the centre's way, and of rotation vectors about the middle frame of a window.
 
     Windows shrink towards both ends, so that the first position, which counts as a frame of its own, and the last
@@ -129,6 +139,8 @@ def smooth_motions(T: NDArray[np.float64], centre_m: NDArray[np.float64], window
         T: (T, 4, 4).
         centre_m: (3,) point of the object in the first frame.
         window: odd number of frames.
+        shift_m: (T,) most that the centre is moved by in each frame; None for no limit.
+        turn_rad: (T,) most that each frame is turned by; None for no limit.
 
     Returns:
         (T, 4, 4).
@@ -139,10 +151,18 @@ def smooth_motions(T: NDArray[np.float64], centre_m: NDArray[np.float64], window
     for frame in range(1, len(frames)):
         half = min(window // 2, frame, len(frames) - 1 - frame)
         near = slice(frame - half, frame + half + 1)
-        turns = turn_of(rotations[frame].T @ rotations[near])
-        rotation = rotations[frame] @ turn_by(turns.mean(0))
-        smoothed[frame - 1] = make_pose(rotation, centres[near].mean(0) - rotation @ centre_m)
+        turn = turn_of(rotations[frame].T @ rotations[near]).mean(0)
+        shift = centres[near].mean(0) - centres[frame]
+        turn = turn if turn_rad is None else _at_most(turn, turn_rad[frame - 1])
+        shift = shift if shift_m is None else _at_most(shift, shift_m[frame - 1])
+        rotation = rotations[frame] @ turn_by(turn)
+        smoothed[frame - 1] = make_pose(rotation, centres[frame] + shift - rotation @ centre_m)
     return smoothed
+
+
+def _at_most(vector: NDArray[np.float64], length: float) -> NDArray[np.float64]:
+    """The vector, shortened where it is longer."""
+    return vector * min(1.0, length / max(float(np.linalg.norm(vector)), 1e-12))
 
 
 def lift_above(T: NDArray[np.float64], points_m: NDArray[np.float64], support_z_m: float) -> NDArray[np.float64]:

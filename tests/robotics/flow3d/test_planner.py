@@ -210,6 +210,22 @@ def test_one_missed_grasp_is_followed_by_another():
     assert np.linalg.norm(robot.centre - GOAL) < 0.012
 
 
+def test_other_proposers_are_asked_where_none_of_the_first_can_be_used():
+    asked = []
+
+    def remembered(name, found):
+        return lambda surface, opening: asked.append(name) or (from_above(surface, opening) if found else [])
+
+    for first, expected in ((True, ["first"]), (False, ["first", "other"])):
+        asked.clear()
+        grasps, otherwise = (remembered("first", first),), (remembered("other", True),)
+        result = planner(clip_to(GOAL), grasps=grasps, otherwise=otherwise).run(FakeRobot(BenchArm("panda")))
+        assert result.executed, (result.failure, result.detail)
+        assert asked == expected
+    nothing = planner(clip_to(GOAL), grasps=(), otherwise=()).run(FakeRobot(BenchArm("panda")))
+    assert nothing.failure is Failure.NO_GRASP
+
+
 def test_a_dropped_object_is_grasped_and_planned_for_anew():
     arm = BenchArm("panda")
     robot = FakeRobot(arm, slip_after=1)
@@ -272,10 +288,13 @@ def test_drift_is_zero_for_another_view_of_the_same_surface():
     assert drift_of(side + np.array([0, 0, 0.2]), front) > 0.1
 
 
-@pytest.mark.parametrize("actor", ["panda", "ur5e"])
-def test_true_flow_places_the_mug_in_physics(actor):
-    with FlowTabletop(task="place_red", actor=actor) as robot:
-        robot.reset(0)
+@pytest.mark.parametrize(
+    ("task", "actor", "seed"),
+    [("place_red", "ur5e", 0), ("insert_blue", "ur5e", 5), ("pour", "gen3", 1), ("open_red", "panda", 0)],
+)
+def test_true_flow_does_every_task_in_physics(task, actor, seed):
+    with FlowTabletop(task=task, actor=actor) as robot:
+        robot.reset(seed)
         config = PlannerConfig(flow_scale_m=0.01)
         result = FlowPlanner(TrueFlow(robot), robot.arm, GeometricVerifier(), config=config).run(robot)
         assert result.executed, (result.failure, result.detail)

@@ -1,12 +1,14 @@
 """Which grasp an arm takes, and what it keeps clear of, with MuJoCo's own distances as the judge."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 pytest.importorskip("mink")
 import mujoco
 
-from robotics.flow3d.act.choice import Obstacles, ReachSettings, choose_grasps, held_path
+from robotics.flow3d.act.choice import Obstacles, ReachSettings, choose_grasps, different_plans, held_path
 from robotics.flow3d.act.clearance import ArmClearance
 from robotics.flow3d.act.grasps import Grasp, primitive_grasps
 from robotics.flow3d.act.ik import ArmIk
@@ -26,7 +28,13 @@ def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
     grasps = primitive_grasps(surface, arm.max_opening_m)
     clear = Obstacles(0.0, surface.points_m)
     plans, refused = choose_grasps(
-        grasps, LIFT_AND_CARRY, ik, ik.home_rad, clearance=ArmClearance(arm), obstacles=clear
+        grasps,
+        LIFT_AND_CARRY,
+        ik,
+        ik.home_rad,
+        clearance=ArmClearance(arm),
+        obstacles=clear,
+        settings=ReachSettings(plans=1000),
     )
     assert plans
     assert len(plans) + refused.total() == 2 * len(grasps)
@@ -35,9 +43,21 @@ def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
         poses = np.stack([ik.pose(row) for row in plan.motion.joint_rad[plan.places]])
         np.testing.assert_allclose(poses[:, :3, 3], plan.T_world_grip[:, :3, 3], atol=0.004)
         np.testing.assert_allclose(plan.T_world_grip, LIFT_AND_CARRY @ plan.grasp.T_world_grip)
-        first = ik.pose(plan.approach.joint_rad[0])
-        way = plan.grasp.T_world_grip[:3, 3] - first[:3, 3]
-        np.testing.assert_allclose(way, 0.1 * plan.grasp.T_world_grip[:3, 2], atol=0.004)
+        np.testing.assert_allclose(plan.approach.joint_rad[0], ik.home_rad, atol=0.02)
+        assert np.abs(np.diff(plan.approach.joint_rad, axis=0)).max() < ik.settings.jump_rad
+        coming = np.stack([ik.pose(row) for row in plan.approach.joint_rad[-3:]])
+        ways = plan.grasp.T_world_grip[:3, 3] - coming[:, :3, 3]
+        np.testing.assert_allclose(ways, np.outer([0.1, 0.05, 0.0], plan.grasp.T_world_grip[:3, 2]), atol=0.004)
+
+
+def test_the_search_ends_after_so_many_plans_and_different_ones_close_elsewhere(arm):
+    ik, grasps = ArmIk(arm), primitive_grasps(box((0.03, 0.02, 0.05)), arm.max_opening_m)
+    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ik, ik.home_rad, settings=ReachSettings(plans=3))
+    assert 3 <= len(plans) <= 4
+    assert len(plans) + refused.total() < 2 * len(grasps)
+    other = dataclasses.replace(plans[0], grasp=Grasp(shift((0, 0.02, 0))[0] @ plans[0].grasp.T_world_grip, 1, 0, ""))
+    turned = dataclasses.replace(plans[0], grasp=plans[0].grasp.turned)
+    assert different_plans([plans[0], turned, other]) == [plans[0], other]
 
 
 def test_a_motion_out_of_reach_is_refused_unless_only_its_goal_counts(arm):

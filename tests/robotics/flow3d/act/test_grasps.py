@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from robotics.flow3d.act.grasps import Grasp, ObjectSurface, antipodal_grasps, primitive_grasps, with_unseen_side
+from robotics.flow3d.act.grasps import (
+    Grasp,
+    ObjectSurface,
+    antipodal_grasps,
+    part_grasps,
+    primitive_grasps,
+    with_unseen_side,
+)
 
 
 def box(half, middle=(0.5, 0.0, 0.05), spacing=0.008):
@@ -48,6 +55,22 @@ def test_primitives_close_on_the_narrow_sides_at_the_middle():
     level = [grasp for grasp in grasps if abs(grasp.T_world_grip[2, 2]) < 0.01]
     assert level
     assert all(abs(grasp.T_world_grip[2, 1]) < 1e-9 for grasp in level), "fingers close level"
+
+
+def test_parts_of_a_thing_too_large_for_the_fingers_are_taken_where_they_are_thin():
+    front, bar = box((0.02, 0.1, 0.1), (0.5, 0.0, 0.11)), box((0.006, 0.05, 0.008), (0.42, 0.0, 0.1), 0.004)
+    normals = np.concatenate([front.normals, bar.normals])
+    drawer = ObjectSurface(np.concatenate([front.points_m, bar.points_m]), normals)
+    grasps = part_grasps(drawer, 0.08)
+    assert all(is_rotation(grasp.T_world_grip) and grasp.width_m < 0.08 for grasp in grasps)
+    assert all(grasp.T_world_grip[2, 2] < 0.11 for grasp in grasps), "never from below"
+    assert [grasp.score for grasp in grasps] == sorted((grasp.score for grasp in grasps), reverse=True)
+    at_bar = [grasp for grasp in grasps if abs(grasp.T_world_grip[0, 3] - 0.42) < 0.005]
+    down = [grasp for grasp in at_bar if grasp.T_world_grip[2, 2] < -0.99 and abs(grasp.T_world_grip[0, 1]) > 0.99]
+    assert down, "from above, across the bar"
+    for grasp in down:
+        assert grasp.width_m == pytest.approx(0.012, abs=1e-3), "the front behind the gap is not between the fingers"
+        np.testing.assert_allclose(grasp.T_world_grip[2, 3], 0.1, atol=0.009)
 
 
 def test_primitives_are_centred_where_the_fingers_close():

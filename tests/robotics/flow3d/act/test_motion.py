@@ -88,6 +88,18 @@ def test_smoothing_keeps_even_motions_and_both_ends_and_calms_noise():
     assert angle_rad(calm[:-1], even[:-1]).mean() < 0.8 * angle_rad(noisy[:-1], even[:-1]).mean()
 
 
+def test_smoothing_goes_no_farther_than_it_may():
+    way = np.array([[0, 0, 0.1], [0.1, 0, 0.1], [0.2, 0, 0.1], [0.2, 0, 0.0]])
+    corner = np.stack([make_pose(turn_by(np.array([0, 0, x])), np.array([x, 0.0, z])) for x, _, z in way])
+    limits = {"shift_m": np.array([0.001, 0, 0.1, 0]), "turn_rad": np.array([0.01, 0, 1.0, 0])}
+    free, tight = smooth_motions(corner, np.zeros(3), 3), smooth_motions(corner, np.zeros(3), 3, **limits)
+    shifts = np.linalg.norm(tight[:, :3, 3] - corner[:, :3, 3], axis=-1)
+    np.testing.assert_allclose(shifts[:2], [0.001, 0.0], atol=1e-9)
+    np.testing.assert_allclose(angle_rad(tight[:2], corner[:2]), [0.01, 0.0], atol=1e-6)
+    np.testing.assert_allclose(tight[2:], free[2:], atol=1e-12)
+    assert np.linalg.norm(free[2, :3, 3] - corner[2, :3, 3]) > 0.01
+
+
 def test_no_point_comes_below_the_support():
     points = np.array([[0.0, 0, 0.02], [0, 0.1, 0.3]])
     T = np.stack([make_pose(np.eye(3), np.array([0.1, 0, z])) for z in (-0.05, 0.1)])
