@@ -342,5 +342,14 @@ EVALUATIONS: dict[str, RecipeEntry] = _entries(
         "protocol of InfiXAI/InfiGUI-G1 eval/eval.py",
         trains=False,
     ),
+    RecipeEntry(
+        "flow3d_eval",
+        "robotics.flow3d.closed_loop.recipe",
+        "Flow3dEvaluation",
+        "Flow3dEvaluationConfig",
+        "a world model of 3D flow in closed loop, on arms, objects and backgrounds it has and has not seen",
+        "3DFlowAction, arXiv 2506.06199",
+        trains=False,
+    ),
 )
 """What `mmrl evaluate` runs and nothing trains."""

@@ -24,7 +24,16 @@ from robotics.vla.policy import PolicyInputs
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 from robotics.vla.vocabulary import PADDING, Vocabulary
 
-__all__ = ["Block", "EncoderConfig", "InstructionEncoder", "ObservationEncoder", "StateScale"]
+__all__ = [
+    "GROUPS",
+    "KEYPOINT_SHARPNESS",
+    "Block",
+    "EncoderConfig",
+    "InstructionEncoder",
+    "ObservationEncoder",
+    "StateScale",
+    "expected_places",
+]
 
 PATCHES = 4
 """Patch tokens on a side."""
@@ -223,7 +232,7 @@ class _ImageStem(nn.Module):
         tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places
         if self.keypoints is None or self.keypoint_token is None:
             return tokens
-        found = _expected_places(self.keypoints(features))
+        found = expected_places(self.keypoints(features))
         return torch.cat([tokens, self.keypoint_token(found)[:, None]], 1)
 
 
@@ -248,7 +257,7 @@ class Block(nn.Module):
         return hidden + self.narrow(functional.gelu(self.wide(self.between(hidden))))
 
 
-def _expected_places(maps: Tensor) -> Tensor:
+def expected_places(maps: Tensor) -> Tensor:
     """(B, k, h, w) scores to (B, 2k) expected positions in -1..1 under the softmax of each map."""
     weight = maps.float().flatten(2).softmax(-1).unflatten(-1, maps.shape[2:])
     rows = torch.linspace(-1, 1, maps.shape[2], device=maps.device)

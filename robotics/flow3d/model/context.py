@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from robotics.flow3d.model.inputs import FlowInputs
+from robotics.flow3d.model.keypoints import Keypoints
 from robotics.flow3d.model.point_codes import (
     CODE_SIZE,
     clip_places,
@@ -43,7 +44,7 @@ class Context:
     tokens: Tensor
     """(B, L, W)."""
     text: Tensor
-    """(B, W) the instruction as a whole."""
+    """(B, W) the instruction as a whole, with the places that it speaks of where there are keypoints."""
     points: Tensor
     """(B, N, N, 3) query points in -1..1."""
 
@@ -91,6 +92,7 @@ class SmallContext(ContextEncoder):
         self.place = nn.Linear(octave_size(2), width)
         self.point = nn.Linear(octave_size(3), width)
         self.block = Block(width, config.heads)
+        self.keypoints = Keypoints(config.keypoints, config.channels, width) if config.keypoints else None
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: FlowInputs, keep_text: Tensor) -> Context:
@@ -100,7 +102,9 @@ class SmallContext(ContextEncoder):
         patches = functional.pixel_unshuffle(pixels, self.config.patch_px).flatten(2).transpose(1, 2)
         seen = self.block(self.patch(patches) + self.place(self._patch_code()) + text[:, None])
         points = self.point(octave_code(inputs.points.flatten(1, 2)))
-        return Context(self.norm(torch.cat([seen, text[:, None], points], 1)), text, inputs.points)
+        # what the instruction is about is as much a condition of the whole as the instruction itself
+        whole = text if self.keypoints is None else text + self.keypoints(pixels, text)
+        return Context(self.norm(torch.cat([seen, whole[:, None], points], 1)), whole, inputs.points)
 
     def check_texts(self, texts: Sequence[str]) -> None:
         """See `ContextEncoder.check_texts`."""

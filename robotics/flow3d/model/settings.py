@@ -102,6 +102,10 @@ class ConditionConfig:
     """Side of a patch; read by small."""
     heads: int = bounded(4, at_least=1)
     """Attention heads; read by small."""
+    keypoints: int = bounded(32, at_least=0)
+    """Places of the picture that the instruction picks out, beside the patches; 0 = none; read by small."""
+    channels: int = bounded(32, at_least=8, multiple_of=8)
+    """Feature maps from which the keypoints are read; read by small."""
     words: int = bounded(24, at_least=1)
     """Largest number of words of an instruction; read by small."""
     text: str = ""

@@ -133,10 +133,39 @@ class Demonstrator:
             if mask is None or mask.sum() < LEAST_PIXELS:
                 continue
             points = self._query_points(observation, depth_m, form.grid)
-            motion = scene.ideal_motion(self._motion)[frame_indices(self._motion, form.num_frames)[1:]]
-            uvz = self._moved(points, motion)
-            found.append(self._clip(observation, points, np.concatenate([uvz, np.ones_like(uvz[..., :1])], -1)))
+            found.append(self._clip(observation, points, self.flow_of(points, form.num_frames)))
         return found
+
+    def flow_of(self, points: NDArray[np.float64], num_frames: int) -> NDArray[np.float64]:
+        """True flow of points of the object, all of which count as visible.
+
+        Args:
+            points: (N, N, 3) in the picture of the episode's start.
+            num_frames: T.
+
+        Returns:
+            (T, N, N, 4).
+        """
+        motion = self.scene.ideal_motion(self._motion)[frame_indices(self._motion, num_frames)[1:]]
+        uvz = self._moved(points, motion)
+        return np.concatenate([uvz, np.ones_like(uvz[..., :1])], -1)
+
+    def goals(self, points: NDArray[np.float64]) -> dict[str, list[float]]:
+        """Where each instruction for the same object takes the middle of some points.
+
+        Args:
+            points: (..., 3) u, v, z in the picture of the episode's start.
+
+        Returns:
+            Instruction to (3,) in the world frame.
+        """
+        scene, state = self.scene, self.scene.state(self.scene.start)
+        start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
+        return {
+            other.instruction: apply_pose(other.keys(state)[-1] @ inverse_pose(scene.start), start).mean(0).tolist()
+            for other in FLOW_TASKS.values()
+            if other.furniture is scene.task.furniture and other.moved == scene.task.moved
+        }
 
     def film(self) -> RgbdVideo:
         """The whole demonstration as a camera sees it, with the true masks and motion of the object.
@@ -187,16 +216,7 @@ class Demonstrator:
             "colours": config.colours,
             "background": config.background,
             "seed": self.scene.seed,
-            "goals_world_m": self._goals(points),
-        }
-
-    def _goals(self, points: NDArray[np.float64]) -> dict[str, list[float]]:
-        scene, state = self.scene, self.scene.state(self.scene.start)
-        start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
-        return {
-            other.instruction: apply_pose(other.keys(state)[-1] @ inverse_pose(scene.start), start).mean(0).tolist()
-            for other in FLOW_TASKS.values()
-            if other.furniture is scene.task.furniture and other.moved == scene.task.moved
+            "goals_world_m": self.goals(points),
         }
 
     def _query_points(self, observation: Observation, depth_m: NDArray[np.float32], grid: int) -> NDArray[np.float64]:

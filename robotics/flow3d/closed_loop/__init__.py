@@ -1,0 +1,24 @@
+"""Closed loops in the scenes: episodes, one run of a planner in physics, its measures, and their evaluation.
+
+    episodes = list_episodes(FlowEpisodesConfig(arms=["panda", "ur5e"], episodes=20))
+    with FlowStage(settings, model) as stage:
+        rows = [stage.run(episode) for episode in episodes]
+    print(loop_metrics(rows)["success/closed_loop"])
+
+Importing the package loads none of its modules, only what is taken from it.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "robotics.flow3d.closed_loop.episodes": ("FlowEpisode", "FlowEpisodesConfig", "list_episodes"),
+    "robotics.flow3d.closed_loop.measure": ("FlowLoopMeasure", "evaluate_flow", "loop_metrics"),
+    "robotics.flow3d.closed_loop.recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
+    "robotics.flow3d.closed_loop.settings": ("LoopConfig", "VerifierConfig"),
+    "robotics.flow3d.closed_loop.sources": ("TrueFlow",),
+    "robotics.flow3d.closed_loop.stage": ("FlowStage",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

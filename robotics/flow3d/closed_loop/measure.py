@@ -1,0 +1,243 @@
+"""What episodes come to: success by task, arm and what is held out, errors of the flow, and the verifier's record."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.fields import bounded
+from mmrl.training.loop.breakdown import part_metric
+from mmrl.training.loop.evaluation import Measure, Trial, with_interval
+from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.outcomes import Outcome
+from mmrl.training.record.resumable import ResumableRows, short_digest
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.record.statistics import wilson_interval
+from robotics.flow3d.closed_loop.episodes import FlowEpisode
+from robotics.flow3d.closed_loop.settings import LoopConfig
+from robotics.flow3d.closed_loop.stage import FlowStage, Row, Source
+
+__all__ = ["FlowLoopMeasure", "LoopEvaluationConfig", "evaluate_flow", "loop_metrics", "loop_table"]
+
+LOGGER = logging.getLogger("mmrl")
+SUCCESS = "success/closed_loop"
+PARTS = ("task", "family", "arm", "shape", "layouts", "colours", "background")
+"""Columns of a row that success is broken down by."""
+SWAP = "accuracy/language_swap"
+
+
+@dataclass
+class LoopEvaluationConfig(EvaluationConfig):
+    """Evaluation in closed loop: each episode once."""
+
+    greedy: bool = False
+    """Not for flow; must stay false."""
+    films: int = bounded(2, at_least=0)
+    """Episodes of each task and arm that are filmed, the first ones; 0 = none."""
+
+    def validate(self) -> None:
+        """Check that the fields fit together; raises ValueError."""
+        super().validate()
+        if self.greedy or self.temperature != 1.0:
+            raise ValueError("evaluation.greedy and evaluation.temperature mean nothing for flow; leave them out")
+
+
+@dataclass
+class FlowLoopMeasure(Measure[FlowEpisode]):
+    """Success of a source of flow over episodes; see `loop_metrics` for what is measured."""
+
+    stage: FlowStage
+    evaluation: LoopEvaluationConfig
+    split: str
+    run_dir: Path
+    conditions: Mapping[str, Any]
+    """What the rows depend on besides the episodes: settings, and the digest of the model."""
+    shows_progress: bool = False
+
+    unit = "episodes"
+
+    def __post_init__(self) -> None:
+        self._filmed: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def batch_size(self) -> int:
+        """Episodes run one after the other."""
+        return 1
+
+    def run(self, batch: Sequence[Trial[FlowEpisode]], start: int) -> list[Row]:
+        """Run an episode."""
+        rows = []
+        for trial in batch:
+            film = self._film(trial.task)
+            row = {"index": trial.index, "repeat": trial.repeat, **self.stage.run(trial.task, film)}
+            rows.append(row | {"film": None if film is None else str(film.relative_to(self.run_dir))})
+        return rows
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowEpisode]) -> dict[str, float]:
+        """See `loop_metrics`."""
+        return loop_metrics(rows)
+
+    def record(self, row: Row) -> SampleRecord:
+        """An episode with its numbers."""
+        errors = "no flow" if row.get("ade_cm") is None else f"ADE {row['ade_cm']:.1f} cm, FDE {row['fde_cm']:.1f} cm"
+        tries = row["tries"]
+        return SampleRecord(
+            id=row["id"],
+            prompt=f"{row['arm']}: {row['instruction']}",
+            response=f"{len(tries)} predictions, {errors}",
+            outputs=row.pop("pictures", []),
+            reward=float(row["success"]),
+            finish=_ending(row),
+            correct=row["success"],
+        )
+
+    def outcome(self, row: Row) -> Outcome | None:
+        """Whether an episode succeeded; nothing where it broke down."""
+        if row["failed"]:
+            return None
+        scores = {SUCCESS: float(row["success"])}
+        if row["ade_cm"] is not None:
+            scores["flow/ade_cm"] = row["ade_cm"]
+        return Outcome(row["id"], scores, {name: row[name] for name in PARTS})
+
+    def saved_rows(self, tasks: Sequence[FlowEpisode], processes: int) -> ResumableRows:
+        """The episodes file of this model, these settings and episodes."""
+        digest = short_digest("\n".join(task.id for task in tasks).encode())
+        conditions = {"episodes": digest, **self.conditions}
+        return ResumableRows(self.run_dir / "episodes", self.split, conditions, {"pictures"})
+
+    def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
+        """Log the table of successes."""
+        LOGGER.info("%s:\n%s", self.split, loop_table(rows))
+
+    def _film(self, episode: FlowEpisode) -> Path | None:
+        kind = episode.scene.task, episode.scene.actor
+        self._filmed[kind] += 1
+        if self._filmed[kind] > self.evaluation.films:
+            return None
+        return self.run_dir / "videos" / f"{self.split}-{episode.id.replace('/', '-')}.mp4"
+
+
+def evaluate_flow(
+    source: Source, episodes: Sequence[FlowEpisode], settings: LoopConfig | None = None
+) -> tuple[dict[str, float], list[Row]]:
+    """Run episodes and measure them, without files.
+
+    Args:
+        source: a model of flow, such as a `FlowWorldModel`, or what makes one for a scene, such as `TrueFlow`.
+        episodes: see `list_episodes`.
+        settings: who verifies, and how it is planned and carried out; defaults when None.
+
+    Returns:
+        The metrics of `loop_metrics`, and a row for each episode as `FlowStage.run` describes it.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+    with FlowStage(settings or LoopConfig(), source) as stage:
+        rows = [stage.run(episode) for episode in episodes]
+    return loop_metrics(rows), rows
+
+
+def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Metrics of episodes.
+
+    Args:
+        rows: see `FlowStage.run`; those that broke down are counted and belong to nothing else.
+
+    Returns:
+        success/closed_loop with Wilson's 95 % interval, overall and by task, family, arm, shape and what is held out;
+        success/of_families, the mean over place, pour, insert and drawer; flow/ade_cm, flow/fde_cm and
+        flow/rotation_deg; accuracy/language_swap; the verifier's precision, recall and false accepts; tries of an
+        episode; episodes that broke down, and those that ended early, by reason.
+    """
+    sound = [row for row in rows if not row["failed"]]
+    found = _success(sound, SUCCESS)
+    for column in PARTS:
+        values = list(dict.fromkeys(row[column] for row in sound))
+        for value in values if len(values) > 1 or column == "arm" else ():
+            own = [row for row in sound if row[column] == value]
+            found |= _success(own, part_metric(SUCCESS, column, value))
+    families = [np.mean([row["success"] for row in own]) for own in _by_family(sound)]
+    found["success/of_families"] = float(np.mean(families)) if families else float("nan")
+    for name in ("ade_cm", "fde_cm", "rotation_deg"):
+        known = [row[name] for row in sound if row[name] is not None]
+        middle = np.median if name == "rotation_deg" else np.mean
+        found[f"flow/{name}"] = float(middle(known)) if known else float("nan")
+    found |= _swap(sound) | _verifier(sound)
+    found["plan/tries"] = float(np.mean([len(row["tries"]) for row in sound])) if sound else float("nan")
+    found["episode/failed/closed_loop"] = float(len(rows) - len(sound))
+    for reason, count in Counter(row["failure"] for row in sound if row["failure"]).most_common():
+        found[f"plan/ended/{reason}"] = float(count)
+    return found
+
+
+def loop_table(rows: Sequence[Row]) -> str:
+    """Successes of each task with each arm and overall, with Wilson intervals and how the failures ended.
+
+    Args:
+        rows: see `FlowStage.run`.
+
+    Returns:
+        Lines of text.
+    """
+    kinds = list(dict.fromkeys((row["task"], row["arm"]) for row in rows))
+    width = max([len(f"{task} {arm}") for task, arm in kinds] + [len("all")])
+    lines = [f"{'':<{width}}  success  95 % interval    failures"]
+    for kind in [*kinds, None]:
+        own = [row for row in rows if kind is None or (row["task"], row["arm"]) == kind]
+        sound = [row for row in own if not row["failed"]]
+        done = sum(row["success"] for row in sound)
+        low, high = wilson_interval(done, len(sound))
+        share = done / len(sound) if sound else float("nan")
+        ends = Counter(_ending(row) for row in own if not row["success"])
+        label = "all" if kind is None else " ".join(kind)
+        said = ", ".join(f"{count} {reason}" for reason, count in ends.most_common())
+        lines.append(f"{label:<{width}}  {done:>3}/{len(sound):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {said}")
+    return "\n".join(lines)
+
+
+def _ending(row: Row) -> str:
+    if row["failed"]:
+        return "broke down"
+    if row["success"]:
+        return "success"
+    return str(row["failure"]) or "not " + ", not ".join(row["failed_criteria"])
+
+
+def _success(rows: Sequence[Row], name: str) -> dict[str, float]:
+    return with_interval(name, [[float(row["success"])] for row in rows], None)
+
+
+def _by_family(rows: Sequence[Row]) -> list[list[Row]]:
+    names = dict.fromkeys(row["family"] for row in rows)
+    return [[row for row in rows if row["family"] == name] for name in names]
+
+
+def _swap(rows: Sequence[Row]) -> dict[str, float]:
+    swaps = [float(hit) for row in rows for hit in row["swaps"]]
+    return with_interval(SWAP, [[hit] for hit in swaps], None) if swaps else {}
+
+
+def _verifier(rows: Sequence[Row]) -> dict[str, float]:
+    """Of all predictions that were judged: is an accepted one right, and is a right one accepted?"""
+    judged = [(bool(each["ok"]), bool(each["meets"])) for row in rows for each in row["tries"] if _is_judged(each)]
+    if not judged:
+        return {}
+    accepted, right = [meets for ok, meets in judged if ok], [ok for ok, meets in judged if meets]
+    return {
+        "verifier/precision": float(np.mean(accepted)) if accepted else float("nan"),
+        "verifier/recall": float(np.mean(right)) if right else float("nan"),
+        "verifier/accepts": len(accepted) / len(judged),
+        "verifier/judged": float(len(judged)),
+    }
+
+
+def _is_judged(each: Row) -> bool:
+    return each["ok"] is not None and each["meets"] is not None

@@ -1,0 +1,166 @@
+"""Evaluation in closed loop: a world model, a planner, and arms in physics, by `mmrl evaluate`.
+
+It trains nothing; `mmrl train` refuses it. The model is a folder or that of a run, whose best checkpoint is taken;
+`truth` is the scenes' own flow, an upper bound for every model.
+
+Source: arXiv 2506.06199, whose protocol is 10 trials a task and arm with random poses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields, parts_of
+from mmrl.files import expanded
+from mmrl.training.export import chosen_checkpoint
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
+from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
+from robotics.flow3d.closed_loop.settings import LoopConfig
+from robotics.flow3d.closed_loop.sources import TrueFlow
+from robotics.flow3d.closed_loop.stage import FlowStage, Source
+
+__all__ = ["Flow3dEvaluation", "Flow3dEvaluationConfig"]
+
+LOGGER = logging.getLogger("mmrl")
+TRUTH = "truth"
+
+
+@dataclass
+class FlowSourceConfig:
+    """Where flow comes from."""
+
+    path: str = ""
+    """Folder of a world model, or of the run that trained it; truth = the scenes' own flow."""
+
+
+@dataclass
+class ComputeConfig:
+    """How the evaluation computes."""
+
+    mixed_precision: str = "none"
+    """Must stay none."""
+    threads: int = bounded(1, at_least=0)
+    """CPU threads of torch; 0 = leave as it is."""
+
+
+@dataclass
+class Flow3dEvaluationConfig:
+    """A source of flow, how it is used, and the episodes."""
+
+    recipe: str = ""
+    """flow3d_eval."""
+    output_dir: str = "runs/flow3d-eval"
+    """Folder of episodes, films and report; episodes that are there are not run again."""
+    seed: int = 0
+    """Of the predictions."""
+    model: FlowSourceConfig = field(default_factory=FlowSourceConfig)
+    """Where flow comes from."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """Verifier, grasps, planner; `loop.seed` is replaced by `seed`."""
+    eval_data: dict[str, FlowEpisodesConfig] = field(default_factory=dict)
+    """Sets of episodes by a name of your choice; the first is the headline."""
+    evaluation: LoopEvaluationConfig = field(default_factory=LoopEvaluationConfig)
+    """Films and samples."""
+    trainer: ComputeConfig = field(default_factory=ComputeConfig)
+    """Threads, under the name that they have in training runs."""
+
+    def validate(self) -> None:
+        """Check the fields and that there is something to evaluate; raises ValueError or UserError."""
+        check_fields(self)
+        if not self.eval_data:
+            raise ValueError("eval_data is empty; name a set of episodes: eval_data: {seen: {arms: [panda]}}")
+        if not self.model.path:
+            raise ValueError("model.path names no world model; use the folder of a run, or truth for the true flow")
+        for part in parts_of(self):
+            if hasattr(part, "validate"):
+                part.validate()
+
+
+class Flow3dEvaluation:
+    """What `mmrl evaluate` needs of a recipe.
+
+    Args:
+        config: model, planner and episodes.
+
+    Raises:
+        UserError: the model cannot be read, or a set names something unknown.
+    """
+
+    def __init__(self, config: Flow3dEvaluationConfig) -> None:
+        self.config = config
+        self.eval_tasks = {name: list_episodes(data) for name, data in config.eval_data.items()}
+        self._folder = model_folder(config.model.path)
+        self.policy: nn.Module = nn.Identity()
+        self._source: Source = TrueFlow
+        if self._folder is not None:
+            from robotics.flow3d.model import FlowWorldModel
+
+            self.policy = self._source = FlowWorldModel.from_pretrained(self._folder).eval()
+        self._stage = FlowStage(dataclasses.replace(config.loop, seed=config.seed), self._source)
+
+    def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+        """Run the episodes of a set."""
+        config = self.config
+        measure = FlowLoopMeasure(
+            self._stage, config.evaluation, split, expanded(config.output_dir), self._conditions(), True
+        )
+        limit = config.evaluation.max_tasks or None
+        return evaluate_tasks([measure], self.eval_tasks[split][:limit], config.evaluation.records, accelerator)
+
+    def close(self) -> None:
+        """Free the renderers."""
+        self._stage.close()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing of a training run's state changes an evaluation."""
+
+    def _conditions(self) -> dict[str, Any]:
+        import mujoco
+
+        settings = dataclasses.asdict(self._stage.settings)
+        weights = TRUTH if self._folder is None else weights_digest(self._folder)
+        return {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder of a world model; None for the true flow.
+
+    Args:
+        path: folder of a model or of a run, which stands for its best checkpoint, else its newest one; there the
+            evaluated average is taken where there is one.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if path == TRUTH:
+        return None
+    folder = expanded(path)
+    if not folder.is_dir():
+        raise UserError(f"model.path {path!r} is no folder; train a world model first, or use {TRUTH}")
+    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+        checkpoint = chosen_checkpoint(folder)
+        averaged = checkpoint / "eval_ema"
+        folder = averaged if averaged.is_dir() else checkpoint / "model"
+        LOGGER.info("evaluating %s", folder)
+    return folder
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of a model's folder."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,192 @@
+"""Runs episodes in physics: a scene for each kind of episode, a planner in it, and what came of each run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.fields import check_config
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.closed_loop.films import Film
+from robotics.flow3d.closed_loop.settings import LoopConfig, open_verifier, verifier_in
+from robotics.flow3d.given import FlowModel
+from robotics.flow3d.model.metrics import flow_errors, goal_reached
+from robotics.flow3d.planner import FlowPlanner
+from robotics.flow3d.scenes.demonstrator import Demonstrator
+from robotics.flow3d.scenes.tabletop import FlowTabletop
+from robotics.flow3d.scenes.tasks import FLOW_TASKS
+
+if TYPE_CHECKING:
+    from robotics.flow3d.closed_loop.episodes import FlowEpisode
+    from robotics.flow3d.plan_result import PlanResult, PlanRound, PlanTry
+    from robotics.flow3d.scenes.scene import SceneConfig
+
+__all__ = ["FlowStage", "Row", "Source"]
+
+LOGGER = logging.getLogger("mmrl")
+
+Row = dict[str, Any]
+"""What came of one episode, as JSON holds it; see `FlowStage.run`."""
+Source = FlowModel | Callable[[FlowTabletop], FlowModel]
+"""A model of flow, or what makes one for a scene, such as `TrueFlow`."""
+
+
+class FlowStage:
+    """Scenes with planners of one source of flow; each is built once and kept until `close`.
+
+    Args:
+        settings: who verifies, and how it is planned and carried out.
+        source: a model of flow, or what makes one for a scene.
+
+    Raises:
+        UserError: an option is out of range, or the verifier's model cannot be read.
+    """
+
+    def __init__(self, settings: LoopConfig, source: Source) -> None:
+        check_config(settings, "loop")
+        self.settings, self.source = settings, source
+        # A class such as TrueFlow has `predict` as well, but makes a model for each scene.
+        self._model = source if not isinstance(source, type) and hasattr(source, "predict") else None
+        self._verifier = open_verifier(settings.verifier)
+        self._sets: dict[SceneConfig, tuple[FlowTabletop, FlowPlanner]] = {}
+
+    def run(self, episode: FlowEpisode, film: Path | None = None) -> Row:
+        """Run one episode to its end.
+
+        Args:
+            episode: which one.
+            film: mp4 to write, with the predicted flow over the pictures; None films nothing.
+
+        Returns:
+            id, task, family, arm, shape, layouts, colours, background, number and instruction of the episode; success
+            and failed_criteria, as the scene judges; failure and detail of the planner, empty where the plan was
+            carried out; tries, each with ok, score and reason of the verifier and `meets`, whether the predicted end
+            would do the task; ade_cm, fde_cm and rotation_deg of the flow that was carried out, else of the first one,
+            null without any; swaps, whether the model follows each other instruction; seconds. An episode that broke
+            down has a true `failed` and a reason, and no success.
+        """
+        row = _about(episode)
+        started = time.perf_counter()
+        try:
+            row |= self._run(episode, film)
+        except Exception as error:  # one episode must not end an evaluation; it is counted as broken
+            LOGGER.warning("%s broke down: %s: %s", episode.id, type(error).__name__, error)
+            row |= {"failed": True, "success": False, "reason": f"{type(error).__name__}: {error}", "tries": []}
+        return row | {"seconds": time.perf_counter() - started}
+
+    def scene(self, episode: FlowEpisode) -> FlowTabletop:
+        """The scene of an episode, at its start."""
+        return self._prepare(episode)[0]
+
+    def close(self) -> None:
+        """Free all renderers."""
+        for robot, _ in self._sets.values():
+            robot.close()
+        self._sets.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, episode: FlowEpisode, film: Path | None) -> Row:
+        robot, planner = self._prepare(episode)
+        seed = self.settings.seed * 1_000_003 + 1009 * episode.number
+        with Film(robot, film) as recording:
+            result = planner.run(robot, seed=seed)
+            outcome = robot.success()
+            recording.result, recording.success = result, outcome.success
+        # What was predicted is judged against the scene as it was at the start.
+        robot.reset(episode.number)
+        return {
+            "failed": False,
+            "reason": "",
+            "success": outcome.success,
+            "failed_criteria": list(outcome.failed),
+            "failure": str(result.failure or ""),
+            "detail": result.detail,
+            "plans": len(result.rounds),
+            "tries": [_try_row(each, robot) for each in result.rounds[0].tries] if result.rounds else [],
+            **self._flow_rows(robot, planner, result, seed),
+        }
+
+    def _flow_rows(self, robot: FlowTabletop, planner: FlowPlanner, result: PlanResult, seed: int) -> Row:
+        found: Row = {"ade_cm": None, "fde_cm": None, "rotation_deg": None, "swaps": []}
+        if not result.rounds or not (first := result.rounds[0]).tries:
+            return found
+        chosen = first.chosen or first.tries[0]
+        demonstrator = Demonstrator(robot)
+        if len(chosen.flow):
+            truth = FlowClip(first.observation, first.points, demonstrator.flow_of(first.points, len(chosen.flow)))
+            errors = flow_errors(chosen.flow[None], truth)
+            found |= {name: getattr(errors, name) for name in ("ade_cm", "fde_cm", "rotation_deg")}
+        if self.settings.language_swap and self._model is not None:
+            found["swaps"] = _swaps(planner, first, demonstrator.goals(first.points), seed)
+        return found
+
+    def _prepare(self, episode: FlowEpisode) -> tuple[FlowTabletop, FlowPlanner]:
+        # Tasks with the same furniture share a scene.
+        robot, planner = self._sets.get(key := _key(episode.scene), (None, None))
+        if robot is None or planner is None:
+            robot = FlowTabletop(episode.scene)
+            verifier = verifier_in(self.settings.verifier, self._verifier, robot)
+            flow = self._model if self._model is not None else self.source(robot)  # type: ignore[operator]
+            planner = FlowPlanner(flow, robot.arm, verifier, self.settings.grasps, self.settings.planner)
+            self._sets[key] = robot, planner
+        robot.give(episode.scene.task)
+        robot.reset(episode.number)
+        return robot, planner
+
+
+def _key(scene: SceneConfig) -> SceneConfig:
+    furniture = FLOW_TASKS[scene.task].furniture
+    return dataclasses.replace(
+        scene, task=next(name for name, task in FLOW_TASKS.items() if task.furniture is furniture)
+    )
+
+
+def _about(episode: FlowEpisode) -> Row:
+    scene = episode.scene
+    return {
+        "id": episode.id,
+        "task": scene.task,
+        "family": episode.family,
+        "arm": scene.actor,
+        "shape": scene.shape,
+        "layouts": scene.layouts,
+        "colours": scene.colours,
+        "background": scene.background,
+        "number": episode.number,
+        "instruction": FLOW_TASKS[scene.task].instruction,
+    }
+
+
+def _try_row(each: PlanTry, robot: FlowTabletop) -> Row:
+    verdict, motion = each.verdict, each.motion
+    return {
+        "ok": None if verdict is None else verdict.ok,
+        "score": None if verdict is None else verdict.score,
+        "reason": "" if verdict is None else verdict.reason,
+        "failure": str(each.failure or ""),
+        "meets": None if motion is None else robot.success(motion.T_t_0_world[-1] @ robot.start).success,
+    }
+
+
+def _swaps(planner: FlowPlanner, first: PlanRound, goals: dict[str, list[float]], seed: int) -> list[bool]:
+    """For each other instruction of the picture, whether the object goes nearest to where that says."""
+    found = []
+    for text in goals:
+        if text == first.observation.instruction:
+            continue
+        asked = dataclasses.replace(first.observation, instruction=text)
+        flow = planner.predictor.model.predict(asked, first.points, 1, seed)[0]
+        end_m = FlowClip(asked, first.points, np.asarray(flow, dtype=np.float64)).flow_world_m[-1]
+        found.append(goal_reached(end_m, goals, text))
+    return found
