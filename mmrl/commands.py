@@ -26,6 +26,7 @@ DEMOS = {
     "diffusion": ("diffusion.demo", "runs/diffusion-demo"),
     "robot": ("robotics.demo", "runs/robot-demo"),
     "gui": ("mmrl.gui.demo", "runs/gui-demo"),
+    "flow": ("robotics.flow3d.demo", "runs/flow-demo"),
 }
 LISTED = {
     "recipes": {"recipes": ""},
@@ -225,7 +226,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace) -> int:
-    """A warm start and reinforcement learning of a tiny model from end to end, then a report."""
+    """A tiny model from its data to a report, such as a warm start and reinforcement learning."""
     module, folder = DEMOS[args.name]
     for line in importlib.import_module(module).run(args.output or Path(folder)):
         say(line)

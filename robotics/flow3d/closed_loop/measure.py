@@ -76,7 +76,10 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         for trial in batch:
             film = self._film(trial.task)
             row = {"index": trial.index, "repeat": trial.repeat, **self.stage.run(trial.task, film)}
-            rows.append(row | {"film": None if film is None else str(film.relative_to(self.run_dir))})
+            row["film"] = str(film.relative_to(self.run_dir)) if film is not None and film.is_file() else None
+            if trial.index < self.evaluation.records:
+                row["pictures"] = self.stage.pictures()
+            rows.append(row)
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowEpisode]) -> dict[str, float]:
@@ -84,14 +87,14 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         return loop_metrics(rows)
 
     def record(self, row: Row) -> SampleRecord:
-        """An episode with its numbers."""
+        """An episode with its flow, the predicted outcome, and its numbers."""
         errors = "no flow" if row.get("ade_cm") is None else f"ADE {row['ade_cm']:.1f} cm, FDE {row['fde_cm']:.1f} cm"
         tries = row["tries"]
         return SampleRecord(
             id=row["id"],
             prompt=f"{row['arm']}: {row['instruction']}",
             response=f"{len(tries)} predictions, {errors}",
-            outputs=row.pop("pictures", []),
+            outputs=row.get("pictures", []),
             reward=float(row["success"]),
             finish=_ending(row),
             correct=row["success"],
@@ -121,7 +124,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         self._filmed[kind] += 1
         if self._filmed[kind] > self.evaluation.films:
             return None
-        return self.run_dir / "videos" / f"{self.split}-{episode.id.replace('/', '-')}.mp4"
+        return self.run_dir / "videos" / f"step-000000-{self.split}-{episode.id.replace('/', '-')}.mp4"
 
 
 def evaluate_flow(

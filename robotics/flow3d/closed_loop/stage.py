@@ -17,12 +17,15 @@ from robotics.flow3d.closed_loop.films import Film
 from robotics.flow3d.closed_loop.settings import LoopConfig, open_verifier, verifier_in
 from robotics.flow3d.given import FlowModel
 from robotics.flow3d.model.metrics import flow_errors, goal_reached
+from robotics.flow3d.model.pictures import draw_flow
 from robotics.flow3d.planner import FlowPlanner
 from robotics.flow3d.scenes.demonstrator import Demonstrator
 from robotics.flow3d.scenes.tabletop import FlowTabletop
 from robotics.flow3d.scenes.tasks import FLOW_TASKS
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from robotics.flow3d.closed_loop.episodes import FlowEpisode
     from robotics.flow3d.plan_result import PlanResult, PlanRound, PlanTry
     from robotics.flow3d.scenes.scene import SceneConfig
@@ -55,6 +58,7 @@ class FlowStage:
         self._model = source if not isinstance(source, type) and hasattr(source, "predict") else None
         self._verifier = open_verifier(settings.verifier)
         self._sets: dict[SceneConfig, tuple[FlowTabletop, FlowPlanner]] = {}
+        self._last: PlanResult | None = None
 
     def run(self, episode: FlowEpisode, film: Path | None = None) -> Row:
         """Run one episode to its end.
@@ -72,7 +76,7 @@ class FlowStage:
             down has a true `failed` and a reason, and no success.
         """
         row = _about(episode)
-        started = time.perf_counter()
+        started, self._last = time.perf_counter(), None
         try:
             row |= self._run(episode, film)
         except Exception as error:  # one episode must not end an evaluation; it is counted as broken
@@ -83,6 +87,18 @@ class FlowStage:
     def scene(self, episode: FlowEpisode) -> FlowTabletop:
         """The scene of an episode, at its start."""
         return self._prepare(episode)[0]
+
+    def pictures(self) -> list[Image.Image]:
+        """Of the last episode: the flow that was carried out over the first picture, and its predicted outcome."""
+        first = self._last.rounds[0] if self._last is not None and self._last.rounds else None
+        if first is None or not first.tries or not len((chosen := first.chosen or first.tries[0]).flow):
+            return []
+        from PIL import Image
+
+        found = [draw_flow(first.observation.rgb, first.points, chosen.flow)]
+        if chosen.after is not None:
+            found.append(Image.fromarray(chosen.after).resize(found[0].size, Image.Resampling.NEAREST))
+        return found
 
     def close(self) -> None:
         """Free all renderers."""
@@ -101,7 +117,7 @@ class FlowStage:
         seed = self.settings.seed * 1_000_003 + 1009 * episode.number
         with Film(robot, film) as recording:
             result = planner.run(robot, seed=seed)
-            outcome = robot.success()
+            self._last, outcome = result, robot.success()
             recording.result, recording.success = result, outcome.success
         # What was predicted is judged against the scene as it was at the start.
         robot.reset(episode.number)

@@ -1,0 +1,182 @@
+"""Closed loops: episodes, what a run reports, what runs come to, and `mmrl evaluate`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mmrl.config import load_run
+from mmrl.errors import ConfigError, UserError
+from mmrl.training.runs import evaluate
+from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
+
+mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[flow3d]'")
+pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
+
+from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes  # noqa: E402
+from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
+from robotics.flow3d.closed_loop.settings import LoopConfig, VerifierConfig  # noqa: E402
+from robotics.flow3d.closed_loop.sources import TrueFlow  # noqa: E402
+from robotics.flow3d.closed_loop.stage import FlowStage  # noqa: E402
+from robotics.flow3d.scenes.demonstrator import Demonstrator  # noqa: E402
+from robotics.flow3d.scenes.tasks import FLOW_TASKS  # noqa: E402
+
+PLACE = FlowEpisodesConfig(tasks=["place_red"], arms=["free_gripper"], episodes=1, image_size=64)
+
+
+class Listens:
+    """Moves points straight to where the instruction says, or, when deaf, always to the same place."""
+
+    def __init__(self, goals, deaf_to=None):
+        self.goals, self.deaf_to = goals, deaf_to
+
+    def predict(self, observation, points, samples=1, seed=0):
+        goal = np.array(self.goals[self.deaf_to or observation.instruction])
+        start = apply_pose(observation.T_world_cam, lift(points, observation.K).reshape(-1, 3))
+        shares = np.linspace(0, 1, 6)[1:, None, None]
+        ways = start + shares * (goal - start.mean(0)) + np.sin(np.pi * shares) * np.array([0, 0, 0.1])
+        uvz = project(apply_pose(inverse_pose(observation.T_world_cam), ways), observation.K).reshape(5, *points.shape)
+        return np.repeat(np.concatenate([uvz, np.ones((*uvz.shape[:-1], 1))], -1)[None], samples, axis=0)
+
+
+def goals_of(episode):
+    with FlowStage(LoopConfig(), TrueFlow) as stage:
+        scene = stage.scene(episode)
+        mask = scene.object_mask()
+        uv = np.argwhere(mask)[:, ::-1] + 0.5
+        return Demonstrator(scene).goals(np.concatenate([uv, scene.true_depth()[mask][:, None]], -1))
+
+
+def test_episodes_are_paired_over_arms_and_hold_out_what_is_asked_for():
+    config = FlowEpisodesConfig(tasks=["pour", "open_red"], arms=["panda", "gen3"], episodes=3, objects="held_out")
+    found = list_episodes(config)
+    assert len(found) == 12
+    assert [(each.scene.task, each.scene.actor) for each in found[:4]] == [
+        ("pour", "panda"),
+        ("open_red", "panda"),
+        ("pour", "gen3"),
+        ("open_red", "gen3"),
+    ]
+    assert all(FLOW_TASKS[each.scene.task].shapes[each.scene.shape].held_out for each in found)
+    assert {each.scene.shape for each in found if each.scene.task == "pour"} == {"jug", "square_cup"}
+    numbers = {arm: [each.number for each in found if each.scene.actor == arm] for arm in config.arms}
+    assert numbers["panda"] == numbers["gen3"] == [0, 0, 1, 1, 2, 2]
+    assert len({each.id for each in found}) == 12
+    with pytest.raises(UserError, match="arms are sawyer; there are panda"):
+        list_episodes(FlowEpisodesConfig(arms=["sawyer"]))
+
+
+def test_true_flow_does_the_task_and_has_no_error():
+    metrics, (row,) = evaluate_flow(TrueFlow, list_episodes(PLACE))
+    assert row["success"], (row["failure"], row["detail"], row["failed_criteria"])
+    assert not row["failed"]
+    assert row["ade_cm"] == pytest.approx(0, abs=1e-6)
+    assert [each["meets"] for each in row["tries"]] == [True]
+    assert row["swaps"] == []
+    assert metrics["success/closed_loop"] == metrics["success/of_families"] == 1
+    assert metrics["verifier/precision"] == metrics["verifier/recall"] == 1
+
+
+@pytest.mark.parametrize(("deaf", "followed"), [(False, [True, True]), (True, [False, False])])
+def test_the_language_swap_tells_whether_a_model_listens(deaf, followed):
+    (episode,) = list_episodes(PLACE)
+    text = FLOW_TASKS["place_red"].instruction
+    settings = LoopConfig(verifier=VerifierConfig(kind="oracle"))
+    metrics, (row,) = evaluate_flow(Listens(goals_of(episode), text if deaf else None), [episode], settings)
+    assert row["swaps"] == followed
+    assert metrics["accuracy/language_swap"] == float(not deaf)
+    assert row["tries"][0]["ok"] is True
+    assert 0 < row["ade_cm"] < 20
+
+
+def test_a_plan_without_a_way_is_a_named_failure_and_a_broken_episode_is_counted_apart():
+    class Far:
+        def predict(self, observation, points, samples=1, seed=0):
+            raise OSError("no weights")
+
+    def breaks(robot):
+        raise RuntimeError("out of memory")
+
+    episodes = list_episodes(PLACE)
+    metrics, (row,) = evaluate_flow(Far(), episodes, LoopConfig(language_swap=False))
+    assert (row["failed"], row["success"], row["failure"]) == (False, False, "model_failed")
+    assert metrics["plan/ended/model_failed"] == 1
+    assert metrics["success/closed_loop"] == 0
+    metrics, (row,) = evaluate_flow(breaks, episodes)
+    assert row["failed"]
+    assert row["reason"] == "RuntimeError: out of memory"
+    assert metrics["episode/failed/closed_loop"] == 1
+    assert np.isnan(metrics["success/closed_loop"])
+    assert "1 broke down" in loop_table([row])
+
+
+def made(success, *, task="pour", arm="panda", tries=(), failed=False, failure="", swaps=()):
+    known = {"failed": failed, "success": success, "failure": failure, "failed_criteria": ["tilted"], "reason": ""}
+    about = {"task": task, "family": FLOW_TASKS[task].family, "arm": arm, "shape": "mug", "layouts": "held_out"}
+    flow = {"ade_cm": 2.0 if success else None, "fde_cm": 3.0, "rotation_deg": 5.0, "swaps": list(swaps)}
+    judged = [{"ok": ok, "meets": meets} for ok, meets in tries]
+    return {**known, **about, **flow, "colours": "train", "background": "train", "tries": judged}
+
+
+def test_metrics_by_hand():
+    rows = [
+        made(True, tries=[(True, True)], swaps=[True, True]),
+        made(False, tries=[(False, True), (True, False)], failure="unreachable", swaps=[False, True]),
+        made(True, task="open_red", tries=[(True, True), (None, True)]),
+        made(False, task="open_red", arm="ur5e", tries=[(False, False)]),
+        made(False, failed=True),
+    ]
+    found = loop_metrics(rows)
+    assert found["success/closed_loop"] == 0.5
+    assert found["success/closed_loop/low"] == pytest.approx(0.15004, abs=1e-4)  # Wilson, 2 of 4
+    assert found["success/closed_loop/arm=panda"] == pytest.approx(2 / 3)
+    assert found["success/closed_loop/family=drawer"] == 0.5
+    assert found["success/of_families"] == 0.5
+    assert found["verifier/precision"] == pytest.approx(2 / 3)
+    assert found["verifier/recall"] == pytest.approx(2 / 3)
+    assert found["accuracy/language_swap"] == 0.75
+    assert found["flow/ade_cm"] == 2
+    assert found["plan/tries"] == 1.5
+    assert found["plan/ended/unreachable"] == 1
+    assert found["episode/failed/closed_loop"] == 1
+    assert "success/closed_loop/shape=mug" not in found  # all have it
+    lines = loop_table(rows).splitlines()
+    assert lines[1].split()[:3] == ["pour", "panda", "1/2"]
+    assert lines[-1].split()[:2] == ["all", "2/4"]
+
+
+def test_mmrl_evaluate_writes_films_and_a_report_and_runs_no_episode_twice(tmp_path, monkeypatch):
+    overrides = [
+        f"output_dir={tmp_path / 'eval'}",
+        "model.path=truth",
+        "eval_data={arms: {arms: [free_gripper], tasks: [place_red], episodes: 1, image_size: 48}}",
+        *(f"eval_data.{name}={{tasks: [place_red], arms: [free_gripper], episodes: 1}}" for name in ("objects",)),
+        "evaluation.films=1",
+    ]
+    entry, config = load_run("configs/robotics/flow3d_eval.yaml", overrides)
+    del config.eval_data["background"], config.eval_data["objects"]
+    found = evaluate(entry, config)
+    assert found["arms/success/closed_loop"] == 1
+    folder = tmp_path / "eval"
+    assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
+    (film,) = (folder / "videos").glob("step-000000-arms-place_red-free_gripper-*.mp4")
+    assert film.stat().st_size > 10_000
+    (episodes,) = (folder / "episodes").glob("arms-*.jsonl")
+    assert json.loads(episodes.read_text())["film"] == f"videos/{film.name}"
+    monkeypatch.setattr(FlowStage, "run", lambda *arguments: pytest.fail("an episode ran again"))
+    assert evaluate(entry, config) == found
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.path=''", "model.path names no world model"),
+        ("loop.verifier.kind=vlm", "verifier.path names no model"),
+        ("loop.grasps=[suction]", "there are primitive, antipodal"),
+        ("evaluation.greedy=true", "mean nothing for flow"),
+        ("eval_data.arms.arms=[sawyer]", "arms are sawyer"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(override, said):
+    with pytest.raises((ConfigError, UserError), match=said):
+        load_run("configs/robotics/flow3d_eval.yaml", ["model.path=truth", override])
