@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from diffusion.critic import Critic, CriticConfig, CriticTrainer
 from diffusion.flow_matching import (
     FlowMatching,
-    TimestepConfig,
     check_matching,
     matching_sampler,
     matching_trainer,
@@ -41,6 +40,7 @@ from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import SCORES, DiffusionConfig
 from diffusion.shaping import RewardShaping, ShapingConfig
+from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts

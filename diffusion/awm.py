@@ -19,61 +19,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from diffusion.decisions import mean_over_decisions
-from diffusion.ema import EMAWeights, kl_ema_decay
-from diffusion.flow_matching import (
-    FlowMatching,
-    Matching,
-    TimestepConfig,
-    check_matching,
-    matching_sampler,
-    matching_trainer,
-)
-from diffusion.forward_process import NoisyRows
-from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood
+from diffusion.awm_loss import AwmLoss, AwmSettings, with_ratio
+from diffusion.ema import EMAWeights
+from diffusion.flow_matching import FlowMatching, check_matching, matching_sampler, matching_trainer
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig
+from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
-from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
 from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["AwmConfig", "AwmRecipe", "AwmSettings"]
-
-
-@dataclass
-class AwmSettings:
-    """Options of the matching loss."""
-
-    weighting: str = choice("ghuber", lambda: WEIGHTINGS)
-    """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
-    power: float = bounded(0.25, above=0)
-    """Exponent p of ghuber."""
-    average: str = choice("exp_first", lambda: AVERAGING)
-    """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
-    kl_kind: str = choice("uniform", lambda: VELOCITY_KLS)
-    """Weight of the velocity distances to reference and EMA: uniform or elbo."""
-    ema_coef: float = bounded(1.0, at_least=0)
-    """Weight of the distance to `kl_ema`, the moving average of past policies; 0 = no such term."""
-    ema_limit: float = bounded(0.3, at_least=0, below=1)
-    """Largest weight that the moving average gives to its old value."""
-    ema_slope: float = bounded(0.001, at_least=0)
-    """Growth of that weight an epoch until the limit; large = at once."""
-    off_policy: bool = False
-    """Draw images with the moving average instead of the policy."""
+__all__ = ["AwmConfig", "AwmRecipe"]
 
 
 @dataclass
@@ -97,18 +64,6 @@ class AwmConfig(DiffusionConfig):
         check_matching(self.trainer, self.sampler, self.timesteps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AwmScores(PolicyOutputs):
-    """What AWM's loss takes from one pass of the policy."""
-
-    kl_ema: Tensor | None
-    """(B, T), distance to the velocity of the moving average; None where it was not asked for."""
-    error: Tensor
-    """(B, T), matching errors, without gradient."""
-    velocity_norm: Metric | None
-    """Size of the velocity over that of the reference."""
-
-
 class AwmRecipe(DiffusionRecipe):
     """Advantage weighted matching; see the module."""
 
@@ -117,101 +72,49 @@ class AwmRecipe(DiffusionRecipe):
     has_loss_terms: ClassVar[bool] = True
 
     def __init__(self, config: AwmConfig) -> None:
-        super().__init__(_with_ratio(config))
+        super().__init__(dataclasses.replace(config, objective=with_ratio(config.objective, config.awm)))
         self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
-        needs_ema = config.awm.ema_coef > 0 or config.awm.off_policy
-        self.kl_ema = EMAWeights(self.policy) if needs_ema else None
+        self.awm = AwmLoss(self.policy, config.awm, self.process)
+
+    @property
+    def kl_ema(self) -> EMAWeights | None:
+        """The moving average of past policies."""
+        return self.awm.kl_ema
 
     def sampling_weights(self, policy: DiffusionPolicy) -> AbstractContextManager[None]:
         """Those of the moving average off policy, else the policy's own."""
-        average = self.kl_ema if self.config.awm.off_policy else None
-        return nullcontext() if average is None else average.applied(policy)
+        return self.awm.sampling_weights(policy)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
-        versions, kind = self.process.noisy(rollouts), self.config.awm.kl_kind
-        with torch.no_grad():  # before the policy's own pass: its graph must not see other weights come and go
-            ema = self._ema_velocity(rollouts, versions.rows) if "kl_ema" in outputs else None
-            reference = self.loss_reference if "kl_ref" in outputs else None
-            ref = self.process.reference_velocity(reference, rollouts, versions.rows)
-        matching = self.process.evaluate(policy, rollouts, versions)
-        return AwmScores(
-            logp=self._logp(matching),
-            kl_ref=None if ref is None else matching.distance(ref, kind),
-            kl_ema=None if ema is None else matching.distance(ema, kind),
-            error=matching.errors.detach(),
-            velocity_norm=None if ref is None else _norm_ratio(matching.velocity, ref),
-        )
+        reference = self.loss_reference if "kl_ref" in outputs else None
+        return self.awm.scores(policy, rollouts, outputs, reference)
 
     @property
     def loss_outputs(self) -> frozenset[str]:
         """Adds the distance to the moving average."""
-        return super().loss_outputs | ({"kl_ema"} if self.config.awm.ema_coef else set())
+        return super().loss_outputs | self.awm.outputs
 
     def loss_terms(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
     ) -> LossTerms:
         """The distance to the moving average of past policies."""
-        assert isinstance(scores, AwmScores)
-        mask = minibatch.loss_mask
-        metrics = {"awm/error": mean_metric(scores.error, mask)}
-        if scores.velocity_norm is not None:
-            metrics["awm/velocity_norm"] = scores.velocity_norm
-        if scores.kl_ema is None:
-            return LossTerms(metrics=metrics)
-        term = self.config.awm.ema_coef * mean_over_decisions(scores.kl_ema, minibatch, denominators)
-        metrics["policy/kl_ema"] = mean_metric(scores.kl_ema.detach(), mask)
-        return LossTerms({"loss/kl_ema": term}, metrics)
+        return self.awm.terms(minibatch, scores, denominators)
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        awm = self.config.awm
-        anchor = f" + {awm.ema_coef:g} mean |v - v_kl_ema|^2" if awm.ema_coef else ""
-        return f"{super().describe()}{anchor}; logp = {awm.weighting} of the matching error"
+        return super().describe() + self.awm.describe()
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the averages."""
         super().on_step_end(step, metrics)
-        if self.kl_ema is not None:
-            self.kl_ema.update(kl_ema_decay(step - 1, self.config.awm.ema_limit, self.config.awm.ema_slope))
+        self.awm.update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and averages."""
-        return super().state_dict() | {"kl_ema": None if self.kl_ema is None else self.kl_ema.state_dict()}
+        return super().state_dict() | self.awm.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         super().load_state_dict(state)
-        if self.kl_ema is not None and state["kl_ema"] is not None:
-            self.kl_ema.load_state_dict(state["kl_ema"])
-
-    def _logp(self, matching: Matching) -> Tensor:
-        awm = self.config.awm
-        logp = pseudo_log_likelihood(matching.error, matching.noisy.sigma, awm.weighting, awm.power)
-        return matching.decisions.scatter(logp)
-
-    def _ema_velocity(self, minibatch: Rollouts, noisy: NoisyRows) -> Tensor | None:
-        if self.kl_ema is None:
-            return None
-        with self.kl_ema.applied():
-            return self.process.velocity(self.policy, minibatch, noisy)
-
-
-def _with_ratio(config: AwmConfig) -> AwmConfig:
-    """The objective's ratio and clip rule as `awm.average` says, unless the configuration sets them itself."""
-    changes = AVERAGING[config.awm.average]
-    merged = {key: value | getattr(config.objective, key) for key, value in changes.items()}
-    return dataclasses.replace(config, objective=dataclasses.replace(config.objective, **merged))
-
-
-def _norm_ratio(velocity: Tensor, reference: Tensor) -> Metric:
-    size, base = (x.detach().float().square().mean().sqrt() for x in (velocity, reference))
-    return Metric(float(size / base.clamp(min=1e-8)), 1.0)
-
-
-AVERAGING: dict[str, dict[str, dict[str, str]]] = {
-    "exp_first": {},
-    "sum_first": {"ratio": {"kind": "sequence_full"}},
-    "bgpo": {"clip": {"kind": "bgpo"}},
-}
-"""What an averaging changes in the objective."""
+        self.awm.load_state_dict(state)

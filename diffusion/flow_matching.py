@@ -1,9 +1,6 @@
-"""Noisy versions of finished images, and a model's velocity on them.
+"""Drawing images, and a model's velocity on noisy versions of them: velocity matching with prompts and guidance.
 
-AWM, DiffusionNFT, ORW-CFM-W2 and AC-Flow share it. An image is a row; its T decisions are noisy versions of its latents
-x_0, each a time and a noise, on which the model's velocity is compared with the true one. Any solver may have drawn the
-image and no trajectory is kept. Times and noises are constants of the rollout (a seed a row), so old policy, anchors
-and every pass of the update see the same.
+AWM, DiffusionNFT, ORW-CFM-W2 and AC-Flow share it. Any solver may have drawn the image and no trajectory is kept.
 
 Shapes: B rows (images), T noisy versions of each, M of the B * T whose mask is 1, C x H x W one latent.
 """
@@ -11,7 +8,6 @@ Shapes: B rows (images), T noisy versions of each, M of the B * T whose mask is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,53 +15,19 @@ import torch
 from torch import Tensor
 
 from diffusion.data import DiffusionTask
-from diffusion.decisions import TrainedDecisions, mean_over_decisions
-from diffusion.forward_process import NoisyRows, mix
-from diffusion.matching import TIME_SAMPLERS, sample_times, velocity_kl
+from diffusion.forward_process import NoisyRows
+from diffusion.matching import sample_times
 from diffusion.payload import DiffusionPayload
 from diffusion.policy import DiffusionPolicy
-from diffusion.sampler import SamplerConfig, group_seeds, guided, row_noise, sample_latents, text_of
+from diffusion.sampler import SamplerConfig, group_seeds, guided, sample_latents, text_of
 from diffusion.schedule import sigma_grid
 from diffusion.settings import image_trainer
-from mmrl.core.aggregation import Denominators
-from mmrl.core.metrics import Metric, mean_metric
-from mmrl.core.objective import PolicyOutputs
+from diffusion.velocity_matching import MatchedSamples, TimestepConfig, VelocityMatching, draw_times
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
-from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = [
-    "FlowMatching",
-    "Matching",
-    "NoisyVersions",
-    "TimestepConfig",
-    "check_matching",
-    "matching_sampler",
-    "matching_trainer",
-]
-
-SHARING = ("batch", "group", "image")
-
-
-@dataclass
-class TimestepConfig:
-    """The noisy versions of an image that are trained on."""
-
-    count: int = bounded(6, at_least=1)
-    """Times T of each image in an epoch."""
-    times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
-    """How they are drawn: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid), logit_normal or
-    uniform."""
-    fraction: float = bounded(0.9, above=0, at_most=1)
-    """Share of the grid that the discrete kinds use, from the noisy end."""
-    shift: float = bounded(3.0, above=0)
-    """Shift of the continuous kinds towards noise; 1 = none."""
-    share_times: str = choice("group", SHARING)
-    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
-    share_noise: bool = False
-    """Whether the images of a group get the same noises."""
+__all__ = ["FlowMatching", "check_matching", "matching_sampler", "matching_trainer"]
 
 
 def matching_sampler() -> SamplerConfig:
@@ -95,45 +57,7 @@ def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: Ti
         raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
 
 
-@dataclass(frozen=True)
-class NoisyVersions:
-    """The noisy versions whose mask is 1 as one batch of M."""
-
-    decisions: TrainedDecisions
-    """Their places in (B, T)."""
-    rows: NoisyRows
-    """The M noisy latents with their times and targets."""
-
-
-@dataclass(frozen=True)
-class Matching:
-    """A model's velocity on noisy versions."""
-
-    decisions: TrainedDecisions
-    """Places of the noisy versions in (B, T)."""
-    noisy: NoisyRows
-    """M rows."""
-    clean: Tensor
-    """x_0 of each row (M, C, H, W) float32."""
-    velocity: Tensor
-    """(M, C, H, W), carries the gradient."""
-
-    @property
-    def error(self) -> Tensor:
-        """Mean squared distance of the velocity to its target (M,) float32."""
-        return self.noisy.matching_error(self.velocity)
-
-    @property
-    def errors(self) -> Tensor:
-        """`error` at its places in (B, T), 0 elsewhere."""
-        return self.decisions.scatter(self.error)
-
-    def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
-        """Distance (B, T) to the velocity (M, C, H, W) of another model, see `velocity_kl`; 0 where not trained."""
-        return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
-
-
-class FlowMatching:
+class FlowMatching(VelocityMatching):
     """Draws images with noisy versions of them, and evaluates models on these.
 
     Args:
@@ -143,9 +67,9 @@ class FlowMatching:
     """
 
     def __init__(self, policy: DiffusionPolicy, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+        super().__init__(timesteps)
         self.policy = policy
         self.sampler = sampler
-        self.timesteps = timesteps
 
     def draw(
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
@@ -184,28 +108,14 @@ class FlowMatching:
 
     def times(self, groups: int, group_size: int, generator: torch.Generator) -> Tensor:
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
-        options = self.timesteps
         grid = sigma_grid(self.policy.pipeline.scheduler, self.sampler.steps, self.policy.image_tokens)
+        return draw_times(self.timesteps, grid, groups, group_size, generator)
 
-        def drawn() -> Tensor:
-            times = sample_times(
-                options.times, options.count, generator, grid=grid, fraction=options.fraction, shift=options.shift
-            )
-            return times.reshape(options.count)
-
-        distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
-        table = torch.stack([drawn() for _ in range(distinct)])
-        return table.repeat_interleave(groups * group_size // distinct, 0)
-
-    def noisy(self, rollouts: Rollouts) -> NoisyVersions:
-        """Mix the noisy versions whose mask is 1, row by row."""
+    def samples(self, rollouts: Rollouts) -> MatchedSamples:
+        """The finished latents."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.noise_seed is not None
-        decisions = TrainedDecisions.of(rollouts)
-        noise = row_noise(payload.noise_seed, self.timesteps.count, tuple(payload.latents.shape[1:]))
-        noise = decisions.gather(noise.to(decisions.index.device))
-        clean, sigma = payload.latents[decisions.row], decisions.gather(payload.sigma)
-        return NoisyVersions(decisions, mix(clean, noise, sigma, decisions.row.cpu()))
+        return MatchedSamples(payload.latents, payload.sigma, payload.noise_seed)
 
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
         """Guided velocity (M, C, H, W) of a model on noisy rows.
@@ -220,39 +130,3 @@ class FlowMatching:
         text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
         scale, negative = self.sampler.guidance, self.sampler.negative_prompt
         return guided(self.policy, model, text, scale, negative, detach_negative=True)(noisy.latents, noisy.sigma)
-
-    def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
-        """Evaluate a model on the noisy versions of some rows; `versions` is what `noisy` gave, if already called."""
-        versions = versions or self.noisy(rollouts)
-        velocity = self.velocity(model, rollouts, versions.rows)
-        clean = DiffusionPayload.of(rollouts).latents.float()[versions.decisions.row]
-        return Matching(versions.decisions, versions.rows, clean, velocity)
-
-    def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
-        """Minus the matching error as log-likelihood of each noisy version; the velocity distance to a reference."""
-        matching = self.evaluate(model, rollouts)
-        anchor = self.reference_velocity(reference, rollouts, matching.noisy)
-        return PolicyOutputs(-matching.errors, kl_ref=None if anchor is None else matching.distance(anchor))
-
-    def reference_velocity(self, reference: Reference | None, rollouts: Rollouts, noisy: NoisyRows) -> Tensor | None:
-        """Velocity (M, C, H, W) of the reference on noisy rows; None without one."""
-        if reference is None:
-            return None
-        return reference.score(lambda module: self.velocity(module, rollouts, noisy))
-
-    def reference_term(
-        self,
-        matching: Matching,
-        minibatch: Rollouts,
-        denominators: Denominators,
-        reference: Reference | None,
-        coefficient: float,
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        """Weighted mean velocity distance to the reference and its metrics; 0 without a reference."""
-        anchor = self.reference_velocity(reference, minibatch, matching.noisy)
-        if anchor is None:
-            return matching.velocity.new_zeros(()), {}
-        distance = matching.distance(anchor)
-        term = coefficient * mean_over_decisions(distance, minibatch, denominators)
-        metrics = {"policy/kl_ref": mean_metric(distance, minibatch.loss_mask), "loss/kl": Metric.summed(term.detach())}
-        return term, metrics

@@ -30,8 +30,6 @@ from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights
 from diffusion.flow_matching import (
     FlowMatching,
-    Matching,
-    TimestepConfig,
     check_matching,
     matching_sampler,
     matching_trainer,
@@ -40,6 +38,7 @@ from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig
+from diffusion.velocity_matching import Matching, TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric

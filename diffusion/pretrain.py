@@ -21,7 +21,7 @@ from torch import nn
 
 from diffusion.data import DiffusionTask, PromptConfig
 from diffusion.decisions import mean_over_decisions
-from diffusion.flow_matching import FlowMatching, TimestepConfig, check_matching
+from diffusion.flow_matching import FlowMatching, check_matching
 from diffusion.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.model import ModelConfig, full_model
 from diffusion.payload import DiffusionPayload
@@ -30,6 +30,7 @@ from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig
+from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput

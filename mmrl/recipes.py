@@ -306,6 +306,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         supervised=True,
     ),
     RecipeEntry(
+        "flow3d_awm",
+        "robotics.flow3d.model.awm",
+        "Flow3dAwmRecipe",
+        "Flow3dAwmConfig",
+        "a world model of 3D flow fine-tuned on a verifier's verdict, with the loss of AWM",
+        "Xue et al., AWM, arXiv 2509.25050, on 3DFlowAction, arXiv 2506.06199",
+    ),
+    RecipeEntry(
         "robot_clone",
         "robotics.vla.cloning",
         "CloneRecipe",
@@ -319,7 +327,7 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "robotics.vla.grpo",
         "RobotGrpoRecipe",
         "RobotGrpoConfig",
-        "GRPO on episodes with success or a hand-written reward",
+        "GRPO on episodes with success, a hand-written reward, or progress along a predicted 3D flow",
         "SimpleVLA-RL, arXiv 2509.09674",
     ),
     RecipeEntry(

@@ -15,6 +15,7 @@ _NAMES = {
     "robotics.data": ("EpisodeWriter", "LeRobotReader"),
     "robotics.flow3d.clip": ("FlowClip",),
     "robotics.flow3d.flow_reward": ("FlowProgress", "flow_progress_reward"),
+    "robotics.flow3d.model.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
     "robotics.flow3d.model.recipe": ("Flow3dConfig", "Flow3dRecipe"),
     "robotics.flow3d.model.settings": ("FlowModelConfig",),
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -20,6 +20,7 @@ from robotics.sim.arms import find_arm
 from robotics.sim.backends import Backend, probe_backend, require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
+from robotics.sim.object_poses import object_poses
 from robotics.sim.rendering import RenderSettings
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
@@ -139,7 +140,7 @@ class TabletopBatch:
         self.live = np.arange(len(episodes))
         self._controller.reset(len(episodes))
         self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
-        output = ChunkResult.empty(self.live, 0, self.state_size, self.image_size)
+        output = self._empty(0)
         commands = self._controller.commands(self.live)
         for group in self._groups:
             observation = group.rollout.reset([seeds[row] for row in group.rows])
@@ -167,7 +168,7 @@ class TabletopBatch:
         moves = check_actions(actions, len(self.live))
         live = self.live
         plan = self._controller.plan(live, moves)
-        output = ChunkResult.empty(live, moves.shape[1], self.state_size, self.image_size)
+        output = self._empty(moves.shape[1])
         frames: dict[int, NDArray[np.uint8]] = {}
         for group in self._groups:
             rows = group.rows[group.rollout.live]
@@ -259,6 +260,10 @@ class TabletopBatch:
             )
         return _Group(scene, known, rows)
 
+    def _empty(self, length: int) -> ChunkResult:
+        output = ChunkResult.empty(self.live, length, self.state_size, self.image_size)
+        return replace(output, object_poses=np.full((len(self.live), 4, 4), np.nan))
+
     def _observe(
         self,
         group: _Group,
@@ -273,6 +278,8 @@ class TabletopBatch:
         state = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
         self._full[rows] = state
         out.observation.state[places] = state[:, : self.state_size]
+        assert out.object_poses is not None
+        out.object_poses[places] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
         if out.observation.images is not None and seen.frames is not None:
             out.observation.images[places] = seen.frames[sound]
 

@@ -84,6 +84,9 @@ class ChunkResult:
     """By row, why it failed or how the environment explains its end."""
     frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
     """By recorded row, the frames (steps, H, W, 3) of its control steps."""
+    object_poses: NDArray[np.float64] | None = None
+    """(L, 4, 4) T_world_object, at the end of the chunk or episode, of the piece that the task acts on, NaN where the
+    environment failed; None where the simulator does not tell."""
 
     @classmethod
     def empty(

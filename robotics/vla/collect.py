@@ -236,6 +236,7 @@ class _Recorder:
         self.last: list[tuple[NDArray[np.float32], NDArray[np.uint8] | None]] = [
             _view(begun.observation, place) for place in range(len(episodes))
         ]
+        self.poses = [[] if begun.object_poses is None else [begun.object_poses[row]] for row in range(len(episodes))]
         self.first_images = begun.observation.images
         self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
         self.failed = begun.failed.copy()
@@ -255,6 +256,8 @@ class _Recorder:
             self.actions[row].append(actions[place, :steps])
             if row in result.frames:
                 self.frames[row].append(result.frames[row])
+            if result.object_poses is not None:
+                self.poses[row].append(result.object_poses[place])
             self.last[row] = _view(result.observation, place)
             self.success[row] |= bool(result.success[place])
             self.terminated[row] |= bool(result.terminated[place])
@@ -286,6 +289,7 @@ class _Recorder:
             images=None if self.first_images is None else self._stack("image", width, _blank(self.first_images)),
             last_image=self._last_images(),
             frames=[self._frames_of(row) for row in range(rows)] if any(self.frames) else [],
+            object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],
             reasons=self.reasons,
         )
         actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]

@@ -1,11 +1,13 @@
-"""GRPO on episodes: the baseline whose reward is success, or a hand-written dense reward, alone.
+"""GRPO on episodes: the reward is success alone, a hand-written dense reward, or progress along a predicted flow.
 
     A_i = (R_i - mean_group R) / (std_group R + eps),
     loss = mean over episodes of the mean over their decisions of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)),
 
 with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all have the same reward are
 left out. `reward: sparse` is 1 for success and else 0. `reward: dense` is the simulator's own reward at the end of the
-episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success), on its own scale.
+episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success), on its own scale. `reward:
+flow` is the way that the object came along a flow which a world model, or the simulator, predicts from the first
+picture, with 1 for success; see `robotics.vla.flow_following`.
 
 Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
 sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation and filter.
@@ -13,19 +15,32 @@ sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation a
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError
 from mmrl.fields import choice
+from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.record.stopwatch import stopwatch
+from robotics.sim.episodes import RobotSim
+from robotics.vla.flow_following import FlowFollowing, FlowRewardConfig
 from robotics.vla.payload import EpisodePayload
+from robotics.vla.policy import ActionPolicy
+from robotics.vla.progress import rank_agreement
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 
 __all__ = ["RobotGrpoConfig", "RobotGrpoRecipe"]
 
-REWARDS = ("sparse", "dense")
+REWARDS = ("sparse", "dense", "flow")
+FAILURES = ("predictions", "tracks")
 
 
 @dataclass
@@ -33,18 +48,81 @@ class RobotGrpoConfig(RobotConfig):
     """A GRPO run of a robot policy."""
 
     reward: str = choice("sparse", REWARDS)
-    """sparse: 1 for success, else 0; dense: the simulator's reward at the end of the episode."""
+    """sparse: 1 for success, else 0; dense: the simulator's reward at the end of the episode; flow: progress of the
+    object along a predicted flow, and 1 for success."""
+    flow: FlowRewardConfig = field(default_factory=FlowRewardConfig)
+    """Where the flow comes from; read by `reward: flow`."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
 
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.reward != "flow" and self.flow != FlowRewardConfig():
+            raise ValueError(f"flow is set, but reward is {self.reward}; use reward: flow or leave flow out")
+
 
 class RobotGrpoRecipe(RobotRecipe):
-    """Success or a dense reward; see the module."""
+    """Success, a dense reward or the way along a flow; see the module."""
 
     config: RobotGrpoConfig
+
+    def __init__(
+        self, config: RobotGrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None
+    ) -> None:
+        super().__init__(config, policy, sim)
+        self.agreement = math.nan
+        self._following: FlowFollowing | None = None
+        if config.reward == "flow":
+            tasks = dict.fromkeys(episode.task for episode in self.train_tasks)
+            self._following = FlowFollowing(config.flow, config.sim, list(tasks), config.seed)
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """The chosen reward; success and the dense reward are both reported."""
         payload = EpisodePayload.of(rollouts)
-        sparse = self.config.reward == "sparse"
-        return payload.success.float() if sparse else payload.progress, {"dense": payload.progress}
+        terms = {"dense": payload.progress}
+        if self._following is not None:
+            return self._flow_rewards(self._following, rollouts, terms)
+        return payload.success.float() if self.config.reward == "sparse" else payload.progress, terms
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """With `reward: flow` also failures so far and agreement, beside those of every robot recipe."""
+        found = super().step_metrics(rollouts)
+        if self._following is None:
+            return found
+        failed = sum_over_processes({name: float(self._following.failures[name]) for name in FAILURES})
+        return found | {f"flow/failed_{name}": failed[name] for name in FAILURES} | {"flow/agreement": self.agreement}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts; flows follow from their initial states and are predicted anew."""
+        failures = {} if self._following is None else dict(self._following.failures)
+        return super().state_dict() | {"flow_failures": failures}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        if self._following is not None:
+            self._following.failures = Counter(state.get("flow_failures", {}))
+
+    def close(self) -> None:
+        """End the simulator and free the renderers of first pictures."""
+        super().close()
+        if self._following is not None:
+            self._following.close()
+
+    def _flow_rewards(
+        self, following: FlowFollowing, rollouts: Rollouts, terms: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
+        with stopwatch("flow"):
+            found = following.score(payload, groups.tolist())
+        if not np.isfinite(found.reward).any():
+            raise RunError(
+                "no episode of this step could be compared with a flow; the first reason stands in the log above"
+            )
+        failures = ~payload.success.cpu().numpy() & np.isfinite(found.reward)
+        dense = payload.progress.cpu().numpy()
+        self.agreement = rank_agreement(found.reward[failures], dense[failures], groups[failures])
+        columns = (found.reward, found.reached, found.off_m)
+        reward, reached, off_m = (torch.from_numpy(column).to(rollouts.reward) for column in columns)
+        return reward, terms | {"flow_reached": reached, "flow_off_m": off_m}

@@ -47,6 +47,9 @@ class EpisodePayload(Payload):
     """(B, H, W, 3) uint8, at the end of the episode."""
     frames: list[NDArray[np.uint8] | None] = per_row(blank=None, default_factory=list)
     """(F, H, W, 3) frame of every control step of each row; None or empty where only chunk ends were rendered."""
+    object_poses: list[NDArray[np.float64] | None] = per_row(blank=None, default_factory=list)
+    """(F, 4, 4) T_world_object before each chunk and at the end, of the piece that the task acts on; None or empty
+    where the simulator does not tell."""
     reasons: list[str] = per_row(blank="", default_factory=list)
     """Why each row ended as it did, where the environment reports it."""
 

@@ -219,6 +219,10 @@ def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def _flow3d(name: str, folder: Path) -> Any:
+    if name == "flow3d_awm":
+        from tests.robotics.flow3d.model.test_awm import awm_config
+
+        return awm_config(folder)
     from robotics.flow3d.model.recipe import WorldModelConfig
     from robotics.flow3d.model.training_data import ClipSetConfig
     from tests.robotics.flow3d.model.builders import tiny_config
@@ -242,6 +246,6 @@ DOMAINS = {
 }
 
 FLOW3D = Domain("flow3d", "robotics.flow3d.model.recipe", _flow3d)
-"""It learns from given clips and takes no objective."""
+"""Its recipes learn from given clips, without an objective, or with the loss of AWM."""
 GUI = Domain("aepo", "mmrl.gui.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""

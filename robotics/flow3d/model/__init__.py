@@ -9,6 +9,7 @@ from __future__ import annotations
 from mmrl.lazy import lazy_names
 
 _NAMES = {
+    "robotics.flow3d.model.awm": ("Flow3dAwmConfig", "Flow3dAwmRecipe"),
     "robotics.flow3d.model.metrics": ("FlowErrors", "flow_errors"),
     "robotics.flow3d.model.pictures": ("draw_flow",),
     "robotics.flow3d.model.recipe": ("Flow3dConfig", "Flow3dRecipe"),

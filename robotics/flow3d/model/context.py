@@ -48,6 +48,10 @@ class Context:
     points: Tensor
     """(B, N, N, 3) query points in -1..1."""
 
+    def of(self, scene: Tensor) -> Context:
+        """The context of rows, given the scene (R,) of each."""
+        return Context(self.tokens[scene], self.text[scene], self.points[scene])
+
 
 class ContextEncoder(nn.Module, ABC):
     """Turns inputs into a context."""

@@ -22,7 +22,7 @@ from diffusion.forward_process import mix
 from diffusion.guidance import euler_ode
 from robotics.flow3d.model.settings import ProcessConfig
 
-__all__ = ["DdimProcess", "FlowProcess", "RectifiedProcess", "guided", "make_process"]
+__all__ = ["DdimProcess", "FlowProcess", "RectifiedProcess", "guided", "make_process", "sigma_grid"]
 
 Predict = Callable[[Tensor, Tensor], Tensor]
 """(noisy (B, C, T, N, N), time (B,)) -> what the network predicts (B, C, T, N, N)."""
@@ -83,14 +83,33 @@ class RectifiedProcess(FlowProcess):
         """See `FlowProcess.sample`."""
 
         def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-            found = predict(latents, sigma.expand(len(latents)))
-            return found if self.parameterisation == "v" else (latents - found) / sigma
+            return self.velocity(predict(latents, sigma.expand(len(latents))), latents, sigma)
 
-        return euler_ode(velocity, noise, torch.linspace(1, 0, steps + 1))
+        return euler_ode(velocity, noise, sigma_grid(steps))
+
+    def velocity(self, found: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
+        """The velocity that a prediction means.
+
+        Args:
+            found: (B, C, T, N, N) what the network predicts.
+            noisy: (B, C, T, N, N) what it was given.
+            time: (B,) or one number for all, above 0.
+
+        Returns:
+            (B, C, T, N, N) noise minus flow.
+        """
+        if self.parameterisation == "v":
+            return found
+        return (noisy - found) / time.reshape(-1, *[1] * (noisy.ndim - 1))
 
     def network_time(self, time: Tensor) -> Tensor:
         """See `FlowProcess.network_time`."""
         return time * TRAIN_STEPS
+
+
+def sigma_grid(steps: int) -> Tensor:
+    """(steps + 1,) times of even Euler steps, from 1 to 0."""
+    return torch.linspace(1, 0, steps + 1)
 
 
 class DdimProcess(FlowProcess):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from robotics.flow3d.model.inputs import FlowInputs
     from robotics.flow3d.model.world_model import FlowWorldModel
 
-__all__ = ["ClipSetConfig", "TrainingClip", "TrainingClips", "depth_range_m", "load_clips", "stacked"]
+__all__ = ["ClipSetConfig", "TrainingClip", "TrainingClips", "clips_digest", "depth_range_m", "load_clips", "stacked"]
 
 OUTER = 0.01
 """Share of the depths at either end that do not set the range."""
@@ -108,6 +108,12 @@ def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
     return max(0.0, float(low) - margin), float(high) + margin
 
 
+def clips_digest(clips: Sequence[FlowClip]) -> str:
+    """Digest of some clips, by which a resume tells other data; that of a folder does not read them all."""
+    fingerprint = getattr(clips, "fingerprint", None)
+    return str(fingerprint()) if callable(fingerprint) else content_digest(clips)
+
+
 @dataclass
 class TrainingClip:
     """One clip, resized and encoded."""
@@ -154,8 +160,7 @@ class TrainingClips(Sequence[TrainingClip]):
 
     def digest(self) -> str:
         """Digest of the data, by which a resume tells whether it is still the same."""
-        fingerprint = getattr(self._clips, "fingerprint", None)
-        return str(fingerprint()) if callable(fingerprint) else content_digest(self._clips)
+        return clips_digest(self._clips)
 
     def _encoded(self, clip: FlowClip) -> TrainingClip:
         self._check(clip.flow)

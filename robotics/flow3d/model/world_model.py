@@ -68,21 +68,30 @@ class FlowWorldModel(nn.Module):
         encoding = self.encoding
         return encoding.channels, encoding.num_frames, encoding.grid, encoding.grid
 
-    def forward(self, inputs: FlowInputs, noisy: Tensor, time: Tensor, keep_text: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: FlowInputs,
+        noisy: Tensor,
+        time: Tensor,
+        keep_text: Tensor | None = None,
+        scene: Tensor | None = None,
+    ) -> Tensor:
         """Predict what `ProcessConfig.parameterisation` says.
 
         Args:
-            inputs: B scenes.
+            inputs: B scenes, or fewer that several rows share.
             noisy: (B, C, T, N, N) flow at the process's times.
             time: (B,) those times.
-            keep_text: (B,) bool, False where the instruction is blanked; None keeps all.
+            keep_text: bool, False where the instruction of a scene is blanked; None keeps all.
+            scene: (B,) int64 scene of each row; None = the rows are the scenes.
 
         Returns:
             (B, C, T, N, N).
 
         Gradient: into all weights but frozen ones.
         """
-        return self._predict(self.encode(inputs, keep_text), noisy, time)
+        context = self.encode(inputs, keep_text)
+        return self._predict(context if scene is None else context.of(scene), noisy, time)
 
     def encode(self, inputs: FlowInputs, keep_text: Tensor | None = None) -> Context:
         """Context of B scenes; `keep_text` as in `forward`."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.clip import FlowClip
-from robotics.flow3d.encoding import FlowEncoding, frame_indices, grid_in_mask
-from robotics.flow3d.geometry import apply_pose, depth_at, inverse_pose, lift, make_pose, project
+from robotics.flow3d.encoding import FlowEncoding, frame_indices
+from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, make_pose
+from robotics.flow3d.rigid_flow import moved_points, points_in_mask, points_visible
 from robotics.flow3d.scenes.grips import arm_path, reach_out, scripted_grips
 from robotics.flow3d.scenes.scene import HAND, FlowScene
 from robotics.flow3d.scenes.tasks import FLOW_TASKS
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Demonstration", "Demonstrator"]
 
-AGREE_M = 0.01
-"""A point is visible where the depth picture differs from its depth by less."""
 GRIPS = 4
 """Grips among which a hand chooses."""
 LEAST_PIXELS = 9
@@ -222,9 +221,7 @@ class Demonstrator:
     def _query_points(self, observation: Observation, depth_m: NDArray[np.float32], grid: int) -> NDArray[np.float64]:
         if observation.mask is None or observation.mask.sum() < LEAST_PIXELS:
             raise RunError(f"the object is hidden in the first picture of episode {self.scene.seed}")
-        uv = grid_in_mask(observation.mask, grid)
-        columns, rows = np.floor(uv[..., 0]).astype(int), np.floor(uv[..., 1]).astype(int)
-        return np.concatenate([uv, depth_m[rows, columns, None]], -1)
+        return points_in_mask(observation.mask, depth_m, grid)
 
     def _clip(self, observation: Observation, points: NDArray[np.float64], flow: NDArray[np.float64]) -> FlowClip:
         return FlowClip(observation, points, flow, source=self._source, meta=self._meta(points))
@@ -232,21 +229,18 @@ class Demonstrator:
     def _moved(self, points: NDArray[np.float64], T_world_object: NDArray[np.float64]) -> NDArray[np.float64]:
         """(T, N, N, 3) points when the object has been brought to T poses."""
         scene = self.scene
-        start = apply_pose(scene.T_world_cam, lift(points, scene.K).reshape(-1, 3))
-        motions = T_world_object @ inverse_pose(scene.start)
-        in_camera = apply_pose(inverse_pose(scene.T_world_cam) @ motions, start)
-        return project(in_camera, scene.K).reshape(len(T_world_object), *points.shape)
+        return moved_points(points, T_world_object @ inverse_pose(scene.start), scene.K, scene.T_world_cam)
 
     def _visible(
         self, uvz: NDArray[np.float64], planned: Demonstration, frames: NDArray[np.intp]
     ) -> NDArray[np.float64]:
         """(T, N, N, 1) of moved points; draws the depth of their frames."""
-        visible = np.zeros((*uvz.shape[:-1], 1))
-        for number, frame in enumerate(frames):
-            self.show(planned, int(frame))
-            seen = depth_at(self.scene.true_depth(), uvz[number, ..., :2])
-            visible[number, ..., 0] = np.abs(seen - uvz[number, ..., 2]) < AGREE_M
-        return visible
+
+        def depth_of(number: int) -> NDArray[np.float32]:
+            self.show(planned, int(frames[number]))
+            return self.scene.true_depth()
+
+        return points_visible(uvz, depth_of)
 
     def _hand_start(self) -> NDArray[np.float64]:
         """(4, 4) where a hand comes from: behind the objects as the camera sees them, and in its view."""

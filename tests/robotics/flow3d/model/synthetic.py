@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from robotics.flow3d.check.verdict import Verdict
 from robotics.flow3d.clip import FlowClip, Observation
 from robotics.flow3d.geometry import intrinsics, lift
 
@@ -53,3 +54,26 @@ def _square(rgb: np.ndarray, u: float, v: float, half: int, colour: tuple[int, i
     mask[max(int(v) - half, 0) : int(v) + half + 1, max(int(u) - half, 0) : int(u) + half + 1] = True
     rgb[mask] = colour
     return mask
+
+
+class GoesRight:
+    """A verifier that likes flows which move the block along x of the world, by 5 cm or more."""
+
+    def verify(self, before, after, instruction, meta) -> Verdict:
+        way_m = float(meta.motion.T_t_0_world[-1][:3, 3] @ [1.0, 0.0, 0.0])
+        return Verdict(way_m > 0.05, 1 / (1 + float(np.exp(-20 * way_m))), f"{100 * way_m:.0f} cm")
+
+
+class Broken:
+    """A verifier whose server is down."""
+
+    def verify(self, before, after, instruction, meta) -> Verdict:
+        raise TimeoutError("no answer")
+
+
+def goes_right() -> GoesRight:
+    return GoesRight()
+
+
+def broken() -> Broken:
+    return Broken()

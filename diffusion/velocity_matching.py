@@ -1,0 +1,197 @@
+"""A model's velocity on noisy versions of finished samples, whatever the samples are.
+
+A sample is a row; its T decisions are noisy versions of it, each a time and a noise, on which the model's velocity is
+compared with the true one. Times and noises are constants of the rollout (a seed a row), so old policy, anchors and
+every pass of the update see the same.
+
+Shapes: B rows (samples), T noisy versions of each, M of the B * T whose mask is 1, `...` the shape of one sample.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffusion.decisions import TrainedDecisions, mean_over_decisions
+from diffusion.forward_process import NoisyRows, mix
+from diffusion.matching import TIME_SAMPLERS, sample_times, velocity_kl
+from diffusion.sampler import row_noise
+from mmrl.core.aggregation import Denominators
+from mmrl.core.metrics import Metric, mean_metric
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded, choice
+from mmrl.training.loop.reference import Reference
+
+__all__ = ["MatchedSamples", "Matching", "NoisyVersions", "TimestepConfig", "VelocityMatching", "draw_times"]
+
+SHARING = ("batch", "group", "image")
+
+
+@dataclass
+class TimestepConfig:
+    """The noisy versions of a sample that are trained on."""
+
+    count: int = bounded(6, at_least=1)
+    """Times T of each image in an epoch."""
+    times: str = choice("discrete_wo_init", lambda: TIME_SAMPLERS)
+    """How they are drawn: discrete, discrete_wo_init, discrete_with_init (of the sampler's grid), logit_normal or
+    uniform."""
+    fraction: float = bounded(0.9, above=0, at_most=1)
+    """Share of the grid that the discrete kinds use, from the noisy end."""
+    shift: float = bounded(3.0, above=0)
+    """Shift of the continuous kinds towards noise; 1 = none."""
+    share_times: str = choice("group", SHARING)
+    """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
+    share_noise: bool = False
+    """Whether the images of a group get the same noises."""
+
+
+def draw_times(
+    options: TimestepConfig, grid: Tensor, groups: int, group_size: int, generator: torch.Generator
+) -> Tensor:
+    """Draw the times of the noisy versions of B = groups * group_size samples.
+
+    Args:
+        options: how many and from where.
+        grid: the sampler's times (S + 1,), descending to 0.
+        groups: N.
+        group_size: G samples of each.
+        generator: source of the draws.
+
+    Returns:
+        (B, T) float32.
+    """
+
+    def drawn() -> Tensor:
+        times = sample_times(
+            options.times, options.count, generator, grid=grid, fraction=options.fraction, shift=options.shift
+        )
+        return times.reshape(options.count)
+
+    distinct = {"batch": 1, "group": groups, "image": groups * group_size}[options.share_times]
+    table = torch.stack([drawn() for _ in range(distinct)])
+    return table.repeat_interleave(groups * group_size // distinct, 0)
+
+
+class MatchedSamples(NamedTuple):
+    """Finished samples and the noisy versions of them that are trained on."""
+
+    latents: Tensor
+    """x_0 (B, ...)."""
+    sigma: Tensor
+    """Times (B, T) float32."""
+    noise_seed: Tensor
+    """(B,) int64, seed of each row's T noises."""
+
+
+@dataclass(frozen=True)
+class NoisyVersions:
+    """The noisy versions whose mask is 1 as one batch of M."""
+
+    decisions: TrainedDecisions
+    """Their places in (B, T)."""
+    rows: NoisyRows
+    """The M noisy latents with their times and targets."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """A model's velocity on noisy versions."""
+
+    decisions: TrainedDecisions
+    """Places of the noisy versions in (B, T)."""
+    noisy: NoisyRows
+    """M rows."""
+    clean: Tensor
+    """x_0 of each row (M, ...) float32."""
+    velocity: Tensor
+    """(M, ...), carries the gradient."""
+
+    @property
+    def error(self) -> Tensor:
+        """Mean squared distance of the velocity to its target (M,) float32."""
+        return self.noisy.matching_error(self.velocity)
+
+    @property
+    def errors(self) -> Tensor:
+        """`error` at its places in (B, T), 0 elsewhere."""
+        return self.decisions.scatter(self.error)
+
+    def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
+        """Distance (B, T) to the velocity (M, ...) of another model, see `velocity_kl`; 0 where not trained."""
+        return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
+
+
+class VelocityMatching(ABC):
+    """Evaluates models on noisy versions of samples; a subclass says what the samples are and how models are called.
+
+    Args:
+        timesteps: the noisy versions.
+    """
+
+    def __init__(self, timesteps: TimestepConfig) -> None:
+        self.timesteps = timesteps
+
+    @abstractmethod
+    def samples(self, rollouts: Rollouts) -> MatchedSamples:
+        """The samples of some rollouts."""
+
+    @abstractmethod
+    def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
+        """Velocity (M, ...) of a model on noisy rows.
+
+        Args:
+            model: the policy, a wrapper of it, or another model of the same kind.
+            rollouts: the samples that the rows are versions of; what they were made for is read.
+            noisy: M rows.
+        """
+
+    def noisy(self, rollouts: Rollouts) -> NoisyVersions:
+        """Mix the noisy versions whose mask is 1, row by row."""
+        samples = self.samples(rollouts)
+        decisions = TrainedDecisions.of(rollouts)
+        noise = row_noise(samples.noise_seed, self.timesteps.count, tuple(samples.latents.shape[1:]))
+        noise = decisions.gather(noise.to(decisions.index.device))
+        clean, sigma = samples.latents[decisions.row], decisions.gather(samples.sigma)
+        return NoisyVersions(decisions, mix(clean, noise, sigma, decisions.row.cpu()))
+
+    def evaluate(self, model: Any, rollouts: Rollouts, versions: NoisyVersions | None = None) -> Matching:
+        """Evaluate a model on the noisy versions of some rows; `versions` is what `noisy` gave, if already called."""
+        versions = versions or self.noisy(rollouts)
+        velocity = self.velocity(model, rollouts, versions.rows)
+        clean = self.samples(rollouts).latents.float()[versions.decisions.row]
+        return Matching(versions.decisions, versions.rows, clean, velocity)
+
+    def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
+        """Minus the matching error as log-likelihood of each noisy version; the velocity distance to a reference."""
+        matching = self.evaluate(model, rollouts)
+        anchor = self.reference_velocity(reference, rollouts, matching.noisy)
+        return PolicyOutputs(-matching.errors, kl_ref=None if anchor is None else matching.distance(anchor))
+
+    def reference_velocity(self, reference: Reference | None, rollouts: Rollouts, noisy: NoisyRows) -> Tensor | None:
+        """Velocity (M, ...) of the reference on noisy rows; None without one."""
+        if reference is None:
+            return None
+        return reference.score(lambda module: self.velocity(module, rollouts, noisy))
+
+    def reference_term(
+        self,
+        matching: Matching,
+        minibatch: Rollouts,
+        denominators: Denominators,
+        reference: Reference | None,
+        coefficient: float,
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Weighted mean velocity distance to the reference and its metrics; 0 without a reference."""
+        anchor = self.reference_velocity(reference, minibatch, matching.noisy)
+        if anchor is None:
+            return matching.velocity.new_zeros(()), {}
+        distance = matching.distance(anchor)
+        term = coefficient * mean_over_decisions(distance, minibatch, denominators)
+        metrics = {"policy/kl_ref": mean_metric(distance, minibatch.loss_mask), "loss/kl": Metric.summed(term.detach())}
+        return term, metrics

@@ -1,0 +1,196 @@
+"""Verdicts on guessed flows as numbers: which verifiers are asked, and what they say of each guess of a clip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
+from robotics.flow3d.check.outcome import render_outcome
+from robotics.flow3d.check.verdict import AlwaysVerifier, PlanFacts, Verdict, Verifier, judged
+from robotics.flow3d.given import GivenFlow
+from robotics.flow3d.plan_result import PlanFailed, PlanRound
+from robotics.flow3d.planner_config import PlannerConfig
+from robotics.flow3d.prediction import Predictor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.check.oracle import SceneOracle
+    from robotics.flow3d.clip import FlowClip
+
+__all__ = ["VERIFIERS", "FlowJudge", "VerifierConfig"]
+
+VALUES = ("ok", "score")
+BLIND = ("oracle", "geometric", "always")
+"""Verifiers that look at no picture, so that none is drawn for them alone."""
+
+
+@dataclass
+class VerifierConfig:
+    """One verifier and what its verdict is worth."""
+
+    kind: str = choice("oracle", lambda: VERIFIERS, or_function=True)
+    """oracle: the criterion of the suite's own scenes on the predicted final pose; geometric; endpoint, an
+    OpenAI-compatible server; vlm, a model of the suite; always; or module:function(**options) that returns a
+    `Verifier`."""
+    weight: float = bounded(1.0, finite=True)
+    """Factor of its value in the reward."""
+    value: str = choice("ok", VALUES)
+    """ok: 1 for an accepted flow, else 0; score: the verifier's score of 0 to 1."""
+    name: str = ""
+    """Name in metrics; empty = that of the kind or function."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """geometric: fields of `GeometricLimits`; endpoint: url, model and others of `EndpointVerifier`; vlm: path of the
+    model; arguments of the function."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics."""
+        return self.name or self.kind.rpartition(":")[2]
+
+    def value_of(self, verdict: Verdict) -> float:
+        """The verdict as a number; NaN where nobody could judge."""
+        if verdict.ok is None:
+            return float("nan")
+        return float(verdict.ok) if self.value == "ok" else verdict.score
+
+
+class FlowJudge:
+    """Asks several verifiers about guessed flows.
+
+    Args:
+        configs: the verifiers, by distinct names.
+        config: how a motion is fitted to a flow.
+
+    Raises:
+        UserError: two verifiers have one name, or one cannot be opened.
+    """
+
+    def __init__(self, configs: Sequence[VerifierConfig], config: PlannerConfig | None = None) -> None:
+        names = [each.label for each in configs]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"several verifiers are called {', '.join(doubled)}; give them different names")
+        self.configs, self.config = list(configs), config or PlannerConfig()
+        self._oracle: SceneOracle | None = None
+        self._draws = any(each.kind not in BLIND for each in configs)
+        self._verifiers = {each.label: self._opened(each) for each in configs}
+
+    def judge(self, clip: FlowClip, flows: NDArray[np.float64]) -> list[dict[str, Verdict]]:
+        """Judge guesses.
+
+        Args:
+            clip: observation and query points that they belong to.
+            flows: (K, T, N, N, 4).
+
+        Returns:
+            K times the verdict of each verifier by name. A flow that describes no motion is rejected by all.
+
+        Raises:
+            UserError: the oracle is asked about a clip that is of no episode it knows.
+        """
+        verifiers = {name: verifier_of(clip) for name, verifier_of in self._verifiers.items()}
+        return [self._verdicts(verifiers, clip, flow) for flow in flows]
+
+    def check(self, clip: FlowClip) -> None:
+        """Refuse a clip that a verifier cannot judge; raises UserError."""
+        for verifier_of in self._verifiers.values():
+            verifier_of(clip)
+
+    def values(self, verdicts: Sequence[dict[str, Verdict]]) -> dict[str, list[float]]:
+        """What the verdicts are worth, by name of the verifier, without weights."""
+        return {each.label: [each.value_of(found[each.label]) for found in verdicts] for each in self.configs}
+
+    def close(self) -> None:
+        """Free the scenes."""
+        if self._oracle is not None:
+            self._oracle.close()
+
+    def _verdicts(
+        self, verifiers: dict[str, Verifier], clip: FlowClip, flow: NDArray[np.float64]
+    ) -> dict[str, Verdict]:
+        seen = clip.observation
+        predictor = Predictor(GivenFlow(flow, clip.points), self.config)
+        try:
+            mask = predictor.mask(seen)
+        except PlanFailed as failed:  # the picture is to blame, not the flow
+            return dict.fromkeys(verifiers, Verdict(None, 0.0, f"{failed.failure}: {failed.detail}"))
+        found = predictor.predict(PlanRound(seen, clip.points), mask, 0)
+        if found.motion is None:
+            return dict.fromkeys(verifiers, Verdict(False, 0.0, f"{found.failure}: {found.detail}"))
+        motion = found.motion
+        after = render_outcome(seen, mask, motion.T_t_0_world[-1], self.config.renderer) if self._draws else seen.rgb
+        facts = PlanFacts(motion, self.config.support_z_m)
+        return {name: judged(each, seen.rgb, after, seen.instruction, facts) for name, each in verifiers.items()}
+
+    def _opened(self, config: VerifierConfig) -> Callable[[FlowClip], Verifier]:
+        if config.kind == "oracle":
+            from robotics.flow3d.check.oracle import SceneOracle
+
+            _check_options(config, ())
+            self._oracle = self._oracle or SceneOracle()
+            return self._oracle.of
+        if config.kind in VERIFIERS:
+            verifier = VERIFIERS[config.kind](config)
+        else:
+            from mmrl.rewards.loading import load_function
+
+            verifier = load_function(config.kind, what="verifiers.kind")(**config.options)
+        return lambda clip: verifier
+
+
+def _open_geometric(config: VerifierConfig) -> Verifier:
+    from robotics.flow3d.check.geometric import GeometricLimits, GeometricVerifier
+
+    _check_options(config, tuple(GeometricLimits.__dataclass_fields__))
+    return GeometricVerifier(GeometricLimits(**config.options), reachable=False)
+
+
+def _open_endpoint(config: VerifierConfig) -> Verifier:
+    from robotics.flow3d.check.vlm import EndpointVerifier
+
+    _check_options(config, ("url", "model", "timeout_s", "max_tokens", "api_key_env"), ("url", "model"))
+    return EndpointVerifier(**config.options)
+
+
+def _open_vlm(config: VerifierConfig) -> Verifier:
+    from mmrl.vlm.model_config import ModelConfig
+    from mmrl.vlm.models import load_policy
+    from robotics.flow3d.check.vlm import VlmVerifier
+
+    _check_options(config, ("path", "max_new_tokens"), ("path",))
+    options = dict(config.options)
+    return VlmVerifier(load_policy(ModelConfig(path=options.pop("path"))), **options)
+
+
+def _open_always(config: VerifierConfig) -> Verifier:
+    _check_options(config, ())
+    return AlwaysVerifier()
+
+
+def _check_options(config: VerifierConfig, known: Sequence[str], needed: Sequence[str] = ()) -> None:
+    unknown = sorted(set(config.options) - set(known))
+    missing = [name for name in needed if name not in config.options]
+    if unknown or missing:
+        raise UserError(
+            f"verifiers: {config.kind} has the options {', '.join(known) or '(none)'}"
+            + (f"; {', '.join(unknown)} is none of them" if unknown else "")
+            + (f"; {', '.join(missing)} must be given" if missing else "")
+        )
+
+
+def _no_opener(config: VerifierConfig) -> Verifier:
+    raise AssertionError("the oracle has a verifier for each clip")
+
+
+VERIFIERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
+    "oracle": _no_opener,
+    "geometric": _open_geometric,
+    "vlm": _open_vlm,
+    "endpoint": _open_endpoint,
+    "always": _open_always,
+}

@@ -1,0 +1,295 @@
+"""The world model fine-tuned on the verdict of a verifier: AWM on guessed flow.
+
+K flows are guessed for each scene, each is judged by the verifiers, and the model moves towards the noise-to-flow paths
+of those that were accepted more often than the scene's others: the loss of AWM (see `diffusion.awm_loss`) with a guess
+in place of an image and a verdict in place of a reward. No true flow is used.
+
+Source: Xue et al., AWM, arXiv 2509.25050, for the loss; 3DFlowAction, arXiv 2506.06199, for world model and verifier.
+The combination is the suite's own, and so are the defaults beside the loss: 8 scenes of 8 guesses, 4 noisy versions of
+each guess, every weight trained.
+
+`shuffle_verdicts` is the control: verdicts are permuted among the guesses of a scene, which leaves their rates, and
+takes away what they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from diffusion.awm_loss import AwmLoss, AwmSettings, with_ratio
+from diffusion.eval_average import EvalAverage, EvalEmaConfig
+from diffusion.velocity_matching import TimestepConfig
+from mmrl.core.aggregation import Denominators
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.rewards.config import RewardResult
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.loss_terms import LossTerms
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.recipe import Recipe
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.scoring import RewardErrors, with_rewards
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.settings import RunConfig, TrainerConfig
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.record.stopwatch import stopwatch
+from robotics.flow3d.check.judge import FlowJudge, VerifierConfig
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.model.evaluation import FlowEvaluationConfig
+from robotics.flow3d.model.guesses import FlowGuessing, GuessPayload
+from robotics.flow3d.model.pictures import draw_flow
+from robotics.flow3d.model.training_data import ClipSetConfig, clips_digest, load_clips
+from robotics.flow3d.model.verdict_evaluation import VerdictMeasure
+from robotics.flow3d.model.world_model import FlowWorldModel
+
+__all__ = ["Flow3dAwmConfig", "Flow3dAwmRecipe", "SavedModelConfig"]
+
+LOGGER = logging.getLogger("mmrl")
+SCORES = ("kl_ref",)
+"""What a world model scores beside likelihoods: a velocity distance."""
+
+
+def _trainer() -> TrainerConfig:
+    return TrainerConfig(
+        steps=60, tasks_per_step=8, samples_per_task=8, learning_rate=3e-4, weight_decay=1e-4, old_logp="recompute"
+    )
+
+
+@dataclass
+class SavedModelConfig:
+    """The model that is fine-tuned."""
+
+    path: str = ""
+    """Folder of a saved world model; a rectified flow."""
+
+    def validate(self) -> None:
+        """Refuse an empty path; raises ValueError."""
+        if not self.path:
+            raise ValueError("model.path is empty; name the folder of a world model, such as a run's checkpoint holds")
+
+
+@dataclass
+class Flow3dAwmConfig(RunConfig):
+    """Fine-tuning of a world model on verdicts."""
+
+    model: SavedModelConfig = field(default_factory=SavedModelConfig)
+    """The model."""
+    data: ClipSetConfig = field(default_factory=ClipSetConfig)
+    """Scenes of training: first pictures, query points and instructions; their flow is not used."""
+    eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
+    """Held-out clips by name; the first split is the headline."""
+    verifiers: list[VerifierConfig] = field(default_factory=lambda: [VerifierConfig()])
+    """Who judges; the reward of a guess is the weighted sum of their values."""
+    heldout_verifiers: list[VerifierConfig] = field(default_factory=list)
+    """Who judges as well, without an effect on training, so that a model that only pleases the others shows."""
+    shuffle_verdicts: bool = False
+    """Control: permute the rewards among the guesses of each scene."""
+    awm: AwmSettings = field(default_factory=AwmSettings)
+    """The matching loss."""
+    timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=4))
+    """The noisy versions; the grid is that of the model's own sampler."""
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
+    """Advantage, clipping and the weight of the distance to the reference."""
+    eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
+    """Moving average that evaluations use and exports hold."""
+    trainer: TrainerConfig = field(default_factory=_trainer)
+    """Batch sizes, optimiser and guards."""
+    evaluation: FlowEvaluationConfig = field(default_factory=FlowEvaluationConfig)
+    """Evaluation on held-out clips."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.trainer.old_logp != "recompute":
+            raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
+        if not any(each.weight for each in self.verifiers):
+            raise ValueError("verifiers is empty or all of its weights are 0; name at least one")
+        labels = [each.label for each in self.verifiers]
+        check_objective(make_objective(self.objective), SCORES, self.trainer.samples_per_task, labels)
+
+
+class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
+    """AWM on guessed flow; see the module.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model, clips or verifiers cannot be used.
+    """
+
+    config: Flow3dAwmConfig
+    policy: FlowWorldModel
+    has_loss_terms: ClassVar[bool] = True
+
+    def __init__(self, config: Flow3dAwmConfig) -> None:
+        self.config = config
+        self.objective = make_objective(with_ratio(config.objective, config.awm))
+        self.train_tasks: Sequence[FlowClip] = load_clips(config.data, "data")
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks: Mapping[str, Sequence[FlowClip]] = {
+            name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
+        }
+        self.policy = FlowWorldModel.from_pretrained(config.model.path)
+        self.process = FlowGuessing(self.policy, config.timesteps)
+        self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
+        self._check_clips()
+        self.awm = AwmLoss(self.policy, config.awm, self.process)
+        self.eval_ema = EvalAverage(self.policy, config.eval_ema)
+        self.reference: Reference | None = None
+        self.errors = RewardErrors()
+        self.step = 0
+
+    def data_digest(self) -> str:
+        """Digest of the training scenes."""
+        return clips_digest(self.train_tasks)
+
+    def rollout(self, policy: FlowWorldModel, tasks: Sequence[FlowClip], generator: torch.Generator) -> Rollouts:
+        """Guess K flows of each scene."""
+        with self.awm.sampling_weights(policy):
+            return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, generator)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """Weighted verdicts; NaN, and no gradient, for a guess that a verifier could not judge."""
+        with stopwatch("verify"):
+            payload, result = self._judged(rollouts)
+        self.errors.count(result)
+        scored = with_rewards(rollouts.replace(payload=payload), result)
+        return scored.replace(reward=self._shuffled(scored)) if self.config.shuffle_verdicts else scored
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Pseudo log-likelihood of each noisy version; with "kl_ref" and "kl_ema" the distances to the anchors."""
+        return self.awm.scores(policy, rollouts, outputs, self.reference if "kl_ref" in outputs else None)
+
+    def reference_pass(self, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """Keep the reference for the loss, which compares with it exactly; nothing is scored here."""
+        self.reference = reference
+        return rollouts
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """The likelihood, and the distances to reference and moving average as far as the loss has them."""
+        reference = frozenset({"kl_ref"} if self.objective.needs_reference else ())
+        return super().loss_outputs | reference | self.awm.outputs
+
+    def loss_terms(
+        self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
+    ) -> LossTerms:
+        """The distance to the moving average of past policies."""
+        return self.awm.terms(minibatch, scores, denominators)
+
+    def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator) -> Evaluation:
+        """Verdicts on held-out scenes, and errors of the guesses."""
+        config = self.config
+        measure = VerdictMeasure(policy, config.evaluation, config.seed, split, judge=self.judge)
+        with self.eval_ema.applied(policy):
+            return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as drawn flow with verdicts and advantages."""
+        return [self._record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
+
+    def describe(self) -> str:
+        """Formula of the loss with its constants."""
+        return super().describe() + self.awm.describe()
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Number of scenes, and verdicts that could not be had."""
+        return {"data/clips": float(len(self.train_tasks)), **self.errors.take()}
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the averages."""
+        self.step = step
+        self.awm.update(step)
+        self.eval_ema.update(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and averages."""
+        own = {"step": self.step, "errors": self.errors.state_dict(), "eval_ema": self.eval_ema.state_dict()}
+        return own | self.awm.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.step = int(state["step"])
+        self.errors.load_state_dict(state["errors"])
+        self.eval_ema.load_state_dict(state["eval_ema"])
+        self.awm.load_state_dict(state)
+
+    def save_parts(self, folder: Path) -> None:
+        """Write the evaluation average beside the model, as `eval_ema`."""
+        self.eval_ema.save(folder)
+
+    @classmethod
+    def export(cls, config: Flow3dAwmConfig, checkpoint: Path, output: Path) -> str:
+        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
+        FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
+        return "robotics.flow3d.model.FlowWorldModel.from_pretrained"
+
+    def close(self) -> None:
+        """Free the verifiers' scenes."""
+        self.judge.close()
+
+    def _check_clips(self) -> None:
+        """Refuse clips that do not fit the model, or that a verifier cannot judge; raises UserError."""
+        for clips in (self.train_tasks, *self.eval_tasks.values()):
+            self.policy.check_flow(clips[0].flow)
+            self.policy.check_instructions([clip.observation.instruction for clip in clips])
+            self.judge.check(clips[0])
+
+    def _judged(self, rollouts: Rollouts) -> tuple[GuessPayload, RewardResult]:
+        """The payload with reasons, and what the verdicts are worth."""
+        payload = GuessPayload.of(rollouts)
+        written = payload.flow.float().cpu().numpy()
+        groups = rollouts.group.cpu().numpy()
+        terms: dict[str, list[float]] = {}
+        reasons: list[str] = []
+        result = RewardResult([], terms)
+        for number, clip in enumerate(payload.clips):
+            guesses = self.policy.encoding.decode(written[groups == number], clip.points, clip.observation.size_px)
+            verdicts = self.judge.judge(clip, guesses)
+            for name, values in self.judge.values(verdicts).items():
+                terms.setdefault(name, []).extend(values)
+                unknown = [found[name].reason for found in verdicts if found[name].ok is None]
+                if unknown:
+                    result.errors[f"{name}/unjudged"] = result.errors.get(f"{name}/unjudged", 0) + len(unknown)
+                    result.examples.setdefault(f"{name}/unjudged", unknown[0])
+            reasons += ["; ".join(f"{name}: {found.reason}" for name, found in each.items()) for each in verdicts]
+        weights = [(each.weight, terms[each.label]) for each in self.config.verifiers]
+        result.total = [sum(weight * values[row] for weight, values in weights) for row in range(len(reasons))]
+        return dataclasses.replace(payload, reasons=reasons), result
+
+    def _shuffled(self, rollouts: Rollouts) -> Tensor:
+        """Rewards (B,) permuted within each group, differently at each step."""
+        generator = make_generator(self.config.seed, "shuffle", self.step)
+        reward = rollouts.reward.clone()
+        for group in range(rollouts.num_groups):
+            rows = torch.nonzero(rollouts.group == group).flatten()
+            reward[rows] = rollouts.reward[rows[torch.randperm(len(rows), generator=generator).to(rows.device)]]
+        return reward
+
+    def _record(self, rollouts: Rollouts, row: int) -> SampleRecord:
+        payload, advantage = GuessPayload.of(rollouts), rollouts.advantage
+        clip = payload.clips[int(rollouts.group[row])]
+        seen = clip.observation
+        written = payload.flow[row].float().cpu().numpy()
+        guess = self.policy.encoding.decode(written, clip.points, seen.size_px)
+        reward = float(rollouts.reward[row])
+        return SampleRecord(
+            id=f"{clip.source}/{clip.meta.get('seed', '')}",
+            prompt=seen.instruction,
+            response=payload.reasons[row] if payload.reasons else "",
+            outputs=[draw_flow(seen.rgb, clip.points, guess)],
+            reward=None if math.isnan(reward) else reward,
+            terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+            advantage=None if advantage is None else float(advantage[row].mean()),
+        )

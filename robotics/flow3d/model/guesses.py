@@ -1,0 +1,129 @@
+"""Guesses of a world model as rollouts: K flows of each scene, and the model's velocity on noisy versions of them.
+
+Shapes: N scenes, B = N * K guesses, T' noisy versions of each, C x T x N x N one encoded flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusion.forward_process import NoisyRows
+from diffusion.velocity_matching import MatchedSamples, TimestepConfig, VelocityMatching, draw_times
+from mmrl.core.payload import Payload, per_decision, per_group, per_row
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.model.inputs import FlowInputs
+from robotics.flow3d.model.processes import RectifiedProcess, sigma_grid
+from robotics.flow3d.model.world_model import FlowWorldModel
+
+__all__ = ["FlowGuessing", "GuessPayload"]
+
+
+@dataclass
+class GuessPayload(Payload):
+    """N scenes, each stored once, and B guesses of how their object moves."""
+
+    clips: list[FlowClip] = per_group()
+    """The clip of each scene; its true flow is read by evaluations alone."""
+    images: Tensor = per_group()
+    """(N, S, S, 3) uint8."""
+    points: Tensor = per_group()
+    """(N, n, n, 3) query points in -1..1."""
+    instructions: list[str] = per_group()
+    """Lower-cased."""
+    flow: Tensor = per_row()
+    """(B, C, T, n, n) encoded guesses, x_0."""
+    sigma: Tensor = per_decision()
+    """(B, T') times of the noisy versions."""
+    noise_seed: Tensor = per_row()
+    """(B,) int64, seed of each row's T' noises."""
+    reasons: list[str] = per_row(blank="", default_factory=list)
+    """What the verifiers said of each guess."""
+
+    @property
+    def scenes(self) -> FlowInputs:
+        """What the model is given of the N scenes."""
+        return FlowInputs(self.images, self.points, self.instructions)
+
+
+class FlowGuessing(VelocityMatching):
+    """Draws guesses with noisy versions of them, and evaluates world models on these.
+
+    Guesses are drawn and matched without guidance on the instruction.
+
+    Args:
+        policy: the model that guesses; the model that is evaluated is an argument of each method.
+        timesteps: the noisy versions.
+
+    Raises:
+        UserError: the model is no rectified flow, or its sampler's times leave none to draw from.
+    """
+
+    def __init__(self, policy: FlowWorldModel, timesteps: TimestepConfig) -> None:
+        super().__init__(timesteps)
+        if not isinstance(policy.process, RectifiedProcess):
+            raise UserError(
+                f"AWM matches velocities of rectified flow; this world model has model.process.kind "
+                f"{policy.config.process.kind}"
+            )
+        self.policy, self.process = policy, policy.process
+        self._grid = sigma_grid(policy.config.process.steps)
+        draw_times(timesteps, self._grid, 1, 1, torch.Generator())
+
+    def draw(
+        self, policy: FlowWorldModel, clips: Sequence[FlowClip], group_size: int, generator: torch.Generator
+    ) -> Rollouts:
+        """Guess K flows of each scene, and draw the times and noises that they will be trained on.
+
+        Args:
+            policy: the model that guesses.
+            clips: N scenes.
+            group_size: K.
+            generator: seeds the noise of guesses and versions, and draws the times.
+
+        Returns:
+            B = N * K rows with T' decisions, without rewards.
+        """
+        rows = len(clips) * group_size
+        inputs = policy.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
+        seeds = torch.randint(2**62, (rows,), generator=generator)
+        flow = policy.sample(inputs.repeated(group_size), seeds, guidance=1.0)
+        device, zeros = flow.device, torch.zeros(rows, self.timesteps.count, device=flow.device)
+        noise_seed = torch.randint(2**62, (rows,), generator=generator)
+        if self.timesteps.share_noise:
+            noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
+        return Rollouts(
+            group=torch.arange(len(clips), device=device).repeat_interleave(group_size),
+            mask=torch.ones_like(zeros),
+            logp_old=zeros,
+            reward=torch.full((rows,), float("nan"), device=device),
+            payload=GuessPayload(
+                clips=list(clips),
+                images=inputs.images.to(device),
+                points=inputs.points.to(device),
+                instructions=inputs.instructions,
+                flow=flow,
+                sigma=draw_times(self.timesteps, self._grid, len(clips), group_size, generator).to(device),
+                noise_seed=noise_seed.to(device),
+            ),
+        )
+
+    def samples(self, rollouts: Rollouts) -> MatchedSamples:
+        """The guesses."""
+        payload = GuessPayload.of(rollouts)
+        return MatchedSamples(payload.flow, payload.sigma, payload.noise_seed)
+
+    def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
+        """Velocity (M, C, T, n, n) of a world model on noisy rows; each scene is encoded once.
+
+        Gradient: into all weights of the model but frozen ones.
+        """
+        scene = rollouts.group[noisy.image.to(rollouts.group.device)]
+        found = model(GuessPayload.of(rollouts).scenes, noisy.latents, noisy.sigma, scene=scene)
+        return self.process.velocity(found, noisy.latents, noisy.sigma)

@@ -1,0 +1,36 @@
+"""Verdicts of the scenes' own criterion on true and on wrong flow."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from robotics.flow3d.check.judge import FlowJudge, VerifierConfig
+from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, demonstrations
+from robotics.flow3d.scenes.scene import SceneConfig
+from robotics.flow3d.scenes.tasks import FLOW_TASKS
+
+pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+
+
+def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another():
+    config = DemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
+    judge = FlowJudge([VerifierConfig("oracle"), VerifierConfig("geometric"), VerifierConfig("always")])
+    clips = {clip.meta["task"]: clip for clip in demonstrations(range(len(FLOW_TASKS)), config)}
+    assert set(clips) == set(FLOW_TASKS)
+    for task, clip in clips.items():
+        stopped = clip.flow.copy()
+        stopped[2:] = stopped[1]  # on the way, before anything is done
+        right, wrong = judge.judge(clip, np.stack([clip.flow, stopped]))
+        assert right["oracle"].ok, task
+        assert not wrong["oracle"].ok, task
+        assert right["always"].ok
+    # again, so that scenes are set up anew for the clip that is asked about
+    assert all(judge.judge(clip, clip.flow[None])[0]["oracle"].ok for clip in clips.values())
+    blank = clips["place_red"]
+    empty = np.zeros_like(blank.observation.mask)
+    blank = dataclasses.replace(blank, observation=dataclasses.replace(blank.observation, mask=empty))
+    verdict = judge.judge(blank, blank.flow[None])[0]["oracle"]
+    assert verdict.ok is None
+    assert verdict.reason.startswith("no_moving_object")
+    judge.close()

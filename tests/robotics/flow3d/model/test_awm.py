@@ -1,0 +1,187 @@
+"""AWM on the verdict of a verifier: its numbers, what it learns, its control, and what it refuses."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.sampler import row_noise
+from diffusion.velocity_matching import TimestepConfig
+from mmrl.config import load_run
+from mmrl.errors import RunError, UserError
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.trainer import Trainer
+from mmrl.training.record.tracking import TrackingConfig
+from mmrl.training.runs import train
+from robotics.flow3d.check.judge import VerifierConfig
+from robotics.flow3d.model.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
+from robotics.flow3d.model.evaluation import FlowEvaluationConfig
+from robotics.flow3d.model.guesses import GuessPayload
+from robotics.flow3d.model.training_data import ClipSetConfig
+from robotics.flow3d.model.world_model import FlowWorldModel
+from tests.robotics.flow3d.model.builders import disturb, tiny_model
+from tests.rounding import assert_same_gradient
+
+HERE = "tests.robotics.flow3d.model.synthetic"
+RIGHT = VerifierConfig(kind=f"{HERE}:goes_right")
+BROKEN = VerifierConfig(kind=f"{HERE}:broken")
+
+
+def awm_config(folder, model=None, **changes) -> Flow3dAwmConfig:
+    path = folder / "start"
+    if not path.exists():
+        (model or disturb(tiny_model(), 0.3)).save_pretrained(path)
+    settings = {
+        "recipe": "flow3d_awm",
+        "output_dir": str(folder / "run"),
+        "model": SavedModelConfig(str(path)),
+        "data": ClipSetConfig(function=f"{HERE}:make_clips", options={"count": 8}),
+        "eval_data": {"held_out": ClipSetConfig(function=f"{HERE}:make_clips", options={"count": 4, "seed": 1})},
+        "verifiers": [RIGHT],
+        "trainer": TrainerConfig(
+            steps=2, tasks_per_step=4, samples_per_task=4, learning_rate=1e-2, old_logp="recompute"
+        ),
+        "timesteps": TimestepConfig(count=4, fraction=1.0),
+        "checkpoint": CheckpointConfig(every=1),
+        "evaluation": FlowEvaluationConfig(samples=2, records=2),
+        "tracking": TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    }
+    config = Flow3dAwmConfig(**(settings | changes))
+    config.validate()
+    return config
+
+
+def collected(recipe, tasks=4):
+    return recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], make_generator(0, "rollout")))
+
+
+@pytest.mark.parametrize("parameterisation", ["x0", "v"])
+def test_likelihoods_are_those_of_numpy(parameterisation, tmp_path):
+    recipe = Flow3dAwmRecipe(awm_config(tmp_path, disturb(tiny_model(parameterisation=parameterisation), 0.3)))
+    rollouts = collected(recipe)
+    payload, count = GuessPayload.of(rollouts), recipe.config.timesteps.count
+    noise = row_noise(payload.noise_seed, count, tuple(payload.flow.shape[1:])).double().numpy()
+    sigma = payload.sigma.double().numpy()
+    wide = sigma[..., None, None, None, None]
+    clean = payload.flow.double().numpy()[:, None]
+    noisy = (1 - wide) * clean + wide * noise
+    # every row as a scene of its own, in place of one a group
+    inputs = payload.scenes.select(rollouts.group, rollouts.group).repeated(count)
+    with torch.no_grad():
+        flat = torch.from_numpy(noisy).float().flatten(0, 1)
+        found = recipe.policy(inputs, flat, payload.sigma.flatten()).double().numpy().reshape(noisy.shape)
+    velocity = found if parameterisation == "v" else (noisy - found) / wide
+    error = ((velocity - (noise - clean)) ** 2).mean((2, 3, 4, 5))
+    expected = -sigma * 4 * ((error + 1e-10) ** 0.25 - 1e-10**0.25)
+    logp = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp.detach()
+    np.testing.assert_allclose(logp.numpy(), expected, rtol=1e-3, atol=1e-4)
+    assert set(np.round(sigma.ravel(), 3)) <= {0.333, 0.667}
+
+
+def test_rewards_are_weighted_verdicts_and_what_nobody_can_judge_has_none(tmp_path):
+    score = dataclasses.replace(RIGHT, value="score", name="score", weight=0.5)
+    recipe = Flow3dAwmRecipe(
+        awm_config(tmp_path, verifiers=[RIGHT, score], heldout_verifiers=[VerifierConfig("geometric")])
+    )
+    rollouts = collected(recipe)
+    terms = rollouts.reward_terms
+    assert set(terms) == {"goes_right", "score", "geometric"}
+    assert set(terms["goes_right"].tolist()) <= {0.0, 1.0}
+    torch.testing.assert_close(rollouts.reward, terms["goes_right"] + 0.5 * terms["score"])
+    assert len(set(terms["score"].tolist())) > 4
+    records = recipe.records(rollouts, 2)
+    assert "goes_right:" in records[0].response
+    assert records[0].outputs[0].size == (384, 384)
+    down = Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[RIGHT, BROKEN]))
+    with pytest.raises(
+        RunError, match="every reward of this step failed: broken/unjudged: Broken failed: TimeoutError"
+    ):
+        collected(down)
+    recipe = Flow3dAwmRecipe(awm_config(tmp_path, heldout_verifiers=[BROKEN]))
+    rollouts = collected(recipe)
+    assert recipe.step_metrics(rollouts)["reward/errors/broken/unjudged"] == 16
+    assert rollouts.reward.isfinite().all()  # a held-out verifier has no effect on training
+    found = recipe.evaluate(recipe.policy, "held_out", make_accelerator())
+    assert math.isnan(found.metrics["accuracy/broken"])
+
+
+def test_micro_batches_change_nothing(tmp_path):
+    gradients = []
+    for micro in (0, 3):
+        config = awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="score")])
+        config.trainer.micro_batch = micro
+        recipe = Flow3dAwmRecipe(config)
+        rollouts = recipe.advantages(collected(recipe), make_accelerator())
+        rollouts = recipe.compute_logprobs(recipe.policy, Reference("frozen", recipe.policy), rollouts)
+        disturb(recipe.policy, 0.05)
+        denominators = recipe.denominators(rollouts)
+        for chunk in rollouts.micro_batches(micro or rollouts.num_rows):
+            recipe.loss(recipe.policy, chunk, denominators).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in recipe.policy.parameters() if p.grad is not None]))
+    assert_same_gradient(gradients[1], gradients[0])
+
+
+def test_the_control_permutes_rewards_within_a_scene(tmp_path):
+    score = [dataclasses.replace(RIGHT, value="score")]
+    plain = collected(Flow3dAwmRecipe(awm_config(tmp_path, verifiers=score)))
+    recipe = Flow3dAwmRecipe(awm_config(tmp_path, verifiers=score, shuffle_verdicts=True))
+    shuffled = collected(recipe)
+    assert not torch.equal(shuffled.reward, plain.reward)
+    for group in range(4):
+        rows = plain.group == group
+        assert shuffled.reward[rows].sort().values.equal(plain.reward[rows].sort().values)
+    assert shuffled.reward_terms["goes_right"].equal(plain.reward_terms["goes_right"])
+    recipe.on_step_end(1, {})
+    assert not torch.equal(collected(recipe).reward, shuffled.reward)
+
+
+def test_a_tiny_model_learns_what_the_verifier_likes(tmp_path):
+    config = awm_config(tmp_path)
+    config.trainer = TrainerConfig(
+        steps=12, tasks_per_step=4, samples_per_task=8, learning_rate=2e-2, old_logp="recompute"
+    )
+    config.awm.ema_coef = 0.0
+    recipe = Flow3dAwmRecipe(config)
+    trainer = Trainer(recipe, config, tmp_path / "run", make_accelerator(), None)
+    before = recipe.evaluate(trainer.policy, "held_out", make_accelerator()).metrics["accuracy/goes_right"]
+    for _ in range(12):
+        trainer.train_step()
+    after = recipe.evaluate(trainer.policy, "held_out", make_accelerator()).metrics["accuracy/goes_right"]
+    assert after > before + 0.2
+
+
+def test_a_run_leaves_a_report_and_a_model(tmp_path):
+    from mmrl.recipes import RECIPES
+
+    config = awm_config(tmp_path)
+    config.eval_ema.decay = 0.5
+    run_dir = train(RECIPES["flow3d_awm"], config)
+    assert (run_dir / "report.html").is_file()
+    checkpoint = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    Flow3dAwmRecipe.export(config, checkpoint, tmp_path / "out")
+    exported, averaged = (FlowWorldModel.from_pretrained(p) for p in (tmp_path / "out", checkpoint / "eval_ema"))
+    assert all(value.equal(averaged.state_dict()[name]) for name, value in exported.state_dict().items())
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    with pytest.raises(UserError, match="this one, of synthetic, lacks shape, layouts, seed in its meta data"):
+        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[VerifierConfig("oracle")]))
+    with pytest.raises(UserError, match="several verifiers are called goes_right"):
+        Flow3dAwmRecipe(awm_config(tmp_path, heldout_verifiers=[RIGHT]))
+    with pytest.raises(UserError, match=r"geometric has the options rmse_m, .*; rmse is none of them"):
+        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[VerifierConfig("geometric", options={"rmse": 1})]))
+    with pytest.raises(UserError, match=r"endpoint has the options .*; url, model must be given"):
+        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[VerifierConfig("endpoint")]))
+    with pytest.raises(ValueError, match="all of its weights are 0"):
+        awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, weight=0.0)])
+    with pytest.raises(ValueError, match=r"model\.path is empty"):
+        SavedModelConfig().validate()
+    with pytest.raises(UserError, match=r"rectified flow; this world model has model\.process\.kind ddim"):
+        Flow3dAwmRecipe(awm_config(tmp_path / "ddim", tiny_model(kind="ddim", parameterisation="eps")))
+    _, config = load_run("configs/robotics/flow3d_awm.yaml")
+    assert config.verifiers[0].kind == "oracle"
