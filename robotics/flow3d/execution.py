@@ -126,7 +126,7 @@ class Executor:
             arrived = self._move(interpolate_joints(rows, self.settings.sub_steps)[1:] if len(rows) > 1 else rows)
             before = int(plan.places[frame])
             if self.settings.look_again:
-                ended = self._check(motion, frame, find_mask, may_drift)
+                ended = self._check(plan, motion, frame, find_mask, may_drift)
                 if ended is not None:
                     return ended
         if not arrived:
@@ -135,13 +135,17 @@ class Executor:
 
     def finish(self, round_: PlanRound) -> None:
         """Let go and back off, where the settings say so."""
-        _, motion = _chosen(round_)
-        up = motion.T_t_0_world[-1, :3, 2]
+        plan, _ = _chosen(round_)
+        up = plan.T_t_0_world[-1, :3, 2]
         tilted = float(np.arccos(np.clip(up[2], -1.0, 1.0))) > self.settings.tilted_rad
         if self.settings.release == "never" or (self.settings.release == "unless_tilted" and tilted):
             return
         self.let_go()
         self.result.released = True
+        self.back_off()
+
+    def back_off(self) -> None:
+        """Draw the hand back along the fingers, out of the way of the next look and the next grasp."""
         here = self.joint_rad()
         there = self.ik.pose(here)
         back = there.copy()
@@ -160,6 +164,7 @@ class Executor:
 
     def _check(
         self,
+        plan: GraspPlan,
         motion: ObjectMotion,
         frame: int,
         find_mask: Callable[[Observation], NDArray[np.bool_] | None],
@@ -172,7 +177,7 @@ class Executor:
         if len(seen) < LEAST_SEEN:
             self.result.drifts_m.append(float("nan"))
             return None
-        drift = drift_of(seen, apply_pose(motion.T_t_0_world[frame], motion.points_world_m))
+        drift = drift_of(seen, apply_pose(plan.T_t_0_world[frame], motion.points_world_m))
         self.result.drifts_m.append(drift)
         grip = self.ik.pose(self.joint_rad())[:3, 3]
         away = float(np.linalg.norm(seen - grip, axis=-1).min())

@@ -42,6 +42,8 @@ class Failure(StrEnum):
     """No plan was accepted, and `when_rejected` is stop."""
     VERIFIER_DOWN = "verifier_down"
     """The verifier gave no judgement, and `when_unverified` is stop."""
+    NO_PART = "no_part"
+    """It could not be told which part of the object to take."""
     NO_GRASP = "no_grasp"
     """Nothing was proposed."""
     UNREACHABLE = "unreachable"
@@ -107,6 +109,8 @@ class PlanRound:
     """Predictions in their order."""
     chosen: PlanTry | None = None
     """The one that was carried out."""
+    part_m: NDArray[np.float64] | None = None
+    """(3,) point on the part to take, in the world frame; None for any part."""
     plan: GraspPlan | None = None
     """How; that of the last grasp that was tried."""
 

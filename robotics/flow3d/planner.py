@@ -13,7 +13,6 @@ Source: arXiv 2506.06199. It looks only once, before the motion; looking again a
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,16 +21,13 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from robotics.flow3d.act.choice import GraspPlan, Obstacles, choose_grasps, held_path
-from robotics.flow3d.act.clearance import ArmClearance
-from robotics.flow3d.act.grasps import PROPOSERS, Grasp, GraspProposer, ObjectSurface
 from robotics.flow3d.act.ik import ArmIk
-from robotics.flow3d.check.outcome import render_outcome
-from robotics.flow3d.check.verdict import PlanFacts, Verifier, judged
+from robotics.flow3d.check.outcome import REPLAY, check_renderer, render_outcome
+from robotics.flow3d.check.verdict import PlanFacts, Verdict, Verifier, judged
 from robotics.flow3d.clip import FlowClip, Observation
-from robotics.flow3d.clouds import hidden_places, normals_towards, scene_cloud
 from robotics.flow3d.execution import Executor
 from robotics.flow3d.given import FlowModel
+from robotics.flow3d.grasp_search import GraspSearch
 from robotics.flow3d.plan_result import Failure, PlanFailed, PlanResult, PlanRound, PlanTry
 from robotics.flow3d.planner_config import PlannerConfig
 from robotics.flow3d.prediction import Predictor, said
@@ -39,14 +35,12 @@ from robotics.flow3d.prediction import Predictor, said
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from robotics.flow3d.act.choice import GraspPlan
+    from robotics.flow3d.act.grasps import GraspProposer
+    from robotics.flow3d.act.parts import PartFinder
     from robotics.flow3d.robot import FlowArm, FlowRobot
 
 __all__ = ["FlowPlanner", "PlannerConfig"]
-
-SCENE_POINTS = 1500
-"""Points of the scene that the hand is kept clear of; more cost time."""
-OVER_SUPPORT_M = 0.01
-"""Points of the scene nearer to the support than this are the support."""
 
 
 class FlowPlanner:
@@ -58,13 +52,17 @@ class FlowPlanner:
         arm: the arm's kinematics.
         verifier: judges predicted outcomes; None accepts every plan without drawing it.
         grasps: rows of `PROPOSERS` or functions of the user, tried together.
-        otherwise: the same, tried where none of `grasps` can be used, such as for a drawer, which no gripper takes
-            around its middle.
         config: how a plan is made.
         locate: finds the pixels (H, W) of the object where the observation does not bring them.
+        otherwise: like `grasps`, tried where none of those can be used, such as for a drawer, which no gripper takes
+            around its middle.
+        part: tells which part of the object to take, such as `AskedPart`; grasps farther than 5 cm from it are left
+            out. None for any part.
+        replay: draws the scene with the object moved by (4, 4), such as `FlowScene.replay`, for the renderer of that
+            name.
 
     Raises:
-        UserError: a setting is out of range, or there is no such proposer.
+        UserError: a setting is out of range, there is no such proposer, or the renderer lacks what it needs.
     """
 
     def __init__(
@@ -76,14 +74,16 @@ class FlowPlanner:
         config: PlannerConfig | None = None,
         locate: Callable[[Observation], NDArray[np.bool_]] | None = None,
         otherwise: Sequence[str | GraspProposer] = ("part",),
+        part: PartFinder | None = None,
+        replay: Callable[[NDArray[np.float64]], NDArray[np.uint8]] | None = None,
     ) -> None:
         self.config = config or PlannerConfig()
         check_config(self.config, "planner")
         self.predictor = Predictor(flow, self.config, locate)
         self.arm, self.verifier = arm, verifier
-        self.proposers = [[_find_proposer(each) for each in some] for some in (grasps, otherwise)]
         self.ik = ArmIk(arm, self.config.ik)
-        self.clearance = ArmClearance(arm) if self.config.check_collisions else None
+        self.search = GraspSearch(arm, self.ik, self.config, (grasps, otherwise), part)
+        self.draw = _find_drawer(self.config.renderer, replay) if verifier is not None else None
 
     def run(self, robot: FlowRobot, instruction: str | None = None, seed: int = 0) -> PlanResult:
         """Look, plan, and move the object.
@@ -159,6 +159,7 @@ class FlowPlanner:
                 raise ended
             if not held:
                 executor.let_go()
+                executor.back_off()
 
     def _fill(
         self, round_: PlanRound, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64], seed: int, held: bool
@@ -177,6 +178,8 @@ class FlowPlanner:
             if (judgement or each.verdict is None) and self._plans(round_, each, mask, joint_rad, held):
                 round_.chosen = each
                 return
+            if each.failure is Failure.NO_PART:
+                break  # another flow of the same object has the same parts
         round_.chosen = self._best_of_the_rest(round_, mask, joint_rad, held)
 
     def _best_of_the_rest(
@@ -203,10 +206,14 @@ class FlowPlanner:
         joint_rad: NDArray[np.float64],
         held: bool,
     ) -> None:
-        if self.verifier is None or each.motion is None:
+        if self.verifier is None or self.draw is None or each.motion is None:
             return
         observation = round_.observation
-        each.after = render_outcome(observation, mask, each.motion.T_t_0_world[-1], self.config.renderer)
+        try:
+            each.after = self.draw(observation, mask, each.motion.T_t_0_world[-1])
+        except Exception as error:  # a simulator or library of any kind; the loop must end cleanly
+            each.verdict = Verdict(None, 0.0, f"the outcome cannot be drawn: {said(error)}")
+            return
         facts = PlanFacts(
             each.motion,
             self.config.support_z_m,
@@ -224,72 +231,23 @@ class FlowPlanner:
     ) -> list[GraspPlan]:
         """Ways for the arm to do it, searched for once; a try without any has a failure."""
         if each.plans is None and each.motion is not None:
-            find = self._plans_in_hand if held else self._plans_with_grasps
-            each.plans = find(round_, each, mask, joint_rad)
-        return each.plans or []
-
-    def _plans_in_hand(
-        self, round_: PlanRound, each: PlanTry, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64]
-    ) -> list[GraspPlan]:
-        assert each.motion is not None
-        plan = held_path(each.motion.T_t_0_world, self.ik, joint_rad, self.config.reach)
-        if plan is None:
-            each.failure, each.detail = Failure.UNREACHABLE, "with the object in the hand"
-        return [] if plan is None else [plan]
-
-    def _plans_with_grasps(
-        self, round_: PlanRound, each: PlanTry, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64]
-    ) -> list[GraspPlan]:
-        assert each.motion is not None
-        surface = _surface(round_.observation, each.motion.points_world_m)
-        obstacles, refused = self._obstacles(round_.observation, mask), Counter[str]()
-        for proposers in self.proposers:
-            plans, why = choose_grasps(
-                self._propose(proposers, surface),
-                each.motion.T_t_0_world,
-                self.ik,
-                joint_rad,
-                clearance=self.clearance,
-                obstacles=obstacles,
-                settings=self.config.reach,
-            )
-            if plans:
-                return plans
-            refused += why
-        if refused:
-            each.failure = Failure.UNREACHABLE
-            each.detail = ", ".join(f"{count} x {reason}" for reason, count in refused.most_common())
-        else:
-            each.failure, each.detail = Failure.NO_GRASP, f"the gripper opens {self.arm.max_opening_m:g} m"
-        return []
-
-    def _propose(self, proposers: Sequence[GraspProposer], surface: ObjectSurface) -> list[Grasp]:
-        found: list[Grasp] = []
-        for propose in proposers:
             try:
-                found += propose(surface, self.arm.max_opening_m)
-            except Exception as error:  # a function of the user; the loop must end cleanly
-                raise PlanFailed(Failure.NO_GRASP, f"a grasp proposer failed: {said(error)}") from error
-        return found
-
-    def _obstacles(self, observation: Observation, mask: NDArray[np.bool_]) -> Obstacles:
-        cloud, support = scene_cloud(observation, mask), self.config.support_z_m
-        rest = cloud.rest_m if support is None else cloud.rest_m[cloud.rest_m[:, 2] > support + OVER_SUPPORT_M]
-        rest = rest[:: max(1, len(rest) // SCENE_POINTS)]
-        return Obstacles(support, cloud.object_m, rest, partial(hidden_places, observation, mask))
-
-
-def _surface(observation: Observation, points_m: NDArray[np.float64]) -> ObjectSurface:
-    return ObjectSurface(points_m, normals_towards(points_m, observation.T_world_cam[:3, 3]))
-
-
-def _find_proposer(proposer: str | GraspProposer) -> GraspProposer:
-    if isinstance(proposer, str):
-        if proposer not in PROPOSERS:
-            raise UserError(f"grasps has {proposer!r}; there are {', '.join(PROPOSERS)}, or give a function")
-        return PROPOSERS[proposer]
-    return proposer
+                self.search.fill(round_, each, mask, joint_rad, held)
+            except PlanFailed as failed:  # not further up: a verifier may have asked, and what it meets is a verdict
+                each.plans, each.failure, each.detail = [], failed.failure, failed.detail
+        return each.plans or []
 
 
 def _reason(each: PlanTry) -> str:
     return "" if each.verdict is None else each.verdict.reason
+
+
+def _find_drawer(
+    renderer: str, replay: Callable[[NDArray[np.float64]], NDArray[np.uint8]] | None
+) -> Callable[[Observation, NDArray[np.bool_], NDArray[np.float64]], NDArray[np.uint8]]:
+    if renderer == REPLAY:
+        if replay is None:
+            raise UserError("the renderer replay needs the argument replay, such as the `replay` of a FlowScene")
+        return lambda observation, mask, T_t_0_world: replay(T_t_0_world)
+    check_renderer(renderer)
+    return partial(render_outcome, renderer=renderer)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from mmrl.fields import bounded, choice
 from robotics.flow3d.act.choice import ReachSettings
+from robotics.flow3d.act.chunk_solver import ChunkSettings
 from robotics.flow3d.act.ik import IkSettings
-from robotics.flow3d.check.outcome import RENDERERS
+from robotics.flow3d.check.outcome import RENDERERS, REPLAY
 from robotics.flow3d.execution import ExecutionSettings
 
 __all__ = ["PlannerConfig"]
@@ -33,12 +34,18 @@ class PlannerConfig:
     """Measure motions from the first predicted frame, as the public viewer does."""
     least_way_m: float = bounded(0.005, at_least=0)
     """A flow that moves no point of the object farther moves nothing."""
-    renderer: str = choice("numpy", lambda: RENDERERS)
-    """Draws the predicted outcome."""
+    renderer: str = choice("numpy", lambda: (*RENDERERS, REPLAY))
+    """Draws the predicted outcome: points by numpy or open3d, or a simulator's exact picture by `replay`."""
     when_rejected: str = choice("best", ("best", "stop"))
     """Carry out the plan with the highest score when none is accepted, or stop."""
     when_unverified: str = choice("stop", ("best", "stop"))
     """The same where the verifier could not judge, such as when its server is down."""
+    solver: str = choice("closed_form", ("closed_form", "chunk"))
+    """closed_form follows the fitted motion; chunk adjusts it by the paper's optimisation, in seconds a grasp."""
+    chunk: ChunkSettings = field(default_factory=ChunkSettings)
+    """Weights and bounds of the solver chunk."""
+    refined_grasps: int = bounded(1, at_least=1)
+    """Grasps, those with the least joint path, whose motion the solver chunk adjusts."""
     check_collisions: bool = True
     """Keep arm and hand clear of support, object and scene."""
     ik: IkSettings = field(default_factory=IkSettings)

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.clearance import ArmClearance
 
-__all__ = ["GraspPlan", "Obstacles", "ReachSettings", "choose_grasps", "different_plans", "held_path", "motion_path"]
+__all__ = [
+    "GraspPlan",
+    "Obstacles",
+    "ReachChecks",
+    "ReachSettings",
+    "choose_grasps",
+    "different_plans",
+    "held_path",
+    "motion_path",
+    "plan_along",
+]
 
 
 @dataclass(frozen=True)
@@ -77,39 +87,80 @@ class GraspPlan:
     """(T, 4, 4) poses of the grip at those."""
     length_rad: float
     """Joint path from the present angles to the end."""
+    T_t_0_world: NDArray[np.float64]
+    """(T, 4, 4) motion of the object that is carried out."""
+
+
+@dataclass(frozen=True)
+class ReachChecks:
+    """An arm, where it is, and what it may hit on its way; settings out of range raise UserError."""
+
+    ik: ArmIk
+    """Kinematics."""
+    start_rad: NDArray[np.float64]
+    """(J,) angles now."""
+    clearance: ArmClearance | None = None
+    """Boxes of the arm; None to check no obstacles."""
+    obstacles: Obstacles = field(default_factory=Obstacles)
+    """What to keep clear of."""
+    settings: ReachSettings = field(default_factory=ReachSettings)
+    """How a motion is checked."""
+
+    def __post_init__(self) -> None:
+        check_config(self.settings, "reach")
+
+    def hand(self, grasp: Grasp) -> str:
+        """What the hand would hit at a grasp and before it, whatever the arm does; empty if nothing."""
+        if self.clearance is None:
+            return ""
+        ends = np.stack([_before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
+        problem = self._hits(ends, self.obstacles.object_m, "object") or self._hits(
+            ends, self.obstacles.scene_m, "scene"
+        )
+        if not problem and self.obstacles.hidden is not None:
+            hidden = self.obstacles.hidden(self.clearance.places_m(grasp.T_world_grip)).mean()
+            problem = "the hand would reach where nothing is seen" if hidden > self.settings.hidden_share else ""
+        return problem
+
+    def way(self, plan: GraspPlan) -> str:
+        """What arm and hand would hit on the whole way; empty if nothing."""
+        if self.clearance is None:
+            return ""
+        there = interpolate_joints(np.stack([self.start_rad, plan.approach.joint_rad[0]]), 8)
+        coming = np.concatenate([there, plan.approach.joint_rad])
+        if self.obstacles.support_z_m is not None:
+            lowest = self.clearance.lowest_m(np.concatenate([coming, plan.motion.joint_rad])).min()
+            if lowest < self.obstacles.support_z_m + self.settings.clearance_m:
+                return "the arm would hit the support"
+        coming_poses = np.stack([self.ik.pose(row) for row in coming])
+        all_poses = np.concatenate([coming_poses, np.stack([self.ik.pose(row) for row in plan.motion.joint_rad])])
+        return self._hits(coming_poses, self.obstacles.object_m, "object") or self._hits(
+            all_poses, self.obstacles.scene_m, "scene"
+        )
+
+    def _hits(self, T_world_grip: NDArray[np.float64], points_m: NDArray[np.float64], name: str) -> str:
+        assert self.clearance is not None
+        most = self.clearance.inside(T_world_grip, points_m).max(initial=0)
+        return f"the hand would hit the {name}" if most > self.settings.points_inside else ""
 
 
 def choose_grasps(
-    grasps: Sequence[Grasp],
-    T_t_0_world: NDArray[np.float64],
-    ik: ArmIk,
-    start_rad: NDArray[np.float64],
-    *,
-    clearance: ArmClearance | None = None,
-    obstacles: Obstacles | None = None,
-    settings: ReachSettings | None = None,
+    grasps: Sequence[Grasp], T_t_0_world: NDArray[np.float64], checks: ReachChecks
 ) -> tuple[list[GraspPlan], Counter[str]]:
     """Plan with each grasp and with each turned by half a turn, and keep those that work.
 
     Args:
         grasps: proposals.
-        T_t_0_world: (T, 4, 4) motion of the object.
-        ik: kinematics of the arm.
-        start_rad: (J,) angles now.
-        clearance: boxes of the arm; None to check no obstacles.
-        obstacles: what to keep clear of.
-        settings: how the motion is checked.
+        T_t_0_world: (T, 4, 4) motion of the object; with T of 0 only the way to the grasp is planned.
+        checks: the arm, where it is now, and what it may hit.
 
     Returns:
         Plans, that with the least joint path first, and how many grasps failed for which reason.
     """
-    settings = settings or ReachSettings()
-    check_config(settings, "reach")
-    checks = _Checks(ik, start_rad, clearance, obstacles or Obstacles(), settings)
     plans: list[GraspPlan] = []
     refused: Counter[str] = Counter()
     for grasp in grasps:
-        if len(plans) >= settings.plans:
+        if len(plans) >= checks.settings.plans:
             break
         for candidate in (grasp, grasp.turned):
             plan = checks.hand(candidate) or _plan(candidate, T_t_0_world, checks)
@@ -150,7 +201,7 @@ def held_path(
     if not fits:
         return None
     here = JointPath(np.asarray(joint_rad, dtype=np.float64)[None], np.ones(1, dtype=np.bool_))
-    return GraspPlan(Grasp(start, 1.0, 0.0, "in the hand"), here, path, places[1:], poses, path.length_rad)
+    return GraspPlan(Grasp(start, 1.0, 0.0, "in the hand"), here, path, places[1:], poses, path.length_rad, T_t_0_world)
 
 
 def different_plans(plans: Sequence[GraspPlan]) -> list[GraspPlan]:
@@ -168,7 +219,7 @@ def different_plans(plans: Sequence[GraspPlan]) -> list[GraspPlan]:
     return kept
 
 
-def _plan(grasp: Grasp, T_t_0_world: NDArray[np.float64], checks: _Checks) -> GraspPlan | str:
+def _plan(grasp: Grasp, T_t_0_world: NDArray[np.float64], checks: ReachChecks) -> GraspPlan | str:
     """The plan, or why there is none."""
     settings, ik = checks.settings, checks.ik
     poses = gripper_poses(T_t_0_world, grasp.T_world_grip)
@@ -178,22 +229,31 @@ def _plan(grasp: Grasp, T_t_0_world: NDArray[np.float64], checks: _Checks) -> Gr
         return "the motion is out of reach"
     problem = "the grasp is out of reach"
     for approach in _approaches(grasp, checks):
-        path, places = motion_path(
-            np.concatenate([grasp.T_world_grip[None], poses]), ik, approach.joint_rad[-1], settings
-        )
-        if not (path.reached[-1] if settings.goal_only else path.complete):
-            problem = "the motion is out of reach"
-            continue
-        length = float(np.linalg.norm(approach.joint_rad[0] - checks.start_rad))
-        length += approach.length_rad + path.length_rad
-        plan = GraspPlan(grasp, approach, path, places[1:], poses, length)
-        problem = checks.way(plan)
-        if not problem:
+        plan = plan_along(grasp, approach, T_t_0_world, checks)
+        if not isinstance(plan, str):
             return plan
+        problem = plan
     return problem
 
 
-def _approaches(grasp: Grasp, checks: _Checks) -> Iterator[JointPath]:
+def plan_along(
+    grasp: Grasp, approach: JointPath, T_t_0_world: NDArray[np.float64], checks: ReachChecks
+) -> GraspPlan | str:
+    """The plan that goes to a grasp by a given approach and then along a motion (T, 4, 4), or why there is none."""
+    settings = checks.settings
+    poses = gripper_poses(T_t_0_world, grasp.T_world_grip)
+    path, places = motion_path(
+        np.concatenate([grasp.T_world_grip[None], poses]), checks.ik, approach.joint_rad[-1], settings
+    )
+    if not (path.reached[-1] if settings.goal_only else path.complete):
+        return "the motion is out of reach"
+    length = float(np.linalg.norm(approach.joint_rad[0] - checks.start_rad))
+    length += approach.length_rad + path.length_rad
+    plan = GraspPlan(grasp, approach, path, places[1:], poses, length, T_t_0_world)
+    return checks.way(plan) or plan
+
+
+def _approaches(grasp: Grasp, checks: ReachChecks) -> Iterator[JointPath]:
     """Ways to a grasp: the hand straight through space, then the arm straight in joint space.
 
     A search that starts far off may end with the elbow in the table or the wrist wound up; one that follows the hand
@@ -202,8 +262,8 @@ def _approaches(grasp: Grasp, checks: _Checks) -> Iterator[JointPath]:
     settings, ik, T_grasp = checks.settings, checks.ik, grasp.T_world_grip
     steps = {"step_m": settings.step_m, "step_rad": settings.step_rad}
     for poses in (
-        [ik.pose(checks.start_rad), before_grasp(T_grasp, settings), T_grasp],
-        [before_grasp(T_grasp, settings), T_grasp],
+        [ik.pose(checks.start_rad), _before_grasp(T_grasp, settings), T_grasp],
+        [_before_grasp(T_grasp, settings), T_grasp],
     ):
         dense, _ = interpolate_poses(np.stack(poses), **steps)
         path = ik.follow(dense, checks.start_rad)
@@ -211,53 +271,8 @@ def _approaches(grasp: Grasp, checks: _Checks) -> Iterator[JointPath]:
             yield path
 
 
-def before_grasp(T_world_grip: NDArray[np.float64], settings: ReachSettings) -> NDArray[np.float64]:
+def _before_grasp(T_world_grip: NDArray[np.float64], settings: ReachSettings) -> NDArray[np.float64]:
     """(4, 4) the pose from which a grasp is approached along the fingers."""
     before = T_world_grip.copy()
     before[:3, 3] -= settings.standoff_m * T_world_grip[:3, 2]
     return before
-
-
-@dataclass(frozen=True)
-class _Checks:
-    """What the arm may hit on its way."""
-
-    ik: ArmIk
-    start_rad: NDArray[np.float64]
-    clearance: ArmClearance | None
-    obstacles: Obstacles
-    settings: ReachSettings
-
-    def hand(self, grasp: Grasp) -> str:
-        """What the hand would hit at a grasp and before it, whatever the arm does; empty if nothing."""
-        if self.clearance is None:
-            return ""
-        ends = np.stack([before_grasp(grasp.T_world_grip, self.settings), grasp.T_world_grip])
-        problem = self._hits(ends, self.obstacles.object_m, "object") or self._hits(
-            ends, self.obstacles.scene_m, "scene"
-        )
-        if not problem and self.obstacles.hidden is not None:
-            hidden = self.obstacles.hidden(self.clearance.places_m(grasp.T_world_grip)).mean()
-            problem = "the hand would reach where nothing is seen" if hidden > self.settings.hidden_share else ""
-        return problem
-
-    def way(self, plan: GraspPlan) -> str:
-        """What arm and hand would hit on the whole way; empty if nothing."""
-        if self.clearance is None:
-            return ""
-        there = interpolate_joints(np.stack([self.start_rad, plan.approach.joint_rad[0]]), 8)
-        coming = np.concatenate([there, plan.approach.joint_rad])
-        if self.obstacles.support_z_m is not None:
-            lowest = self.clearance.lowest_m(np.concatenate([coming, plan.motion.joint_rad])).min()
-            if lowest < self.obstacles.support_z_m + self.settings.clearance_m:
-                return "the arm would hit the support"
-        coming_poses = np.stack([self.ik.pose(row) for row in coming])
-        all_poses = np.concatenate([coming_poses, np.stack([self.ik.pose(row) for row in plan.motion.joint_rad])])
-        return self._hits(coming_poses, self.obstacles.object_m, "object") or self._hits(
-            all_poses, self.obstacles.scene_m, "scene"
-        )
-
-    def _hits(self, T_world_grip: NDArray[np.float64], points_m: NDArray[np.float64], name: str) -> str:
-        assert self.clearance is not None
-        most = self.clearance.inside(T_world_grip, points_m).max(initial=0)
-        return f"the hand would hit the {name}" if most > self.settings.points_inside else ""

@@ -6,6 +6,7 @@ Source: arXiv 2506.06199, flow-guided rendering; Hoyyyaard/3DFlowAction scripts/
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["RENDERERS", "Drawer", "draw_with_numpy", "draw_with_open3d", "moved_cloud", "render_outcome"]
+__all__ = [
+    "RENDERERS",
+    "REPLAY",
+    "Drawer",
+    "check_renderer",
+    "draw_with_numpy",
+    "draw_with_open3d",
+    "moved_cloud",
+    "render_outcome",
+]
 
 HOLE_PX = 1
 """Gaps in a drawn surface up to twice as wide are closed."""
@@ -67,8 +77,7 @@ def render_outcome(
     Raises:
         UserError: there is no such renderer, or its library is not installed.
     """
-    if renderer not in RENDERERS:
-        raise UserError(f"renderer is {renderer!r}; there are {', '.join(RENDERERS)}")
+    check_renderer(renderer)
     draw, cloud = RENDERERS[renderer], moved_cloud(observation, mask, T_t_0_world)
     T_cam_world = inverse_pose(observation.T_world_cam)
     behind, far = draw(apply_pose(T_cam_world, cloud.rest_m), cloud.rest_rgb, observation)
@@ -79,6 +88,16 @@ def render_outcome(
     thing, near = _inpaint(thing, closed & ~drawn, among=drawn), _nearest(near, closed & ~drawn)
     front = closed & (near <= np.where(np.isfinite(far), far, np.inf))
     return np.where(front[..., None], thing, background)
+
+
+def check_renderer(renderer: str) -> None:
+    """Raise UserError where there is no such row of `RENDERERS`, or open3d or OpenCV is not installed."""
+    if renderer not in RENDERERS:
+        raise UserError(f"renderer is {renderer!r}; there are {', '.join(RENDERERS)}")
+    if renderer == "open3d" and not find_spec("open3d"):
+        raise UserError("the renderer open3d needs open3d, which is not installed; take numpy")
+    if not find_spec("cv2"):
+        raise UserError("pictures of outcomes need OpenCV; pip install opencv-python-headless")
 
 
 def draw_with_numpy(
@@ -101,10 +120,8 @@ def draw_with_open3d(
     points_cam_m: NDArray[np.float64], rgb: NDArray[np.uint8], observation: Observation
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """open3d's projection of a point cloud, which needs no display; see `Drawer`."""
-    try:
-        import open3d
-    except ImportError:
-        raise UserError("the renderer open3d needs open3d, which is not installed; take numpy") from None
+    import open3d
+
     core, width, height = open3d.core, *observation.size_px
     if len(points_cam_m) == 0:
         return np.zeros((height, width, 3), np.uint8), np.full((height, width), np.inf)
@@ -146,10 +163,8 @@ def _inpaint(
     """Fill holes from their surroundings, or only from some pixels of them."""
     if not holes.any() or holes.all():
         return picture
-    try:
-        import cv2
-    except ImportError:
-        raise UserError("pictures of outcomes need OpenCV; pip install opencv-python-headless") from None
+    import cv2
+
     unknown = holes if among is None else ~among
     if unknown.all():
         return picture
@@ -160,3 +175,5 @@ def _inpaint(
 
 
 RENDERERS: dict[str, Drawer] = {"numpy": draw_with_numpy, "open3d": draw_with_open3d}
+REPLAY = "replay"
+"""Name of the renderer for which a simulator puts the object where the plan ends; see `FlowPlanner`."""

@@ -5,9 +5,9 @@ The wording is our own; the paper publishes none.
 
 from __future__ import annotations
 
-import json
-import re
+from typing import Any
 
+from robotics.flow3d.asking import read_json
 from robotics.flow3d.check.verdict import Verdict
 
 __all__ = ["SYSTEM", "question", "read_verdict"]
@@ -23,7 +23,6 @@ QUESTION = (
     '{{"object_moved": "which object moved, and where to", "matches_task": true or false, '
     '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
 )
-FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
 SHOWN = 160
 """Characters of an unusable answer that a verdict quotes."""
 
@@ -44,10 +43,9 @@ def read_verdict(answer: str) -> Verdict:
         that was asked for. The score is the confidence that the plan is right.
     """
     text = answer.strip()
-    fenced = FENCE.match(text)
     try:
-        said = json.loads(fenced.group(1) if fenced else text)
-    except (ValueError, RecursionError):
+        said: Any = read_json(answer)
+    except ValueError:
         return _unusable("no JSON", text)
     problem = _problem(said)
     if problem:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mmrl.errors import UserError
+from robotics.flow3d.asking import Asker, Endpoint, NoAnswer, OwnModel
 from robotics.flow3d.check.question import SYSTEM, question, read_verdict
 from robotics.flow3d.check.verdict import PlanFacts, Verdict
 
@@ -27,27 +26,11 @@ class VlmVerifier:
     """
 
     def __init__(self, policy: VlmPolicy, max_new_tokens: int = 160) -> None:
-        self.policy, self.max_new_tokens = policy, max_new_tokens
+        self.asker = OwnModel(policy, max_new_tokens)
 
     def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
         """Take the likeliest answer; see `Verifier`."""
-        import torch
-        from PIL import Image
-
-        from mmrl.vlm.sampler import sample
-        from mmrl.vlm.sampling import SamplerConfig
-        from mmrl.vlm.task import TaskError, VlmTask
-
-        content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": question(instruction)}]
-        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
-        task = VlmTask("plan", messages, [Image.fromarray(before), Image.fromarray(after)])
-        try:
-            prompt = self.policy.encode(task)
-            config = SamplerConfig(max_new_tokens=self.max_new_tokens)
-            answers = sample(self.policy, [prompt], 1, config, torch.Generator(), greedy=True)
-        except (TaskError, UserError) as error:
-            return Verdict(None, 0.0, f"the model cannot be asked: {error}")
-        return read_verdict(answers.texts[0])
+        return _verdict_of(self.asker, before, after, instruction)
 
 
 class EndpointVerifier:
@@ -73,31 +56,16 @@ class EndpointVerifier:
         max_tokens: int = 300,
         api_key_env: str = "OPENAI_API_KEY",
     ) -> None:
-        from mmrl.hub.chat_endpoint import check_url
-
-        check_url(url, "verifier")
-        self.url, self.model = url, model
-        self.timeout_s, self.max_tokens, self.api_key_env = timeout_s, max_tokens, api_key_env
+        self.asker = Endpoint(url, model, timeout_s, max_tokens, api_key_env, owner="verifier")
 
     def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
         """Ask the endpoint; see `Verifier`. After a refusal, a timeout or without a server, ok is None."""
-        from mmrl.hub.chat_endpoint import ModelRefused, ask_chat
+        return _verdict_of(self.asker, before, after, instruction)
 
-        try:
-            answer = ask_chat(
-                self.url,
-                self.model,
-                question(instruction),
-                [before, after],
-                system=SYSTEM,
-                max_tokens=self.max_tokens,
-                timeout_s=self.timeout_s,
-                api_key=os.environ.get(self.api_key_env, ""),
-            )
-        except ModelRefused as error:
-            return Verdict(None, 0.0, f"refused: {error}")
-        except TimeoutError as error:
-            return Verdict(None, 0.0, f"timeout: {error}")
-        except RuntimeError as error:
-            return Verdict(None, 0.0, f"down: {error}")
-        return read_verdict(answer)
+
+def _verdict_of(asker: Asker, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str) -> Verdict:
+    try:
+        answer = asker.ask(SYSTEM, question(instruction), [before, after])
+    except NoAnswer as error:
+        return Verdict(None, 0.0, str(error))
+    return read_verdict(answer)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["Look", "Painter", "draw_look"]
+__all__ = ["Look", "Painter", "depth_holes", "draw_look"]
 
 OBJECT_RGB = {
     "train": ((0.93, 0.93, 0.9), (0.3, 0.5, 0.85), (0.92, 0.8, 0.25), (0.5, 0.52, 0.56), (0.35, 0.25, 0.2)),
@@ -100,3 +100,12 @@ def _jittered(palette: tuple[tuple[float, ...], ...], rng: np.random.Generator) 
 def _triple(values: NDArray[np.float64]) -> tuple[float, float, float]:
     red, green, blue = (float(value) for value in values)
     return red, green, blue
+
+
+def depth_holes(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """(H, W) holes of a depth picture: squares of 2 to 8 pixels, as many as cover a share of it."""
+    holes = np.zeros(shape, dtype=np.bool_)
+    while holes.mean() < share:
+        side, row, column = int(rng.integers(2, 9)), int(rng.integers(shape[0])), int(rng.integers(shape[1]))
+        holes[row : row + side, column : column + side] = True
+    return holes

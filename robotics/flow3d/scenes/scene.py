@@ -15,7 +15,7 @@ from mmrl.fields import bounded, check_config, choice
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
 from robotics.flow3d.scenes.arms import FLOW_ARMS, SCENE_ASSETS
-from robotics.flow3d.scenes.looks import Look, Painter, draw_look
+from robotics.flow3d.scenes.looks import Look, Painter, depth_holes, draw_look
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, FlowTask, Outcome, SceneState, find_flow_task
 from robotics.sim.arms import ASSETS
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
@@ -168,6 +168,16 @@ class FlowScene:
             self.data.qpos[address] = self._opening(T_world_object)
         update_poses(self.model, self.data)
 
+    def replay(self, T_t_0_world: NDArray[np.float64]) -> NDArray[np.uint8]:
+        """Picture (H, W, 3) of the scene with the moved thing moved by (4, 4) from where it is, where it stays."""
+        before = self.data.qpos.copy()
+        try:
+            self.put_object(T_t_0_world @ self.object_pose())
+            return self.renderer.rgb(self.data).copy()
+        finally:
+            self.data.qpos[:] = before
+            update_poses(self.model, self.data)
+
     def put_hand(self, T_world_grip: NDArray[np.float64]) -> None:
         """Put the floating hand somewhere; raises UserError in a scene without one."""
         if self.config.actor != HAND:
@@ -303,7 +313,7 @@ class FlowScene:
         if config.depth_noise:
             depth_m = depth_m * (1 + config.depth_noise * self._rng.standard_normal(depth_m.shape)).astype(np.float32)
         if config.depth == "holed":
-            depth_m = np.where(_patches(depth_m.shape, config.hole_share, self._rng), np.float32(0), depth_m)
+            depth_m = np.where(depth_holes(depth_m.shape, config.hole_share, self._rng), np.float32(0), depth_m)
         return depth_m
 
 
@@ -334,12 +344,3 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
             weld.objtype, weld.name1, weld.name2 = mujoco.mjtObj.mjOBJ_BODY, hand, name
             weld.data[10] = 1.0  # torque scale
     return spec.compile()
-
-
-def _patches(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Squares of 2 to 8 pixels at random places until they cover a share of the picture."""
-    holes = np.zeros(shape, dtype=np.bool_)
-    while holes.mean() < share:
-        side, row, column = int(rng.integers(2, 9)), int(rng.integers(shape[0])), int(rng.integers(shape[1]))
-        holes[row : row + side, column : column + side] = True
-    return holes

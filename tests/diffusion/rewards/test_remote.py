@@ -3,10 +3,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -21,49 +18,15 @@ def pictures(count):
     return list(np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8))
 
 
-@pytest.fixture
-def server():
-    """A chat endpoint that answers with the next entry of `answers`: text, (status, body), or seconds to wait."""
-    requests, answers = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            length = int(self.headers["Content-Length"])
-            requests.append((self.path, json.loads(self.rfile.read(length))))
-            answer = answers.pop(0)
-            if isinstance(answer, float):
-                time.sleep(answer)
-                answer = "Final Score: 1"
-            if isinstance(answer, str):
-                answer = (200, json.dumps({"choices": [{"message": {"content": answer}}]}))
-            if callable(answer):
-                answer(self.wfile)
-                return
-            self.send_response(answer[0])
-            self.end_headers()
-            self.wfile.write(answer[1].encode())
-
-        def log_message(self, *_):
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.server_port}/v1", requests, answers
-    listening.shutdown()
-    listening.server_close()
-    thread.join()
-
-
-def test_pictures_go_out_as_png_and_scores_come_back(server):
-    url, requests, answers = server
+def test_pictures_go_out_as_png_and_scores_come_back(chat_server):
+    url, requests, answers = chat_server.url, chat_server.requests, chat_server.answers
     answers += ["Fine.\nFinal Score: 4", "final score: 2.5/5"]
     images = pictures(2)
     assert unified_reward(["a cat", "a {dog}"], images, url=url + "/", model="judge") == [0.8, 0.5]
-    for (path, body), prompt, image in zip(requests, ("a cat", "a {dog}"), images, strict=True):
-        assert path == "/v1/chat/completions"
-        assert (body["model"], body["temperature"]) == ("judge", 0)
-        picture, text = body["messages"][0]["content"]
+    for request, prompt, image in zip(requests, ("a cat", "a {dog}"), images, strict=True):
+        assert request.path == "/v1/chat/completions"
+        assert (request.body["model"], request.body["temperature"]) == ("judge", 0)
+        picture, text = request.body["messages"][0]["content"]
         assert f"for this prompt: {prompt}\n" in text["text"]
         kind, _, data = picture["image_url"]["url"].partition(",")
         assert kind == "data:image/png;base64"
@@ -90,15 +53,15 @@ def test_last_score_counts(answer, score):
         ((200, "[]"), "not answer as a chat endpoint does: TypeError"),
     ],
 )
-def test_failures_raise(server, answer, culprit):
-    url, _, answers = server
+def test_failures_raise(chat_server, answer, culprit):
+    url, answers = chat_server.url, chat_server.answers
     answers.append(answer)
     with pytest.raises(RuntimeError, match=culprit):
         unified_reward(["a cat"], pictures(1), url=url)
 
 
-def test_slow_and_absent_servers_raise(server):
-    url, _, answers = server
+def test_slow_and_absent_servers_raise(chat_server):
+    url, answers = chat_server.url, chat_server.answers
     answers.append(0.6)
     with pytest.raises(TimeoutError):
         unified_reward(["a cat"], pictures(1), url=url, timeout_s=0.2)
@@ -106,8 +69,8 @@ def test_slow_and_absent_servers_raise(server):
         unified_reward(["a cat"], pictures(1), url="http://127.0.0.1:9/v1", timeout_s=2)
 
 
-def test_a_failure_costs_its_own_row_only(server):
-    url, _, answers = server
+def test_a_failure_costs_its_own_row_only(chat_server):
+    url, answers = chat_server.url, chat_server.answers
     answers += ["Final Score: 4", "?", "Final Score: 4", "?", "Final Score: 3"]
     rewards = RewardSum([RewardConfig("judge", options={"url": url})], functions={"judge": unified_reward})
     result = rewards.score(["a", "b", "c"], pictures(3), {})
@@ -135,8 +98,8 @@ def drip(head):
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.0 200 OK\r\nX-Slow: ", b"HTTP/1.0 200 OK\r\n\r\n{"])
-def test_a_server_that_drips_bytes_is_cut_off_after_the_one_limit(server, head):
-    url, _, answers = server
+def test_a_server_that_drips_bytes_is_cut_off_after_the_one_limit(chat_server, head):
+    url, answers = chat_server.url, chat_server.answers
     answers += [drip(head)]
     started = time.monotonic()
     with pytest.raises((TimeoutError, RuntimeError)) as raised:
@@ -146,14 +109,14 @@ def test_a_server_that_drips_bytes_is_cut_off_after_the_one_limit(server, head):
         assert "no whole answer within 1 s" in str(raised.value)
 
 
-def test_an_endless_answer_is_refused(server):
+def test_an_endless_answer_is_refused(chat_server):
     def endless(stream):
         stream.write(b"HTTP/1.0 200 OK\r\n\r\n")
         with contextlib.suppress(OSError):
             while True:
                 stream.write(b" " * (1 << 20))
 
-    url, _, answers = server
+    url, answers = chat_server.url, chat_server.answers
     answers += [endless]
     with pytest.raises(RuntimeError, match="more than 4 MiB"):
         unified_reward(["a cat"], pictures(1), url=url, timeout_s=60.0)

@@ -81,8 +81,8 @@ class StraightModel:
         return np.repeat(flow[None], samples, axis=0)
 
 
-def clip_to(goal_m):
+def clip_to(goal_m, frames=8):
     observation = drawn_sphere()
     uv = grid_in_mask(observation.mask, 4)
     points = np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
-    return FlowClip(observation, points, StraightModel(goal_m).predict(observation, points)[0])
+    return FlowClip(observation, points, StraightModel(goal_m, frames).predict(observation, points)[0])

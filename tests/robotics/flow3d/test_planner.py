@@ -12,9 +12,11 @@ from PIL import Image
 
 from mmrl.errors import ConfigError, RunError, UserError
 from robotics.flow3d.act.choice import ReachSettings
+from robotics.flow3d.act.chunk_solver import ChunkSettings
 from robotics.flow3d.act.grasps import Grasp
 from robotics.flow3d.check.geometric import GeometricVerifier
 from robotics.flow3d.check.verdict import PredicateVerifier, Verdict
+from robotics.flow3d.check.vlm import EndpointVerifier
 from robotics.flow3d.execution import ExecutionSettings, drift_of
 from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 from robotics.flow3d.given import GivenFlow, clip_of_points
@@ -163,8 +165,19 @@ def flow_of(value, row=0):
     return flow
 
 
+class Sideways:
+    """Predicts that all points go sideways, 4 pixels a frame."""
+
+    def predict(self, observation, points, samples=1, seed=0):
+        flow = np.repeat(np.concatenate([points, np.ones((*points.shape[:2], 1))], -1)[None], 4, axis=0)
+        flow[..., 0] += 4.0 * np.arange(1, 5)[:, None, None]
+        return np.repeat(flow[None], samples, axis=0)
+
+
 FEW = np.zeros((SIDE_PX, SIDE_PX), bool)
 FEW[40, 40:44] = True
+LINE = np.zeros((SIDE_PX, SIDE_PX), bool)
+LINE[100, 40:60] = True
 
 
 @pytest.mark.parametrize(
@@ -178,6 +191,7 @@ FEW[40, 40:44] = True
         (Failure.TOO_FEW_POINTS, lambda: seeing(mask=FEW), None),
         (Failure.TOO_FEW_POINTS, lambda: seeing(), flow_of(0.0, 3)),
         (Failure.DEGENERATE_GEOMETRY, lambda: seeing(), flow_of(np.nan)),
+        (Failure.DEGENERATE_GEOMETRY, lambda: seeing(mask=LINE), Sideways()),
         (Failure.MODEL_FAILED, lambda: seeing(), None),
         (Failure.UNREACHABLE, lambda: seeing(), StraightModel([0.3, 1.3, 0.3])),
         (Failure.ROBOT_FAILED, lambda: broken("move", OSError("cable")), None),
@@ -224,6 +238,86 @@ def test_other_proposers_are_asked_where_none_of_the_first_can_be_used():
         assert asked == expected
     nothing = planner(clip_to(GOAL), grasps=(), otherwise=()).run(FakeRobot(BenchArm("panda")))
     assert nothing.failure is Failure.NO_GRASP
+
+
+def test_only_grasps_at_the_chosen_part_are_taken_and_without_a_part_it_ends():
+    def right(observation, mask):
+        assert mask.sum() > 50
+        return CENTRE + np.array([0, 0.05, 0])
+
+    two = dict.fromkeys(("left", "right"))
+
+    def sides(surface, opening):
+        for name, way in zip(two, (-0.012, 0.012), strict=True):
+            (grasp,) = from_above(surface, opening)
+            grasp.T_world_grip[1, 3] += way
+            two[name] = grasp
+        return list(two.values())
+
+    result = planner(clip_to(GOAL), grasps=(sides,), part=right).run(FakeRobot(BenchArm("panda")))
+    assert result.executed, (result.failure, result.detail)
+    assert {plan.grasp.T_world_grip[1, 3] for plan in result.rounds[0].chosen.plans} == {
+        two["right"].T_world_grip[1, 3]
+    }
+    far = planner(clip_to(GOAL), grasps=(sides,), part=lambda *_: CENTRE + 0.2).run(FakeRobot(BenchArm("panda")))
+    assert (far.failure, "of the chosen part" in far.detail) == (Failure.NO_GRASP, True)
+    for part in (lambda *_: 1 / 0, lambda *_: None, lambda *_: np.full(3, np.nan)):
+        for verifier in (None, GeometricVerifier()):
+            unknown = planner(StraightModel(GOAL), part=part, verifier=verifier).run(FakeRobot(BenchArm("panda")))
+            assert unknown.failure is Failure.NO_PART
+            assert len(unknown.tries) == 1
+
+
+def test_the_solver_chunk_gets_the_object_there_too():
+    chunk = ChunkSettings(iterations=8, keypoints=6, reach_weight=0.0, rest_weight=1.5)
+    config = PlannerConfig(solver="chunk", chunk=chunk, execution=ExecutionSettings(chunk=8))
+    results = {}
+    for name, each in (("closed", PlannerConfig()), ("chunk", config)):
+        robot = FakeRobot(BenchArm("panda"))
+        results[name] = planner(clip_to(GOAL, frames=3), config=each).run(robot)
+        assert results[name].executed, (results[name].failure, results[name].detail)
+        assert np.linalg.norm(robot.centre - GOAL) < 0.02
+    motions = [result.rounds[0].plan.T_t_0_world for result in results.values()]
+    assert 1e-5 < np.abs(motions[0] - motions[1]).max() < chunk.shift_m
+
+
+def test_a_simulator_draws_the_outcome_and_its_errors_end_nothing():
+    seen = []
+
+    def replay(T_t_0_world):
+        seen.append(T_t_0_world)
+        return np.full((SIDE_PX, SIDE_PX, 3), 7, np.uint8)
+
+    config, verifier = PlannerConfig(renderer="replay"), Scripted(YES)
+    result = planner(clip_to(GOAL), config=config, verifier=verifier, replay=replay).run(FakeRobot(BenchArm("panda")))
+    assert result.executed
+    assert (result.tries[0].after == 7).all()
+    np.testing.assert_allclose(seen[0], result.tries[0].motion.T_t_0_world[-1])
+    broken = planner(clip_to(GOAL), config=config, verifier=verifier, replay=lambda _: 1 / 0)
+    failed = broken.run(FakeRobot(BenchArm("panda")))
+    assert (failed.failure, "cannot be drawn: ZeroDivisionError" in failed.detail) == (Failure.VERIFIER_DOWN, True)
+    with pytest.raises(UserError, match="needs the argument replay"):
+        planner(clip_to(GOAL), config=config, verifier=verifier)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ok", "failure"),
+    [
+        (503, None, Failure.VERIFIER_DOWN),
+        ({"content": None, "refusal": "not allowed"}, None, Failure.VERIFIER_DOWN),
+        ("I think so!", False, Failure.VERIFIER_REJECTS),
+    ],
+)
+def test_an_endpoint_that_is_down_refuses_or_talks_nonsense_ends_the_loop(chat_server, answer, ok, failure):
+    chat_server.answers += [answer] * 2
+    config = PlannerConfig(samples=2, when_rejected="stop")
+    verifier = EndpointVerifier(chat_server.url, "judge", timeout_s=5.0)
+    robot = FakeRobot(BenchArm("panda"))
+    result = planner(StraightModel(GOAL), config=config, verifier=verifier).run(robot)
+    assert result.failure is failure
+    assert result.detail
+    assert [each.verdict.ok for each in result.tries] == [ok] * len(result.tries)
+    assert robot.paths == [], "nothing moved"
 
 
 def test_a_dropped_object_is_grasped_and_planned_for_anew():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("mink")
 import mujoco
 
-from robotics.flow3d.act.choice import Obstacles, ReachSettings, choose_grasps, different_plans, held_path
+from robotics.flow3d.act.choice import Obstacles, ReachChecks, ReachSettings, choose_grasps, different_plans, held_path
 from robotics.flow3d.act.clearance import ArmClearance
 from robotics.flow3d.act.grasps import Grasp, primitive_grasps
 from robotics.flow3d.act.ik import ArmIk
@@ -30,11 +30,7 @@ def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
     plans, refused = choose_grasps(
         grasps,
         LIFT_AND_CARRY,
-        ik,
-        ik.home_rad,
-        clearance=ArmClearance(arm),
-        obstacles=clear,
-        settings=ReachSettings(plans=1000),
+        ReachChecks(ik, ik.home_rad, ArmClearance(arm), clear, ReachSettings(plans=1000)),
     )
     assert plans
     assert len(plans) + refused.total() == 2 * len(grasps)
@@ -52,7 +48,9 @@ def test_plans_reach_every_pose_and_the_shortest_comes_first(arm):
 
 def test_the_search_ends_after_so_many_plans_and_different_ones_close_elsewhere(arm):
     ik, grasps = ArmIk(arm), primitive_grasps(box((0.03, 0.02, 0.05)), arm.max_opening_m)
-    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ik, ik.home_rad, settings=ReachSettings(plans=3))
+    plans, refused = choose_grasps(
+        grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, settings=ReachSettings(plans=3))
+    )
     assert 3 <= len(plans) <= 4
     assert len(plans) + refused.total() < 2 * len(grasps)
     other = dataclasses.replace(plans[0], grasp=Grasp(shift((0, 0.02, 0))[0] @ plans[0].grasp.T_world_grip, 1, 0, ""))
@@ -63,31 +61,33 @@ def test_the_search_ends_after_so_many_plans_and_different_ones_close_elsewhere(
 def test_a_motion_out_of_reach_is_refused_unless_only_its_goal_counts(arm):
     ik, grasps = ArmIk(arm), primitive_grasps(box((0.03, 0.02, 0.05)), arm.max_opening_m)[:2]
     out_and_back = shift((0, 0, 0.1), (0.8, 0, 0.1), (0, 0.1, 0.1))
-    plans, refused = choose_grasps(grasps, out_and_back, ik, ik.home_rad)
+    plans, refused = choose_grasps(grasps, out_and_back, ReachChecks(ik, ik.home_rad))
     assert plans == []
     assert refused["the motion is out of reach"] > 0
-    relaxed, _ = choose_grasps(grasps, out_and_back, ik, ik.home_rad, settings=ReachSettings(goal_only=True))
+    relaxed, _ = choose_grasps(
+        grasps, out_and_back, ReachChecks(ik, ik.home_rad, settings=ReachSettings(goal_only=True))
+    )
     assert relaxed
     assert not relaxed[0].motion.complete
     away = [Grasp(shift((3, 0, 0.3))[0], 1.0, 0.02, "user")]
-    assert choose_grasps(away, out_and_back, ik, ik.home_rad)[1] == {"the grasp is out of reach": 2}
+    assert choose_grasps(away, out_and_back, ReachChecks(ik, ik.home_rad))[1] == {"the grasp is out of reach": 2}
 
 
 def test_obstacles_refuse_grasps(arm):
     ik, clearance, surface = ArmIk(arm), ArmClearance(arm), box((0.03, 0.02, 0.05))
     grasps = primitive_grasps(surface, arm.max_opening_m)
     high = Obstacles(0.2)
-    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ik, ik.home_rad, clearance=clearance, obstacles=high)
+    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, clearance, high))
     assert plans == []
     assert refused["the arm would hit the support"] > 0
     wall = Obstacles(None, scene_m=box((0.3, 0.3, 0.02), (0.5, 0.0, 0.14), 0.02).points_m)
-    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ik, ik.home_rad, clearance=clearance, obstacles=wall)
+    plans, refused = choose_grasps(grasps, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, clearance, wall))
     assert plans == []
     assert refused["the hand would hit the scene"] > 0
     low = [grasp for grasp in grasps if grasp.T_world_grip[2, 2] < -0.99]
     deep = [Grasp(shift((0, 0, -0.06))[0] @ grasp.T_world_grip, 1.0, 0.04, "user") for grasp in low]
     thing = Obstacles(None, object_m=surface.points_m)
-    plans, refused = choose_grasps(deep, LIFT_AND_CARRY, ik, ik.home_rad, clearance=clearance, obstacles=thing)
+    plans, refused = choose_grasps(deep, LIFT_AND_CARRY, ReachChecks(ik, ik.home_rad, clearance, thing))
     assert plans == []
     assert refused["the hand would hit the object"] >= len(deep)
 

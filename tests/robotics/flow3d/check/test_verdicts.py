@@ -1,10 +1,6 @@
 """Verifiers: what they accept, what they reject, and that nothing they meet gets out as an exception."""
 
-import contextlib
 import json
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -113,59 +109,30 @@ def test_nonsense_is_rejected_with_no_confidence(answer, culprit):
     assert f"unusable answer ({culprit})" in verdict.reason
 
 
-@pytest.fixture
-def server():
-    """A chat endpoint that gives the next of `answers`: a message, or seconds to wait."""
-    requests, answers = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append((body, self.headers["Authorization"]))
-            answer = answers.pop(0)
-            if isinstance(answer, float):
-                time.sleep(answer)
-            with contextlib.suppress(OSError):
-                self.send_response(answer if isinstance(answer, int) else 200)
-                self.end_headers()
-                self.wfile.write(json.dumps({"choices": [{"message": answer}]}).encode())
-
-        def log_message(self, *_):
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.server_port}/v1", requests, answers
-    listening.shutdown()
-    listening.server_close()
-    thread.join()
-
-
-def test_endpoint_sees_both_pictures_and_the_task(server, monkeypatch):
-    url, requests, answers = server
+def test_endpoint_sees_both_pictures_and_the_task(chat_server, monkeypatch):
+    url, requests, answers = chat_server.url, chat_server.requests, chat_server.answers
     answers += [{"content": json.dumps(GOOD)}] * 2
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("MY_KEY", "secret")
     assert ask(EndpointVerifier(url, "judge")) == Verdict(True, 0.9, "the mug, onto the pad")
     assert ask(EndpointVerifier(url, "judge", api_key_env="MY_KEY")).ok
-    (body, no_key), (_, key) = requests
-    system, user = body["messages"]
+    first, second = requests
+    system, user = first.body["messages"]
     assert "plan of a robot" in system["content"]
     assert [part["type"] for part in user["content"]] == ["image_url", "image_url", "text"]
     assert "Task: place the mug on the red pad" in user["content"][2]["text"]
-    assert (no_key, key) == (None, "Bearer secret")
+    assert (first.key, second.key) == (None, "Bearer secret")
 
 
-def test_endpoint_that_refuses_stalls_or_fails_gives_a_verdict(server):
-    url, _, answers = server
+def test_endpoint_that_refuses_stalls_or_fails_gives_a_verdict(chat_server):
+    url, answers = chat_server.url, chat_server.answers
     verifier = EndpointVerifier(url, "judge", timeout_s=0.5)
     for answer, start in (
         ({"content": None, "refusal": "not allowed"}, "refused: "),
         ({"content": None}, "refused: "),
         (2.0, "timeout: "),
         (503, "down: "),
-        ([], "down: "),
+        ((200, "[]"), "down: "),
     ):
         answers.append(answer)
         verdict = ask(verifier)

@@ -33,6 +33,19 @@ def test_the_depth_in_the_mask_lies_on_the_object(scene):
         assert np.hypot(own[:, 0], own[:, 1]).max() < scene.shape.radius_m + 0.04
 
 
+def test_a_replay_is_the_picture_with_the_object_there_and_changes_nothing(scene):
+    scene.reset(1)
+    before, start = scene.observe(), scene.object_pose()
+    T = np.eye(4)
+    T[:3, 3] = 0.0, 0.05, 0.03
+    drawn = scene.replay(T)
+    np.testing.assert_array_equal(scene.object_pose(), start)
+    np.testing.assert_array_equal(scene.observe().rgb, before.rgb)
+    scene.put_object(T @ start)
+    np.testing.assert_array_equal(drawn, scene.observe().rgb)
+    assert (drawn != before.rgb).any(-1).sum() > 20
+
+
 def test_most_of_the_picture_is_the_table_at_height_zero(scene):
     scene.reset(0)
     seen = scene.observe()

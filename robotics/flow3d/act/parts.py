@@ -1,0 +1,116 @@
+"""Which part of an object to grasp for a task: a model chooses among numbered marks on the object.
+
+Source: arXiv 2506.06199, whose task-aware grasp lets a vision-language model name the part; the marks are those of
+ReKep (huangwl18/ReKep vision.py overlays numbered keypoints). The wording is our own, the paper publishes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from robotics.flow3d.asking import read_json
+from robotics.flow3d.clouds import world_points
+from robotics.flow3d.geometry import farthest_points
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.asking import Asker
+    from robotics.flow3d.clip import Observation
+
+__all__ = ["AskedPart", "PartFinder", "PartUnknown", "draw_marks", "read_part"]
+
+PartFinder: TypeAlias = "Callable[[Observation, NDArray[np.bool_]], NDArray[np.float64]]"
+"""From what is seen and the pixels (H, W) of the object that have depth to a point (3,) on the part, in the world
+frame."""
+
+SYSTEM = (
+    "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
+    "robot is to move."
+)
+QUESTION = (
+    "Task: {instruction}\n"
+    "At which mark should the gripper take the object, so that it can do the task? Answer with one JSON object and "
+    'nothing else: {{"mark": its number, "why": "in a few words"}}'
+)
+ENLARGED_PX = 512
+"""Height to which a smaller picture is enlarged, so that the numbers can be read."""
+
+
+class PartUnknown(RuntimeError):  # noqa: N818 - named after what happened
+    """The model gave no usable answer."""
+
+
+class AskedPart:
+    """Asks a model which of the marks on the object to take; a `PartFinder`.
+
+    Args:
+        asker: an `Endpoint` or `OwnModel` of `robotics.flow3d.asking`.
+        marks: how many marks, as far from each other as possible.
+    """
+
+    def __init__(self, asker: Asker, marks: int = 8) -> None:
+        self.asker, self.marks = asker, marks
+
+    def __call__(self, observation: Observation, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Point (3,) on the chosen part; raises PartUnknown or NoAnswer."""
+        points, _ = world_points(observation)
+        pixels = np.argwhere(mask)
+        # The first of farthest points is any; the middle of the object makes the choice the same for each picture.
+        inside = points[mask]
+        first = int(np.linalg.norm(inside - inside.mean(0), axis=-1).argmin())
+        chosen = pixels[farthest_points(inside, self.marks, first)]
+        picture = draw_marks(observation.rgb, chosen)
+        answer = self.asker.ask(SYSTEM, QUESTION.format(instruction=observation.instruction), [picture])
+        row, column = chosen[read_part(answer, len(chosen)) - 1]
+        place: NDArray[np.float64] = points[row, column]
+        return place
+
+
+def draw_marks(rgb: NDArray[np.uint8], pixels: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """A picture with numbered marks.
+
+    Args:
+        rgb: (H, W, 3); a small one is enlarged.
+        pixels: (n, 2) row and column of each mark, which get the numbers from 1.
+
+    Returns:
+        (H', W', 3).
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    factor = max(1, round(ENLARGED_PX / rgb.shape[0]))
+    image = Image.fromarray(rgb).resize((rgb.shape[1] * factor, rgb.shape[0] * factor), Image.Resampling.NEAREST)
+    draw, size = ImageDraw.Draw(image), max(10, image.height // 36)
+    font = ImageFont.load_default(size)
+    for number, (row, column) in enumerate(pixels, 1):
+        x, y = (column + 0.5) * factor, (row + 0.5) * factor
+        draw.ellipse([x - size / 4, y - size / 4, x + size / 4, y + size / 4], fill=(255, 255, 0), outline=(0, 0, 0))
+        draw.text((x + size / 3, y - size), str(number), fill=(255, 255, 0), font=font, stroke_width=2, stroke_fill=0)
+    return np.asarray(image)
+
+
+def read_part(answer: str, marks: int) -> int:
+    """The number of a mark in a model's answer.
+
+    Args:
+        answer: JSON as asked for; a Markdown fence around it is forgiven.
+        marks: how many there are.
+
+    Returns:
+        From 1 to `marks`.
+
+    Raises:
+        PartUnknown: the answer is something else.
+    """
+    try:
+        said = read_json(answer)
+    except ValueError:
+        raise PartUnknown(f"unusable answer (no JSON): {answer[:160]!r}") from None
+    mark = said.get("mark") if isinstance(said, dict) else None
+    if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
+        raise PartUnknown(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:160]!r}")
+    return mark

@@ -1,0 +1,87 @@
+"""Plans whose motion is adjusted by the paper's optimisation, chunk by chunk, around the closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from robotics.flow3d.act.choice import GraspPlan, ReachChecks, plan_along
+from robotics.flow3d.act.chunk_solver import ChunkSettings, refine_chunk
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.act.motion import ObjectMotion
+
+__all__ = ["inside_points", "refined_plans"]
+
+POINT_RADIUS_M = 0.005
+"""Radius of the ball that a point of the scene stands for."""
+COUNTED = 0.3
+"""Mean weight in the fit above which a point of the flow is a keypoint; others are outliers."""
+
+
+def refined_plans(
+    plans: Sequence[GraspPlan],
+    motion: ObjectMotion,
+    flow_m: NDArray[np.float64],
+    flow_points_m: NDArray[np.float64],
+    checks: ReachChecks,
+    *,
+    settings: ChunkSettings | None = None,
+    chunk: int = 4,
+) -> list[GraspPlan]:
+    """Adjust the motion of each plan to what its arm reaches and to obstacles.
+
+    Args:
+        plans: from `choose_grasps`; of those without a motion only grasp and approach are used.
+        motion: the closed form.
+        flow_m: (T, k, 3) where the flow has its points, in the world frame.
+        flow_points_m: (k, 3) those points before they move.
+        checks: the arm, and what it may hit.
+        settings: weights and bounds.
+        chunk: frames that are solved for together with their own start.
+
+    Returns:
+        Plans that the arm can carry out, in the same order; a plan that adjusting made unreachable stays as it was.
+    """
+    weights = motion.fit.weights.mean(0)
+    good = weights > COUNTED if (weights > COUNTED).sum() >= 3 else np.ones_like(weights, dtype=np.bool_)
+    inside = inside_points(checks.obstacles.scene_m)
+    found: list[GraspPlan] = []
+    for plan in plans:
+        joint_rad, parts = plan.approach.joint_rad[-1], []
+        for begin in range(0, len(motion.T_t_0_world), chunk):
+            frames = slice(begin, begin + chunk)
+            part, _ = refine_chunk(
+                motion.T_t_0_world[frames],
+                motion.points_world_m,
+                flow_m[frames][:, good],
+                flow_points_m[good],
+                plan.grasp.T_world_grip,
+                inside_m=inside,
+                ik=checks.ik,
+                start_rad=joint_rad,
+                settings=settings,
+            )
+            for pose in part @ plan.grasp.T_world_grip:
+                joint_rad = checks.ik.solve(pose, joint_rad).joint_rad
+            parts.append(part)
+        refined = plan_along(plan.grasp, plan.approach, np.concatenate(parts), checks)
+        if not isinstance(refined, str):
+            found.append(refined)
+        elif len(plan.places):
+            found.append(plan)
+    return found
+
+
+def inside_points(points_m: NDArray[np.float64]) -> Callable[[NDArray[np.float64]], NDArray[np.float64]] | None:
+    """Signed distance of places (j, 3) to balls of 5 mm around points (n, 3), positive inside; None without points."""
+    if not len(points_m):
+        return None
+    from scipy.spatial import cKDTree
+
+    tree = cKDTree(points_m)
+    return lambda places: POINT_RADIUS_M - tree.query(places)[0]
