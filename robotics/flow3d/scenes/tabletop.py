@@ -125,12 +125,49 @@ class FlowTabletop(FlowScene):
 
     def open_gripper(self) -> None:
         """Let go, open the fingers and wait until what was held has come to rest."""
-        if self._held is not None:
-            self.data.eq_active[int(self.model.equality(f"hold_{self._held}").id)] = 0
-            self._held = None
-        self.data.ctrl[self._gripper] = self.arm.opening_m
+        self._let_go()
         for _ in range(math.ceil(SETTLE_S / self._tick_s)):
             self._step()
+
+    def drive(self, joint_rad: NDArray[np.float64], close: bool, ticks: int = 5) -> bool:
+        """Move the servos' targets for a short time, without waiting for the arm, as a controller does.
+
+        Args:
+            joint_rad: (J,) targets at its end; limited to what the servos take.
+            close: close the fingers, which takes hold of what they touch, rather than open them.
+            ticks: of 20 ms.
+
+        Returns:
+            Whether something is held.
+
+        Raises:
+            RunError: the simulation diverged.
+        """
+        here = self.data.ctrl[self._servos].copy()
+        goal = np.clip(joint_rad, *self.model.actuator_ctrlrange[self._servos].T)
+        if not close:
+            self._let_go()
+        elif self._held is None:
+            self.data.ctrl[self._gripper] = 0.0
+        for number in range(1, ticks + 1):
+            if close and self._held is None:
+                self._grasp()
+            self.data.ctrl[self._servos] = here + (goal - here) * number / ticks
+            self._step()
+        return self._held is not None
+
+    def holds(self) -> bool:
+        """Whether the gripper holds something."""
+        return self._held is not None
+
+    def target_rad(self) -> NDArray[np.float64]:
+        """(J,) where the servos want to be."""
+        return self.data.ctrl[self._servos].copy()
+
+    @property
+    def speeds(self) -> NDArray[np.float64]:
+        """(J,) greatest speed of each joint along a path, rad/s, of slides m/s."""
+        return self._speeds
 
     def released(self) -> bool:
         """Whether the gripper does not hold the moved thing."""
@@ -146,6 +183,12 @@ class FlowTabletop(FlowScene):
         if T_world_object is None and self._done:
             return Outcome(dict.fromkeys(now.criteria, True))
         return now
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self.data.eq_active[int(self.model.equality(f"hold_{self._held}").id)] = 0
+            self._held = None
+        self.data.ctrl[self._gripper] = self.arm.opening_m
 
     def _pose_actor(self) -> None:
         home = np.array(self.arm.home_rad)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from robotics.flow3d.model.keypoints import Keypoints
+from robotics.flow3d.model.point_codes import octave_code
 from robotics.flow3d.model.settings import BODIES, ConditionConfig, FlowModelConfig, UnetConfig
 from robotics.flow3d.model.unet_motion import ADAPTED
 from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
@@ -283,3 +285,25 @@ def test_adapters_are_on_the_attention_of_everything_but_motion_modules():
     assert re.fullmatch(ADAPTED, "mid_block.attentions.0.transformer_blocks.0.attn2.to_out.0")
     assert not re.fullmatch(ADAPTED, "down_blocks.0.motion_modules.0.transformer_blocks.0.attn1.to_q")
     assert not re.fullmatch(ADAPTED, "down_blocks.0.resnets.0.conv1")
+
+
+def test_keypoints_follow_what_they_were_made_to_find():
+    """A score that is high on red alone puts its keypoint on the red square, wherever that is."""
+    keypoints = Keypoints(count=1, channels=8, width=16)
+    for layer in (keypoints.first, keypoints.second, keypoints.scores):
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+    with torch.no_grad():
+        keypoints.first.weight[0, 0, 2, 2] = 1.0  # reads the red channel of the middle pixel
+        keypoints.second.weight[0, 0, 1, 1] = 1.0
+        keypoints.scores.weight[0, 0] = 40.0
+    seen = []
+    keypoints.token.register_forward_pre_hook(lambda layer, given: seen.append(given[0][0]))
+    for row, column in ((8, 8), (8, 40), (48, 24)):
+        picture = -torch.ones(1, 3, 64, 64)
+        picture[:, 0, row : row + 4, column : column + 4] = 1.0
+        assert keypoints(picture, torch.zeros(1, 16)).shape == (1, 16)
+        # each position of the 16 x 16 map stands for 4 pixels, the first and the last at -1 and 1
+        wanted = torch.tensor([row / 4, column / 4]) / 15 * 2 - 1
+        code = octave_code(wanted[None])[0]
+        torch.testing.assert_close(seen[-1], code, atol=0.05, rtol=0)
