@@ -196,6 +196,25 @@ class LeRobotReader:
         self._check_cameras([camera])
         return self.episode(number).images[camera]
 
+    def image_contents(self, number: int, feature: str) -> list[bytes]:
+        """Image files of an episode as they are stored, such as depth of 16 bits.
+
+        Args:
+            number: 0 to `len(reader) - 1`.
+            feature: whole name of one with dtype image.
+
+        Returns:
+            T files.
+
+        Raises:
+            UserError: there is no such episode or feature, or a file is missing.
+        """
+        if self.info["features"].get(feature, {}).get("dtype") != "image":
+            raise UserError(f"{self.folder} has no feature {feature!r} with dtype image")
+        self.episode(number)
+        with named_errors(f"episode {number} of {self.folder}"):
+            return self._contents(self._frames_of(self.episodes[number])[feature].to_pylist())
+
     def frames(
         self,
         delta_timestamps: Sequence[float] = (0.0,),
@@ -302,8 +321,7 @@ class LeRobotReader:
         return lambda: self._counted(*read_clip(path, start, row["length"], self.fps, size))
 
     def _decode_images(self, cells: Sequence[Mapping[str, Any]], size: Sequence[int]) -> NDArray[np.uint8]:
-        contents = [cell["bytes"] or self._image_file(cell["path"]).read_bytes() for cell in cells]
-        frames = [decode_png(content, size) for content in contents]
+        frames = [decode_png(content, size) for content in self._contents(cells)]
         good = [frame for frame in frames if frame is not None]
         if not good:
             raise UserError(f"no image of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
@@ -312,6 +330,9 @@ class LeRobotReader:
             latest = latest if frame is None else frame
             filled.append(latest)
         return self._counted(np.stack(filled), np.array([frame is not None for frame in frames]))
+
+    def _contents(self, cells: Sequence[Mapping[str, Any]]) -> list[bytes]:
+        return [cell["bytes"] or self._image_file(cell["path"]).read_bytes() for cell in cells]
 
     def _counted(self, frames: NDArray[np.uint8], decoded: NDArray[np.bool_]) -> NDArray[np.uint8]:
         self.counts["corrupt_frames"] += int((~decoded).sum())

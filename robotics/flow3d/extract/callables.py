@@ -1,4 +1,19 @@
-"""A user's own tracker or depth model, such as CoTracker, named as `module:function` or `path/to/file.py:function`."""
+"""A user's own detector, tracker or depth model, named as `module:function` or `path/to/file.py:function`.
+
+CoTracker3, whose middle of the first pixel is at (0, 0), as a function for `FunctionTracker("trackers.py:cotracker")`:
+
+    model = torch.hub.load("facebookresearch/co-tracker", "cotracker3_offline")
+
+    def cotracker(rgb, uv_px):
+        video = torch.from_numpy(rgb).permute(0, 3, 1, 2)[None].float()  # (1, L, 3, H, W), 0 to 255
+        points = torch.from_numpy(uv_px - 0.5).float()
+        queries = torch.cat([torch.zeros(len(points), 1), points], 1)[None]  # (1, n, 3): frame, x, y
+        with torch.no_grad():
+            tracks, visible = model(video, queries=queries)  # (1, L, n, 2), (1, L, n)
+        return tracks[0].double().numpy() + 0.5, visible[0].double().numpy()
+
+Source: facebookresearch/co-tracker README.md, cotracker/predictor.py.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +25,35 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.rewards.loading import load_function
 from robotics.flow3d.extract.protocols import Tracks
+from robotics.flow3d.extract.video import RejectedVideo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["FunctionDepth", "FunctionTracker"]
+__all__ = ["FunctionDepth", "FunctionDetector", "FunctionTracker"]
+
+
+@dataclass(frozen=True)
+class FunctionDetector:
+    """Calls `function(rgb, depth_m)`.
+
+    It gets (L, H, W, 3) uint8 frames and their (L, H, W) metres, None where they are not known, and returns an (H, W)
+    mask of the object in the first frame, empty where it finds none.
+    """
+
+    function: str
+    """Its name."""
+
+    def detect(self, video: RgbdVideo) -> NDArray[np.bool_]:
+        """Mask the object; see `Detector`."""
+        mask = np.asarray(load_function(self.function, what="detector")(video.rgb, video.depth_m))
+        if mask.shape != video.rgb.shape[1:3]:
+            raise UserError(f"{self.function} returned the shape {mask.shape}; must be {video.rgb.shape[1:3]}")
+        if not mask.any():
+            raise RejectedVideo("no_moving_object", f"{self.function} found nothing")
+        return mask.astype(bool)
 
 
 @dataclass(frozen=True)

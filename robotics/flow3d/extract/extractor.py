@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmrl.fields import bounded
+from mmrl.errors import UserError
+from mmrl.fields import bounded, choice
 from robotics.flow3d.clip import VISIBLE, FlowClip, Observation
 from robotics.flow3d.encoding import FlowEncoding, frame_indices, grid_in_mask
+from robotics.flow3d.extract.camera_motion import camera_motion_px, seen_from_first
+from robotics.flow3d.extract.depth_noise import DenoisedDepth
+from robotics.flow3d.extract.early_motion import PUBLIC_SIDE_PX
 from robotics.flow3d.extract.revealed_depth import RevealedDepth
 from robotics.flow3d.extract.rigid_chain import RigidChain
-from robotics.flow3d.extract.simulated import SensorDepth
 from robotics.flow3d.extract.video import RejectedVideo
 from robotics.flow3d.geometry import depth_at, lift
 from robotics.flow3d.rigid_fit import fit_motions
@@ -26,7 +29,11 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import DepthSource, Detector, Tracker, Tracks
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["FlowExtractor", "QualityLimits", "extract_clips", "lifted"]
+__all__ = ["BEGINNINGS", "FlowExtractor", "QualityLimits", "extract_clips", "lifted"]
+
+BEGINNINGS = ("video", "motion")
+STARTED_M, STARTED = 0.005, 0.03
+"""The object has started where its median point has gone that far, and that share of its greatest distance."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class QualityLimits:
     """Mean visibility of the points after the first frame."""
     least_moved_m: float = bounded(0.02, at_least=0)
     """Way of the median point between first and last frame."""
+    most_camera_px: float | None = bounded(1.5, above=0)
+    """Way of the picture as a whole, in one of 256 pixels, above which the camera moves; None does not look."""
     least_extent_m: float = bounded(0.004, at_least=0)
     """Spread of the points across their longest direction; less is a line or a place."""
 
@@ -53,16 +62,23 @@ class FlowExtractor:
     """Finds the object."""
     tracker: Tracker = field(default_factory=RigidChain)
     """Follows its points."""
-    depth: DepthSource = field(default_factory=SensorDepth)
+    depth: DepthSource = field(default_factory=DenoisedDepth)
     """Says how far everything is."""
     limits: QualityLimits = field(default_factory=QualityLimits)
     """What a clip must have."""
+    begin: str = choice("video", BEGINNINGS)
+    """Where the T frames begin: with the video, as in the paper, or with the motion of the object, so that none of them
+    shows how a hand approaches. The first picture is that of the video all the same."""
+
+    def __post_init__(self) -> None:
+        if self.begin not in BEGINNINGS:
+            raise UserError(f"begin is {self.begin!r}; must be {' or '.join(BEGINNINGS)}")
 
     def extract(self, video: RgbdVideo) -> FlowClip:
         """Turn one video into a clip.
 
         Args:
-            video: of a camera that does not move.
+            video: of a camera that does not move, or with its poses.
 
         Returns:
             The clip. Its quality: `visible` (mean visibility), `moved_m` (way of the median point), `rigid_rmse_m` (how
@@ -74,12 +90,15 @@ class FlowExtractor:
             RejectedVideo: it gives no clip; `reason` says why.
         """
         K = video.intrinsics_px
-        video = replace(video, depth_m=self.depth.depth_m(video))
+        video = self._still(replace(video, depth_m=self.depth.depth_m(video)))
         mask, depth_m = self.detector.detect(video), video.known_depth_m
         points = self._points(mask, depth_m[0], K)
         tracks = self.tracker.track(video, mask, points[:, :2])
-        chosen = frame_indices(len(video), self.encoding.num_frames)[1:]
-        flow = np.concatenate([lifted(tracks, depth_m)[chosen], tracks.visible[chosen, :, None]], -1)
+        places = lifted(tracks, depth_m)
+        # A tracker may know the depth of the first frame better than its pixels do.
+        points = np.where(np.isfinite(places[0]), places[0], points)
+        chosen = self._frames(lift(places, K))
+        flow = np.concatenate([places[chosen], tracks.visible[chosen, :, None]], -1)
         quality = self._judge(points, flow, K)
         outside = np.abs(self.encoding.normalise(flow[..., :VISIBLE], video.size_px)) >= 1
         quality |= {
@@ -97,6 +116,25 @@ class FlowExtractor:
             quality,
             video.meta,
         )
+
+    def _still(self, video: RgbdVideo) -> RgbdVideo:
+        """The video as a still camera sees it; refuses one whose camera moves in an unknown way."""
+        if video.T_world_cams is not None:
+            return seen_from_first(video)
+        most = self.limits.most_camera_px
+        way = None if most is None else camera_motion_px(video)
+        if most is not None and way is not None and way > most * video.size_px[0] / PUBLIC_SIDE_PX:
+            raise RejectedVideo("moving_camera", f"the background goes {way:.1f} px; give T_world_cams, a pose a frame")
+        return video
+
+    def _frames(self, places_m: NDArray[np.float64]) -> NDArray[np.intp]:
+        """(T,) frames of the flow, of places (L, n, 3)."""
+        first = 0
+        if self.begin == "motion":
+            ways = np.median(np.linalg.norm(places_m - places_m[0], axis=-1), axis=1)
+            rests = ways < max(STARTED_M, STARTED * float(ways.max()))
+            first = max(0, (len(rests) if rests.all() else int(np.argmin(rests))) - 1)
+        return first + frame_indices(len(places_m) - first, self.encoding.num_frames)[1:]
 
     def _points(
         self, mask: NDArray[np.bool_], depth_m: NDArray[np.float32], K: NDArray[np.float64]

@@ -1,10 +1,13 @@
 """A user's RGB-D video in a folder.
 
 my_video/
-  rgb/000000.png ...     8-bit colour, JPEG too; frames in the order of their names
-  depth/000000.png ...   16-bit, one for each frame; or 000000.npy, metres. May be missing, for a depth model.
+  rgb/000000.png ...     8-bit colour, JPEG too; frames in the order of their names. Or rgb.mp4, any video that FFmpeg
+                         reads
+  depth/000000.png ...   16-bit, one for each frame; or 000000.npy, metres. Or depth.npz with an array of all frames,
+                         whole numbers in units or metres. May be missing, for a depth model.
   camera.json            {"K": [[fx, 0, cx], [0, fy, cy], [0, 0, 1]], "depth_unit_m": 0.001,
-                          "T_world_cam": 4 x 4, optional, "instruction": text, optional}
+                          "T_world_cam": 4 x 4, or one for each frame of a camera that moves, optional,
+                          "instruction": text, optional}
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
-from mmrl.hub.images import ImageError, decode_image, read_image_file
+from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
 from robotics.data.metadata import named_errors
 from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["read_rgbd_folder"]
+__all__ = ["depth_of", "read_frames", "read_rgbd_folder"]
 
 COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
@@ -47,23 +50,84 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
     camera = read_json_object(place / "camera.json")
     if camera.get("K") is None:
         raise RejectedVideo("no_intrinsics", f'{place / "camera.json"} must have "K", 3 x 3 in pixels')
-    colours, depths = _files(place / "rgb", COLOURS), _files(place / "depth", DEPTHS)
-    if not colours or (depths and len(depths) != len(colours)):
-        raise UserError(
-            f"{place} has {len(colours)} frames in rgb/ and {len(depths)} in depth/; must be as many of each"
-        )
-    if any(path.suffix == ".png" for path in depths) and not camera.get("depth_unit_m"):
-        raise UserError(f'{place / "camera.json"} lacks "depth_unit_m", the metres of one unit of depth, such as 0.001')
     with named_errors(f"the video {place}"):
-        unit = float(camera.get("depth_unit_m") or 1.0)
+        unit = None if camera.get("depth_unit_m") is None else float(camera["depth_unit_m"])
+        rgb, depth_m = _colours(place), _depths(place, unit)
+        if depth_m is not None and len(depth_m) != len(rgb):
+            raise UserError(f"{place} has {len(rgb)} frames in colour and {len(depth_m)} of depth; must be as many")
+        T_world_cam = np.asarray(camera.get("T_world_cam", np.eye(4)), dtype=np.float64)
         return RgbdVideo(
-            rgb=np.stack([np.asarray(_image(path).convert("RGB")) for path in colours]),
-            depth_m=np.stack([_depth(path, unit) for path in depths]) if depths else None,
+            rgb=rgb,
+            depth_m=depth_m,
             K=np.asarray(camera["K"], dtype=np.float64),
-            T_world_cam=np.asarray(camera.get("T_world_cam", np.eye(4)), dtype=np.float64),
+            T_world_cam=T_world_cam if T_world_cam.ndim == 2 else T_world_cam[0],
+            T_world_cams=T_world_cam if T_world_cam.ndim == 3 else None,
             instruction=str(camera.get("instruction", "")),
             source=place.name,
         )
+
+
+def _colours(place: Path) -> NDArray[np.uint8]:
+    videos = [path for path in sorted(place.glob("rgb.*")) if path.is_file()]
+    pictures = _files(place / "rgb", COLOURS)
+    if videos and pictures:
+        raise UserError(f"{place} has {videos[0].name} and pictures in rgb/; keep one of them")
+    if not videos and not pictures:
+        raise UserError(f"{place} has no frames: neither rgb.mp4 nor {', '.join(COLOURS)} in rgb/")
+    return (
+        read_frames(videos[0]) if videos else np.stack([np.asarray(_image(path).convert("RGB")) for path in pictures])
+    )
+
+
+def _depths(place: Path, unit_m: float | None) -> NDArray[np.float32] | None:
+    pictures, archive = _files(place / "depth", DEPTHS), place / "depth.npz"
+    if archive.is_file():
+        with np.load(archive, allow_pickle=False) as content:
+            if len(content.files) != 1:
+                raise UserError(f"{archive} holds {', '.join(content.files)}; must be one array (L, H, W)")
+            return depth_of(content[content.files[0]], unit_m, str(archive))
+    return np.stack([_depth(path, unit_m) for path in pictures]) if pictures else None
+
+
+def read_frames(path: Path) -> NDArray[np.uint8]:
+    """(L, H, W, 3) frames of a video file; raises UserError where it is none or too large."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise UserError(f"{path} has no video in it")
+            codec = container.streams.video[0].codec_context
+            check_pixels(codec.width, codec.height, MAX_IMAGE_PIXELS)
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    except (av.error.FFmpegError, ImageError) as error:
+        raise UserError(f"{path} cannot be read as a video: {error}") from error
+    if not frames:
+        raise UserError(f"{path} has no frame that can be decoded")
+    return np.stack(frames)
+
+
+def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> NDArray[np.float32]:
+    """Depth in metres.
+
+    Args:
+        pixels: whole numbers in units, or metres.
+        unit_m: metres of one unit, for whole numbers.
+        where: they are from, for messages.
+
+    Returns:
+        The same shape.
+
+    Raises:
+        UserError: whole numbers without a unit, or of 8 bits, which is no depth.
+    """
+    if np.issubdtype(pixels.dtype, np.floating):
+        return pixels.astype(np.float32)
+    if pixels.dtype.itemsize < 2:
+        raise UserError(f"{where} is {pixels.dtype}; depth must have 16 bits or be metres")
+    if not unit_m:
+        raise UserError(f'{where} holds whole numbers, but "depth_unit_m", such as 0.001, is not given')
+    return (pixels * unit_m).astype(np.float32)
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -77,10 +141,8 @@ def _image(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def _depth(path: Path, unit_m: float) -> NDArray[np.float32]:
-    if path.suffix == ".npy":
-        return np.load(path, allow_pickle=False).astype(np.float32)
-    pixels = np.asarray(_image(path))
-    if pixels.ndim != 2 or pixels.dtype == np.uint8:
+def _depth(path: Path, unit_m: float | None) -> NDArray[np.float32]:
+    pixels = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(_image(path))
+    if pixels.ndim != 2:
         raise UserError(f"{path} is {pixels.dtype} {pixels.shape}; depth must be a 16-bit picture of one channel")
-    return (pixels * unit_m).astype(np.float32)
+    return depth_of(pixels, unit_m, str(path))

@@ -14,7 +14,8 @@ import numpy as np
 
 from mmrl.fields import bounded
 from robotics.flow3d.extract.classical_flow import grey_frames, klt_step
-from robotics.flow3d.extract.revealed_depth import depth_noise_m
+from robotics.flow3d.extract.depth_noise import depth_noise_m, resting_depth
+from robotics.flow3d.extract.reprojection import fit_reprojection
 from robotics.flow3d.extract.simulated import carried_tracks
 from robotics.flow3d.extract.surface import align_to_surface, carried_picture, surface_normals
 from robotics.flow3d.extract.video import RejectedVideo
@@ -63,7 +64,8 @@ class RigidChain:
         share = lost / (len(video) - 1)
         if share > self.most_lost:
             raise RejectedVideo("lost_track", f"too few points in {100 * share:.0f} % of the frames")
-        tracks = carried_tracks(video, uv_px, poses[:, None], max(0.01, agree))
+        rest = resting_depth(video.known_depth_m, 4 * noise)
+        tracks = carried_tracks(video, uv_px, poses[:, None], max(0.01, agree), rest)
         tracks.quality.update(lost_frames=share, depth_noise_m=noise)
         return tracks
 
@@ -73,7 +75,7 @@ class RigidChain:
         """(L, 4, 4) motions since the first frame, and in how many frames there were too few points."""
         K, depth_m, grey = video.intrinsics_px, video.known_depth_m, grey_frames(video.rgb)
         inlier = max(0.006, 3 * noise_m) if self.inlier_m is None else self.inlier_m
-        model_uvz = _model(mask, depth_m[0], self.most_points)
+        model_uvz = _model(mask, resting_depth(depth_m, 4 * noise_m), self.most_points)
         model, rng = lift(model_uvz, K), np.random.default_rng(0)
         T, poses, lost = np.eye(4), [np.eye(4)], 0
         for frame in range(1, len(video)):
@@ -148,7 +150,10 @@ class RigidChain:
         source = model[known]
         T = ransac_kabsch(source, target, tolerance_m=inlier_m, iterations=self.iterations, rng=rng)
         fits = np.linalg.norm(apply_pose(T, source) - target, axis=-1) < inlier_m
-        return T if fits.sum() >= FEWEST else None
+        if fits.sum() < FEWEST:
+            return None
+        uvz = np.concatenate([uv, depth[:, None]], -1)[known]
+        return fit_reprojection(T, source[fits], uvz[fits], K, SIGMA_PX, inlier_m / 3)
 
 
 def _model(mask: NDArray[np.bool_], depth_m: NDArray[np.float32], most: int) -> NDArray[np.float64]:
@@ -187,6 +192,8 @@ def _support(
     return int((np.abs(behind) < agree_m).sum() - (behind > agree_m).sum())
 
 
+SIGMA_PX = 0.5
+"""Deviation of a place that optical flow finds."""
 SMOOTH_M = 0.002
 """With more noise of depth, normals from neighbouring pixels say nothing."""
 LEAST_SUPPORT = 0.7

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from robotics.flow3d.encoding import grid_in_mask
+from robotics.flow3d.extract.depth_noise import DenoisedDepth
 from robotics.flow3d.extract.extractor import lifted
 from robotics.flow3d.extract.simulated import SimSegmentation, SimState
 from robotics.flow3d.extract.video import RejectedVideo
@@ -18,7 +19,7 @@ from robotics.flow3d.rigid_fit import fit_motions
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from robotics.flow3d.extract.protocols import Detector, Tracker
+    from robotics.flow3d.extract.protocols import DepthSource, Detector, Tracker
     from robotics.flow3d.extract.video import RgbdVideo
 
 __all__ = ["DetectorScore", "TrackerScore", "mask_iou", "score_detector", "score_tracker"]
@@ -30,6 +31,8 @@ class DetectorScore:
 
     iou: float
     """Overlap of the masks; 0 where the video was refused."""
+    precision: float
+    """Share of the found mask that is on the object; 0 where the video was refused."""
     rejected: bool
     """Whether the detector refused it."""
     cpu_s: float
@@ -45,7 +48,7 @@ class TrackerScore:
     median_cm: float
     """Of the distance in space, over points that have a depth."""
     final_rotation_deg: float
-    """Between the motion fitted to the last frame and the true one."""
+    """Between the motion fitted to the points of the last frame, and the true one."""
     final_translation_cm: float
     """The same for the middle of the object."""
     visible: float
@@ -59,23 +62,39 @@ def mask_iou(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
     return float((first & second).sum() / max((first | second).sum(), 1))
 
 
-def score_detector(detector: Detector, video: RgbdVideo) -> DetectorScore:
-    """Compare a detector with the simulator's segmentation."""
+def score_detector(detector: Detector, video: RgbdVideo, depth: DepthSource | None = None) -> DetectorScore:
+    """Compare a detector with the simulator's segmentation.
+
+    Args:
+        detector: to be judged.
+        video: with the truth of a simulator.
+        depth: that the detector gets, as in `FlowExtractor`; its default when None.
+
+    Returns:
+        How much of the masks agrees.
+    """
     truth, start = SimSegmentation().detect(video), time.process_time()
     try:
-        found = detector.detect(video)
+        found = detector.detect(_measured(video, depth))
     except RejectedVideo:
-        return DetectorScore(0.0, True, time.process_time() - start)
-    return DetectorScore(mask_iou(found, truth), False, time.process_time() - start)
+        return DetectorScore(0.0, 0.0, True, time.process_time() - start)
+    cpu_s = time.process_time() - start
+    precision = float((found & truth).sum() / max(found.sum(), 1))
+    return DetectorScore(mask_iou(found, truth), precision, False, cpu_s)
 
 
-def score_tracker(tracker: Tracker, video: RgbdVideo, side: int = 8) -> TrackerScore:
+def _measured(video: RgbdVideo, depth: DepthSource | None) -> RgbdVideo:
+    return replace(video, depth_m=(depth or DenoisedDepth()).depth_m(video))
+
+
+def score_tracker(tracker: Tracker, video: RgbdVideo, side: int = 8, depth: DepthSource | None = None) -> TrackerScore:
     """Compare a tracker with the simulator's state.
 
     Args:
         tracker: to be judged.
         video: with the truth of a simulator.
         side: N of the grid over the true mask.
+        depth: that the tracker gets, as in `FlowExtractor`; its default when None.
 
     Returns:
         The distances; all frames after the first count.
@@ -87,8 +106,9 @@ def score_tracker(tracker: Tracker, video: RgbdVideo, side: int = 8) -> TrackerS
     uv = grid_in_mask(mask, side).reshape(-1, 2)
     true = SimState().track(video, mask, uv)
     start = time.process_time()
-    tracks = tracker.track(video, mask, uv)
-    found = lifted(tracks, video.known_depth_m)
+    measured = _measured(video, depth)
+    tracks = tracker.track(measured, mask, uv)
+    found = lifted(tracks, measured.known_depth_m)
     cpu_s = time.process_time() - start
     true_m = lift(lifted(true, video.known_depth_m), K)
     found_m = lift(found, K)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.errors import UserError
+from robotics.flow3d.extract.depth_noise import depth_noise_m
 from robotics.flow3d.extract.protocols import Tracks
 from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo, VideoTruth
 from robotics.flow3d.geometry import apply_pose, depth_at, lift, project
@@ -14,18 +15,10 @@ from robotics.flow3d.geometry import apply_pose, depth_at, lift, project
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["SensorDepth", "SimSegmentation", "SimState", "carried_tracks"]
+__all__ = ["SimSegmentation", "SimState", "carried_tracks"]
 
 AGREE_M = 0.01
 """A point is visible where the depth picture agrees with its depth within that."""
-
-
-class SensorDepth:
-    """Takes the depth that the video has."""
-
-    def depth_m(self, video: RgbdVideo) -> NDArray[np.float32]:
-        """Depth with NaN in holes; see `DepthSource`."""
-        return video.known_depth_m
 
 
 class SimSegmentation:
@@ -49,10 +42,17 @@ class SimState:
         rows = np.clip(np.floor(uv_px[:, 1]).astype(int), 0, height - 1)
         own = truth.masks[0][rows, columns]
         T = np.where(own[None, :, None, None], truth.T_t_0[:, None], np.eye(4))
-        return carried_tracks(video, uv_px, T, AGREE_M)
+        agree = max(AGREE_M, 3 * depth_noise_m(video.known_depth_m))
+        return carried_tracks(video, uv_px, T, agree, truth.depth_m)
 
 
-def carried_tracks(video: RgbdVideo, uv_px: NDArray[np.float64], T_t_0: NDArray[np.float64], agree_m: float) -> Tracks:
+def carried_tracks(
+    video: RgbdVideo,
+    uv_px: NDArray[np.float64],
+    T_t_0: NDArray[np.float64],
+    agree_m: float,
+    first_depth_m: NDArray[np.float32] | None = None,
+) -> Tracks:
     """Tracks of points that move rigidly.
 
     Args:
@@ -60,12 +60,13 @@ def carried_tracks(video: RgbdVideo, uv_px: NDArray[np.float64], T_t_0: NDArray[
         uv_px: (n, 2) in the first frame.
         T_t_0: (L, n, 4, 4) or (L, 1, 4, 4) motions since the first frame, in the camera frame.
         agree_m: a point is visible where it lies in the picture and the depth there differs by less.
+        first_depth_m: (H, W) depth of the first frame where it is known better than from the video.
 
     Returns:
         The tracks with depths. Points without depth in the first frame stay in their place, hidden.
     """
     K, depth_m, (width, height) = video.intrinsics_px, video.known_depth_m, video.size_px
-    start_z = depth_at(depth_m[0], uv_px)
+    start_z = depth_at(depth_m[0] if first_depth_m is None else first_depth_m, uv_px)
     start = lift(np.concatenate([uv_px, np.nan_to_num(start_z, nan=1.0)[:, None]], -1), K)
     moved = apply_pose(np.broadcast_to(T_t_0, (len(video), len(uv_px), 4, 4)), start[None, :, None])[:, :, 0]
     uvz = project(moved, K)

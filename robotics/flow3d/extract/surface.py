@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["align_to_surface", "carried_picture", "surface_normals"]
 
-DAMPING = 1e-3
-"""Of the normal equations, as a share of their largest entry; holds what the surface does not tell, such as the turn of
-a round object about its axis."""
+LEAST_TOLD = 0.02
+"""Share of the largest eigenvalue below which the surface does not tell a motion, such as the turn of a round object
+about its axis, or the way of a part of it along that axis; there the pose stays as it is."""
 
 
 def carried_picture(
@@ -121,15 +121,16 @@ def align_to_surface(
 def _step(
     points: NDArray[np.float64], targets: NDArray[np.float64], normals: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Damped small motion that brings points onto the planes through their targets."""
+    """Small motion, in the directions that the surface tells, that brings points onto the planes at their targets."""
     from scipy.spatial.transform import Rotation
 
     centre = points.mean(0)
     size = max(float(np.sqrt(((points - centre) ** 2).sum(-1).mean())), 1e-6)
     jacobian = np.concatenate([np.cross((points - centre) / size, normals), normals], -1)
     residual = ((targets - points) * normals).sum(-1)
-    normal = jacobian.T @ jacobian
-    twist = np.linalg.solve(normal + DAMPING * normal.max() * np.eye(6), jacobian.T @ residual)
+    told, directions = np.linalg.eigh(jacobian.T @ jacobian)
+    shares = np.where(told > LEAST_TOLD * told.max(), 1 / np.maximum(told, 1e-12), 0.0)
+    twist = directions @ (shares * (directions.T @ (jacobian.T @ residual)))
     turn = Rotation.from_rotvec(twist[:3] / size).as_matrix()
     return make_pose(turn, centre + twist[3:] - turn @ centre)
 

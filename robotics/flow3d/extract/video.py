@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"]
 
 REASONS = {
+    "moving_camera": "the camera moves and its poses are not known",
     "no_intrinsics": "the matrix of the camera is not known, so points cannot be lifted",
     "missing_depth": "there is no depth",
     "holed_depth": "too much of the object has no depth in the first frame",
@@ -47,11 +48,13 @@ class VideoTruth:
     """(L, H, W) its visible pixels."""
     T_t_0: NDArray[np.float64]
     """(L, 4, 4) its motion since the first frame, in the camera frame."""
+    depth_m: NDArray[np.float32] | None = None
+    """(H, W) of the first frame, without noise and holes; None where that of the video is exact."""
 
 
 @dataclass(frozen=True)
 class RgbdVideo:
-    """L frames from a camera that does not move."""
+    """L frames from a camera that does not move, or whose poses are known."""
 
     rgb: NDArray[np.uint8]
     """(L, H, W, 3)."""
@@ -60,7 +63,9 @@ class RgbdVideo:
     K: NDArray[np.float64] | None
     """(3, 3) intrinsics in pixels; None where they are not known."""
     T_world_cam: NDArray[np.float64] = field(default_factory=lambda: np.eye(4))
-    """(4, 4) pose of the camera."""
+    """(4, 4) pose of the camera, in the first frame where it moves."""
+    T_world_cams: NDArray[np.float64] | None = None
+    """(L, 4, 4) poses of a camera that moves."""
     instruction: str = ""
     """What is done."""
     source: str = ""
@@ -82,6 +87,7 @@ class RgbdVideo:
             ("depth_m", self.depth_m, shape),
             ("K", self.K, (3, 3)),
             ("T_world_cam", self.T_world_cam, (4, 4)),
+            ("T_world_cams", self.T_world_cams, (shape[0], 4, 4)),
             ("gripper_mask", self.gripper_mask, shape[1:]),
         ):
             if value is not None and value.shape != expected:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
     from robotics.flow3d.encoding import FlowEncoding
+    from robotics.flow3d.extract.video import RgbdVideo
+
+Made = TypeVar("Made")
 
 __all__ = [
     "TRAINING_ACTORS",
     "DemonstrationConfig",
     "demonstrations",
+    "films",
     "instructed_clips",
 ]
 
@@ -95,23 +99,30 @@ def demonstrations(
         UserError: the configuration names something unknown.
         RunError: an episode gives no clip, without `on_skip`.
     """
-    chosen = config or DemonstrationConfig()
-    check_config(chosen, "demonstrations")
-    stage: dict[tuple[str, str, str], Demonstrator] = {}
-    try:
-        for seed in seeds:
-            demonstrator = _prepare(stage, chosen, seed, chosen.tasks[seed % len(chosen.tasks)])
-            try:
-                clip = demonstrator.clip(encoding)
-            except RunError as error:
-                if on_skip is None:
-                    raise
-                on_skip(seed, str(error))
-                continue
-            yield clip
-    finally:
-        for demonstrator in stage.values():
-            demonstrator.scene.close()
+    yield from _each(seeds, config, lambda one: one.clip(encoding), on_skip)
+
+
+def films(
+    seeds: Iterable[int],
+    config: DemonstrationConfig | None = None,
+    *,
+    on_skip: Callable[[int, str], None] | None = None,
+) -> Iterator[RgbdVideo]:
+    """Demonstrations as a camera sees them, with the truth; see `demonstrations`.
+
+    Args:
+        seeds: numbers of the episodes; tasks take turns with them.
+        config: what is drawn; defaults when None. Its scene says how the depth is spoilt.
+        on_skip: told the seed and the reason where an arm reaches nothing; None to raise.
+
+    Yields:
+        The videos, in order.
+
+    Raises:
+        UserError: the configuration names something unknown.
+        RunError: an episode cannot be shown, without `on_skip`.
+    """
+    yield from _each(seeds, config, Demonstrator.film, on_skip)
 
 
 def instructed_clips(
@@ -142,6 +153,31 @@ def instructed_clips(
         for seed in seeds:
             tasks = list(groups.values())[seed % len(groups)]
             yield from _prepare(stage, chosen, seed, tasks[0]).clips_of_first_picture(tasks, encoding)
+    finally:
+        for demonstrator in stage.values():
+            demonstrator.scene.close()
+
+
+def _each(
+    seeds: Iterable[int],
+    config: DemonstrationConfig | None,
+    make: Callable[[Demonstrator], Made],
+    on_skip: Callable[[int, str], None] | None,
+) -> Iterator[Made]:
+    chosen = config or DemonstrationConfig()
+    check_config(chosen, "demonstrations")
+    stage: dict[tuple[str, str, str], Demonstrator] = {}
+    try:
+        for seed in seeds:
+            demonstrator = _prepare(stage, chosen, seed, chosen.tasks[seed % len(chosen.tasks)])
+            try:
+                made = make(demonstrator)
+            except RunError as error:
+                if on_skip is None:
+                    raise
+                on_skip(seed, str(error))
+                continue
+            yield made
     finally:
         for demonstrator in stage.values():
             demonstrator.scene.close()

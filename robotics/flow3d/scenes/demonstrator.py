@@ -184,7 +184,7 @@ class Demonstrator:
             seen.append(scene.observe())
             masks.append(scene.object_mask())
         self.show(planned, 0)
-        motions = planned.T_world_object @ inverse_pose(scene.start)
+        T_cam_world, motions = inverse_pose(scene.T_world_cam), planned.T_world_object @ inverse_pose(scene.start)
         places = np.argwhere(masks[0])[:, ::-1]
         surface = np.concatenate([places + 0.5, scene.true_depth()[masks[0]][:, None]], -1)
         return RgbdVideo(
@@ -195,7 +195,7 @@ class Demonstrator:
             instruction=scene.instruction,
             source=self._source,
             gripper_mask=scene.actor_mask(),
-            truth=VideoTruth(np.stack(masks), inverse_pose(scene.T_world_cam) @ motions @ scene.T_world_cam),
+            truth=VideoTruth(np.stack(masks), T_cam_world @ motions @ scene.T_world_cam, scene.true_depth()),
             meta=self._meta(surface),
         )
 

@@ -124,7 +124,7 @@ def rgbd_video(task="place", thing="mug", seed=0, size=128, noise=0.0):
         instruction=f"{task} the {thing}",
         source="scene",
         gripper_mask=hand,
-        truth=VideoTruth(np.stack(masks), T_cam @ poses @ inverse_pose(poses[0]) @ T_world_cam),
+        truth=VideoTruth(np.stack(masks), T_cam @ poses @ inverse_pose(poses[0]) @ T_world_cam, depth[0]),
         meta={"task": task, "thing": thing, "seed": seed},
     )
 

@@ -1,0 +1,258 @@
+"""How far the extractors are from the simulator's truth, on films of the suite's own scenes.
+
+    python -m robotics.flow3d.extract.benchmark --output runs/flow3d-extractors
+
+writes `extractors.json` with every film, `extractors.md` with the table and `extractors.png`. Detectors are judged by
+their masks; trackers on a grid over the true mask, so that the detector does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from mmrl.files import replaced, write_atomically
+from robotics.data.layout import write_json
+from robotics.flow3d.extract.building import FILMED_ACTORS
+from robotics.flow3d.extract.classical_flow import ClassicalFlow
+from robotics.flow3d.extract.early_motion import EarlyMotion
+from robotics.flow3d.extract.revealed_depth import RevealedDepth
+from robotics.flow3d.extract.rigid_chain import RigidChain
+from robotics.flow3d.extract.score import score_detector, score_tracker
+from robotics.flow3d.extract.video import RejectedVideo
+
+if TYPE_CHECKING:
+    from robotics.flow3d.extract.video import RgbdVideo
+
+__all__ = ["BACKENDS", "compare_extractors", "draw", "main", "summary", "table"]
+
+Row = dict[str, Any]
+
+
+def compare_extractors(
+    sizes_px: Sequence[int] = (128, 256),
+    noises: Sequence[float] = (0.0, 0.01),
+    films: int = 1,
+    backends: Sequence[str] = (),
+) -> Iterator[Row]:
+    """Judge backends on every task with every filmed actor.
+
+    Args:
+        sizes_px: sides of the pictures.
+        noises: standard deviations of the relative error of each pixel's depth.
+        films: of each task and actor.
+        backends: keys of `BACKENDS`; all when empty.
+
+    Yields:
+        One row for each film, size, noise and backend. Errors of a tracker that lost the object are None.
+    """
+    for size in sizes_px:
+        for number, filmed in enumerate(_films(size, films)):
+            film = replace(filmed, gripper_mask=None)  # which no user has
+            for noise in noises:
+                video = _noisy(film, noise, number)
+                for name in backends or BACKENDS:
+                    known = {"backend": name, "size_px": size, "noise": noise, "film": number}
+                    yield known | {key: film.meta[key] for key in ("task", "family", "actor")} | _judge(name, video)
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Medians and shares of each backend, size and noise, in the order of the rows."""
+    keys = dict.fromkeys((row["backend"], row["size_px"], row["noise"]) for row in rows)
+    return [
+        _summary(key, [row for row in rows if (row["backend"], row["size_px"], row["noise"]) == key]) for key in keys
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The summary as Markdown."""
+    lines = [
+        "| backend | pixels | depth noise | found | refused | mask IoU | on the object | flow, px | flow, cm "
+        "| end, ° | end, cm | lost | CPU s |",
+        "|" + "---|" * 13,
+    ]
+    for row in summary(rows):
+        numbers = (f"{row[name]:.{digits}f}" for name, digits in COLUMNS)
+        lines.append(f"| {row['backend']} | {row['size_px']} | {100 * row['noise']:g} % | {' | '.join(numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison and write its files."""
+    parser = argparse.ArgumentParser(prog="python -m robotics.flow3d.extract.benchmark", description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/flow3d-extractors"), help="folder to write")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256], help="pixels a side")
+    parser.add_argument("--noises", type=float, nargs="+", default=[0.0, 0.01], help="relative deviations of depth")
+    parser.add_argument("--films", type=int, default=1, help="of each task and actor")
+    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=[], help="default: all")
+    args = parser.parse_args(argv)
+    rows = []
+    for row in compare_extractors(args.sizes, args.noises, args.films, args.backends):
+        rows.append(row)
+        _say(
+            f"{row['backend']}, {row['size_px']} px, noise {row['noise']}, {row['actor']}, {row['task']}: "
+            f"IoU {row['iou']:.2f}"
+        )
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(rows, args.output / "extractors.json")
+    write_atomically(args.output / "extractors.md", table(rows))
+    draw(rows, args.output / "extractors.png")
+    _say(table(rows))
+    return 0
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Plot overlap of masks and errors of flow, a dot a film."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = list(dict.fromkeys((row["size_px"], row["noise"]) for row in rows))
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
+        for place, backend in enumerate(names):
+            for at, (size, noise) in enumerate(groups):
+                values = [
+                    row[name]
+                    for row in rows
+                    if (row["backend"], row["size_px"], row["noise"]) == (backend, size, noise)
+                    and row[name] is not None
+                ]
+                spread = np.random.default_rng(0).uniform(-0.07, 0.07, len(values))
+                x = at + 0.26 * (place - (len(names) - 1) / 2)
+                axis.scatter(x + spread, values, s=12, alpha=0.6, color=f"C{place}", label=backend if at == 0 else None)
+                if values:
+                    axis.plot([x - 0.1, x + 0.1], [np.median(values)] * 2, color="black", linewidth=2)
+        axis.set_xticks(range(len(groups)), [f"{size} px\n{100 * noise:g} % noise" for size, noise in groups])
+        axis.set_title(title)
+        if name != "iou":
+            axis.set_yscale("log")
+    axes[0].legend(loc="lower left", fontsize=8)
+    with replaced(file) as draft:
+        figure.savefig(draft, dpi=110)
+    pyplot.close(figure)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _films(size_px: int, count: int) -> Iterator[RgbdVideo]:
+    from robotics.flow3d.scenes.demonstrator import Demonstrator
+    from robotics.flow3d.scenes.scene import FlowScene, SceneConfig
+    from robotics.flow3d.scenes.tasks import FLOW_TASKS
+
+    number = 0
+    for task, known in FLOW_TASKS.items():
+        shapes = known.shape_names(False)
+        for actor in FILMED_ACTORS:
+            shape = shapes[number % len(shapes)]
+            config = SceneConfig(task=task, actor=actor, shape=shape, width=size_px, height=size_px)
+            with FlowScene(config) as scene:
+                yield from _filmed(Demonstrator(scene), 1000 * number, count)
+            number += 1
+
+
+def _filmed(demonstrator: Any, first_seed: int, count: int) -> Iterator[RgbdVideo]:
+    """The first episodes from a seed on that can be shown."""
+    found = 0
+    for seed in range(first_seed, first_seed + TRIES * count):
+        demonstrator.scene.reset(seed)
+        try:
+            film = demonstrator.film()
+        except RunError:  # out of the arm's reach
+            continue
+        yield film
+        if (found := found + 1) == count:
+            return
+    raise UserError(f"of {TRIES * count} episodes only {found} can be shown")
+
+
+def _noisy(film: RgbdVideo, noise: float, seed: int) -> RgbdVideo:
+    if not noise:
+        return film
+    depth_m = film.known_depth_m
+    errors = np.random.default_rng([seed, 7]).standard_normal(depth_m.shape, dtype=np.float32)
+    return replace(film, depth_m=depth_m * (1 + np.float32(noise) * errors))
+
+
+def _judge(name: str, video: RgbdVideo) -> Row:
+    detector, tracker = BACKENDS[name]()
+    found = score_detector(detector, video)
+    row: Row = {"iou": found.iou, "precision": found.precision, "refused": found.rejected, "lost": False}
+    try:
+        scored = dataclasses.asdict(score_tracker(tracker, video))
+    except RejectedVideo:
+        scored = dict.fromkeys(("median_px", "median_cm", "final_rotation_deg", "final_translation_cm", "visible"))
+        scored |= {"cpu_s": 0.0}
+        row["lost"] = True
+    return row | scored | {"cpu_s": scored["cpu_s"] + found.cpu_s}
+
+
+def _summary(key: tuple[str, int, float], rows: Sequence[Row]) -> Row:
+    def median(name: str) -> float:
+        values = [row[name] for row in rows if row[name] is not None]
+        return float(np.median(values)) if values else float("nan")
+
+    medians = ("iou", "precision", "median_px", "median_cm", "final_rotation_deg", "final_translation_cm", "cpu_s")
+    shares = {
+        "found": float(np.mean([row["iou"] > FOUND for row in rows])),
+        "refused": float(np.mean([row["refused"] for row in rows])),
+        "lost": float(np.mean([row["lost"] for row in rows])),
+    }
+    backend, size, noise = key
+    return (
+        {"backend": backend, "size_px": size, "noise": noise, "films": len(rows)}
+        | shares
+        | {name: median(name) for name in medians}
+    )
+
+
+def _offline() -> tuple[Any, Any]:
+    return RevealedDepth(), RigidChain()
+
+
+def _rule(method: str) -> Callable[[], tuple[Any, Any]]:
+    flow = ClassicalFlow(method)
+    return lambda: (EarlyMotion(flow), flow)
+
+
+BACKENDS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "revealed_depth + rigid_chain": _offline,
+    "paper's rule + KLT": _rule("klt"),
+}
+"""Detector and tracker by name; the simulator itself is what they are measured against."""
+FOUND = 0.5
+"""Overlap of the masks from which an object counts as found."""
+TRIES = 10
+COLUMNS = (
+    ("found", 2),
+    ("refused", 2),
+    ("iou", 2),
+    ("precision", 2),
+    ("median_px", 2),
+    ("median_cm", 2),
+    ("final_rotation_deg", 0),
+    ("final_translation_cm", 2),
+    ("lost", 2),
+    ("cpu_s", 1),
+)
+PANELS = {
+    "iou": "overlap of masks (IoU)",
+    "median_cm": "median error of the flow, cm",
+    "final_rotation_deg": "rotation at the end, °",
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,297 @@
+"""Build functions for configurations: clips of 3D flow extracted from videos.
+
+    data:
+      path: runs/my-clips
+      build: robotics.flow3d.extract.building:build_from_folder
+      build_options: {videos: my_videos, grid: 4}
+
+Beside the shards, whose card has the statistics of the extraction, a folder gets `extraction.json`, which counts why
+videos were left out, and `strips/`, pictures of the first clips.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+from mmrl.files import expanded, replaced
+from robotics.data.layout import write_json
+from robotics.flow3d.data import FlowWriter
+from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.extract.depth_noise import SensorDepth
+from robotics.flow3d.extract.extractor import FlowExtractor
+from robotics.flow3d.extract.simulated import SimSegmentation, SimState
+from robotics.flow3d.extract.video import RejectedVideo
+
+if TYPE_CHECKING:
+    from robotics.flow3d.clip import FlowClip
+
+__all__ = ["BACKENDS", "build_from_folder", "build_from_lerobot", "build_from_scenes", "write_clips"]
+
+LOGGER = logging.getLogger("mmrl")
+STRIPS = 12
+"""Clips that are drawn."""
+REPORT = "extraction.json"
+
+
+def build_from_folder(
+    path: str,
+    *,
+    videos: str,
+    num_frames: int = 8,
+    grid: int = 4,
+    begin: str = "motion",
+    held_out_share: float = 0.1,
+    extractor: str = "",
+    extractor_options: Mapping[str, Any] | None = None,
+    title: str = "",
+) -> Path:
+    """Extract the flow of RGB-D videos, each a folder as in `robotics.flow3d.extract.folder`.
+
+    Args:
+        path: folder to write.
+        videos: folder of such folders.
+        num_frames: T, frames of a flow.
+        grid: N, query points a side.
+        begin: of `FlowExtractor`: motion, or video.
+        held_out_share: of the videos, the last ones, for the split held_out.
+        extractor: module:function that returns a `FlowExtractor`, called as function(encoding, **extractor_options);
+            the offline one when empty.
+        extractor_options: its options.
+        title: of the card; that of `videos` when empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: there are no videos, none of them gives a clip, or one is damaged; or the folder exists already.
+    """
+    from robotics.flow3d.extract.folder import read_rgbd_folder
+
+    found = sorted(one.parent for one in expanded(Path(videos)).glob("*/camera.json"))
+    if not found:
+        raise UserError(f"{videos} has no folder with a camera.json in it; see robotics.flow3d.extract.folder")
+    chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
+    read = ((lambda one=one: read_rgbd_folder(one)) for one in found)
+    splits = _splits(len(found), held_out_share)
+    return write_clips(path, zip(splits, read, strict=True), chosen, title or f"3D flow of {Path(videos).name}")
+
+
+def build_from_lerobot(
+    path: str,
+    *,
+    dataset: str,
+    camera: str,
+    depth: str,
+    K: Sequence[Sequence[float]],
+    depth_unit_m: float = 0.001,
+    T_world_cam: Sequence[Sequence[float]] | None = None,
+    episodes: int = 0,
+    num_frames: int = 8,
+    grid: int = 4,
+    begin: str = "motion",
+    held_out_share: float = 0.1,
+    extractor: str = "",
+    extractor_options: Mapping[str, Any] | None = None,
+    title: str = "",
+) -> Path:
+    """Extract the flow of the episodes of a LeRobotDataset.
+
+    Args:
+        path: folder to write.
+        dataset: folder of the dataset.
+        camera: name of the camera in colour.
+        depth: name of the camera or feature with its depth; see `LeRobotVideos`.
+        K: 3 x 3 intrinsics of that camera in pixels, which a LeRobotDataset does not store.
+        depth_unit_m: metres of one unit of depth.
+        T_world_cam: 4 x 4 pose of the camera.
+        episodes: only the first ones; all when 0.
+        num_frames: see `build_from_folder`; the others too.
+        grid: N.
+        begin: motion or video.
+        held_out_share: of the episodes.
+        extractor: module:function.
+        extractor_options: its options.
+        title: of the card.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: as in `build_from_folder` and `LeRobotVideos`.
+    """
+    from robotics.flow3d.extract.lerobot import LeRobotVideos
+
+    source = LeRobotVideos(dataset, camera=camera, depth=depth, K=K, depth_unit_m=depth_unit_m, T_world_cam=T_world_cam)
+    count = min(episodes, len(source)) if episodes else len(source)
+    chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
+    read = ((lambda number=number: source[number]) for number in range(count))
+    splits = _splits(count, held_out_share)
+    return write_clips(path, zip(splits, read, strict=True), chosen, title or f"3D flow of {Path(dataset).name}")
+
+
+def build_from_scenes(
+    path: str,
+    *,
+    backend: str = "offline",
+    pictures: int = 200,
+    held_out_pictures: int = 20,
+    tasks: Sequence[str] = (),
+    actors: Sequence[str] = (),
+    image_size: int = 128,
+    depth_noise: float = 0.0,
+    num_frames: int = 8,
+    grid: int = 4,
+    begin: str = "motion",
+    first_picture: int = 0,
+) -> Path:
+    """Film demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learnt.
+
+    Args:
+        path: folder to write.
+        backend: offline (`revealed_depth` and `rigid_chain`), or simulator (its own masks and poses). With the same
+            other options both see the same films.
+        pictures: films of the split train.
+        held_out_pictures: films of the split held_out, whose layouts training data do not show.
+        tasks: keys of `FLOW_TASKS`; all when empty.
+        actors: who may be in view; hand, free gripper and Panda when empty.
+        image_size: side of the pictures in pixels.
+        depth_noise: standard deviation of the relative error of each pixel's depth.
+        num_frames: T, frames of a flow.
+        grid: N, query points a side.
+        begin: of `FlowExtractor`.
+        first_picture: number of the first film of each split.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: an unknown backend, task or actor, no film gives a clip, or the folder exists already.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"backend is {backend!r}; there are {', '.join(BACKENDS)}")
+    chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend]())
+    filmed = _films(
+        {"train": pictures, "held_out": held_out_pictures}, first_picture, tasks, actors, image_size, depth_noise
+    )
+    return write_clips(path, filmed, chosen, f"Flow of tasks at a table, {backend} extraction")
+
+
+def write_clips(path: str, videos: Iterable[tuple[str, Any]], extractor: FlowExtractor, title: str) -> Path:
+    """Extract clips and write them with their statistics, pictures, card, and the reasons of those left out.
+
+    Args:
+        path: folder to write; it is there whole or not at all.
+        videos: pairs of a split and a function that reads a video.
+        extractor: turns a video into a clip.
+        title: of the card.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: no video gives a clip, or the folder exists already.
+    """
+    if expanded(Path(path)).exists():
+        raise UserError(f"{path} exists already; name another folder or remove it")
+    refused: Counter[str] = Counter()
+    numbers: dict[str, list[int]] = {}
+    form, count, total = extractor.encoding, 0, 0
+    with replaced(expanded(Path(path))) as draft:
+        with FlowWriter(draft, num_frames=form.num_frames, grid=form.grid, title=title) as writer:
+            for split, read in videos:
+                total += 1
+                try:
+                    clip = extractor.extract(read())
+                except RejectedVideo as rejection:
+                    refused[rejection.reason] += 1
+                    numbers.setdefault(rejection.reason, []).append(total - 1)
+                    continue
+                writer.add(clip, split=split)
+                count += 1
+                if count <= STRIPS:
+                    _draw(draft / "strips" / f"{count - 1:03d}.png", clip)
+        if not count:
+            raise UserError(f"none of {total} videos gives a clip: {dict(refused)}; see REASONS in extract/video.py")
+        write_json({"videos": total, "clips": count, "left_out": dict(refused), "numbers": numbers}, draft / REPORT)
+    LOGGER.info("%d clips of %d videos; left out: %s", count, total, dict(refused) or "none")
+    return Path(path)
+
+
+def _films(
+    counts: Mapping[str, int],
+    first: int,
+    tasks: Sequence[str],
+    actors: Sequence[str],
+    image_size: int,
+    depth_noise: float,
+) -> Iterator[tuple[str, Any]]:
+    from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, films
+    from robotics.flow3d.scenes.scene import SceneConfig
+    from robotics.flow3d.scenes.tasks import FLOW_TASKS
+
+    for split, count in counts.items():
+        scene = SceneConfig(layouts=split, width=image_size, height=image_size, depth_noise=depth_noise)
+        config = DemonstrationConfig(tuple(tasks or FLOW_TASKS), tuple(actors or FILMED_ACTORS), scene=scene)
+        skipped: list[str] = []
+        numbers = range(first, first + count)
+        for video in films(numbers, config, on_skip=partial(_note, skipped)):
+            # The simulator's mask of the gripper is nothing that an extractor would have.
+            shown = replace(video, gripper_mask=None)
+            yield split, lambda shown=shown: shown
+        if skipped:
+            LOGGER.info("%d of %d films of %s cannot be shown, such as: %s", len(skipped), count, split, skipped[0])
+
+
+def _note(skipped: list[str], _: int, reason: str) -> None:
+    skipped.append(reason)
+
+
+def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mapping[str, Any] | None) -> FlowExtractor:
+    from mmrl.rewards.loading import load_function
+
+    if function:
+        made = load_function(function, what="extractor")(encoding, **dict(options or {}))
+        if not isinstance(made, FlowExtractor):
+            raise UserError(f"extractor {function} returned a {type(made).__name__}; expected a FlowExtractor")
+        return made
+    if options:
+        raise UserError("extractor_options are those of your own extractor; name its function in extractor")
+    return FlowExtractor(encoding, begin=begin)
+
+
+def _splits(count: int, held_out_share: float) -> list[str]:
+    if not 0 <= held_out_share < 1:
+        raise UserError(f"held_out_share is {held_out_share}; must be at least 0 and below 1")
+    held_out = round(held_out_share * count)
+    return ["train"] * (count - held_out) + ["held_out"] * held_out
+
+
+def _draw(file: Path, clip: FlowClip) -> None:
+    from PIL import Image
+
+    from robotics.flow3d.strip import flow_strip
+
+    file.parent.mkdir(exist_ok=True)
+    with replaced(file) as draft:
+        Image.fromarray(flow_strip(clip)).save(draft)
+
+
+def _offline() -> dict[str, Any]:
+    return {}
+
+
+def _simulator() -> dict[str, Any]:
+    return {"detector": SimSegmentation(), "tracker": SimState(), "depth": SensorDepth()}
+
+
+BACKENDS = {"offline": _offline, "simulator": _simulator}
+"""Parts of `FlowExtractor` for films of the scenes."""
+FILMED_ACTORS = ("hand", "free_gripper", "panda")
+"""Who is filmed by default; the other arms are held out."""
