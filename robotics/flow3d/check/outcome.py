@@ -127,8 +127,10 @@ def draw_with_open3d(
         return np.zeros((height, width, 3), np.uint8), np.full((height, width), np.inf)
     cloud: Any = open3d.t.geometry.PointCloud(core.Tensor(points_cam_m.astype(np.float32)))
     cloud.point.colors = core.Tensor(rgb.astype(np.float32) / 255)
+    K = observation.K.copy()
+    K[:2, 2] -= 0.5  # open3d has the middles of pixels at whole numbers
     image = cloud.project_to_rgbd_image(
-        width, height, core.Tensor(observation.K), depth_scale=1.0, depth_max=float(points_cam_m[:, 2].max()) + 1.0
+        width, height, core.Tensor(K), depth_scale=1.0, depth_max=float(points_cam_m[:, 2].max()) + 1.0
     )
     depth = np.asarray(image.depth.as_tensor().numpy(), dtype=np.float64).reshape(height, width)
     picture = np.rint(255 * np.asarray(image.color.as_tensor().numpy())).clip(0, 255).astype(np.uint8)
