@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -31,7 +32,7 @@ PLACEHOLDERS = {
     "CONFIG_OR_RUN": "runs/x",
     "EXPERIMENT": "configs/experiments/papo_vs_grpo.yaml",
 }
-SHELL_TOOLS = ("mmrl", "make", "export", "sudo")
+SHELL_TOOLS = ("mmrl", "make", "export", "sudo", "python")
 PATH = re.compile(r"(?:configs|mmrl|diffusion|robotics|tests|scripts)/[\w./*-]+")
 MODULE = re.compile(r"(?:mmrl|diffusion|robotics)(?:\.\w+)+")
 PARTS = "trainer|data|model|sampler|evaluation|tracking|checkpoint|acting|demonstrations|latent|sim|orw|papo|filter"
@@ -90,6 +91,11 @@ def test_shell_lines_name_what_exists(page, line):
         _parse(words[1:])
         for word in words:
             assert not word.endswith(".yaml") or word.startswith("my_") or (ROOT / word).is_file(), word
+    if words[0] == "python":
+        assert words[1] == "-m"
+        module = importlib.import_module(words[2])
+        options = set(re.findall(r"add_argument\(\"(--[\w-]+)", Path(str(module.__file__)).read_text()))
+        assert {word for word in words[3:] if word.startswith("-")} <= options
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
 

@@ -137,7 +137,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         axis.set_title(title)
         if name != "iou":
             axis.set_yscale("log")
-    axes[0].legend(loc="lower left", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=9)
     with replaced(file) as draft:
         figure.savefig(draft, dpi=110)
     pyplot.close(figure)
@@ -243,7 +243,7 @@ COLUMNS = (
     ("precision", 2),
     ("median_px", 2),
     ("median_cm", 2),
-    ("final_rotation_deg", 0),
+    ("final_rotation_deg", 1),
     ("final_translation_cm", 2),
     ("lost", 2),
     ("cpu_s", 1),
