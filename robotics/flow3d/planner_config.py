@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.flow3d.act.choice import ReachSettings
 from robotics.flow3d.act.chunk_solver import ChunkSettings
+from robotics.flow3d.act.estimators import ESTIMATORS, IN_SPACE
 from robotics.flow3d.act.ik import IkSettings
 from robotics.flow3d.check.outcome import RENDERERS, REPLAY
 from robotics.flow3d.execution import ExecutionSettings
@@ -26,6 +28,8 @@ class PlannerConfig:
     """Pixels of the object with depth, at least."""
     support_z_m: float | None = 0.0
     """Height of what objects stand on, in the world frame; null where there is nothing."""
+    estimator: str = choice("irls", ESTIMATORS)
+    """Reads the motion from the flow: irls, robust; kabsch, least squares; pnp and frozen_depth take u and v alone."""
     flow_scale_m: float = bounded(0.03, above=0)
     """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
     smooth_window: int = bounded(3, at_least=1)
@@ -54,3 +58,11 @@ class PlannerConfig:
     """How the arm's way is checked."""
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     """Chunks, looking again, letting go."""
+
+    def validate(self) -> None:
+        """Refuse a start that the estimator does not look at; raises UserError."""
+        if self.from_first_predicted and self.estimator not in IN_SPACE:
+            raise UserError(
+                f"from_first_predicted has no meaning for the estimator {self.estimator}, which takes depth from the "
+                f"first picture; use {' or '.join(IN_SPACE)}"
+            )

@@ -74,6 +74,7 @@ class Predictor:
         motion = object_motion(
             clip,
             scene_cloud(observation, mask).object_m,
+            estimator=config.estimator,
             scale_m=config.flow_scale_m,
             from_first_predicted=config.from_first_predicted,
             smooth_window=config.smooth_window,

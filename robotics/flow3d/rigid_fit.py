@@ -16,7 +16,7 @@ from robotics.flow3d.geometry import apply_pose, make_pose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RigidFit", "fit_motions", "kabsch", "ransac_kabsch", "robust_kabsch"]
+__all__ = ["RigidFit", "fit_motions", "kabsch", "lies_on_a_line", "ransac_kabsch", "robust_kabsch"]
 
 FLAT = 1e-5
 """Points lie on a line where their second singular value is below this share of the first, or of a metre."""
@@ -199,6 +199,11 @@ def _distances(
 ) -> NDArray[np.float64]:
     distance: NDArray[np.float64] = np.linalg.norm(apply_pose(T, source_m) - target_m, axis=-1)
     return distance
+
+
+def lies_on_a_line(points_m: NDArray[np.float64]) -> bool:
+    """Whether points (n, 3) are too few or lie so that they do not determine a rotation."""
+    return len(points_m) < 3 or _on_a_line((points_m - points_m.mean(0)) / np.sqrt(len(points_m)))
 
 
 def _on_a_line(centred: NDArray[np.float64]) -> bool:

@@ -39,22 +39,27 @@ Curves = Mapping[str, Mapping[int, Curve]]
 
 
 def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, Any]]:
-    """Evaluations of a run on the task set that counts, in order."""
-    # `mmrl evaluate` appends to the same file later, possibly at an older step: not part of the run
-    records = [record for record in read_evaluations(plan.run_dir) if record.get("tag") != "evaluate"]
+    """Evaluations of a run on the task set that counts, in order, under the names of the experiment's metrics."""
+    records = _all_evaluations(plan)
     split = experiment.split or (records[0].get("split") if records else None)
     return [record for record in records if record.get("split") == split]
 
 
 def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
-    """A metric at a finished run's last evaluation; a secondary metric may also come from its last step."""
+    """A metric at a finished run's last evaluation.
+
+    A secondary metric may also come from its last step, or as `split/name` from another task set.
+    """
     if not is_finished(plan):
         return None
-    sources = evaluations(experiment, plan)[-1:]
+    sources = [(record, metric) for record in evaluations(experiment, plan)[-1:]]
     if metric in experiment.secondary_metrics:
-        sources += read_metrics(plan.run_dir)[-1:]
-    for record in sources:
-        value = record.get(metric)
+        split, _, name = metric.partition("/")
+        others = [record for record in _all_evaluations(plan) if record.get("split") == split]
+        sources += [(record, name) for record in others[-1:]]
+        sources += [(record, metric) for record in read_metrics(plan.run_dir)[-1:]]
+    for record, key in sources:
+        value = record.get(key)
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     return None
@@ -135,6 +140,13 @@ def kept_share(experiment: ExperimentConfig, plan: RunPlan) -> float | str:
     if start <= 0:
         return f"'{metric}' starts at {start:g}, of which a share means nothing; `collapse` needs a positive metric"
     return final / start
+
+
+def _all_evaluations(plan: RunPlan) -> list[dict[str, Any]]:
+    """Evaluations of a run on all task sets, in order."""
+    # `mmrl evaluate` appends to the same file later, possibly at an older step: not part of the run
+    records = [record for record in read_evaluations(plan.run_dir) if record.get("tag") != "evaluate"]
+    return [record | {name: record[own] for name, own in plan.metrics.items() if own in record} for record in records]
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:

@@ -56,6 +56,8 @@ class ArmConfig:
     """Configuration file; null takes the experiment's `base`."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """What this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Names of the experiment's metrics in runs of this arm, where its recipe calls them otherwise."""
 
 
 @dataclass
@@ -152,7 +154,8 @@ class ExperimentConfig:
     sweep: SweepConfig | None = None
     """Parameter to choose per arm before the comparison; null for none."""
     secondary_metrics: list[str] = field(default_factory=list)
-    """Further metrics to report, of the last evaluation or else of the last step."""
+    """Further metrics to report, of the last evaluation or else of the last step; `split/name` is one of another task
+    set."""
     work: WorkConfig | None = None
     """What each arm spends until it reaches a target; null for none."""
     at: AtConfig | None = None

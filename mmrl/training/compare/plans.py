@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class RunPlan:
     """Dotted assignments without the run folder."""
     run_dir: Path
     """Run folder."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Names of the experiment's metrics in the run, where they differ."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What the run is made of: a changed file, parent file or override gives another fingerprint."""
@@ -84,7 +87,7 @@ def plan_arm_run(
             label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
             overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
     config = Path(str(settings.config or experiment.base))
-    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label)
+    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, settings.metrics)
 
 
 def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:

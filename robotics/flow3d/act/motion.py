@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from robotics.flow3d.act.estimators import fit_flow
 from robotics.flow3d.geometry import apply_pose, inverse_pose, make_pose
-from robotics.flow3d.rigid_fit import RigidFit, fit_motions
+from robotics.flow3d.rigid_fit import RigidFit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +59,7 @@ def object_motion(
     clip: FlowClip,
     points_world_m: NDArray[np.float64] | None = None,
     *,
-    robust: bool = True,
+    estimator: str = "irls",
     scale_m: float = 0.01,
     from_first_predicted: bool = False,
     smooth_window: int = 3,
@@ -69,7 +70,7 @@ def object_motion(
     Args:
         clip: the observation, its query points and the flow.
         points_world_m: (n, 3) all points of the object that are seen; None for the query points.
-        robust: see `fit_motions`.
+        estimator: one of `ESTIMATORS`.
         scale_m: see `fit_motions`; 0.03 suits the flow of a model.
         from_first_predicted: measure the motion from the first predicted frame, as the public viewer does, in place of
             the observed points, as the paper says.
@@ -83,9 +84,7 @@ def object_motion(
 
     Source: arXiv 2506.06199; Hoyyyaard/3DFlowAction scripts/flow_generation/viz_3d_flow_batch.py.
     """
-    flow = clip.flow_cam_m
-    start = flow[0] if from_first_predicted else clip.points_cam_m
-    fit = fit_motions(start, flow, clip.visible, robust=robust, scale_m=scale_m)
+    fit = fit_flow(clip, estimator, scale_m=scale_m, from_first_predicted=from_first_predicted)
     T = camera_to_world_motion(fit.T_t_0, clip.observation.T_world_cam)
     points = clip.points_world_m if points_world_m is None else points_world_m
     motion = ObjectMotion(T, points, fit)

@@ -42,7 +42,8 @@ with (run_dir / "evaluations.jsonl").open("w") as file:
     for step, share in ((0, 0.0), (5, 0.5), (10, 1.0)):
         for split, shift in (("test", 0.0), ("hard", -0.1)):
             accuracy = 0.1 + (value - 0.1) * share + shift
-            record = {"step": step, "tag": "during", "split": split, "n": 9, "accuracy/greedy": accuracy}
+            record = {"step": step, "tag": "during", "split": split, "n": 9}
+            record[settings.get("metric_name", "accuracy/greedy")] = accuracy
             if trouble == "silent":
                 del record["accuracy/greedy"]
             file.write(json.dumps(record) + "\\n")
@@ -291,6 +292,23 @@ def test_split_and_secondary_metrics(lab):
     assert secondary["n"]["mean"] == 9
     assert secondary["policy/entropy"]["values"] == {"1": 2.0, "2": 3.0, "3": 4.0}
     assert secondary["missing"]["n"] == 0
+
+
+def test_a_secondary_metric_of_another_task_set(lab):
+    result = lab.run(split="test", secondary_metrics=["hard/accuracy/greedy", "nowhere/accuracy/greedy"])
+    arm = result["arms"]["grpo"]
+    assert arm["values"]["2"] == pytest.approx(0.52)
+    assert arm["secondary"]["hard/accuracy/greedy"]["values"]["2"] == pytest.approx(0.42)
+    assert arm["secondary"]["nowhere/accuracy/greedy"]["n"] == 0
+
+
+def test_an_arm_may_call_the_metrics_otherwise(lab):
+    arms = {"papo": {"overrides": {"gain": 0.05, "metric_name": "success/own"}}, "grpo": None}
+    arms["papo"]["metrics"] = {"accuracy/greedy": "success/own"}
+    result = lab.run(arms=arms, split="test", secondary_metrics=["hard/accuracy/greedy"])
+    assert result["differences"]["papo"]["mean"] == pytest.approx(0.05)
+    assert result["differences"]["papo"]["n"] == 3
+    assert result["arms"]["papo"]["secondary"]["hard/accuracy/greedy"]["values"]["1"] == pytest.approx(0.46)
 
 
 def test_preparations_run_once_and_arms_find_them(lab):

@@ -1,0 +1,172 @@
+"""Build function for configurations: the actions of the demonstrations that a folder of clips shows.
+
+The clips of a world model have no actions. What they show is played again here from the numbers in their `meta`, and
+the way of the gripper written beside the same first picture, points and instruction, so that behaviour cloning sees
+the same demonstrations, apart from those with nobody in view.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from mmrl.files import expanded, replaced
+from robotics.flow3d.act.ik import ArmIk
+from robotics.flow3d.data import FlowReader
+from robotics.flow3d.encoding import frame_indices
+from robotics.flow3d.scenes.demonstrator import Demonstration, Demonstrator
+from robotics.flow3d.scenes.scene import FlowScene, SceneConfig
+from robotics.flow3d.scenes.tasks import find_flow_task
+from robotics.flow3d.scenes.ways import action_of_way, canonical_grip, way_state
+from robotics.sim.gym_adapter import resize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.flow3d.clip import FlowClip
+
+__all__ = ["APPROACH_POSES", "build_way_demonstrations", "way_of"]
+
+LOGGER = logging.getLogger("mmrl")
+APPROACH_POSES = 2
+"""Poses before the object moves: a hand's breadth behind the grip, and the grip."""
+BEHIND_FRAMES = 3
+"""Frames before the grip of the first of them."""
+NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
+
+
+def build_way_demonstrations(
+    path: str, *, clips: str, split: str = "train", actors: Sequence[str] = (), image_size: int = 64, limit: int = 0
+) -> Path:
+    """Write the ways of the gripper in a folder of clips as a LeRobotDataset, one control step an episode.
+
+    Args:
+        path: folder to write.
+        clips: folder of `robotics.flow3d.data` with demonstrations of this simulator.
+        split: of its clips.
+        actors: whose; everybody's who has a gripper when empty.
+        image_size: side of the pictures in pixels.
+        limit: number of clips that are looked at, the first ones; 0 = all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the clips are not from this simulator, or none has an actor.
+    """
+    from robotics.data import EpisodeWriter, robot_features
+
+    reader = FlowReader(expanded(clips), split=split)
+    numbers = range(min(limit, len(reader)) if limit else len(reader))
+    ends: Counter[str] = Counter()
+    writer: EpisodeWriter | None = None
+    with replaced(Path(path)) as draft:
+        for clip, action, state in _rows((reader[number] for number in numbers), actors, ends):
+            if writer is None:
+                features = robot_features(len(state), len(action), {"front": (image_size, image_size)}, video=False)
+                writer = EpisodeWriter(draft, 1, features, "two-finger gripper")
+            image = resize(clip.observation.rgb, image_size)
+            writer.add_episode(
+                state[None], action[None], {"front": image[None]}, clip.observation.instruction, success=True
+            )
+        if writer is None:
+            raise UserError(f"{clips} has no demonstration with a gripper: {_listed(ends)}")
+        writer.finish()
+    LOGGER.info("%s: %s", path, _listed(ends))
+    return Path(path)
+
+
+def way_of(
+    T_world_grip: NDArray[np.float64], approach: int, num_frames: int, released: bool
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Choose the poses of a way among those of all frames of a demonstration.
+
+    Args:
+        T_world_grip: (L, 4, 4) of its frames.
+        approach: frames before the object moves.
+        num_frames: T, frames of a flow.
+        released: whether the fingers open at the end.
+
+    Returns:
+        (T + 4, 4, 4) poses: two of the approach, the grip again with closed fingers, T of the motion, and the last
+        again; and (T + 4,) whether the fingers are closed there.
+    """
+    motion = approach + frame_indices(len(T_world_grip) - approach, num_frames)[1:]
+    frames = [max(0, approach - BEHIND_FRAMES), approach, approach, *motion.tolist(), int(motion[-1])]
+    closed = np.arange(len(frames)) >= APPROACH_POSES
+    closed[-1] = not released
+    return canonical_along(T_world_grip[frames]), closed
+
+
+def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A way, turned as a whole by half a turn where its grip is not canonical, so that it stays continuous."""
+    grip = T_world_grip[APPROACH_POSES]
+    turn = np.linalg.inv(grip) @ canonical_grip(grip)
+    turned: NDArray[np.float64] = T_world_grip @ turn
+    return turned
+
+
+def _rows(
+    clips: Iterator[FlowClip], actors: Sequence[str], ends: Counter[str]
+) -> Iterator[tuple[FlowClip, NDArray[np.float32], NDArray[np.float32]]]:
+    """Clip, action and state of each demonstration that has a gripper; the others are counted."""
+    stage: dict[tuple[Any, ...], Demonstrator] = {}
+    arms: dict[str, ArmIk] = {}
+    try:
+        for clip in clips:
+            meta = clip.meta
+            if missing := [name for name in NEEDED if name not in meta]:
+                raise UserError(f"a clip of {clip.source or 'unknown source'} lacks {', '.join(missing)} in its meta")
+            if meta["actor"] == "nobody" or (actors and meta["actor"] not in actors):
+                ends[f"of {meta['actor']}, left out"] += 1
+                continue
+            demonstrator = _play(stage, clip)
+            try:
+                planned = demonstrator.plan()
+            except RunError:
+                ends[f"out of reach of {meta['actor']}"] += 1
+                continue
+            ends[f"of {meta['actor']}"] += 1
+            poses = _grips(demonstrator.scene, planned, arms)
+            released = demonstrator.scene.task.family != "pour"
+            way, closed = way_of(poses, planned.approach, len(clip.flow), released)
+            yield clip, action_of_way(way, closed), way_state(poses[0], clip.points_world_m)
+    finally:
+        for demonstrator in stage.values():
+            demonstrator.scene.close()
+
+
+def _play(stage: dict[tuple[Any, ...], Demonstrator], clip: FlowClip) -> Demonstrator:
+    """A demonstrator in the episode of a clip."""
+    task, shape, actor, layouts, colours, background, seed = (clip.meta[name] for name in NEEDED)
+    key = find_flow_task(task).furniture.name, shape, actor, layouts, colours, background
+    if key not in stage:
+        size = dict(zip(("width", "height"), clip.observation.size_px, strict=True))
+        config = SceneConfig(
+            task, actor, shape, layouts=layouts, colours=colours, background=background, width=size["width"]
+        )
+        stage[key] = Demonstrator(FlowScene(config, height=size["height"]))
+    stage[key].scene.give(task)
+    stage[key].scene.reset(int(seed))
+    return stage[key]
+
+
+def _grips(scene: FlowScene, planned: Demonstration, arms: dict[str, ArmIk]) -> NDArray[np.float64]:
+    """(L, 4, 4) poses of the grip in each frame."""
+    if planned.T_world_hand is not None:
+        return planned.T_world_hand
+    if scene.arm is None or planned.joint_rad is None:
+        raise UserError(f"nobody acts in the demonstrations of {scene.config.actor}")
+    if scene.arm.name not in arms:
+        arms[scene.arm.name] = ArmIk(scene.arm)
+    return np.stack([arms[scene.arm.name].pose(row) for row in planned.joint_rad])
+
+
+def _listed(ends: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in sorted(ends.items())) or "no clips"

@@ -1,0 +1,256 @@
+"""The tasks at a table as a simulator of policies whose one action is the whole way of the gripper.
+
+    sim: {kind: "robotics.flow3d.scenes.way_sim:open_way_sim", tasks: [panda/pour, ur5e/pour], image_size: 64}
+
+A task is an arm and a task of `FLOW_TASKS`. An episode is one control step: the policy sees the first picture, the pose
+of the grip and the query points of the object, the arm goes along the poses that it answers with, and what cannot be
+reached is left out. Criteria, physics and layouts are those that plans of flow are measured with.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from robotics.flow3d.act.ik import ArmIk
+from robotics.flow3d.act.motion import interpolate_poses
+from robotics.flow3d.encoding import FlowEncoding, grid_in_mask
+from robotics.flow3d.geometry import apply_pose, depth_at, lift
+from robotics.flow3d.scenes.arms import FLOW_ARMS
+from robotics.flow3d.scenes.scene import SceneConfig
+from robotics.flow3d.scenes.tabletop import FlowTabletop
+from robotics.flow3d.scenes.tasks import FLOW_TASKS, find_flow_task
+from robotics.flow3d.scenes.way_demos import APPROACH_POSES
+from robotics.flow3d.scenes.ways import HALF_TURN, NUMBERS, POSE_NUMBERS, way_of_action, way_state
+from robotics.sim.episodes import ChunkResult, EpisodeSpec
+from robotics.sim.gym_adapter import resize
+from robotics.sim.tasks import LAYOUTS, SPLITS
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from robotics.flow3d.clip import Observation
+    from robotics.sim.opening import SimConfig
+
+__all__ = ["WaySim", "open_way_sim"]
+
+RENDER_PX = 128
+"""Side of the pictures before they are made smaller, as in clips."""
+OPTIONS = ("num_frames", "grid", "shapes", "colours", "background")
+
+
+def open_way_sim(config: SimConfig) -> WaySim:
+    """The simulator of a configuration; its `options` are num_frames, grid, shapes, colours and background.
+
+    Args:
+        config: tasks such as panda/pour, all arms and tasks when empty.
+
+    Raises:
+        UserError: a task, arm, shape or option does not exist.
+    """
+    if unknown := sorted(set(config.options) - set(OPTIONS)):
+        raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
+    tasks = config.tasks or [f"{arm}/{task}" for arm in FLOW_ARMS for task in FLOW_TASKS]
+    return WaySim(tasks, image_size=config.image_size or 64, **config.options)
+
+
+class WaySim:
+    """Runs one way an episode; implements `robotics.sim.episodes.RobotSim`.
+
+    Args:
+        tasks: arm/task, such as ur5e/place_red.
+        image_size: side of the policy's pictures in pixels.
+        num_frames: T, frames of a flow; a way has T + 4 poses.
+        grid: N, query points a side.
+        shapes: shapes of the moved things, drawn for each layout; those of training data when empty.
+        colours: split of colours, train or held_out.
+        background: split of table tops and floors.
+
+    Raises:
+        UserError: there is no such task, arm or shape.
+    """
+
+    horizon = 1
+    capacity: int | None = None
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        *,
+        image_size: int = 64,
+        num_frames: int = 8,
+        grid: int = 4,
+        shapes: Sequence[str] = (),
+        colours: str = "train",
+        background: str = "train",
+    ) -> None:
+        form = FlowEncoding(num_frames=num_frames, grid=grid)
+        self._tasks = {name: _split_name(name) for name in tasks}
+        self.image_size: tuple[int, int] | None = (image_size, image_size)
+        self.action_size = NUMBERS * (form.num_frames + APPROACH_POSES + 2)
+        self.state_size = POSE_NUMBERS + 3 * form.grid**2
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.counts: dict[str, int] = {"diverged": 0, "dropped": 0}
+        self._grid, self._shapes, self._looks = form.grid, tuple(shapes), (colours, background)
+        self._scenes: dict[tuple[str, ...], FlowTabletop] = {}
+        self._arms: dict[str, ArmIk] = {}
+        self._episodes: list[EpisodeSpec] = []
+        for arm, task in self._tasks.values():
+            self._config(arm, task, 0, "train")
+
+    def tasks(self) -> Mapping[str, str]:
+        """Names of the tasks with their instructions."""
+        return {name: find_flow_task(task).instruction for name, (_, task) in self._tasks.items()}
+
+    def layouts(self) -> Mapping[str, int | None]:
+        """Names of the splits with their numbers of layouts."""
+        return dict.fromkeys(SPLITS, LAYOUTS)
+
+    def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
+        """Begin episodes; see `RobotSim.reset`. A row whose object is hidden could not start."""
+        self._episodes, self.live = list(episodes), np.arange(len(episodes))
+        output = ChunkResult.empty(self.live, 0, self.state_size, self.image_size)
+        reasons = {}
+        for row, episode in enumerate(episodes):
+            reason = self._look(self._stage(episode), row, output, begins=True)
+            if reason:
+                output.failed[row], reasons[row] = True, reason
+        self.live = self.live[~output.failed]
+        self.counts["dropped"] += len(reasons)
+        return ChunkResult(**{**vars(output), "reasons": reasons})
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
+        """Follow the first way of each chunk, to the end of the episode; see `RobotSim.step_chunk`."""
+        ways = np.asarray(actions, np.float64)
+        if ways.ndim != 3 or (len(ways), ways.shape[2]) != (len(self.live), self.action_size) or not ways.shape[1]:
+            raise UserError(f"actions are {ways.shape}; expected ({len(self.live)} live rows, K, {self.action_size})")
+        output = ChunkResult.empty(self.live, ways.shape[1], self.state_size, self.image_size)
+        reasons, frames = {}, {}
+        for place, row in enumerate(self.live.tolist()):
+            scene = self._stage(self._episodes[row])
+            try:
+                self._follow(scene, np.clip(ways[place, 0], -1.0, 1.0))
+            except RunError as error:
+                output.failed[place], output.rewards[place], reasons[row] = True, np.nan, str(error)
+                self.counts["diverged"] += 1
+                continue
+            ended = scene.success()
+            output.steps[place], output.success[place] = 1, ended.success
+            output.rewards[place, 0] = float(ended.success)
+            reasons |= {} if ended.success else {row: f"not {', '.join(ended.failed)}"}
+            self._look(scene, place, output, begins=False)
+            if row in record and output.observation.images is not None:
+                frames[row] = output.observation.images[place][None].copy()
+        output.truncated[:], self.live = ~output.failed, self.live[:0]
+        return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
+
+    def describe(self) -> Mapping[str, Any]:
+        """Everything that a measured number depends on."""
+        import mujoco
+
+        return {
+            "simulator": "flow3d ways",
+            "tasks": dict.fromkeys(self._tasks, 1),
+            "grid": self._grid,
+            "image_size": self.image_size,
+            "shapes": list(self._shapes),
+            "looks": list(self._looks),
+            "mujoco": mujoco.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        }
+
+    def close(self) -> None:
+        """Free the renderers."""
+        while self._scenes:
+            self._scenes.popitem()[1].close()
+
+    def _config(self, arm: str, task: str, layout: int, split: str) -> SceneConfig:
+        found = find_flow_task(task)
+        shapes = self._shapes or found.shape_names(held_out=False)
+        shape = shapes[int(np.random.default_rng([layout, 2]).integers(len(shapes)))]
+        if shape not in found.shapes:
+            raise UserError(f"{task} has no shape {shape!r}; it has {', '.join(found.shapes)}")
+        colours, background = self._looks
+        return SceneConfig(
+            task, arm, shape, layouts=split, colours=colours, background=background, width=RENDER_PX, height=RENDER_PX
+        )
+
+    def _stage(self, episode: EpisodeSpec) -> FlowTabletop:
+        """The scene of an episode at its start; scenes with equal models are built once."""
+        if episode.task not in self._tasks:
+            raise UserError(f"there is no task {episode.task!r}; there are {', '.join(self._tasks)}")
+        arm, task = self._tasks[episode.task]
+        config = self._config(arm, task, episode.layout, episode.split)
+        key = arm, find_flow_task(task).furniture.name, config.shape, episode.split
+        if key not in self._scenes:
+            self._scenes[key] = FlowTabletop(config)
+        scene = self._scenes[key]
+        scene.give(task)
+        scene.reset(episode.layout)
+        return scene
+
+    def _look(self, scene: FlowTabletop, place: int, output: ChunkResult, *, begins: bool) -> str:
+        """Enter what a row sees; why it cannot begin, empty if it can."""
+        observation, seen = scene.observe(), output.observation
+        if seen.images is not None:
+            seen.images[place] = resize(observation.rgb, seen.images.shape[1])
+        points = _points_world_m(observation, self._grid)
+        if points is None:
+            return "the object is hidden in the first picture" if begins else ""
+        seen.state[place] = way_state(self._ik(scene).pose(scene.joint_rad()), points)
+        return ""
+
+    def _ik(self, scene: FlowTabletop) -> ArmIk:
+        if scene.arm.name not in self._arms:
+            self._arms[scene.arm.name] = ArmIk(scene.arm)
+        return self._arms[scene.arm.name]
+
+    def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
+        """Go from pose to pose as far as each can be reached, and close or open the fingers where the way says so."""
+        ik = self._ik(scene)
+        poses, closed = way_of_action(action)
+        poses = _nearer_half(ik, scene.joint_rad(), poses)
+        is_closed = False
+        for pose, close in zip(poses, closed, strict=True):
+            here = scene.joint_rad()
+            dense, _ = interpolate_poses(np.stack([ik.pose(here), pose]))
+            scene.move(ik.follow(dense, here).joint_rad)
+            if close and not is_closed:
+                scene.close_gripper()
+            elif is_closed and not close:
+                scene.open_gripper()
+            is_closed = bool(close)
+
+
+def _nearer_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The poses, or all of them by half a turn about the fingers, whichever begins nearer to where the arm is."""
+    turned = poses @ HALF_TURN
+    ends = [ik.solve(first, joint_rad) for first in (poses[0], turned[0])]
+    ways = [float(np.abs(end.joint_rad - joint_rad).max()) + (0.0 if end.reached else np.inf) for end in ends]
+    return turned if ways[1] < ways[0] else poses
+
+
+def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
+    """(N * N, 3) query points on the object, as `Predictor.query_points` chooses them; None where it is not seen."""
+    mask = observation.mask
+    known = None if mask is None else mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
+    if known is None or not known.any():
+        return None
+    uv = grid_in_mask(known, grid)
+    points = np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
+    return apply_pose(observation.T_world_cam, lift(points, observation.K).reshape(-1, 3))
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    arm, _, task = name.partition("/")
+    if arm not in FLOW_ARMS or task not in FLOW_TASKS:
+        raise UserError(
+            f"task is {name!r}; expected arm/task with an arm of {', '.join(FLOW_ARMS)} and a task of "
+            f"{', '.join(FLOW_TASKS)}"
+        )
+    return arm, task

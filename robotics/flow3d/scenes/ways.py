@@ -1,0 +1,102 @@
+"""The way of a gripper as one action of a policy, for behaviour cloning on what world models of flow are trained on.
+
+A way is W poses of the grip in the frame of the robot's base, each with open or closed fingers: two on the approach,
+the grasp, and one for each frame of the flow. So a policy that predicts a way looks once and decides all, as the
+planner does, and any arm with a two-finger gripper can try to follow it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.flow3d.geometry import make_pose
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["NUMBERS", "POSE_NUMBERS", "action_of_way", "canonical_grip", "way_of_action", "way_state"]
+
+POSE_NUMBERS = 9
+"""x, y, z in metres, and the directions along the fingers and along the line on which they close."""
+NUMBERS = POSE_NUMBERS + 1
+"""Those of a pose, and 1 for closed fingers or -1 for open ones."""
+HALF_TURN = np.diag([-1.0, -1.0, 1.0, 1.0])
+SHORT = 1e-6
+"""Length below which a predicted direction says nothing."""
+
+
+def canonical_grip(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The pose itself or turned by half a turn about the fingers, which grips the same.
+
+    Args:
+        T_world_grip: (..., 4, 4).
+
+    Returns:
+        (..., 4, 4), with the line on which the fingers close pointing to +y of the world.
+    """
+    turned = T_world_grip @ HALF_TURN
+    return np.where((T_world_grip[..., 1, 1] < 0)[..., None, None], turned, T_world_grip)
+
+
+def action_of_way(T_world_grip: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Write a way as an action.
+
+    Args:
+        T_world_grip: (W, 4, 4).
+        closed: (W,) whether the fingers are closed once the pose is reached.
+
+    Returns:
+        (W * 10,) in -1..1 within a metre of the robot's base.
+    """
+    fingers = np.where(closed, 1.0, -1.0)[:, None]
+    return np.concatenate([_pose_numbers(T_world_grip), fingers], -1).reshape(-1).astype(np.float32)
+
+
+def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Read a way; the inverse of `action_of_way` for any numbers.
+
+    Args:
+        action: (W * 10,).
+
+    Returns:
+        (W, 4, 4) poses, their two directions made perpendicular, and (W,) whether the fingers are closed.
+
+    Raises:
+        UserError: the size is no multiple of 10, or a number is not finite.
+    """
+    if action.ndim != 1 or len(action) % NUMBERS or not np.isfinite(action).all():
+        raise UserError(f"a way has the shape {action.shape}; expected W * {NUMBERS} finite numbers")
+    rows = np.asarray(action, np.float64).reshape(-1, NUMBERS)
+    along = _unit(rows[:, 3:6], np.array([0.0, 0.0, -1.0]))
+    close = rows[:, 6:9] - (rows[:, 6:9] * along).sum(-1, keepdims=True) * along
+    close = _unit(close, np.cross(along, np.array([0.9, 0.1, 0.3])))
+    rotation = np.stack([np.cross(close, along), close, along], -1)
+    return make_pose(rotation, rows[:, :3]), rows[:, 9] > 0
+
+
+def way_state(T_world_grip: NDArray[np.float64], points_world_m: NDArray[np.float64]) -> NDArray[np.float32]:
+    """What a policy is told beside picture and instruction: the pose of the grip and the points of the object.
+
+    Args:
+        T_world_grip: (4, 4) before the way.
+        points_world_m: (n, 3) query points of the first picture, as the world model gets them.
+
+    Returns:
+        (9 + 3 n,) metres and directions.
+    """
+    return np.concatenate([_pose_numbers(canonical_grip(T_world_grip)), points_world_m.reshape(-1)]).astype(np.float32)
+
+
+def _pose_numbers(T: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.concatenate([T[..., :3, 3], T[..., :3, 2], T[..., :3, 1]], -1)
+
+
+def _unit(vectors: NDArray[np.float64], otherwise: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Vectors (W, 3) of length 1; another direction, made so too, where one has no length."""
+    length = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    chosen = np.where(length > SHORT, vectors, otherwise)
+    unit: NDArray[np.float64] = chosen / np.linalg.norm(chosen, axis=-1, keepdims=True)
+    return unit

@@ -1,0 +1,134 @@
+"""Ways of a gripper as actions: written and read again, played from clips, and followed by arms in physics."""
+
+import numpy as np
+import pytest
+from scipy.spatial.transform import Rotation
+
+from mmrl.errors import UserError
+from robotics.flow3d.geometry import make_pose
+from robotics.flow3d.scenes.ways import HALF_TURN, action_of_way, canonical_grip, way_of_action, way_state
+
+pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
+pytest.importorskip("mink")
+
+from robotics.data import LeRobotReader
+from robotics.flow3d.data import FlowReader, FlowWriter
+from robotics.flow3d.encoding import FlowEncoding
+from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, instructed_clips
+from robotics.flow3d.scenes.scene import SceneConfig
+from robotics.flow3d.scenes.way_demos import build_way_demonstrations, way_of
+from robotics.flow3d.scenes.way_sim import WaySim, open_way_sim
+from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.opening import SimConfig
+
+CLOSED = np.array([False, False, True, True])
+
+
+@pytest.fixture
+def way():
+    rng = np.random.default_rng(5)
+    turns = Rotation.random(4, random_state=1).as_matrix()
+    return make_pose(turns, rng.uniform(-0.5, 0.5, (4, 3)))
+
+
+def test_a_way_is_read_as_it_was_written(way):
+    poses, closed = way_of_action(action_of_way(way, CLOSED))
+    np.testing.assert_allclose(poses, way, atol=1e-6)  # single precision
+    assert closed.tolist() == CLOSED.tolist()
+
+
+def test_predicted_directions_become_a_rotation(way):
+    noisy = action_of_way(way, CLOSED) + np.random.default_rng(0).normal(0, 0.2, 40)
+    noisy[3:9] = 0.0
+    poses, _ = way_of_action(noisy)
+    turns = poses[:, :3, :3]
+    np.testing.assert_allclose(turns @ turns.transpose(0, 2, 1), np.tile(np.eye(3), (4, 1, 1)), atol=1e-9)
+    np.testing.assert_allclose(np.linalg.det(turns), 1.0)
+
+
+def test_both_halves_of_a_grip_are_the_same_one(way):
+    np.testing.assert_allclose(canonical_grip(way), canonical_grip(way @ HALF_TURN), atol=1e-12)
+    assert (canonical_grip(way)[:, 1, 1] >= 0).all()
+
+
+@pytest.mark.parametrize("action", [np.zeros(11), np.full(10, np.nan), np.zeros((2, 10))])
+def test_what_is_no_way_is_refused(action):
+    with pytest.raises(UserError, match="finite numbers"):
+        way_of_action(action)
+
+
+def test_a_way_takes_the_frames_of_the_flow():
+    frames = np.tile(np.eye(4), (41, 1, 1))
+    frames[:, 0, 3] = np.arange(41)
+    poses, closed = way_of(frames, approach=10, num_frames=8, released=True)
+    assert poses[:, 0, 3].tolist() == [7, 10, 10, 13, 17, 21, 25, 28, 32, 36, 40, 40]
+    assert closed.tolist() == [False, False, *[True] * 9, False]
+    assert way_of(frames, 10, 8, released=False)[1][-1]
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ways")
+    config = DemonstrationConfig(
+        tasks=("place_red", "pour"), actors=("panda", "nobody", "hand"), scene=SceneConfig(width=64, height=64)
+    )
+    with FlowWriter(folder / "clips", num_frames=8, grid=4) as writer:
+        for clip in instructed_clips(range(8), config, FlowEncoding()):
+            writer.add(clip, split="train")
+    build_way_demonstrations(str(folder / "ways"), clips=str(folder / "clips"), image_size=32)
+    return folder
+
+
+def test_demonstrations_are_those_of_the_clips_that_have_a_gripper(demos):
+    clips, episodes = FlowReader(demos / "clips"), LeRobotReader(demos / "ways")
+    shown = [clip for clip in (clips[n] for n in range(len(clips))) if clip.meta["actor"] != "nobody"]
+    assert {clip.meta["actor"] for clip in clips} == {"panda", "nobody", "hand"}
+    texts = [clip.observation.instruction for clip in shown]
+    written = [episodes.episode(number) for number in range(len(episodes.episodes))]
+    assert [one.task for one in written] == texts  # every one of them is within reach
+    for clip, one in zip(shown, written, strict=True):
+        np.testing.assert_allclose(one.state[0, 9:].reshape(-1, 3), clip.points_world_m, atol=1e-6)
+        assert one.images["front"].shape == (1, 32, 32, 3)
+        poses, closed = way_of_action(one.action[0])
+        assert closed.tolist() == [False, False, *[True] * 9, clip.meta["task"] == "pour"]
+        away = np.linalg.norm(clip.points_world_m - poses[1, :3, 3], axis=-1)
+        assert away.min() < 0.06  # the grip is at the object
+
+
+def test_the_way_of_a_demonstration_does_the_task_on_its_own_arm(demos):
+    clips, episodes = FlowReader(demos / "clips"), LeRobotReader(demos / "ways")
+    shown = [clip for clip in clips if clip.meta["actor"] != "nobody"]
+    number = next(
+        n for n, clip in enumerate(shown) if (clip.meta["actor"], clip.meta["task"]) == ("panda", "place_red")
+    )
+    clip, way = shown[number], episodes.episode(number).action[0]
+    sim = WaySim(["panda/place_red"], image_size=32, shapes=[clip.meta["shape"]])
+    try:
+        begun = sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
+        assert begun.observation.state.shape == (1, sim.state_size)
+        assert not begun.failed.any()
+        done = sim.step_chunk(way[None, None])
+        assert done.success.tolist() == [True]
+        assert not len(sim.live)
+        sim.reset([EpisodeSpec("panda/place_red", "", clip.meta["seed"], "train")])
+        still = way.reshape(-1, 10).copy()
+        still[:, 9] = -1.0  # the same way with open fingers leaves the mug where it is
+        failed = sim.step_chunk(still.reshape(1, 1, -1))
+        assert failed.success.tolist() == [False]
+        assert "on the pad" in failed.reasons[0]
+    finally:
+        sim.close()
+
+
+def test_simulator_names_what_does_not_exist():
+    with pytest.raises(UserError, match="expected arm/task"):
+        WaySim(["panda/juggle"])
+    with pytest.raises(UserError, match="no shape"):
+        WaySim(["panda/pour"], shapes=["elephant"])
+    with pytest.raises(UserError, match="allowed: num_frames"):
+        open_way_sim(SimConfig(kind="robotics.flow3d.scenes.way_sim:open_way_sim", options={"speed": 1}))
+
+
+def test_state_has_pose_and_points():
+    state = way_state(np.eye(4), np.arange(6.0).reshape(2, 3))
+    assert state.tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 2, 3, 4, 5]
