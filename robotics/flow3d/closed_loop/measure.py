@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from torch import nn
 
 from mmrl.fields import bounded
 from mmrl.training.loop.breakdown import part_metric
 from mmrl.training.loop.evaluation import Measure, Trial, with_interval
 from mmrl.training.loop.settings import EvaluationConfig
+from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.resumable import ResumableRows, short_digest
 from mmrl.training.record.samples import SampleRecord
@@ -22,8 +27,16 @@ from mmrl.training.record.statistics import wilson_interval
 from robotics.flow3d.closed_loop.episodes import FlowEpisode
 from robotics.flow3d.closed_loop.settings import LoopConfig
 from robotics.flow3d.closed_loop.stage import FlowStage, Row, Source
+from robotics.flow3d.given import FlowModel
 
-__all__ = ["FlowLoopMeasure", "LoopEvaluationConfig", "evaluate_flow", "loop_metrics", "loop_table"]
+__all__ = [
+    "FlowLoopMeasure",
+    "LoopEvaluationConfig",
+    "evaluate_flow",
+    "loop_metrics",
+    "loop_table",
+    "measure_in_loop",
+]
 
 LOGGER = logging.getLogger("mmrl")
 SUCCESS = "success/closed_loop"
@@ -125,6 +138,25 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
         if self._filmed[kind] > self.evaluation.films:
             return None
         return self.run_dir / "videos" / f"step-000000-{self.split}-{episode.id.replace('/', '-')}.mp4"
+
+
+@contextmanager
+def measure_in_loop(model: nn.Module, settings: LoopConfig, split: str, run_dir: Path) -> Iterator[FlowLoopMeasure]:
+    """A measure of a model as it is now, in the midst of its training; scenes are open inside the context.
+
+    Args:
+        model: a world model of flow.
+        settings: who verifies, and how it is planned and carried out.
+        split: name of the set of episodes.
+        run_dir: folder that takes the rows.
+
+    Yields:
+        The measure, which films nothing.
+    """
+    weights = content_digest(sorted(model.state_dict().items()))
+    conditions = {"weights": weights, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
+    with FlowStage(settings, cast(FlowModel, model)) as stage:
+        yield FlowLoopMeasure(stage, LoopEvaluationConfig(films=0), split, run_dir, conditions)
 
 
 def evaluate_flow(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,12 +38,15 @@ from mmrl.core.payload import Payload, nested, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import choice
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
+from robotics.flow3d.closed_loop.measure import measure_in_loop
+from robotics.flow3d.closed_loop.settings import LoopConfig
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig, FlowMeasure
 from robotics.flow3d.model.inputs import FlowInputs
 from robotics.flow3d.model.settings import FlowModelConfig
@@ -111,6 +115,11 @@ class Flow3dConfig(RunConfig):
     """Encode all training clips at the start and keep that; false reads each when it is drawn."""
     eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
     """Held-out clips by name; the first split is the headline."""
+    episodes: dict[str, FlowEpisodesConfig] = field(default_factory=dict)
+    """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
+    more."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """Verifier, grasps and planner of those episodes; `loop.seed` is replaced by `seed`."""
     loss_mask: str = choice("none", LOSS_MASKS)
     """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
     all."""
@@ -126,6 +135,8 @@ class Flow3dConfig(RunConfig):
         super().validate()
         if self.trainer.samples_per_task != 1:
             raise ValueError(f"trainer.samples_per_task is {self.trainer.samples_per_task}; given clips have no group")
+        if shared := sorted(set(self.episodes) & set(self.eval_data)):
+            raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
         if self.reference.kind not in ("auto", "none"):
             raise ValueError(f"reference.kind is {self.reference.kind}, but this loss compares with no other model")
 
@@ -150,15 +161,15 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
         self.objective = dataclasses.replace(get("sft"), name="flow3d")
         clips = load_clips(config.data, "data")
         limit = config.evaluation.max_tasks or None
-        self.eval_tasks: Mapping[str, Sequence[FlowClip]] = {
-            name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
-        }
+        held_out = {name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
+        episodes = {name: list_episodes(data)[:limit] for name, data in config.episodes.items()}
+        self.eval_tasks: Mapping[str, Sequence[Any]] = held_out | episodes
         self.policy = _open_model(config, clips)
         self.clips = TrainingClips(
             clips, self.policy, only_visible=config.loss_mask == "visible", in_memory=config.in_memory
         )
         self.train_tasks = self.clips
-        for tasks in self.eval_tasks.values():
+        for tasks in held_out.values():
             self.policy.check_flow(tasks[0].flow)
         self.eval_ema = EvalAverage(self.policy, config.eval_ema)
 
@@ -215,10 +226,14 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 
     def evaluate(self, policy: FlowWorldModel, split: str, accelerator: Accelerator) -> Evaluation:
-        """Errors of guessed flow on held-out clips."""
-        measure = FlowMeasure(policy, self.config.evaluation, self.config.seed, split)
-        with self.eval_ema.applied(policy):
-            return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
+        """Errors of guessed flow on held-out clips, or success in closed loop over a set of episodes."""
+        config = self.config
+        with self.eval_ema.applied(policy), ExitStack() as stack:
+            measure: Measure[Any] = FlowMeasure(policy, config.evaluation, config.seed, split)
+            if split in config.episodes:
+                settings = dataclasses.replace(config.loop, seed=config.seed)
+                measure = stack.enter_context(measure_in_loop(policy, settings, split, Path(config.output_dir)))
+            return evaluate_tasks([measure], self.eval_tasks[split], config.evaluation.records, accelerator)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """No samples are kept of given clips."""

@@ -38,6 +38,8 @@ APPROACH_POSES = 2
 """Poses before the object moves: a hand's breadth behind the grip, and the grip."""
 BEHIND_FRAMES = 3
 """Frames before the grip of the first of them."""
+FILE_MB = 1.0
+"""Size of a file: an episode of one row is looked for among all rows of its file."""
 NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
 
 
@@ -60,7 +62,7 @@ def build_way_demonstrations(
     Raises:
         UserError: the clips are not from this simulator, or none has an actor.
     """
-    from robotics.data import EpisodeWriter, robot_features
+    from robotics.data import EpisodeWriter, StorageSettings, robot_features
 
     reader = FlowReader(expanded(clips), split=split)
     numbers = range(min(limit, len(reader)) if limit else len(reader))
@@ -70,7 +72,7 @@ def build_way_demonstrations(
         for clip, action, state in _rows((reader[number] for number in numbers), actors, ends):
             if writer is None:
                 features = robot_features(len(state), len(action), {"front": (image_size, image_size)}, video=False)
-                writer = EpisodeWriter(draft, 1, features, "two-finger gripper")
+                writer = EpisodeWriter(draft, 1, features, "two-finger gripper", StorageSettings(data_mb=FILE_MB))
             image = resize(clip.observation.rgb, image_size)
             writer.add_episode(
                 state[None], action[None], {"front": image[None]}, clip.observation.instruction, success=True
