@@ -27,7 +27,7 @@ from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.settings import LoopConfig
-from robotics.flow3d.closed_loop.sources import TrueFlow
+from robotics.flow3d.closed_loop.sources import StillPoints, TrueFlow
 from robotics.flow3d.closed_loop.stage import FlowStage, Source
 
 __all__ = ["Flow3dEvaluation", "Flow3dEvaluationConfig"]
@@ -42,6 +42,8 @@ class FlowSourceConfig:
 
     path: str = ""
     """Folder of a world model, or of the run that trained it; truth = the scenes' own flow."""
+    still_share: float = bounded(0.0, at_least=0, below=1)
+    """Share of the query points whose flow is replaced by standing still, to see what a wrong point does."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Flow3dEvaluation:
             from robotics.flow3d.model import FlowWorldModel
 
             self.policy = self._source = FlowWorldModel.from_pretrained(self._folder).eval()
+        self._source = _disturbed(self._source, config.model.still_share)
         self._stage = FlowStage(dataclasses.replace(config.loop, seed=config.seed), self._source)
 
     def evaluate(self, policy: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
@@ -130,7 +133,16 @@ class Flow3dEvaluation:
 
         settings = dataclasses.asdict(self._stage.settings)
         weights = TRUTH if self._folder is None else weights_digest(self._folder)
+        weights = f"{weights}, still {self.config.model.still_share:g}"
         return {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}
+
+
+def _disturbed(source: Source, still_share: float) -> Source:
+    if not still_share:
+        return source
+    if isinstance(source, type) or not hasattr(source, "predict"):
+        return lambda scene: StillPoints(source(scene), still_share)  # type: ignore[operator]
+    return StillPoints(source, still_share)
 
 
 def model_folder(path: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Flow that a scene itself knows."""
+"""Flow that a scene itself knows, and flow that is disturbed on purpose."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from robotics.flow3d.clip import VISIBLE
 from robotics.flow3d.scenes.demonstrator import Demonstrator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.clip import Observation
+    from robotics.flow3d.given import FlowModel
     from robotics.flow3d.scenes.scene import FlowScene
 
-__all__ = ["TrueFlow"]
+__all__ = ["StillPoints", "TrueFlow"]
 
 
 class TrueFlow:
@@ -34,3 +36,28 @@ class TrueFlow:
         """The true flow, as often as asked; see `robotics.flow3d.given.FlowModel`."""
         flow = self._demonstrator.flow_of(points, self._frames)
         return np.repeat(flow[None], samples, axis=0)
+
+
+class StillPoints:
+    """A model some of whose points stay where they are, as points on the background in a box around an object do.
+
+    Args:
+        model: whose flow is changed.
+        share: of the query points; which ones is drawn with the seed of a prediction.
+    """
+
+    def __init__(self, model: FlowModel, share: float) -> None:
+        self._model, self._share = model, share
+        self.encoding = getattr(model, "encoding", None)
+        """That of the model, where it has one."""
+
+    def predict(
+        self, observation: Observation, points: NDArray[np.float64], samples: int = 1, seed: int = 0
+    ) -> NDArray[np.float64]:
+        """The model's flow with still points, which count as visible; see `robotics.flow3d.given.FlowModel`."""
+        flow = np.array(self._model.predict(observation, points, samples, seed), dtype=np.float64)
+        count = points.shape[0] * points.shape[1]
+        chosen = np.random.default_rng([seed, 5]).choice(count, round(self._share * count), replace=False)
+        rows, columns = np.unravel_index(chosen, points.shape[:2])
+        flow[:, :, rows, columns, :VISIBLE], flow[:, :, rows, columns, VISIBLE] = points[rows, columns], 1.0
+        return flow
