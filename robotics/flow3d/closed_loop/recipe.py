@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_fields, parts_of
+from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.files import expanded
 from mmrl.training.export import chosen_checkpoint
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
@@ -50,8 +50,8 @@ class FlowSourceConfig:
 class ComputeConfig:
     """How the evaluation computes."""
 
-    mixed_precision: str = "none"
-    """Must stay none."""
+    mixed_precision: str = choice("none", ("none",))
+    """Numerical precision; there is no other."""
     threads: int = bounded(1, at_least=0)
     """CPU threads of torch; 0 = leave as it is."""
 
