@@ -10,8 +10,10 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
+from robotics.flow3d.check.geometric import GeometricLimits, GeometricVerifier
+from robotics.flow3d.check.opening import VerifierConfig, open_verifier
 from robotics.flow3d.check.outcome import render_outcome
-from robotics.flow3d.check.verdict import AlwaysVerifier, PlanFacts, Verdict, Verifier, judged
+from robotics.flow3d.check.verdict import PlanFacts, Verdict, Verifier, judged
 from robotics.flow3d.given import GivenFlow
 from robotics.flow3d.plan_result import PlanFailed, PlanRound
 from robotics.flow3d.planner_config import PlannerConfig
@@ -23,21 +25,21 @@ if TYPE_CHECKING:
     from robotics.flow3d.check.oracle import SceneOracle
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["VERIFIERS", "FlowJudge", "VerifierConfig"]
+__all__ = ["FlowJudge", "WeightedVerifierConfig"]
 
 VALUES = ("ok", "score")
+JUDGES = ("oracle", "geometric", "vlm", "endpoint", "always")
 BLIND = ("oracle", "geometric", "always")
 """Verifiers that look at no picture, so that none is drawn for them alone."""
 
 
 @dataclass
-class VerifierConfig:
-    """One verifier and what its verdict is worth."""
+class WeightedVerifierConfig(VerifierConfig):
+    """One of several verifiers, and what its verdict is worth."""
 
-    kind: str = choice("oracle", lambda: VERIFIERS, or_function=True)
-    """oracle: the criterion of the suite's own scenes on the predicted final pose; geometric; endpoint, an
-    OpenAI-compatible server; vlm, a model of the suite; always; or module:function(**options) that returns a
-    `Verifier`."""
+    kind: str = choice("oracle", JUDGES, or_function=True)
+    """oracle: the criterion of the suite's own scenes on the predicted final pose; geometric; vlm, a model of the
+    suite; endpoint, one behind a chat server; always; or module:function(**options) that returns a `Verifier`."""
     weight: float = bounded(1.0, finite=True)
     """Factor of its value in the reward."""
     value: str = choice("ok", VALUES)
@@ -45,8 +47,17 @@ class VerifierConfig:
     name: str = ""
     """Name in metrics; empty = that of the kind or function."""
     options: dict[str, Any] = field(default_factory=dict)
-    """geometric: fields of `GeometricLimits`; endpoint: url, model and others of `EndpointVerifier`; vlm: path of the
-    model; arguments of the function."""
+    """geometric: fields of `GeometricLimits`; arguments of the function; none for the others."""
+
+    def validate(self) -> None:
+        """Refuse options that nothing reads; raises ValueError."""
+        super().validate()
+        if self.options and self.kind != "geometric" and ":" not in self.kind:
+            raise ValueError(f"verifiers: {self.kind} has no options; they are of geometric and of your own functions")
+        unknown = sorted(set(self.options) - set(GeometricLimits.__dataclass_fields__))
+        if unknown and self.kind == "geometric":
+            known = ", ".join(GeometricLimits.__dataclass_fields__)
+            raise ValueError(f"verifiers: geometric has no option {unknown[0]}; it has {known}")
 
     @property
     def label(self) -> str:
@@ -71,7 +82,7 @@ class FlowJudge:
         UserError: two verifiers have one name, or one cannot be opened.
     """
 
-    def __init__(self, configs: Sequence[VerifierConfig], config: PlannerConfig | None = None) -> None:
+    def __init__(self, configs: Sequence[WeightedVerifierConfig], config: PlannerConfig | None = None) -> None:
         names = [each.label for each in configs]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"several verifiers are called {', '.join(doubled)}; give them different names")
@@ -127,70 +138,24 @@ class FlowJudge:
         facts = PlanFacts(motion, self.config.support_z_m)
         return {name: judged(each, seen.rgb, after, seen.instruction, facts) for name, each in verifiers.items()}
 
-    def _opened(self, config: VerifierConfig) -> Callable[[FlowClip], Verifier]:
+    def _opened(self, config: WeightedVerifierConfig) -> Callable[[FlowClip], Verifier]:
         if config.kind == "oracle":
             from robotics.flow3d.check.oracle import SceneOracle
 
-            _check_options(config, ())
             self._oracle = self._oracle or SceneOracle()
             return self._oracle.of
-        if config.kind in VERIFIERS:
-            verifier = VERIFIERS[config.kind](config)
-        else:
-            from mmrl.rewards.loading import load_function
-
-            verifier = load_function(config.kind, what="verifiers.kind")(**config.options)
+        verifier = _open(config)
         return lambda clip: verifier
 
 
-def _open_geometric(config: VerifierConfig) -> Verifier:
-    from robotics.flow3d.check.geometric import GeometricLimits, GeometricVerifier
+def _open(config: WeightedVerifierConfig) -> Verifier:
+    if ":" in config.kind:
+        from mmrl.rewards.loading import load_function
 
-    _check_options(config, tuple(GeometricLimits.__dataclass_fields__))
-    return GeometricVerifier(GeometricLimits(**config.options), reachable=False)
-
-
-def _open_endpoint(config: VerifierConfig) -> Verifier:
-    from robotics.flow3d.check.vlm import EndpointVerifier
-
-    _check_options(config, ("url", "model", "timeout_s", "max_tokens", "api_key_env"), ("url", "model"))
-    return EndpointVerifier(**config.options)
-
-
-def _open_vlm(config: VerifierConfig) -> Verifier:
-    from mmrl.vlm.model_config import ModelConfig
-    from mmrl.vlm.models import load_policy
-    from robotics.flow3d.check.vlm import VlmVerifier
-
-    _check_options(config, ("path", "max_new_tokens"), ("path",))
-    options = dict(config.options)
-    return VlmVerifier(load_policy(ModelConfig(path=options.pop("path"))), **options)
-
-
-def _open_always(config: VerifierConfig) -> Verifier:
-    _check_options(config, ())
-    return AlwaysVerifier()
-
-
-def _check_options(config: VerifierConfig, known: Sequence[str], needed: Sequence[str] = ()) -> None:
-    unknown = sorted(set(config.options) - set(known))
-    missing = [name for name in needed if name not in config.options]
-    if unknown or missing:
-        raise UserError(
-            f"verifiers: {config.kind} has the options {', '.join(known) or '(none)'}"
-            + (f"; {', '.join(unknown)} is none of them" if unknown else "")
-            + (f"; {', '.join(missing)} must be given" if missing else "")
-        )
-
-
-def _no_opener(config: VerifierConfig) -> Verifier:
-    raise AssertionError("the oracle has a verifier for each clip")
-
-
-VERIFIERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
-    "oracle": _no_opener,
-    "geometric": _open_geometric,
-    "vlm": _open_vlm,
-    "endpoint": _open_endpoint,
-    "always": _open_always,
-}
+        made: Verifier = load_function(config.kind, what="verifiers.kind")(**config.options)
+        return made
+    if config.kind == "geometric":
+        return GeometricVerifier(GeometricLimits(**config.options), reachable=False)
+    verifier = open_verifier(config)
+    assert verifier is not None
+    return verifier

@@ -16,7 +16,8 @@ _NAMES = {
     "robotics.flow3d.closed_loop.episodes": ("FlowEpisode", "FlowEpisodesConfig", "list_episodes"),
     "robotics.flow3d.closed_loop.measure": ("FlowLoopMeasure", "evaluate_flow", "loop_metrics"),
     "robotics.flow3d.closed_loop.recipe": ("Flow3dEvaluation", "Flow3dEvaluationConfig"),
-    "robotics.flow3d.closed_loop.settings": ("LoopConfig", "VerifierConfig"),
+    "robotics.flow3d.check.opening": ("VerifierConfig",),
+    "robotics.flow3d.closed_loop.settings": ("LoopConfig",),
     "robotics.flow3d.closed_loop.sources": ("TrueFlow",),
     "robotics.flow3d.closed_loop.stage": ("FlowStage",),
 }

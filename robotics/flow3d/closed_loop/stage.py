@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.fields import check_config
+from robotics.flow3d.check.opening import open_verifier
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.closed_loop.films import Film
-from robotics.flow3d.closed_loop.settings import LoopConfig, open_verifier, verifier_in
+from robotics.flow3d.closed_loop.settings import LoopConfig, verifier_in
 from robotics.flow3d.given import FlowModel
 from robotics.flow3d.model.metrics import flow_errors, goal_reached
 from robotics.flow3d.model.pictures import draw_flow

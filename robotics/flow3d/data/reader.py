@@ -126,6 +126,12 @@ class FlowReader(Sequence[FlowClip]):
         wanted = sorted((group, sorted(names)) for group, names in self._wanted.items())
         return hashlib.sha256(repr((sizes, wanted)).encode()).hexdigest()[:16]
 
+    def instructions(self) -> list[str]:
+        """The distinct instructions of the selected clips, in order; no picture is read."""
+        tables = (table for path in self._shards for _, table in self._tables(path, [*COLUMNS, "instruction"]))
+        rows = (cells for table in tables for cells in table.to_pylist())
+        return list(dict.fromkeys(cells["instruction"] for cells in rows if self._is_wanted(cells)))
+
     def _find_shards(self) -> list[Path]:
         found = [path for _, _, path in shards(self.folder)]
         missing = [name for name in self.info.shards if self.folder / name not in found]

@@ -43,12 +43,12 @@ from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
-from robotics.flow3d.check.judge import FlowJudge, VerifierConfig
+from robotics.flow3d.check.judge import FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
 from robotics.flow3d.model.guesses import FlowGuessing, GuessPayload
 from robotics.flow3d.model.pictures import draw_flow
-from robotics.flow3d.model.training_data import ClipSetConfig, clips_digest, load_clips
+from robotics.flow3d.model.training_data import ClipSetConfig, clips_digest, instructions_of, load_clips
 from robotics.flow3d.model.verdict_evaluation import VerdictMeasure
 from robotics.flow3d.model.world_model import FlowWorldModel
 
@@ -88,9 +88,9 @@ class Flow3dAwmConfig(RunConfig):
     """Scenes of training: first pictures, query points and instructions; their flow is not used."""
     eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
     """Held-out clips by name; the first split is the headline."""
-    verifiers: list[VerifierConfig] = field(default_factory=lambda: [VerifierConfig()])
+    verifiers: list[WeightedVerifierConfig] = field(default_factory=lambda: [WeightedVerifierConfig()])
     """Who judges; the reward of a guess is the weighted sum of their values."""
-    heldout_verifiers: list[VerifierConfig] = field(default_factory=list)
+    heldout_verifiers: list[WeightedVerifierConfig] = field(default_factory=list)
     """Who judges as well, without an effect on training, so that a model that only pleases the others shows."""
     shuffle_verdicts: bool = False
     """Control: permute the rewards among the guesses of each scene."""
@@ -243,7 +243,7 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
         """Refuse clips that do not fit the model, or that a verifier cannot judge; raises UserError."""
         for clips in (self.train_tasks, *self.eval_tasks.values()):
             self.policy.check_flow(clips[0].flow)
-            self.policy.check_instructions([clip.observation.instruction for clip in clips])
+            self.policy.check_instructions(instructions_of(clips))
             self.judge.check(clips[0])
 
     def _judged(self, rollouts: Rollouts) -> tuple[GuessPayload, RewardResult]:

@@ -50,7 +50,14 @@ from robotics.flow3d.closed_loop.settings import LoopConfig
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig, FlowMeasure
 from robotics.flow3d.model.inputs import FlowInputs
 from robotics.flow3d.model.settings import FlowModelConfig
-from robotics.flow3d.model.training_data import ClipSetConfig, TrainingClips, depth_range_m, load_clips, stacked
+from robotics.flow3d.model.training_data import (
+    ClipSetConfig,
+    TrainingClips,
+    depth_range_m,
+    instructions_of,
+    load_clips,
+    stacked,
+)
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.vla.vocabulary import Vocabulary
 
@@ -275,7 +282,7 @@ class Flow3dRecipe(Recipe[FlowWorldModel, Any]):
 def _open_model(config: Flow3dConfig, clips: Sequence[FlowClip]) -> FlowWorldModel:
     """A new model for some clips, or a saved one."""
     given = config.model
-    texts = [clip.observation.instruction for clip in clips]
+    texts = instructions_of(clips)
     if given.path:
         model = FlowWorldModel.from_pretrained(given.path)
         _check_saved(given, model.config)

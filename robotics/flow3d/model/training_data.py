@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from robotics.flow3d.model.inputs import FlowInputs
     from robotics.flow3d.model.world_model import FlowWorldModel
 
-__all__ = ["ClipSetConfig", "TrainingClip", "TrainingClips", "clips_digest", "depth_range_m", "load_clips", "stacked"]
+__all__ = [
+    "ClipSetConfig",
+    "TrainingClip",
+    "TrainingClips",
+    "clips_digest",
+    "depth_range_m",
+    "instructions_of",
+    "load_clips",
+    "stacked",
+]
 
 OUTER = 0.01
 """Share of the depths at either end that do not set the range."""
@@ -112,6 +121,13 @@ def clips_digest(clips: Sequence[FlowClip]) -> str:
     """Digest of some clips, by which a resume tells other data; that of a folder does not read them all."""
     fingerprint = getattr(clips, "fingerprint", None)
     return str(fingerprint()) if callable(fingerprint) else content_digest(clips)
+
+
+def instructions_of(clips: Sequence[FlowClip]) -> list[str]:
+    """The distinct instructions of some clips; of a folder without reading its pictures."""
+    own = getattr(clips, "instructions", None)
+    found: list[str] = own() if callable(own) else [clip.observation.instruction for clip in clips]
+    return list(dict.fromkeys(found))
 
 
 @dataclass

@@ -286,3 +286,9 @@ def test_the_fingerprint_tells_selections_and_data_apart(folder):
     with FlowWriter(folder, num_frames=3, grid=2) as writer:
         writer.add(a_clip(12))
     assert len({*prints, FlowReader(folder).fingerprint()}) == 3
+
+
+def test_instructions_are_those_of_the_selected_clips(folder):
+    for options in ({}, {"split": "train"}):
+        reader = FlowReader(folder, **options)
+        assert reader.instructions() == list(dict.fromkeys(clip.observation.instruction for clip in reader))

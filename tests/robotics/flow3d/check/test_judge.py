@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from robotics.flow3d.check.judge import FlowJudge, VerifierConfig
+from robotics.flow3d.check.judge import FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, demonstrations
 from robotics.flow3d.scenes.scene import SceneConfig
 from robotics.flow3d.scenes.tasks import FLOW_TASKS
@@ -15,7 +15,7 @@ pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 
 def test_the_oracle_accepts_true_flow_of_every_task_and_rejects_that_of_another():
     config = DemonstrationConfig(actors=("nobody",), scene=SceneConfig(width=96, height=96))
-    judge = FlowJudge([VerifierConfig("oracle"), VerifierConfig("geometric"), VerifierConfig("always")])
+    judge = FlowJudge([WeightedVerifierConfig(kind) for kind in ("oracle", "geometric", "always")])
     clips = {clip.meta["task"]: clip for clip in demonstrations(range(len(FLOW_TASKS)), config)}
     assert set(clips) == set(FLOW_TASKS)
     for task, clip in clips.items():

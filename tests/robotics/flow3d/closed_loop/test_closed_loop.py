@@ -13,9 +13,10 @@ from robotics.flow3d.geometry import apply_pose, inverse_pose, lift, project
 mujoco = pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[flow3d]'")
 pytest.importorskip("mink", reason="needs pip install 'mmrl-suite[flow3d]'")
 
+from robotics.flow3d.check.opening import VerifierConfig  # noqa: E402
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes  # noqa: E402
 from robotics.flow3d.closed_loop.measure import evaluate_flow, loop_metrics, loop_table  # noqa: E402
-from robotics.flow3d.closed_loop.settings import LoopConfig, VerifierConfig  # noqa: E402
+from robotics.flow3d.closed_loop.settings import LoopConfig  # noqa: E402
 from robotics.flow3d.closed_loop.sources import TrueFlow  # noqa: E402
 from robotics.flow3d.closed_loop.stage import FlowStage  # noqa: E402
 from robotics.flow3d.scenes.demonstrator import Demonstrator  # noqa: E402

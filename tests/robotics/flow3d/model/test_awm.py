@@ -18,7 +18,7 @@ from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
 from mmrl.training.loop.trainer import Trainer
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
-from robotics.flow3d.check.judge import VerifierConfig
+from robotics.flow3d.check.judge import WeightedVerifierConfig
 from robotics.flow3d.model.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
 from robotics.flow3d.model.guesses import GuessPayload
@@ -28,8 +28,8 @@ from tests.robotics.flow3d.model.builders import disturb, tiny_model
 from tests.rounding import assert_same_gradient
 
 HERE = "tests.robotics.flow3d.model.synthetic"
-RIGHT = VerifierConfig(kind=f"{HERE}:goes_right")
-BROKEN = VerifierConfig(kind=f"{HERE}:broken")
+RIGHT = WeightedVerifierConfig(kind=f"{HERE}:goes_right")
+BROKEN = WeightedVerifierConfig(kind=f"{HERE}:broken")
 
 
 def awm_config(folder, model=None, **changes) -> Flow3dAwmConfig:
@@ -86,7 +86,7 @@ def test_likelihoods_are_those_of_numpy(parameterisation, tmp_path):
 def test_rewards_are_weighted_verdicts_and_what_nobody_can_judge_has_none(tmp_path):
     score = dataclasses.replace(RIGHT, value="score", name="score", weight=0.5)
     recipe = Flow3dAwmRecipe(
-        awm_config(tmp_path, verifiers=[RIGHT, score], heldout_verifiers=[VerifierConfig("geometric")])
+        awm_config(tmp_path, verifiers=[RIGHT, score], heldout_verifiers=[WeightedVerifierConfig("geometric")])
     )
     rollouts = collected(recipe)
     terms = rollouts.reward_terms
@@ -170,13 +170,16 @@ def test_a_run_leaves_a_report_and_a_model(tmp_path):
 
 def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(UserError, match="this one, of synthetic, lacks shape, layouts, seed in its meta data"):
-        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[VerifierConfig("oracle")]))
+        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[WeightedVerifierConfig("oracle")]))
     with pytest.raises(UserError, match="several verifiers are called goes_right"):
         Flow3dAwmRecipe(awm_config(tmp_path, heldout_verifiers=[RIGHT]))
-    with pytest.raises(UserError, match=r"geometric has the options rmse_m, .*; rmse is none of them"):
-        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[VerifierConfig("geometric", options={"rmse": 1})]))
-    with pytest.raises(UserError, match=r"endpoint has the options .*; url, model must be given"):
-        Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[VerifierConfig("endpoint")]))
+    for wrong, message in (
+        (WeightedVerifierConfig("geometric", options={"rmse": 1}), "geometric has no option rmse; it has rmse_m"),
+        (WeightedVerifierConfig("oracle", options={"rmse": 1}), "oracle has no options"),
+        (WeightedVerifierConfig("endpoint", url="http://localhost:1/v1"), r"name verifier\.url"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong.validate()
     with pytest.raises(ValueError, match="all of its weights are 0"):
         awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, weight=0.0)])
     with pytest.raises(ValueError, match=r"model\.path is empty"):
