@@ -1,4 +1,4 @@
-"""AWM on the verdict of a verifier: its numbers, what it learns, its control, and what it refuses."""
+"""AWM on the verdict of a verifier: its numbers, its control, what it leaves, and what it refuses."""
 
 import dataclasses
 import math
@@ -15,7 +15,6 @@ from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
-from mmrl.training.loop.trainer import Trainer
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from robotics.flow3d.check.judge import WeightedVerifierConfig
@@ -144,21 +143,6 @@ def test_the_control_permutes_rewards_within_a_scene(tmp_path):
     assert shuffled.reward_terms["goes_right"].equal(plain.reward_terms["goes_right"])
     recipe.on_step_end(1, {})
     assert not torch.equal(collected(recipe).reward, shuffled.reward)
-
-
-def test_a_tiny_model_learns_what_the_verifier_likes(tmp_path):
-    config = awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="score")])
-    config.trainer = TrainerConfig(
-        steps=16, tasks_per_step=4, samples_per_task=8, learning_rate=1e-2, old_logp="recompute"
-    )
-    config.awm.ema_coef = 0.0
-    recipe = Flow3dAwmRecipe(config)
-    trainer = Trainer(recipe, config, tmp_path / "run", make_accelerator(), None)
-    before = float(collected(recipe).reward.mean())
-    for _ in range(16):
-        trainer.train_step()
-    after = float(collected(recipe).reward.mean())
-    assert after > before + 0.1, (before, after)
 
 
 def test_a_run_leaves_a_report_and_a_model(tmp_path):
