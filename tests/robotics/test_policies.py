@@ -383,12 +383,12 @@ def test_the_order_of_words_matters(policies):
 
 
 def test_keypoints_lie_where_the_map_is_high():
-    from robotics.vla.encoder import _expected_places
+    from robotics.vla.encoder import expected_places
 
     maps = torch.zeros(1, 2, 5, 9)
     maps[0, 0, 4, 0] = maps[0, 1, 2, 8] = 100.0
     # rows first, then columns: bottom left, and the middle of the right edge
-    torch.testing.assert_close(_expected_places(maps), torch.tensor([[1.0, 0.0, -1.0, 1.0]]))
+    torch.testing.assert_close(expected_places(maps), torch.tensor([[1.0, 0.0, -1.0, 1.0]]))
 
 
 def test_unknown_words_are_counted_and_known_ones_are_not():
