@@ -20,14 +20,13 @@ from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowMode
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
-from robotics.vla.encoder import EncoderConfig
 from robotics.vla.flow_following import FlowFollowing, FlowRewardConfig
 from robotics.vla.grpo import RobotGrpoRecipe
 from robotics.vla.payload import EpisodePayload
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.vla.vocabulary import Vocabulary
 from tests.robotics.test_robot_configs import CONFIGS
 from tests.robotics.test_robot_recipes import collected, grpo
+from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 
 VIEW = "tests.robotics.test_flow_following:table_view"
 TRACKER = "tests.robotics.test_flow_following:follow_red"
@@ -183,23 +182,11 @@ def test_a_real_robot_brings_its_own_first_picture_and_tracker(tmp_path):
 
 @pytest.mark.parametrize("source", ["model", "truth"])
 def test_the_tabletop_configuration_takes_two_steps(source, tmp_path, backend):
-    encoder = EncoderConfig(image_size=(32, 32), state_size=10, width=32, heads=2, layers=1, channels=8, keypoints=4)
-    policy = SmallVlaPolicy.build(SmallVlaConfig(5, 4, encoder=encoder), ["touch the red cube", TEXT])
-    policy.save_pretrained(tmp_path / "policy")
     overrides = [
+        *TWO_STEPS,
         f"output_dir={tmp_path / 'run'}",
-        f"model.path={tmp_path / 'policy'}",
+        f"model.path={save_tiny_policy(tmp_path / 'policy', ['touch the red cube', TEXT])}",
         f"flow.model={world_model(tmp_path / 'model') if source == 'model' else QUOTES}",
-        "sim.image_size=32",
-        "sim.horizon=8",
-        "eval_data.held_out.layouts=1",
-        "trainer.steps=2",
-        "trainer.tasks_per_step=2",
-        "trainer.samples_per_task=2",
-        "trainer.minibatches_per_step=2",
-        "tracking.quiet=true",
-        "tracking.tensorboard=false",
-        "tracking.strict=true",
     ]
     entry, config = load_run(CONFIGS[0].with_name("tabletop_flow_reward.yaml"), overrides)
     run_dir = train(entry, config)

@@ -9,8 +9,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.training.runs import train
-from robotics.vla.encoder import EncoderConfig
-from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "robotics").glob("*.yaml"))
 
@@ -23,25 +22,10 @@ def test_config_loads(path):
 
 
 def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
-    encoder = EncoderConfig(image_size=(32, 32), state_size=10, width=32, heads=2, layers=1, channels=8, keypoints=4)
     texts = ["touch the red cube", "push the red cube into the blue zone"]
-    SmallVlaPolicy.build(SmallVlaConfig(5, 4, encoder=encoder), texts).save_pretrained(tmp_path / "policy")
+    policy = save_tiny_policy(tmp_path / "policy", texts)
     for reward in ("sparse", "dense"):
-        overrides = [
-            f"output_dir={tmp_path / reward}",
-            f"model.path={tmp_path / 'policy'}",
-            f"reward={reward}",
-            "sim.image_size=32",
-            "sim.horizon=8",
-            "eval_data.held_out.layouts=1",
-            "trainer.steps=2",
-            "trainer.tasks_per_step=2",
-            "trainer.samples_per_task=2",
-            "trainer.minibatches_per_step=2",
-            "tracking.quiet=true",
-            "tracking.tensorboard=false",
-            "tracking.strict=true",
-        ]
+        overrides = [*TWO_STEPS, f"output_dir={tmp_path / reward}", f"model.path={policy}", f"reward={reward}"]
         entry, config = load_run(CONFIGS[0].with_name("tabletop_grpo.yaml"), overrides)
         run_dir = train(entry, config)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
