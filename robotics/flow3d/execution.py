@@ -154,6 +154,10 @@ class Executor:
         path = self.ik.follow(way, here)
         self._move(path.joint_rad[: max(1, int(path.reached.sum()))])
 
+    def go_to(self, joint_rad: NDArray[np.float64]) -> None:
+        """Move straight in joint space to angles (J,), such as those from which the scene was seen at first."""
+        self._move(joint_rad[None])
+
     def let_go(self) -> None:
         """Open the fingers."""
         _asked(self.robot.open_gripper, Failure.ROBOT_FAILED)

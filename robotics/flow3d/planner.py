@@ -132,7 +132,7 @@ class FlowPlanner:
         return round_
 
     def _run(self, executor: Executor, result: PlanResult, instruction: str | None, seed: int) -> None:
-        held, settings = False, self.config.execution
+        held, settings, start = False, self.config.execution, executor.joint_rad()
         again = settings.replans if settings.look_again and not self.predictor.is_given else 0
         for number in range(1 + again):
             observation = executor.observe()
@@ -160,6 +160,7 @@ class FlowPlanner:
             if not held:
                 executor.let_go()
                 executor.back_off()
+                executor.go_to(start)  # or the arm would hide things, and be in the way of the next grasp
 
     def _fill(
         self, round_: PlanRound, mask: NDArray[np.bool_], joint_rad: NDArray[np.float64], seed: int, held: bool

@@ -60,6 +60,8 @@ class FlowEpisodesConfig:
     """See `SceneConfig.depth`."""
     depth_noise: float = bounded(0.0, at_least=0, below=1)
     """See `SceneConfig.depth_noise`."""
+    lose_after_m: float = bounded(0.0, at_least=0)
+    """See `SceneConfig.lose_after_m`."""
 
     def validate(self) -> None:
         """Refuse unknown tasks and arms; raises UserError."""
@@ -98,6 +100,7 @@ def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
                     height=config.image_size,
                     depth=config.depth,
                     depth_noise=config.depth_noise,
+                    lose_after_m=config.lose_after_m,
                 )
                 found.append(FlowEpisode(scene, number))
     return found

@@ -124,7 +124,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
 
     def saved_rows(self, tasks: Sequence[FlowEpisode], processes: int) -> ResumableRows:
         """The episodes file of this model, these settings and episodes."""
-        digest = short_digest("\n".join(task.id for task in tasks).encode())
+        digest = short_digest("\n".join(map(repr, tasks)).encode())
         conditions = {"episodes": digest, **self.conditions}
         return ResumableRows(self.run_dir / "episodes", self.split, conditions, {"pictures"})
 

@@ -136,17 +136,18 @@ class Demonstrator:
         return found
 
     def flow_of(self, points: NDArray[np.float64], num_frames: int) -> NDArray[np.float64]:
-        """True flow of points of the object, all of which count as visible.
+        """True flow of points of the object from where it is now, all of which count as visible.
 
         Args:
-            points: (N, N, 3) in the picture of the episode's start.
+            points: (N, N, 3) in the picture of the scene as it is.
             num_frames: T.
 
         Returns:
             (T, N, N, 4).
         """
-        motion = self.scene.ideal_motion(self._motion)[frame_indices(self._motion, num_frames)[1:]]
-        uvz = self._moved(points, motion)
+        scene = self.scene
+        motion = scene.ideal_motion(self._motion)[frame_indices(self._motion, num_frames)[1:]]
+        uvz = moved_points(points, motion @ inverse_pose(scene.object_pose()), scene.K, scene.T_world_cam)
         return np.concatenate([uvz, np.ones_like(uvz[..., :1])], -1)
 
     def goals(self, points: NDArray[np.float64]) -> dict[str, list[float]]:

@@ -63,6 +63,8 @@ class SceneConfig:
     """Standard deviation of the relative error of each pixel's depth."""
     hole_share: float = bounded(0.1, above=0, below=1)
     """Share of pixels that holes cover, about."""
+    lose_after_m: float = bounded(0.0, at_least=0)
+    """How far an arm carries a thing before its gripper opens by mistake, once in an episode; 0 = never."""
 
     def validate(self) -> None:
         """Refuse a shape that the task does not have; raises UserError."""

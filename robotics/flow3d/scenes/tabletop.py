@@ -70,7 +70,7 @@ class FlowTabletop(FlowScene):
         if self.arm is None:
             return
         self._held: str | None = None
-        self._done = False
+        self._done = self._lost = False
         self._names()
         super().reset(seed)
 
@@ -217,8 +217,18 @@ class FlowTabletop(FlowScene):
             raise RunError(f"the simulation of {self.task.name} with {self.arm.name} failed: {', '.join(kinds)}")
         if self.task.momentary and not self._done:
             self._done = super().success().success
+        self._lose()
         if self.on_frame is not None:
             self.on_frame(self)
+
+    def _lose(self) -> None:
+        """Open the gripper by mistake where the scene says so; what it held has moved far enough by then."""
+        if self._lost or not self.config.lose_after_m or self._held is None:
+            return
+        here = self.body_pose(self._held)[:3, 3]
+        if np.linalg.norm(here - self._held_from) > self.config.lose_after_m:
+            self._lost = True
+            self._let_go()
 
     def _error(self, goal_rad: NDArray[np.float64]) -> float:
         return float(np.abs(self.joint_rad() - goal_rad).max())
@@ -243,7 +253,7 @@ class FlowTabletop(FlowScene):
         self.model.eq_data[weld, :3] = 0.0
         self.model.eq_data[weld, 3:10] = self._pose_numbers(T_hand_held)
         self.data.eq_active[weld] = 1
-        self._held = name
+        self._held, self._held_from = name, self._pose_of(between)[:3, 3].copy()
         # The fingers stay where they are, or they would pull against the weld.
         self.data.ctrl[self._gripper] = float(self.data.qpos[int(self.model.joint(self.arm.fingers[0]).qposadr[0])])
         return True
