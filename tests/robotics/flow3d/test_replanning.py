@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("mink")
 pytest.importorskip("cv2")
+from robotics.flow3d.closed_loop.sources import TrueFlow
 from robotics.flow3d.execution import ExecutionSettings
 from robotics.flow3d.plan_result import Failure
 from robotics.flow3d.planner import FlowPlanner
 from robotics.flow3d.planner_config import PlannerConfig
-from robotics.flow3d.closed_loop.sources import TrueFlow
 from robotics.flow3d.scenes.tabletop import FlowTabletop
 
 
