@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config
+from robotics.vla.place_codes import octave_code, octave_size
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 from robotics.vla.vocabulary import PADDING, Vocabulary
@@ -61,6 +62,12 @@ class EncoderConfig:
     """Feature maps of the image stem, a multiple of 8."""
     keypoints: int = bounded(32, at_least=0)
     """Number of keypoints; 0 = none."""
+    octaves: int = bounded(0, at_least=0)
+    """Frequencies at which the places of the keypoints are also given as sines and cosines, for policies that have to
+    say where things are to a centimetre; 0 = the places alone."""
+    condition_queries: bool = False
+    """Add the instruction, the state and the keypoints to the queries, beside letting the queries attend to them, which
+    the blocks have to learn first."""
     words: int = 32
     """Largest number of words of an instruction."""
 
@@ -151,6 +158,8 @@ class ObservationEncoder(nn.Module):
         if self.state is not None and self.scale is not None:
             tokens.append(self.state(self.scale(self._states(batch)))[:, None])
         queries = self.queries.expand(len(batch), -1, -1)
+        if self.config.condition_queries:
+            queries = queries + self._condition(tokens)
         hidden = torch.cat([*(token.to(text.dtype) for token in tokens), queries.to(text.dtype)], 1)
         for block in self.blocks[:-1]:
             hidden = block(hidden)
@@ -160,6 +169,13 @@ class ObservationEncoder(nn.Module):
         """Use the statistics of a dataset's states; does nothing without a state input."""
         if self.scale is not None:
             self.scale.set(statistics)
+
+    def _condition(self, tokens: list[Tensor]) -> Tensor:
+        """(B, 1, W) sum of the tokens of instruction, keypoints and state, given those of `forward` in its order."""
+        alone = [part for part in tokens if part.shape[1] == 1]
+        if self.stem is not None and self.config.keypoints:
+            alone.append(tokens[1][:, -1:])  # the stem puts the keypoints after the patches
+        return torch.stack(alone).sum(0)
 
     def _instructions(self, texts: tuple[str, ...]) -> Tensor:
         """(B, W); each distinct text is encoded once."""
@@ -205,7 +221,7 @@ class _ImageStem(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        channels, width = config.channels, config.width
+        channels, width, self.octaves = config.channels, config.width, config.octaves
         self.first = nn.Conv2d(3, channels // 2, 5, stride=2, padding=2)
         self.second = nn.Conv2d(channels // 2, channels, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(GROUPS, channels)
@@ -217,7 +233,9 @@ class _ImageStem(nn.Module):
         self.patches = nn.Linear(4 * channels, width)
         self.places = nn.Parameter(torch.randn(PATCHES**2, width) * 0.02)
         self.keypoints = nn.Conv2d(channels, config.keypoints, 1) if config.keypoints else None
-        self.keypoint_token = nn.Linear(2 * config.keypoints, width) if config.keypoints else None
+        self.keypoint_token = (
+            nn.Linear(octave_size(2 * config.keypoints, config.octaves), width) if config.keypoints else None
+        )
         if self.keypoints is not None:
             # with nearly equal scores every keypoint is the middle of the image, and learning starts slowly
             nn.init.normal_(self.keypoints.weight, std=KEYPOINT_SHARPNESS / config.channels**0.5)
@@ -232,7 +250,7 @@ class _ImageStem(nn.Module):
         tokens = self.patches(functional.pixel_unshuffle(coarse, 2).flatten(2).transpose(1, 2)) + self.places
         if self.keypoints is None or self.keypoint_token is None:
             return tokens
-        found = expected_places(self.keypoints(features))
+        found = octave_code(expected_places(self.keypoints(features)), self.octaves)
         return torch.cat([tokens, self.keypoint_token(found)[:, None]], 1)
 
 

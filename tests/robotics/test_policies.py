@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy, load_vlm_p
 B, K, D, S = 3, 4, 2, 5
 TEXTS = ("touch the red cube", "put the blue cube gently on the green plate", "touch the green cube")
 ENCODER = {"image_size": (32, 32), "state_size": S, "width": 32, "heads": 2, "layers": 2, "channels": 16}
-KINDS = ("small_step", "small_token", "flow", "vlm_zero", "vlm_learned", "adapter")
+PLACES = {"octaves": 2, "condition_queries": True}
+KINDS = ("small_step", "small_token", "flow", "flow_x0", "vlm_zero", "vlm_learned", "adapter")
 SAVED = tuple(kind for kind in KINDS if kind != "adapter")
 
 
@@ -62,7 +64,8 @@ def make_small(queries="step", seed=0, **changes) -> SmallVlaPolicy:
 
 
 def make_flow(seed=0, **changes) -> FlowActionPolicy:
-    config = FlowPolicyConfig(D, K, **{"steps": 3, "hidden": 64} | changes, encoder=EncoderConfig(**ENCODER))
+    sizes = ENCODER | changes.pop("encoder", {})
+    config = FlowPolicyConfig(D, K, **{"steps": 3, "hidden": 64} | changes, encoder=EncoderConfig(**sizes))
     return FlowActionPolicy.build(config, TEXTS, seed)
 
 
@@ -85,6 +88,8 @@ def make(tiny_folder):
             return make_small(kind.removeprefix("small_"), seed, **changes)
         if kind == "flow":
             return make_flow(seed, **changes)
+        if kind == "flow_x0":
+            return make_flow(seed, parameterisation="x0", encoder=PLACES, **changes)
         if kind == "adapter":
             return ModuleAdapter(Gaussian(), D, K, decisions=K)
         model = ModelConfig(path=str(tiny_folder), lora=LoraSettings(enabled=lora, rank=2))
@@ -415,6 +420,8 @@ def test_a_policy_may_see_only_a_state_or_only_pictures():
         ({"image_size": None}, PolicyInputs(None, torch.zeros(1, S), TEXTS[:1])),
         ({"state_size": None}, PolicyInputs(make_inputs().images[:1], None, TEXTS[:1])),
         ({"keypoints": 0}, make_inputs(rows=1)),
+        ({"keypoints": 0} | PLACES, make_inputs(rows=1)),
+        ({"image_size": None} | PLACES, PolicyInputs(None, torch.zeros(1, S), TEXTS[:1])),
     ):
         config = SmallVlaConfig(D, K, encoder=EncoderConfig(**ENCODER | changes))
         assert SmallVlaPolicy.build(config, TEXTS).logits(batch).shape == (1, K * D, 64)
@@ -517,7 +524,37 @@ def test_flow_matching_is_the_error_of_the_velocity():
         policy.bc_loss(batch, actions, mask)
 
 
-@pytest.mark.parametrize("changes", [{"steps": 1}, {"noise_level": 0.0}, {"logp_reduction": "max"}, {"hidden": 0}])
+def test_prediction_of_the_actions_is_their_error_and_leads_to_them():
+    policy, batch = make_flow(parameterisation="x0"), make_inputs()
+    actions, mask = demonstrations()
+    loss, _ = policy.bc_loss(batch, actions, mask, torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    noise, time = torch.randn(B, K * D, generator=generator), torch.rand(B, generator=generator)
+    clean = (actions * mask[..., None]).flatten(1)
+    noisy = (1 - time[:, None]) * clean + time[:, None] * noise
+    error = (policy.velocity(policy.encoder(batch).flatten(1), noisy, time) - clean).square()
+    torch.testing.assert_close(loss, error[mask.repeat_interleave(D, 1).bool()].mean())
+    with torch.no_grad():
+        # whatever the noise, a network that always predicts 0.3 ends there
+        policy.velocity.leave.weight.zero_()
+        policy.velocity.leave.bias.fill_(0.3)
+    torch.testing.assert_close(draw(policy, greedy=True).actions, torch.full((B, K, D), 0.3), atol=1e-5, rtol=0)
+
+
+def test_old_folders_have_neither_octaves_nor_parameterisation(tmp_path):
+    policy = make_flow()
+    policy.save_pretrained(tmp_path)
+    entries = json.loads((tmp_path / "policy.json").read_text())
+    for name in PLACES:
+        del entries["encoder"][name]
+    del entries["parameterisation"]
+    (tmp_path / "policy.json").write_text(json.dumps(entries))
+    assert torch.equal(draw(open_policy(tmp_path)).actions, draw(policy).actions)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": 1}, {"noise_level": 0.0}, {"logp_reduction": "max"}, {"hidden": 0}, {"parameterisation": "v"}]
+)
 def test_flow_settings_out_of_range_are_refused(changes):
     with pytest.raises(UserError):
         make_flow(**changes)

@@ -22,12 +22,11 @@ from robotics.flow3d.model.point_codes import (
     CODE_SIZE,
     clip_places,
     corrected_code,
-    octave_code,
-    octave_size,
     repo_code,
 )
 from robotics.flow3d.model.settings import ConditionConfig
 from robotics.vla.encoder import Block, InstructionEncoder
+from robotics.vla.place_codes import octave_code, octave_size
 from robotics.vla.vocabulary import Vocabulary
 
 __all__ = ["TOWERS", "ClipContext", "Context", "ContextEncoder", "SmallContext", "make_context"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from robotics.flow3d.encoding import FlowEncoding
 from robotics.flow3d.model.context import Context
 from robotics.flow3d.model.layers import FlowBlock, Modulated, TimeEmbedding
-from robotics.flow3d.model.point_codes import octave_code, octave_size
 from robotics.flow3d.model.settings import BodyConfig
+from robotics.vla.place_codes import octave_code, octave_size
 
 __all__ = ["FactoredDit", "TrajectoryDit"]
 

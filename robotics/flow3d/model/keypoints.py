@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from robotics.flow3d.model.point_codes import octave_code, octave_size
 from robotics.vla.encoder import GROUPS, KEYPOINT_SHARPNESS, expected_places
+from robotics.vla.place_codes import octave_code, octave_size
 
 __all__ = ["Keypoints"]
 

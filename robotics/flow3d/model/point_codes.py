@@ -1,16 +1,14 @@
-"""Numbers for places: sines and cosines of query points, as the paper means them, as its code has them, and small.
+"""Numbers for places: sines and cosines of query points, as the paper means them, and as its code has them.
 
 Places are those that CLIP sees: u and v in 0..224 of a 224 x 224 picture, z in 0..128 over the range of depths.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-__all__ = ["CODE_SIZE", "clip_places", "corrected_code", "octave_code", "octave_size", "repo_code", "scrambled_places"]
+__all__ = ["CODE_SIZE", "clip_places", "corrected_code", "repo_code", "scrambled_places"]
 
 CODE_SIZE = 72
 """Numbers of a point's code in the paper's network."""
@@ -80,17 +78,6 @@ def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, 
     u, v, z = places.long().clamp(min=0).minimum(last).unbind(-1)
     number = (v * columns + u) * depths + z
     return torch.stack([number % columns, number // columns % rows, number // (rows * columns)], -1)
-
-
-def octave_code(places: Tensor, octaves: int = 4) -> Tensor:
-    """Places (..., n) in -1..1 with sines and cosines of pi 2^k times them, k below `octaves`: (..., n (1 + 2 k))."""
-    angles = places[..., None] * (math.pi * 2.0 ** torch.arange(octaves, device=places.device))
-    return torch.cat([places[..., None], angles.sin(), angles.cos()], -1).flatten(-2)
-
-
-def octave_size(numbers: int, octaves: int = 4) -> int:
-    """Numbers of `octave_code`."""
-    return numbers * (1 + 2 * octaves)
 
 
 def _waves(places: Tensor, frequencies: Tensor) -> Tensor:

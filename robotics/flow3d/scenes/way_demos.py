@@ -20,10 +20,11 @@ from mmrl.files import expanded, replaced
 from robotics.flow3d.act.ik import ArmIk
 from robotics.flow3d.data import FlowReader
 from robotics.flow3d.encoding import frame_indices
+from robotics.flow3d.scenes.arms import FLOW_ARMS
 from robotics.flow3d.scenes.demonstrator import Demonstration, Demonstrator
 from robotics.flow3d.scenes.scene import FlowScene, SceneConfig
 from robotics.flow3d.scenes.tasks import find_flow_task
-from robotics.flow3d.scenes.ways import action_of_way, canonical_grip, way_state
+from robotics.flow3d.scenes.ways import action_of_angles, action_of_way, canonical_grip, way_state
 from robotics.sim.gym_adapter import resize
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["APPROACH_POSES", "build_way_demonstrations", "way_of"]
+__all__ = ["ACTIONS", "APPROACH_POSES", "build_way_demonstrations", "way_of"]
 
 LOGGER = logging.getLogger("mmrl")
+ACTIONS = ("grips", "joints")
 APPROACH_POSES = 2
 """Poses before the object moves: a hand's breadth behind the grip, and the grip."""
 BEHIND_FRAMES = 3
@@ -44,7 +46,14 @@ NEEDED = ("task", "shape", "actor", "layouts", "colours", "background", "seed")
 
 
 def build_way_demonstrations(
-    path: str, *, clips: str, split: str = "train", actors: Sequence[str] = (), image_size: int = 64, limit: int = 0
+    path: str,
+    *,
+    clips: str,
+    split: str = "train",
+    actors: Sequence[str] = (),
+    actions: str = "grips",
+    image_size: int = 64,
+    limit: int = 0,
 ) -> Path:
     """Write the ways of the gripper in a folder of clips as a LeRobotDataset, one control step an episode.
 
@@ -53,6 +62,7 @@ def build_way_demonstrations(
         clips: folder of `robotics.flow3d.data` with demonstrations of this simulator.
         split: of its clips.
         actors: whose; everybody's who has a gripper when empty.
+        actions: grips, poses of the gripper; or joints, the angles of the one arm in `actors`.
         image_size: side of the pictures in pixels.
         limit: number of clips that are looked at, the first ones; 0 = all.
 
@@ -60,16 +70,18 @@ def build_way_demonstrations(
         The folder.
 
     Raises:
-        UserError: the clips are not from this simulator, or none has an actor.
+        UserError: the clips are not from this simulator, none has an actor, or angles are wanted of no one arm.
     """
     from robotics.data import EpisodeWriter, StorageSettings, robot_features
+
+    _check_actions(actions, actors)
 
     reader = FlowReader(expanded(clips), split=split)
     numbers = range(min(limit, len(reader)) if limit else len(reader))
     ends: Counter[str] = Counter()
     writer: EpisodeWriter | None = None
     with replaced(Path(path)) as draft:
-        for clip, action, state in _rows((reader[number] for number in numbers), actors, ends):
+        for clip, action, state in _rows((reader[number] for number in numbers), actors, actions, ends):
             if writer is None:
                 features = robot_features(len(state), len(action), {"front": (image_size, image_size)}, video=False)
                 writer = EpisodeWriter(draft, 1, features, "two-finger gripper", StorageSettings(data_mb=FILE_MB))
@@ -99,11 +111,17 @@ def way_of(
         (T + 4, 4, 4) poses: two of the approach, the grip again with closed fingers, T of the motion, and the last
         again; and (T + 4,) whether the fingers are closed there.
     """
-    motion = approach + frame_indices(len(T_world_grip) - approach, num_frames)[1:]
+    frames, closed = _frames_of_way(len(T_world_grip), approach, num_frames, released)
+    return canonical_along(T_world_grip[frames]), closed
+
+
+def _frames_of_way(length: int, approach: int, num_frames: int, released: bool) -> tuple[list[int], NDArray[np.bool_]]:
+    """Frames of a demonstration that are a way, and whether the fingers are closed there."""
+    motion = approach + frame_indices(length - approach, num_frames)[1:]
     frames = [max(0, approach - BEHIND_FRAMES), approach, approach, *motion.tolist(), int(motion[-1])]
     closed = np.arange(len(frames)) >= APPROACH_POSES
     closed[-1] = not released
-    return canonical_along(T_world_grip[frames]), closed
+    return frames, closed
 
 
 def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -115,7 +133,7 @@ def canonical_along(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _rows(
-    clips: Iterator[FlowClip], actors: Sequence[str], ends: Counter[str]
+    clips: Iterator[FlowClip], actors: Sequence[str], actions: str, ends: Counter[str]
 ) -> Iterator[tuple[FlowClip, NDArray[np.float32], NDArray[np.float32]]]:
     """Clip, action and state of each demonstration that has a gripper; the others are counted."""
     stage: dict[tuple[Any, ...], Demonstrator] = {}
@@ -137,11 +155,25 @@ def _rows(
             ends[f"of {meta['actor']}"] += 1
             poses = _grips(demonstrator.scene, planned, arms)
             released = demonstrator.scene.task.family != "pour"
-            way, closed = way_of(poses, planned.approach, len(clip.flow), released)
-            yield clip, action_of_way(way, closed), way_state(poses[0], clip.points_world_m)
+            frames, closed = _frames_of_way(len(poses), planned.approach, len(clip.flow), released)
+            if actions == "joints" and planned.joint_rad is not None:
+                action = action_of_angles(planned.joint_rad[frames], closed)
+            else:
+                action = action_of_way(canonical_along(poses[frames]), closed)
+            yield clip, action, way_state(poses[0], clip.points_world_m)
     finally:
         for demonstrator in stage.values():
             demonstrator.scene.close()
+
+
+def _check_actions(actions: str, actors: Sequence[str]) -> None:
+    if actions not in ACTIONS:
+        raise UserError(f"actions is {actions!r}; expected {' or '.join(ACTIONS)}")
+    if actions == "joints" and (len(actors) != 1 or actors[0] not in FLOW_ARMS):
+        raise UserError(
+            f"actions is joints and actors is {list(actors)}; expected one arm, whose angles they are, of "
+            f"{', '.join(FLOW_ARMS)}"
+        )
 
 
 def _play(stage: dict[tuple[Any, ...], Demonstrator], clip: FlowClip) -> Demonstrator:

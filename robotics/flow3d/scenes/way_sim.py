@@ -24,8 +24,8 @@ from robotics.flow3d.scenes.arms import FLOW_ARMS
 from robotics.flow3d.scenes.scene import SceneConfig
 from robotics.flow3d.scenes.tabletop import FlowTabletop
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, find_flow_task
-from robotics.flow3d.scenes.way_demos import APPROACH_POSES
-from robotics.flow3d.scenes.ways import HALF_TURN, NUMBERS, POSE_NUMBERS, way_of_action, way_state
+from robotics.flow3d.scenes.way_demos import ACTIONS, APPROACH_POSES
+from robotics.flow3d.scenes.ways import HALF_TURN, NUMBERS, POSE_NUMBERS, angles_of_action, way_of_action, way_state
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.gym_adapter import resize
 from robotics.sim.tasks import LAYOUTS, SPLITS
@@ -40,11 +40,11 @@ __all__ = ["WaySim", "open_way_sim"]
 
 RENDER_PX = 128
 """Side of the pictures before they are made smaller, as in clips."""
-OPTIONS = ("num_frames", "grid", "shapes", "colours", "background")
+OPTIONS = ("num_frames", "grid", "actions", "shapes", "colours", "background")
 
 
 def open_way_sim(config: SimConfig) -> WaySim:
-    """The simulator of a configuration; its `options` are num_frames, grid, shapes, colours and background.
+    """The simulator of a configuration; its `options` are those of `WaySim` from num_frames on.
 
     Args:
         config: tasks such as panda/pour, all arms and tasks when empty.
@@ -66,12 +66,13 @@ class WaySim:
         image_size: side of the policy's pictures in pixels.
         num_frames: T, frames of a flow; a way has T + 4 poses.
         grid: N, query points a side.
+        actions: grips, poses of the gripper; or joints, angles of arms that have equally many.
         shapes: shapes of the moved things, drawn for each layout; those of training data when empty.
         colours: split of colours, train or held_out.
         background: split of table tops and floors.
 
     Raises:
-        UserError: there is no such task, arm or shape.
+        UserError: there is no such task, arm or shape, or the arms of a way of angles have other numbers of joints.
     """
 
     horizon = 1
@@ -84,6 +85,7 @@ class WaySim:
         image_size: int = 64,
         num_frames: int = 8,
         grid: int = 4,
+        actions: str = "grips",
         shapes: Sequence[str] = (),
         colours: str = "train",
         background: str = "train",
@@ -91,7 +93,8 @@ class WaySim:
         form = FlowEncoding(num_frames=num_frames, grid=grid)
         self._tasks = {name: _split_name(name) for name in tasks}
         self.image_size: tuple[int, int] | None = (image_size, image_size)
-        self.action_size = NUMBERS * (form.num_frames + APPROACH_POSES + 2)
+        self._joints = _joints_of(actions, [arm for arm, _ in self._tasks.values()])
+        self.action_size = (self._joints + 1 if self._joints else NUMBERS) * (form.num_frames + APPROACH_POSES + 2)
         self.state_size = POSE_NUMBERS + 3 * form.grid**2
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         self.counts: dict[str, int] = {"diverged": 0, "dropped": 0}
@@ -156,6 +159,7 @@ class WaySim:
             "simulator": "flow3d ways",
             "tasks": dict.fromkeys(self._tasks, 1),
             "grid": self._grid,
+            "actions": "joints" if self._joints else "grips",
             "image_size": self.image_size,
             "shapes": list(self._shapes),
             "looks": list(self._looks),
@@ -213,13 +217,15 @@ class WaySim:
     def _follow(self, scene: FlowTabletop, action: NDArray[np.float64]) -> None:
         """Go from pose to pose as far as each can be reached, and close or open the fingers where the way says so."""
         ik = self._ik(scene)
-        poses, closed = way_of_action(action)
-        poses = _nearer_half(ik, scene.joint_rad(), poses)
+        if self._joints:
+            targets, closed = angles_of_action(action, self._joints)
+            targets = np.clip(targets, ik.low_rad, ik.high_rad)
+        else:
+            targets, closed = way_of_action(action)
+            targets = _farther_half(ik, scene.joint_rad(), targets)
         is_closed = False
-        for pose, close in zip(poses, closed, strict=True):
-            here = scene.joint_rad()
-            dense, _ = interpolate_poses(np.stack([ik.pose(here), pose]))
-            scene.move(ik.follow(dense, here).joint_rad)
+        for target, close in zip(targets, closed, strict=True):
+            scene.move(target[None] if self._joints else _path_to(ik, scene.joint_rad(), target))
             if close and not is_closed:
                 scene.close_gripper()
             elif is_closed and not close:
@@ -227,12 +233,25 @@ class WaySim:
             is_closed = bool(close)
 
 
-def _nearer_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The poses, or all of them by half a turn about the fingers, whichever begins nearer to where the arm is."""
+def _path_to(ik: ArmIk, here: NDArray[np.float64], pose: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(M, J) angles on the straight way to a pose, as far as it can be reached."""
+    dense, _ = interpolate_poses(np.stack([ik.pose(here), pose]))
+    return ik.follow(dense, here).joint_rad
+
+
+def _farther_half(ik: ArmIk, joint_rad: NDArray[np.float64], poses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The poses, or all of them by half a turn about the fingers, whichever the arm can follow farther.
+
+    A wrist that begins near to a limit cannot tilt what it holds. Of two halves that it can follow alike, the one with
+    the shorter path is taken.
+    """
     turned = poses @ HALF_TURN
-    ends = [ik.solve(first, joint_rad) for first in (poses[0], turned[0])]
-    ways = [float(np.abs(end.joint_rad - joint_rad).max()) + (0.0 if end.reached else np.inf) for end in ends]
-    return turned if ways[1] < ways[0] else poses
+    paths = []
+    for half in (poses, turned):
+        dense, _ = interpolate_poses(np.concatenate([ik.pose(joint_rad)[None], half]))
+        paths.append(ik.follow(dense, joint_rad))
+    first, second = ((int(path.reached.sum()), -path.length_rad) for path in paths)
+    return turned if second > first else poses
 
 
 def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] | None:
@@ -244,6 +263,17 @@ def _points_world_m(observation: Observation, grid: int) -> NDArray[np.float64] 
     uv = grid_in_mask(known, grid)
     points = np.concatenate([uv, depth_at(observation.depth_m, uv)[..., None]], -1)
     return apply_pose(observation.T_world_cam, lift(points, observation.K).reshape(-1, 3))
+
+
+def _joints_of(actions: str, arms: Sequence[str]) -> int:
+    """J of a way of angles, 0 for a way of grips; raises UserError where the arms differ in it."""
+    if actions not in ACTIONS:
+        raise UserError(f"sim.options.actions is {actions!r}; expected {' or '.join(ACTIONS)}")
+    found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}
+    if actions == "joints" and len(set(found.values())) > 1:
+        counts = ", ".join(f"{arm} {count}" for arm, count in found.items())
+        raise UserError(f"sim.options.actions is joints, and the arms differ in joints: {counts}; take one of them")
+    return next(iter(found.values())) if actions == "joints" else 0
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 A way is W poses of the grip in the frame of the robot's base, each with open or closed fingers: two on the approach,
 the grasp, and one for each frame of the flow. So a policy that predicts a way looks once and decides all, as the
-planner does, and any arm with a two-finger gripper can try to follow it.
+planner does, and any arm with a two-finger gripper can try to follow it. A way may also be W rows of joint angles, the
+usual actions of robot datasets, which mean something to one arm alone.
 """
 
 from __future__ import annotations
@@ -17,13 +18,24 @@ from robotics.flow3d.geometry import make_pose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NUMBERS", "POSE_NUMBERS", "action_of_way", "canonical_grip", "way_of_action", "way_state"]
+__all__ = [
+    "NUMBERS",
+    "POSE_NUMBERS",
+    "action_of_angles",
+    "action_of_way",
+    "angles_of_action",
+    "canonical_grip",
+    "way_of_action",
+    "way_state",
+]
 
 POSE_NUMBERS = 9
 """x, y, z in metres, and the directions along the fingers and along the line on which they close."""
 NUMBERS = POSE_NUMBERS + 1
 """Those of a pose, and 1 for closed fingers or -1 for open ones."""
 HALF_TURN = np.diag([-1.0, -1.0, 1.0, 1.0])
+TURN_RAD = 2 * np.pi
+"""Angle that is 1 in an action; no joint of an arm turns farther."""
 SHORT = 1e-6
 """Length below which a predicted direction says nothing."""
 
@@ -51,8 +63,7 @@ def action_of_way(T_world_grip: NDArray[np.float64], closed: NDArray[np.bool_]) 
     Returns:
         (W * 10,) in -1..1 within a metre of the robot's base.
     """
-    fingers = np.where(closed, 1.0, -1.0)[:, None]
-    return np.concatenate([_pose_numbers(T_world_grip), fingers], -1).reshape(-1).astype(np.float32)
+    return _with_fingers(_pose_numbers(T_world_grip), closed)
 
 
 def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -67,14 +78,42 @@ def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], ND
     Raises:
         UserError: the size is no multiple of 10, or a number is not finite.
     """
-    if action.ndim != 1 or len(action) % NUMBERS or not np.isfinite(action).all():
-        raise UserError(f"a way has the shape {action.shape}; expected W * {NUMBERS} finite numbers")
-    rows = np.asarray(action, np.float64).reshape(-1, NUMBERS)
+    rows = _rows(action, NUMBERS)
     along = _unit(rows[:, 3:6], np.array([0.0, 0.0, -1.0]))
     close = rows[:, 6:9] - (rows[:, 6:9] * along).sum(-1, keepdims=True) * along
     close = _unit(close, np.cross(along, np.array([0.9, 0.1, 0.3])))
     rotation = np.stack([np.cross(close, along), close, along], -1)
     return make_pose(rotation, rows[:, :3]), rows[:, 9] > 0
+
+
+def action_of_angles(joint_rad: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Write a way in joint space as an action.
+
+    Args:
+        joint_rad: (W, J).
+        closed: (W,) whether the fingers are closed once the angles are reached.
+
+    Returns:
+        (W * (J + 1),) in -1..1 within a whole turn.
+    """
+    return _with_fingers(joint_rad / TURN_RAD, closed)
+
+
+def angles_of_action(action: NDArray[np.floating], joints: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Read a way in joint space; the inverse of `action_of_angles`.
+
+    Args:
+        action: (W * (J + 1),).
+        joints: J.
+
+    Returns:
+        (W, J) angles in rad, and (W,) whether the fingers are closed.
+
+    Raises:
+        UserError: the size is no multiple of J + 1, or a number is not finite.
+    """
+    rows = _rows(action, joints + 1)
+    return rows[:, :-1] * TURN_RAD, rows[:, -1] > 0
 
 
 def way_state(T_world_grip: NDArray[np.float64], points_world_m: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -88,6 +127,16 @@ def way_state(T_world_grip: NDArray[np.float64], points_world_m: NDArray[np.floa
         (9 + 3 n,) metres and directions.
     """
     return np.concatenate([_pose_numbers(canonical_grip(T_world_grip)), points_world_m.reshape(-1)]).astype(np.float32)
+
+
+def _with_fingers(numbers: NDArray[np.float64], closed: NDArray[np.bool_]) -> NDArray[np.float32]:
+    return np.concatenate([numbers, np.where(closed, 1.0, -1.0)[:, None]], -1).reshape(-1).astype(np.float32)
+
+
+def _rows(action: NDArray[np.floating], numbers: int) -> NDArray[np.float64]:
+    if action.ndim != 1 or len(action) % numbers or not np.isfinite(action).all():
+        raise UserError(f"a way has the shape {action.shape}; expected W * {numbers} finite numbers")
+    return np.asarray(action, np.float64).reshape(-1, numbers)
 
 
 def _pose_numbers(T: NDArray[np.float64]) -> NDArray[np.float64]:

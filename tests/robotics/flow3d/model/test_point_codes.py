@@ -9,8 +9,6 @@ from robotics.flow3d.model.point_codes import (
     CODE_SIZE,
     clip_places,
     corrected_code,
-    octave_code,
-    octave_size,
     repo_code,
     scrambled_places,
 )
@@ -58,14 +56,3 @@ def test_the_scramble_at_full_size_by_hand():
 def test_places_of_clip():
     points = torch.tensor([[-1.0, 1.0, 1.0], [0.0, -0.5, -1.0]])
     assert clip_places(points).tolist() == [[0.0, 224.0, 127.0], [112.0, 56.0, 0.0]]
-
-
-def test_octaves():
-    found = octave_code(torch.tensor([[0.25, -0.5]], dtype=torch.float64), 2)
-    expected = [
-        number
-        for x in (0.25, -0.5)
-        for number in (x, *(f(math.pi * k * x) for f in (math.sin, math.cos) for k in (1, 2)))
-    ]
-    assert found.shape == (1, octave_size(2, 2))
-    torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float64))

@@ -6,21 +6,32 @@ from scipy.spatial.transform import Rotation
 
 from mmrl.errors import UserError
 from robotics.flow3d.geometry import make_pose
-from robotics.flow3d.scenes.ways import HALF_TURN, action_of_way, canonical_grip, way_of_action, way_state
+from robotics.flow3d.scenes.ways import (
+    HALF_TURN,
+    action_of_angles,
+    action_of_way,
+    angles_of_action,
+    canonical_grip,
+    way_of_action,
+    way_state,
+)
 
 pytest.importorskip("mujoco", reason="needs pip install 'mmrl-suite[sim]'")
 pytest.importorskip("mink")
 
 from robotics.data import LeRobotReader
+from robotics.flow3d.act.ik import ArmIk
 from robotics.flow3d.data import FlowReader, FlowWriter
 from robotics.flow3d.encoding import FlowEncoding
 from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, instructed_clips
-from robotics.flow3d.scenes.scene import SceneConfig
+from robotics.flow3d.scenes.demonstrator import Demonstrator
+from robotics.flow3d.scenes.scene import FlowScene, SceneConfig
 from robotics.flow3d.scenes.way_demos import build_way_demonstrations, way_of
 from robotics.flow3d.scenes.way_sim import WaySim, open_way_sim
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig
 
+LAYOUT = 2
 CLOSED = np.array([False, False, True, True])
 
 
@@ -118,6 +129,63 @@ def test_the_way_of_a_demonstration_does_the_task_on_its_own_arm(demos):
         assert "on the pad" in failed.reasons[0]
     finally:
         sim.close()
+
+
+def test_the_arm_takes_the_half_of_a_grip_that_it_can_follow_to_the_end():
+    sim = WaySim(["panda/pour"], image_size=32)
+    demonstrator = Demonstrator(FlowScene(SceneConfig("pour", "panda", layouts="held_out", width=32, height=32)))
+    try:
+        demonstrator.scene.reset(LAYOUT)
+        planned = demonstrator.plan()
+        arm = ArmIk(demonstrator.scene.arm)
+        poses = np.stack([arm.pose(row) for row in planned.joint_rad])
+        way, closed = way_of(poses, planned.approach, 8, released=False)
+        for half in (way, way @ HALF_TURN):  # one of them cannot be tilted far enough
+            sim.reset([EpisodeSpec("panda/pour", "", LAYOUT, "held_out")])
+            assert sim.step_chunk(action_of_way(half, closed)[None, None]).success.tolist() == [True]
+    finally:
+        demonstrator.scene.close()
+        sim.close()
+
+
+def test_angles_are_read_as_they_were_written():
+    angles = np.random.default_rng(2).uniform(-6, 6, (4, 7))
+    found, closed = angles_of_action(action_of_angles(angles, CLOSED), 7)
+    np.testing.assert_allclose(found, angles, atol=1e-6)  # single precision
+    assert closed.tolist() == CLOSED.tolist()
+    with pytest.raises(UserError, match="W \\* 7 finite numbers"):
+        angles_of_action(action_of_angles(angles, CLOSED), 6)
+
+
+def test_angles_of_a_demonstration_do_the_task_on_their_own_arm_and_not_on_another(demos):
+    clips = FlowReader(demos / "clips")
+    build_way_demonstrations(
+        str(demos / "angles"), clips=str(demos / "clips"), actors=["panda"], actions="joints", image_size=32
+    )
+    episodes = LeRobotReader(demos / "angles")
+    shown = [clip for clip in clips if clip.meta["actor"] == "panda"]
+    assert len(episodes.episodes) == len(shown)
+    number = next(n for n, clip in enumerate(shown) if clip.meta["task"] == "place_red")
+    meta, action = shown[number].meta, episodes.episode(number).action[0]
+    ends = {}
+    sim = WaySim(["panda/place_red", "gen3/place_red"], image_size=32, actions="joints", shapes=[meta["shape"]])
+    try:
+        for arm in ("panda", "gen3"):
+            sim.reset([EpisodeSpec(f"{arm}/place_red", "", meta["seed"], "train")])
+            ends[arm] = sim.step_chunk(action[None, None]).success.tolist()
+    finally:
+        sim.close()
+    assert ends == {"panda": [True], "gen3": [False]}
+
+
+def test_angles_are_those_of_one_arm(demos):
+    with pytest.raises(UserError, match="panda 7, ur5e 6"):
+        WaySim(["panda/pour", "ur5e/pour"], actions="joints")
+    with pytest.raises(UserError, match="expected grips or joints"):
+        WaySim(["panda/pour"], actions="torques")
+    for actors in ([], ["hand"], ["panda", "gen3"]):
+        with pytest.raises(UserError, match="expected one arm"):
+            build_way_demonstrations(str(demos / "none"), clips=str(demos / "clips"), actors=actors, actions="joints")
 
 
 def test_simulator_names_what_does_not_exist():
