@@ -40,22 +40,26 @@ __all__ = ["WaySim", "open_way_sim"]
 
 RENDER_PX = 128
 """Side of the pictures before they are made smaller, as in clips."""
-OPTIONS = ("num_frames", "grid", "actions", "shapes", "colours", "background")
+OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "background")
 
 
 def open_way_sim(config: SimConfig) -> WaySim:
-    """The simulator of a configuration; its `options` are those of `WaySim` from num_frames on.
+    """The simulator of a configuration; its `options` are arms and those of `WaySim` from num_frames on.
 
     Args:
-        config: tasks such as panda/pour, all arms and tasks when empty.
+        config: tasks such as panda/pour; where there are none, all tasks of `options.arms`, or of all arms.
 
     Raises:
-        UserError: a task, arm, shape or option does not exist.
+        UserError: a task, arm, shape or option does not exist, or both tasks and arms are given.
     """
     if unknown := sorted(set(config.options) - set(OPTIONS)):
         raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
-    tasks = config.tasks or [f"{arm}/{task}" for arm in FLOW_ARMS for task in FLOW_TASKS]
-    return WaySim(tasks, image_size=config.image_size or 64, **config.options)
+    options = dict(config.options)
+    arms = options.pop("arms", None)
+    if arms and config.tasks:
+        raise UserError("sim.options.arms has no effect with sim.tasks; leave one of them out")
+    tasks = config.tasks or [f"{arm}/{task}" for arm in arms or FLOW_ARMS for task in FLOW_TASKS]
+    return WaySim(tasks, image_size=config.image_size or 64, **options)
 
 
 class WaySim:
@@ -272,7 +276,9 @@ def _joints_of(actions: str, arms: Sequence[str]) -> int:
     found = {arm: len(FLOW_ARMS[arm].joints) for arm in arms}
     if actions == "joints" and len(set(found.values())) > 1:
         counts = ", ".join(f"{arm} {count}" for arm, count in found.items())
-        raise UserError(f"sim.options.actions is joints, and the arms differ in joints: {counts}; take one of them")
+        raise UserError(
+            f"sim.options.actions is joints, and the arms differ in joints: {counts}; name one in sim.options.arms"
+        )
     return next(iter(found.values())) if actions == "joints" else 0
 
 

@@ -193,8 +193,17 @@ def test_simulator_names_what_does_not_exist():
         WaySim(["panda/juggle"])
     with pytest.raises(UserError, match="no shape"):
         WaySim(["panda/pour"], shapes=["elephant"])
-    with pytest.raises(UserError, match="allowed: num_frames"):
+    with pytest.raises(UserError, match="allowed: arms, num_frames"):
         open_way_sim(SimConfig(kind="robotics.flow3d.scenes.way_sim:open_way_sim", options={"speed": 1}))
+
+
+def test_simulator_has_the_tasks_of_the_arms_that_are_named():
+    kind, angles = "robotics.flow3d.scenes.way_sim:open_way_sim", {"actions": "joints", "arms": ["panda", "gen3"]}
+    sim = open_way_sim(SimConfig(kind=kind, options=angles))
+    assert {name.split("/")[0] for name in sim.tasks()} == {"panda", "gen3"}
+    assert sim.action_size == 12 * 8
+    with pytest.raises(UserError, match="no effect with sim"):
+        open_way_sim(SimConfig(kind=kind, tasks=["panda/pour"], options=angles))
 
 
 def test_state_has_pose_and_points():
