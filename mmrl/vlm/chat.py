@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.hub.compat import vision_info
+from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.rotary import rotary_positions, split_frames
 from mmrl.vlm.task import TaskError, VlmTask
+from mmrl.vlm.video_input import load_videos
 
 __all__ = ["PROMPT_ERRORS", "PromptLayout", "PromptTooLong", "encode_prompt", "encode_turn"]
 
@@ -56,7 +56,11 @@ class PromptLayout:
 
 
 def encode_prompt(
-    task: VlmTask, processor: Any, layout: PromptLayout, images: Sequence[Image.Image] | None = None
+    task: VlmTask,
+    processor: Any,
+    layout: PromptLayout,
+    images: Sequence[Image.Image] | None = None,
+    videos: Sequence[Frames] | None = None,
 ) -> Prompt:
     """Turn a task into the tokens, pixels and positions that the model reads.
 
@@ -65,16 +69,17 @@ def encode_prompt(
         processor: the model's processor.
         layout: limits and positions of the model.
         images: RGB images to use in place of the task's own, for example masked ones; None loads the task's.
+        videos: frames of the videos in place of the task's own; None decodes the task's.
 
     Returns:
         The prompt, up to and including the start of the assistant's turn.
 
     Raises:
-        TaskError: an image is unreadable or cannot be processed, or places and images differ in number.
+        TaskError: an image or video is unreadable or cannot be processed, or places and images differ in number.
         PromptTooLong: more tokens than the model or the settings allow.
         UserError: the processor resized an image that the task had resized already.
     """
-    return _encode(task, _render(task, processor), processor, layout, images)
+    return _encode(task, _render(task, processor), processor, layout, images, videos)
 
 
 def encode_turn(
@@ -102,11 +107,16 @@ def encode_turn(
 
 
 def _encode(
-    task: VlmTask, text: str, processor: Any, layout: PromptLayout, images: Sequence[Image.Image] | None
+    task: VlmTask,
+    text: str,
+    processor: Any,
+    layout: PromptLayout,
+    images: Sequence[Image.Image] | None,
+    videos: Sequence[Frames] | None = None,
 ) -> Prompt:
     loaded = task.load_images() if images is None else list(images)
     _check_places(task, text, processor, len(loaded))
-    frames = _load_videos(task, layout.patch_size)
+    frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
     inputs = _process(task, processor, text, loaded, frames)
     _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids, types = inputs["input_ids"][0], inputs["mm_token_type_ids"][0]
@@ -163,30 +173,13 @@ def _check_places(task: VlmTask, text: str, processor: Any, images: int) -> None
             raise TaskError("placeholder_mismatch", task.id, message)
 
 
-def _load_videos(task: VlmTask, patch_size: int) -> list[Any]:
-    if not task.videos:
-        return []
-    paths = iter(task.videos)
-    contents = [message["content"] for message in task.messages if not isinstance(message["content"], str)]
-    items = [item | {"video": next(paths)} for content in contents for item in content if item["type"] == "video"]
-    missing = [path for path in task.videos if not Path(path.removeprefix("file://")).is_file()]
-    if missing:
-        raise TaskError("missing_video", task.id, f"there is no file {missing[0]}")
-    try:
-        return vision_info([{"role": "user", "content": items}], patch_size)[1] or []
-    except UserError:
-        raise
-    except Exception as error:  # FFmpeg's errors share no base class with those of the frame sampling
-        raise TaskError("unreadable_video", task.id, f"{type(error).__name__}: {error}") from error
-
-
 def _process(task: VlmTask, processor: Any, text: str, images: Sequence[Any], frames: Sequence[Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if frames:
         sampling: dict[str, Any] = {
             "video_metadata": [metadata for _, metadata in frames],
             "do_sample_frames": False,
-            "do_resize": False,  # qwen-vl-utils has fitted the frames to the pixel budget
+            "do_resize": False,  # the frames fit the pixel budget already
         }
         if hasattr(processor.video_processor, "cap_pixels_per_frame"):
             sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
@@ -227,5 +220,4 @@ MARK = "\u2063turn\u2063"
 PROMPT_ERRORS: dict[str, str] = {
     "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",
     "unusable_image": "An image has a shape that the image processor refuses.",
-    "unreadable_video": "A video cannot be decoded or has too few frames.",
 }

@@ -27,6 +27,7 @@ from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
 from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.vlm.prompts import MediaCells, build_messages, has_marks, make_renderer
 from mmrl.vlm.task import TASK_ERRORS, ImageSource, StoredImage, TaskError, VlmTask, open_image
+from mmrl.vlm.video_input import VideoOptions
 
 __all__ = [
     "TASK_ERRORS",
@@ -77,6 +78,9 @@ class DataConfig:
     video_key: str | None = None
     """Column of the video or videos; empty: videos or video."""
 
+    video: VideoOptions = field(default_factory=VideoOptions)
+    """Which frames of videos the model is shown."""
+
     image_dir: str | None = None
     """Folder that relative image and video paths start from; empty: the folder of the data file."""
 
@@ -106,7 +110,7 @@ class DataConfig:
     """Longest line of a .jsonl file in 10^6 bytes."""
 
     max_image_pixels: int = image_pixels_option()
-    """Largest image in pixels, checked by its header before it is decoded."""
+    """Largest image or video frame in pixels, checked by its header before it is decoded."""
 
     on_bad_row: str = choice("error", BAD_ROWS)
     """error: stop at the first bad row and say what is wrong; skip: count and log bad rows, use the rest."""
@@ -269,7 +273,7 @@ def _make_task(row: Row, layout: _Layout, config: DataConfig) -> VlmTask:
         task_id,
         messages,
         images,
-        videos,
+        [config.video.complete(clip) for clip in videos],
         columns,
         conversational=not isinstance(prompt, str),
         max_image_pixels=config.max_image_pixels,

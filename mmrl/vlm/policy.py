@@ -16,6 +16,7 @@ from mmrl.core.logprobs import linear_logprobs
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.chat import PromptLayout, encode_prompt, encode_turn
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.packing import PackedRows, pack_prompts, pack_rows, tabulate
@@ -124,12 +125,15 @@ class VlmPolicy(nn.Module):
             tokens_per_second=getattr(network.config.vision_config, "tokens_per_second", None),
         )
 
-    def encode(self, task: VlmTask, images: Sequence[Image.Image] | None = None) -> Prompt:
+    def encode(
+        self, task: VlmTask, images: Sequence[Image.Image] | None = None, videos: Sequence[Frames] | None = None
+    ) -> Prompt:
         """Turn a task into a prompt.
 
         Args:
-            task: chat turns with places for images.
+            task: chat turns with places for images and videos.
             images: RGB images to use in place of the task's own; None loads the task's.
+            videos: frames of the videos in place of the task's own; None decodes the task's.
 
         Returns:
             The prompt; the same task with other images of the same sizes has the same tokens.
@@ -137,7 +141,7 @@ class VlmPolicy(nn.Module):
         Raises:
             TaskError: the task cannot be used.
         """
-        return encode_prompt(task, self.processor, self.layout, images)
+        return encode_prompt(task, self.processor, self.layout, images, videos)
 
     def encode_turn(
         self, task: VlmTask, images: Sequence[Image.Image] | None = None, *, answered: bool = True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, is_file
-from mmrl.vlm.task import ImageSource, TaskError, no_such_file
+from mmrl.vlm.task import ImageSource, TaskError, VideoClip, no_such_file
+from mmrl.vlm.video_input import read_video_cell
 
 __all__ = ["MediaCells", "build_messages", "has_marks", "make_renderer", "split_marks"]
 
@@ -59,8 +60,8 @@ def split_marks(text: str) -> list[dict[str, Any]]:
 
 def build_messages(
     prompt: Any, media: MediaCells, render: Callable[[str], str], place: str
-) -> tuple[list[dict[str, Any]], list[ImageSource], list[str]]:
-    """Turn the prompt and media cells of a row into chat turns, image sources and video files.
+) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoClip]]:
+    """Turn the prompt and media cells of a row into chat turns, image sources and videos.
 
     Args:
         prompt: Text, or chat turns with role and content.
@@ -69,15 +70,16 @@ def build_messages(
         place: Names the row in errors.
 
     Returns:
-        Chat turns with content items, image sources and video paths in the order of their items.
+        Chat turns with content items, image sources and videos in the order of their items.
 
     Raises:
         TaskError: The prompt is missing or malformed, or media and their places do not fit.
     """
     messages = _turns(prompt, render, place)
     items = [item for message in messages for item in message["content"]]
-    images = _sources(media.images, "image", items, media.folder, place)
-    videos = [str(video) for video in _sources(media.videos, "video", items, media.folder, place)]
+    images = [_locate(source, media.folder) for source in _sources(media.images, "image", items, place)]
+    inline = _inline_videos(media.videos, items, place)
+    videos = read_video_cell(inline or media.videos, media.folder, place)
     marked = any(item["type"] in MEDIA for item in items)
     if not marked and not media.marked and (images or videos):
         _put_media_first(messages, len(images), len(videos))
@@ -162,6 +164,8 @@ def _item(item: Any, place: str) -> dict[str, Any]:
         kind = _media_type(item)
         if kind in MEDIA:
             source = next((item[key] for key in SOURCE_KEYS if item.get(key) is not None), None)
+            if kind == "video" and source is not None:  # with the options of its frames
+                source = {key: value for key, value in item.items() if key != "type"}
             return {"type": kind} if source is None else {"type": kind, "source": source}
         if isinstance(item.get("text"), str):
             return {"type": "text", "text": item["text"]}
@@ -178,14 +182,29 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _sources(cell: Any, kind: str, items: list[dict[str, Any]], folder: Path, place: str) -> list[Any]:
+def _sources(cell: Any, kind: str, items: list[dict[str, Any]], place: str) -> list[Any]:
     """List the media of one kind: the column's, or those written into the chat items themselves."""
-    inline = [item.pop("source") for item in items if item["type"] == kind and "source" in item]
+    inline = _take_inline(kind, items)
     column = [] if cell is None or cell == "" else list(cell) if isinstance(cell, list | tuple) else [cell]
     if inline and column:
-        message = f"{len(inline)} {kind}s stand in the chat and {len(column)} in the column; use one way"
-        raise TaskError("placeholder_mismatch", place, message)
-    return [_locate(source, folder) for source in inline or column]
+        _two_ways(kind, place)
+    return inline or column
+
+
+def _inline_videos(cell: Any, items: list[dict[str, Any]], place: str) -> list[Any]:
+    inline = _take_inline("video", items)
+    if inline and cell:
+        _two_ways("video", place)
+    return inline
+
+
+def _take_inline(kind: str, items: list[dict[str, Any]]) -> list[Any]:
+    return [item.pop("source") for item in items if item["type"] == kind and "source" in item]
+
+
+def _two_ways(kind: str, place: str) -> None:
+    message = f"{kind}s stand both in the chat and in the column; use one way"
+    raise TaskError("placeholder_mismatch", place, message)
 
 
 def _locate(source: Any, folder: Path) -> Any:
@@ -232,9 +251,15 @@ def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, plac
             raise TaskError("placeholder_mismatch", place, message)
 
 
-def _check_files(images: list[Any], videos: list[str], place: str) -> None:
+def _check_files(images: list[Any], videos: list[VideoClip], place: str) -> None:
     """Find missing files before the run starts; reading them is left to the rollout."""
-    for kind, sources in (("image", images), ("video", videos)):
-        for source in sources:
-            if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
-                raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))
+    for kind, source in _files(images, videos):
+        if isinstance(source, str) and not source.startswith("data:") and not is_file(source):
+            raise TaskError(f"missing_{kind}", place, no_such_file(source, kind))
+
+
+def _files(images: list[Any], videos: list[VideoClip]) -> Iterator[tuple[str, Any]]:
+    yield from (("image", source) for source in images)
+    for clip in videos:
+        whole = isinstance(clip.source, str)
+        yield from [("video", clip.source)] if whole else (("image", frame) for frame in clip.source)

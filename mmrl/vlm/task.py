@@ -18,6 +18,7 @@ __all__ = [
     "ImageSource",
     "StoredImage",
     "TaskError",
+    "VideoClip",
     "VlmTask",
     "no_such_file",
     "open_image",
@@ -57,6 +58,16 @@ class StoredImage(Protocol):
 ImageSource: TypeAlias = "Image.Image | str | bytes | Mapping[str, Any] | StoredImage"
 
 
+@dataclass(frozen=True)
+class VideoClip:
+    """A video, and which of its frames the model is shown."""
+
+    source: str | list[ImageSource]
+    """Path of a file, or the frames."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `mmrl.hub.video_sampling`: FILE_OPTIONS for a file, FRAME_LIST_OPTIONS for frames."""
+
+
 @dataclass
 class VlmTask:
     """A question as a chat, its images and whatever else its data set says about it."""
@@ -71,8 +82,8 @@ class VlmTask:
     images: list[ImageSource] = field(default_factory=list)
     """One source for each image item, in the same order."""
 
-    videos: list[str] = field(default_factory=list)
-    """One file for each video item, in the same order."""
+    videos: list[str | VideoClip] = field(default_factory=list)
+    """One file or clip for each video item, in the same order."""
 
     columns: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; the reward functions get them by name."""
@@ -81,7 +92,7 @@ class VlmTask:
     """Whether the data set has the question as chat turns, so that reward functions get chat turns too."""
 
     max_image_pixels: int = MAX_IMAGE_PIXELS
-    """Images with more are not decoded."""
+    """Images and frames of videos with more are not decoded."""
 
     image_wh: list[tuple[int, int]] = field(default_factory=list)
     """(width, height) that each image is resized to before the processor sees it, which must then leave it as it is;
@@ -226,4 +237,5 @@ TASK_ERRORS: dict[str, str] = {
     "unreadable_image": "An image cannot be decoded or has more than data.max_image_pixels.",
     "long_prompt": "The question has more than data.max_prompt_chars characters.",
     "missing_video": "A video file does not exist.",
+    "bad_video": "A video is neither a path nor a list of frames nor a mapping of these with options for its frames.",
 }

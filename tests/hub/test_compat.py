@@ -3,14 +3,11 @@ from __future__ import annotations
 import importlib
 import sys
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.hub import compat
-from tests.vlm.builders import noise_image, write_video
 
 
 @pytest.fixture
@@ -95,51 +92,6 @@ def test_endless_operators_end(imports):
     imports(*(missing(f"suite_test_many_{index}") for index in range(40)))
     with pytest.raises(UserError, match="more than 16"):
         ensure()
-
-
-def test_vision_info_without_media():
-    messages = [{"role": "user", "content": "hello"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
-    assert compat.vision_info(messages, 14) == (None, None)
-
-
-def test_vision_info_keeps_the_order_of_images_and_videos(tmp_path):
-    path = write_video(tmp_path / "clip.mp4")
-    red, blue = Image.new("RGB", (56, 56), (255, 0, 0)), Image.new("RGB", (84, 56), (0, 0, 255))
-    content = [
-        {"type": "image", "image": red},
-        {"type": "video", "video": str(path), "fps": 2.0, "min_pixels": 28 * 28, "max_pixels": 56 * 84},
-        {"type": "image", "image": blue},
-    ]
-    images, videos = compat.vision_info([{"role": "user", "content": content}], 14)
-    assert [image.size for image in images] == [(56, 56), (84, 56)]
-    assert images[0].getpixel((0, 0)) == (255, 0, 0)
-    frames, metadata = videos[0]
-    # 20 frames at 10 per second make 4 frames at 2 per second, spread from the first to the last
-    assert metadata["frames_indices"] == [0, 6, 13, 19]
-    assert metadata["fps"] == 10.0
-    assert frames.shape[:2] == (4, 3)
-    assert frames.shape[2] % 28 == 0
-    assert frames.shape[3] % 28 == 0
-    np.testing.assert_allclose(frames.mean((1, 2, 3)), [0, 72, 156, 228], atol=4)
-
-
-def test_a_part_of_a_video(tmp_path):
-    path = write_video(tmp_path / "clip.mp4")
-    item = {"type": "video", "video": str(path), "nframes": 4, "video_start": 1.0, "video_end": 1.6, "min_pixels": 784}
-    _, videos = compat.vision_info([{"role": "user", "content": [item]}], 16)
-    assert videos[0][1]["frames_indices"] == [10, 12, 14, 16]
-
-
-def test_without_qwen_vl_utils_images_still_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "_qwen_vl_utils", lambda: None)
-    noise_image(30, 40, 0).convert("L").save(tmp_path / "grey.png")
-    content = [{"type": "image", "image": str(tmp_path / "grey.png")}]
-    images, videos = compat.vision_info([{"role": "user", "content": content}], 14)
-    assert videos is None
-    assert images[0].mode == "RGB"
-    assert images[0].size == (40, 30)
-    with pytest.raises(UserError, match="qwen-vl-utils"):
-        compat.vision_info([{"role": "user", "content": [{"type": "video", "video": "clip.mp4"}]}], 14)
 
 
 def test_progress_bars_come_back():

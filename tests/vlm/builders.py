@@ -12,7 +12,7 @@ from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
-from mmrl.vlm.task import VlmTask
+from mmrl.vlm.task import VideoClip, VlmTask
 
 CORPUS = [
     f"What is the sum of {a} and {b}? Look at the image. <think>{a} and {b}</think><answer>{a + b}</answer>"
@@ -65,15 +65,11 @@ def draw(policy: VlmPolicy, tasks: Sequence[VlmTask], group: int = 3, seed: int 
     return make_rollouts(tasks, prompts, samples)
 
 
-def write_video(path: Path, frames: int = 20, fps: int = 10, height: int = 64, width: int = 96) -> Path:
-    """A grey clip whose frame i has the value 12 * i."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for index in range(frames):
-            pixels = np.full((height, width, 3), 12 * index, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return path
+def video_task(name: str, text: str, path: Path, count: int = 1, images: int = 0, **options) -> VlmTask:
+    """Question on one clip shown `count` times, with noise images before and after."""
+    usual = {"nframes": 4, "min_pixels": 28 * 28, "max_pixels": 64 * 96} | options
+    content = [{"type": "image"} for _ in range(images)] + [{"type": "video"} for _ in range(count)]
+    content += [{"type": "text", "text": text}] + [{"type": "image"} for _ in range(images)]
+    pictures = [noise_image(64, 64 + 32 * n, n) for n in range(2 * images)]
+    clips = [VideoClip(str(path), usual)] * count
+    return VlmTask(name, [{"role": "user", "content": content}], pictures, clips)

@@ -14,7 +14,7 @@ from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.processing import ImageOnlyProcessor
 from mmrl.vlm.task import TaskError, VlmTask
-from tests.vlm.builders import make_task, noise_image, write_video
+from tests.vlm.builders import make_task, noise_image
 
 
 def tokens(policy, prompt: Prompt) -> list[str]:
@@ -114,34 +114,6 @@ def test_too_long_for_the_setting_and_for_the_model(folder):
     assert f"model.max_prompt_tokens is {size - 1}" in str(error)
     with pytest.raises(PromptTooLong, match="the model's positions leave for a prompt is 511"):
         load_policy(ModelConfig(path=str(folder), max_prompt_tokens=10_000)).encode(make_task("t", "7 " * 600))
-
-
-def test_videos_take_the_official_processor(policy, family, tmp_path):
-    path = str(write_video(tmp_path / "clip.mp4"))
-    item = {"type": "video", "fps": 2.0, "min_pixels": 32 * 32, "max_pixels": 64 * 96}
-    content = [{"type": "image"}, item, {"type": "text", "text": "Sum?"}, {"type": "image"}]
-    images = [noise_image(64, 64, 0), noise_image(64, 96, 1)]
-    prompt = policy.encode(VlmTask("t", [{"role": "user", "content": content}], images, [path]))
-    merged = int(prompt.video_grid_thw.prod()) // 4
-    assert prompt.video_grid_thw[0, 0] == 2  # four frames, two at a time
-    assert int((prompt.mm_token_type_ids == 2).sum()) == merged
-    assert len(prompt.pixel_values_videos) == 4 * merged
-    names = tokens(policy, prompt)
-    assert names.count("<|video_pad|>") == merged
-    if family == "qwen3_vl":  # it writes the time before each pair of frames
-        assert "seconds" in policy.processor.tokenizer.decode(prompt.input_ids)
-    assert prompt.next_position == int(prompt.position_ids.max()) + 1
-
-
-def test_videos_that_cannot_be_used(policy, tmp_path):
-    messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "x"}]}]
-    with pytest.raises(TaskError) as caught:
-        policy.encode(VlmTask("t", messages, [], [str(tmp_path / "none.mp4")]))
-    assert caught.value.kind == "missing_video"
-    (tmp_path / "text.mp4").write_text("no video")
-    with pytest.raises(TaskError) as caught:
-        policy.encode(VlmTask("t", messages, [], [str(tmp_path / "text.mp4")]))
-    assert caught.value.kind == "unreadable_video"
 
 
 def test_image_only_processor_agrees_with_the_official_one(policy, folder):

@@ -7,6 +7,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.vlm.data import TASK_ERRORS, DataConfig, TaskError, VlmTask, load_tasks
+from mmrl.vlm.video_input import VideoOptions
 
 
 def png(colour="red", size=(8, 6), mode="RGB"):
@@ -111,8 +112,85 @@ def test_easyr1_placeholders_become_items_in_order(folder):
     (task,) = load([row | {"videos": ["clip.mp4"]}]).tasks
     assert layout(task) == ["IMAGE", "first, ", "IMAGE", "second?", "VIDEO"]
     assert colours(task) == [RED, BLUE]
-    assert [video.endswith("clip.mp4") for video in task.videos] == [True]
+    assert [clip.source for clip in task.videos] == ["clip.mp4"]
     assert task.columns == {"answer": "7"}
+
+
+def clips(row, **options):
+    (task,) = load([row], **options).tasks
+    return [(clip.source, dict(clip.options)) for clip in task.videos], layout(task)
+
+
+def test_a_video_is_a_path_a_mapping_or_a_list_of_frames(folder):
+    for name in ("a.mp4", "b.mp4"):
+        (folder / name).write_bytes(b"video")
+    one, two, frames = "a.mp4", "b.mp4", ["red.png", "blue.png"]
+    trl = {"prompt": "What?", "answer": "7"}
+    assert clips(trl | {"video": "a.mp4"}) == ([(one, {})], ["VIDEO", "What?"])
+    assert clips(trl | {"videos": ["a.mp4", "file://b.mp4"]})[0] == [(one, {}), (two, {})]
+    part = {"video_start": 1.0, "video_end": 2.5}
+    for key in ("video", "path", "url"):
+        assert clips(trl | {"video": {key: "a.mp4", "nframes": 8, "fps": None} | part})[0] == [
+            (one, {"nframes": 8} | part)
+        ]
+    assert clips(trl | {"video": ["red.png", "blue.png"]})[0] == [(frames, {})]
+    assert clips(trl | {"videos": [["red.png", "blue.png"], "a.mp4"]})[0] == [(frames, {}), (one, {})]
+    assert clips(trl | {"video": {"frames": ["red.png", "blue.png"], "fps": 4}})[0] == [(frames, {"sample_fps": 4})]
+    chat = [{"type": "text", "text": "See "}, {"type": "video", "video": "a.mp4", "fps": 1.0, "max_pixels": 5000}]
+    found = clips({"prompt": [{"role": "user", "content": chat}]})
+    assert found == ([(one, {"fps": 1.0, "max_pixels": 5000})], ["See ", "VIDEO"])
+    easyr1 = {"problem": "Is <video> before <video>?", "answer": "yes", "videos": ["b.mp4", "a.mp4"]}
+    assert clips(easyr1) == ([(two, {}), (one, {})], ["Is ", "VIDEO", " before ", "VIDEO", "?"])
+    assert clips(trl | {"film": "a.mp4"}, video_key="film")[0] == [(one, {})]
+    (folder / "films").mkdir()
+    (folder / "a.mp4").rename(folder / "films" / "a.mp4")
+    assert clips(trl | {"video": "a.mp4"}, image_dir="films")[0] == [("films/a.mp4", {})]
+
+
+def test_the_options_of_a_data_set_come_after_those_of_a_row(folder):
+    (folder / "a.mp4").write_bytes(b"video")
+    usual = VideoOptions(fps=1.0, max_frames=12, min_pixels=784)
+    sizes = {"max_frames": 12, "min_pixels": 784}
+    for own, expected in (
+        ({}, {"fps": 1.0} | sizes),
+        ({"nframes": 4}, {"nframes": 4} | sizes),
+        ({"fps": 3, "min_pixels": 1000}, {"fps": 3, "max_frames": 12, "min_pixels": 1000}),
+    ):
+        assert clips({"prompt": "?", "video": {"path": "a.mp4"} | own}, video=usual)[0][0][1] == expected
+    assert clips({"prompt": "?", "video": ["red.png"]}, video=usual)[0][0][1] == sizes
+    with pytest.raises(ValueError, match="set one of them"):
+        VideoOptions(fps=1.0, nframes=4).validate()
+
+
+@pytest.mark.parametrize(
+    ("video", "kind", "message"),
+    [
+        ("none.mp4", "missing_video", "no video file"),
+        (["red.png", "none.png"], "missing_image", "no image file"),
+        (7, "bad_video", "a video is a int"),
+        ({"fps": 2}, "bad_video", "a mapping with fps"),
+        ({"path": "a.mp4", "speed": 2}, "bad_video", "the option 'speed'; there are: fps, nframes"),
+        ({"path": "a.mp4", "fps": 0}, "bad_video", "fps=0; it must be a positive number"),
+        ({"path": "a.mp4", "nframes": "8"}, "bad_video", "nframes='8'"),
+        ({"path": "a.mp4", "fps": 2, "nframes": 8}, "bad_video", "both fps and nframes"),
+        ({"frames": ["red.png"], "nframes": 8}, "bad_video", "the option 'nframes'; there are: sample_fps"),
+        ([["red.png", 3]], "bad_video", "a video is a list"),
+    ],
+)
+def test_bad_videos_are_counted_by_kind(folder, video, kind, message):
+    (folder / "a.mp4").write_bytes(b"video")
+    rows = [{"prompt": "?", "video": "a.mp4"}, {"prompt": "?", "video": video}]
+    loaded = load(rows, on_bad_row="skip")
+    assert loaded.skipped == {kind: 1}
+    assert kind in TASK_ERRORS
+    assert message in loaded.examples[kind]
+
+
+def test_videos_both_in_the_chat_and_in_the_column(folder):
+    (folder / "a.mp4").write_bytes(b"video")
+    prompt = [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(UserError, match="use one way"):
+        load([{"prompt": prompt, "videos": ["a.mp4"], "answer": "7"}])
 
 
 def test_easyr1_rows_without_image_are_text_only(folder):

@@ -11,10 +11,11 @@ from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.task import VlmTask
+from mmrl.vlm.task import VideoClip, VlmTask
 from mmrl.vlm.vision import encode_vision
+from tests.hub.numbered_clips import even_times, write_clip
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
-from tests.vlm.builders import draw, make_task, noise_image, ragged_tasks, write_video
+from tests.vlm.builders import draw, make_task, noise_image, ragged_tasks
 
 EVERYTHING = frozenset({"logp", "entropy"})
 
@@ -65,13 +66,13 @@ def test_scores_are_those_of_the_models_own_forward(policy, rollouts):
 
 
 def test_scores_of_videos_are_those_of_the_models_own_forward(policy, tmp_path):
-    path = str(write_video(tmp_path / "clip.mp4"))
-    item = {"type": "video", "fps": 2.0, "min_pixels": 32 * 32, "max_pixels": 64 * 96}
-    content = [{"type": "image"}, item, {"type": "text", "text": "Sum?"}, {"type": "image"}]
+    options = {"fps": 2.0, "min_pixels": 32 * 32, "max_pixels": 64 * 96}
+    clip = VideoClip(str(write_clip(tmp_path / "clip.mp4", even_times(20))), options)
+    content = [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Sum?"}, {"type": "image"}]
     tasks = [
-        VlmTask("v", [{"role": "user", "content": content}], [noise_image(64, 64, 0), noise_image(64, 96, 1)], [path]),
+        VlmTask("v", [{"role": "user", "content": content}], [noise_image(64, 64, 0), noise_image(64, 96, 1)], [clip]),
         make_task("i", "Sum?", [(64, 64)]),
-        VlmTask("w", [{"role": "user", "content": content[1:3]}], [], [path]),
+        VlmTask("w", [{"role": "user", "content": content[1:3]}], [], [clip]),
     ]
     rollouts = draw(policy, tasks, group=1)
     with torch.no_grad():

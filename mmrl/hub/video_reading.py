@@ -1,0 +1,318 @@
+"""Chosen frames of a video file, decoded one at a time, however long the file is.
+
+`read_index` lists the frames without decoding them. `decode_frames` then seeks to the key frame before each wanted
+frame and decodes from there, so the time goes with the frames that are wanted and their distance from key frames, and
+the memory with one frame and what the decoder keeps to predict others from (at most 16 frames, as H.264 allows).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Frame = NDArray[np.uint8]
+
+__all__ = ["VideoError", "VideoIndex", "decode_frames", "read_index"]
+
+LOGGER = logging.getLogger("mmrl")
+
+STEADY = (0.5, 1.5)
+"""Of a video with a constant rate, every frame lasts between so many median durations."""
+RATE_TOLERANCE = 0.02
+"""Largest relative difference of the container's rate from that of its frames; beyond it the frames are believed."""
+LATE_END_S = 1.0
+"""A Matroska file whose packets end earlier than its header says, by more than this, was cut off."""
+BATCH = 8
+"""Frames that torchcodec decodes in a call."""
+
+
+class VideoError(ValueError):
+    """A video that cannot be used.
+
+    Args:
+        kind: missing_video, empty_video, unreadable_video, truncated_video or unusable_video.
+        message: what is wrong with it.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class VideoIndex:
+    """The frames of a file on an even grid of times, number i at i / fps seconds after the first.
+
+    Of a video with a constant rate the numbers are those of its frames. One with a variable rate has as many numbers
+    as frames, and a number stands for the frame that is shown at its time.
+    """
+
+    path: str
+    fps: float
+    """Frames a second, the average of a variable rate."""
+    total: int
+    """Frames."""
+    pts: list[int] | None
+    """Time of each frame in units of the file, in the order in which they are shown; None where the container has no
+    such times."""
+    key_pts: list[int] = field(default_factory=list)
+    """Times of the frames that need no other, rising."""
+    shown: list[int] | None = None
+    """Frame that is shown at each number; None where it is the frame of that number."""
+
+    def frame_at(self, number: int) -> int:
+        """Place of the frame that is shown at a number of the grid."""
+        return number if self.shown is None else self.shown[number]
+
+
+def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS) -> VideoIndex:
+    """List the frames of a video without decoding them.
+
+    Args:
+        path: of the file, in any format that FFmpeg knows.
+        max_pixels: most pixels of a frame.
+
+    Raises:
+        VideoError: the file does not exist, has no frames, is no video, is too large or cut off.
+    """
+    path = os.fspath(path)
+    if not os.path.isfile(path):
+        raise VideoError("missing_video", f"there is no file {path}")
+    size = os.path.getsize(path)
+    if not size:
+        raise VideoError("empty_video", "it has zero bytes")
+    with _opened(path) as container:
+        stream = _video_stream(container)
+        _check_size(stream, max_pixels)
+        packets, ends = _list_packets(container, stream)
+        _check_whole(container, stream, size, ends)
+        if not packets:
+            raise VideoError("empty_video", "it has no frames")
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        tick, in_order = float(stream.time_base), container.format.name in WITHOUT_TIMES
+    pts = sorted(packet.pts for packet in packets if packet.pts is not None)
+    if len(pts) < len(packets):
+        return VideoIndex(path, rate or _no_rate(), len(packets), None)
+    fps, shown = _grid([value * tick for value in pts], rate)
+    if in_order:
+        return VideoIndex(path, fps, len(packets), None)
+    return VideoIndex(path, fps, len(pts), pts, sorted(packet.pts for packet in packets if packet.key), shown)
+
+
+def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
+    """Decode some frames of a video, upright, one at a time.
+
+    Args:
+        index: of `read_index`.
+        numbers: places on the index' grid, rising; a number may come twice.
+
+    Yields:
+        (H, W, 3) uint8 RGB for each number.
+
+    Raises:
+        VideoError: a frame is damaged or missing.
+    """
+    places = [index.frame_at(number) for number in numbers]
+    decode = _torchcodec_decoder() or _decode_pyav
+    coming = decode(index, list(dict.fromkeys(places)))
+    last, frame = -1, None
+    for place in places:
+        if place != last:
+            frame = None  # let go of it before the next one is decoded
+            last, frame = place, next(coming)
+        assert frame is not None
+        yield frame
+
+
+@dataclass(frozen=True)
+class _Packet:
+    pts: int | None
+    key: bool
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """An open container; FFmpeg's errors become a `VideoError`, and it opens nothing but files."""
+    import av
+
+    try:
+        with av.open(path, metadata_errors="ignore", options={"protocol_whitelist": "file"}) as container:
+            yield container
+    except VideoError:
+        raise
+    except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
+        raise VideoError("unreadable_video", f"it cannot be decoded: {type(error).__name__}: {error}") from None
+
+
+def _video_stream(container: Any) -> Any:
+    if not container.streams.video:
+        raise VideoError("empty_video", "it has no video track")
+    return container.streams.video[0]
+
+
+def _check_size(stream: Any, max_pixels: int) -> None:
+    width, height = stream.codec_context.width, stream.codec_context.height
+    try:
+        check_pixels(width, height, max_pixels, "data.max_image_pixels")
+    except ImageError as error:
+        raise VideoError("unreadable_video", f"its frames are too large or empty: {error}") from None
+
+
+def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
+    """The video's packets that are shown, and when the last packet of any stream ends, in seconds."""
+    packets: list[_Packet] = []
+    end_s = 0.0
+    for packet in container.demux():
+        if packet.pts is not None and packet.time_base:
+            end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        if packet.stream_index == stream.index and packet.size and not packet.is_discard:
+            packets.append(_Packet(packet.pts, packet.is_keyframe))
+    return packets, end_s
+
+
+def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:
+    """Compare the file with what its own index or header says."""
+    end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
+    if end > size:
+        raise VideoError("truncated_video", f"it ends early: its index goes to byte {end}, the file has {size}")
+    promised_s = (container.duration or 0) / 1e6
+    if "matroska" in container.format.name and promised_s - end_s > LATE_END_S:
+        raise VideoError("truncated_video", f"it ends early: after {end_s:.1f} of {promised_s:.1f} seconds")
+
+
+def _no_rate() -> float:
+    raise VideoError("unreadable_video", "it has neither times of its frames nor a rate")
+
+
+def _grid(times_s: list[float], rate: float) -> tuple[float, list[int] | None]:
+    """Frames a second, and the frame that is shown at each place of an even grid; None where it is the frame itself."""
+    if len(times_s) == 1:
+        return rate or 1.0, None
+    lasting = [late - early for early, late in itertools.pairwise(times_s)]
+    usual = statistics.median(lasting)
+    span = times_s[-1] - times_s[0]
+    if usual <= 0 or span <= 0:
+        raise VideoError("unreadable_video", "its frames have no times that rise")
+    fps = (len(times_s) - 1) / span
+    if min(lasting) >= STEADY[0] * usual and max(lasting) <= STEADY[1] * usual:
+        return (rate if abs(rate - fps) <= RATE_TOLERANCE * fps else fps), None
+    rounding = min(lasting) / 2
+    reached = (times_s[0] + number / fps + rounding for number in range(len(times_s)))
+    return fps, [bisect.bisect_right(times_s, time) - 1 for time in reached]
+
+
+def _decode_pyav(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
+    """Frames at rising places; from a container without times in the order in which they come out."""
+    if index.pts is None:
+        yield from _decode_in_order(index, places)
+        return
+    done = 0
+    for seeking in (True, False):  # some files have key frames that a seek does not find
+        try:
+            for frame in _decode_at_times(index, places[done:], seeking=seeking):
+                yield frame
+                done += 1
+        except _MissedError:
+            continue
+        return
+    raise VideoError("unreadable_video", f"frame {places[done]} of {index.total} cannot be decoded")
+
+
+class _MissedError(Exception):
+    """A frame did not come out of the decoder at its place."""
+
+
+def _decode_at_times(index: VideoIndex, places: Sequence[int], *, seeking: bool) -> Iterator[Frame]:
+    assert index.pts is not None
+    with _opened(index.path) as container:
+        stream = _video_stream(container)
+        coming, last = _decoding(container, stream), None
+        for place in places:
+            target = index.pts[place]
+            key = bisect.bisect_right(index.key_pts, target) - 1
+            if seeking and key >= 0 and (last is None or index.key_pts[key] > last):
+                container.seek(index.key_pts[key], stream=stream)
+                coming = _decoding(container, stream)
+            frame = next((frame for frame in coming if frame.pts is not None and frame.pts >= target), None)
+            if frame is None or frame.pts != target:
+                raise _MissedError
+            last = frame.pts
+            yield _to_array(frame)
+
+
+def _decode_in_order(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
+    with _opened(index.path) as container:
+        coming = enumerate(_decoding(container, _video_stream(container)))
+        for place in places:
+            frame = next((frame for number, frame in coming if number == place), None)
+            if frame is None:
+                raise VideoError("truncated_video", f"it ends early: frame {place} of {index.total} does not come")
+            yield _to_array(frame)
+
+
+def _decoding(container: Any, stream: Any) -> Iterator[Any]:
+    return container.decode(stream)  # type: ignore[no-any-return]
+
+
+def _to_array(frame: Any) -> Frame:
+    """RGB, turned as the display matrix says."""
+    if frame.is_corrupt:
+        raise VideoError("unreadable_video", "one of its frames is damaged")
+    pixels = frame.to_ndarray(format="rgb24")
+    turns = round(frame.rotation / 90)
+    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns % 4 else pixels
+
+
+@functools.cache
+def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Frame]] | None:
+    """The decoder of torchcodec where that is installed, finds its FFmpeg and turns frames upright."""
+    try:
+        from torchcodec.decoders import VideoDecoder, VideoStreamMetadata
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, OSError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        LOGGER.info("videos are decoded by PyAV: torchcodec is installed but cannot be used (%s)", first)
+        return None
+    if "rotation" not in getattr(VideoStreamMetadata, "__dataclass_fields__", {}):
+        LOGGER.info("videos are decoded by PyAV: this torchcodec does not turn rotated videos; 0.11 does")
+        return None
+    return functools.partial(_decode_torchcodec, VideoDecoder)
+
+
+def _decode_torchcodec(make_decoder: Any, index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
+    if index.pts is None:
+        yield from _decode_pyav(index, places)
+        return
+    try:
+        decoder = make_decoder(index.path, dimension_order="NHWC", seek_mode="exact")
+        if decoder.metadata.num_frames == len(index.pts):
+            for first in range(0, len(places), BATCH):
+                yield from decoder.get_frames_at(list(places[first : first + BATCH])).data.numpy()
+            return
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise VideoError("unreadable_video", f"torchcodec cannot decode it: {error}") from None
+    yield from _decode_pyav(index, places)
+
+
+WITHOUT_TIMES = ("avi", "h264", "hevc", "m4v")
+"""Formats whose packets carry the order of decoding in place of times."""

@@ -1,0 +1,178 @@
+"""The frames that a Qwen-VL model is shown of a video, as qwen-vl-utils chooses and resizes them.
+
+The rules are the library's own functions. Only the loop is written here: each frame is resized as soon as it is
+decoded, so that a video costs the memory of its small frames and one large one, where the library holds all of them in
+full size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+from mmrl.hub.compat import ensure_torchvision
+from mmrl.hub.images import MAX_IMAGE_PIXELS
+from mmrl.hub.video_reading import VideoError, decode_frames, read_index
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+__all__ = ["FILE_OPTIONS", "FRAME_LIST_OPTIONS", "Frames", "frame_times", "sample_file", "sample_frames"]
+
+Frames = tuple[Any, dict[str, Any]]
+"""Frames (T, 3, height, width) float32 0..255, and fps, frames_indices and total_num_frames of the whole video."""
+
+PIXEL_OPTIONS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
+FILE_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end", *PIXEL_OPTIONS)
+"""What may be asked of a file, under qwen-vl-utils' names."""
+FRAME_LIST_OPTIONS = ("sample_fps", "raw_fps", "max_frames", *PIXEL_OPTIONS)
+"""What may be asked of a list of frames."""
+
+
+def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
+    """Decode and resize the frames of a file that the model is shown.
+
+    Args:
+        path: video file.
+        options: of `FILE_OPTIONS`; the library's defaults are 2 frames a second, 4 to 768 of them, an even number, each
+            of 128 to 768 tokens.
+        patch_size: pixels on a side of one patch of the vision tower: 14 for Qwen2.5-VL, 16 for Qwen3-VL.
+        max_pixels: most pixels of a frame in the file.
+
+    Returns:
+        Frames and metadata. A file of one frame gives it twice.
+
+    Raises:
+        VideoError: the file or the options cannot be used.
+        UserError: qwen-vl-utils is not installed.
+
+    Source: QwenLM/Qwen3-VL qwen-vl-utils/src/qwen_vl_utils/vision_process.py (the decord reader, `fetch_video`).
+    """
+    import torch
+
+    library = qwen_vl_utils()
+    index = read_index(path, max_pixels)
+    with _asked():
+        start, end, span = library.calculate_video_frame_range(dict(options), index.total, index.fps)
+        few = span < library.FRAME_FACTOR
+        count = library.FRAME_FACTOR if few else library.smart_nframes(dict(options), span, index.fps)
+    numbers = torch.linspace(start, end, count).round().long().tolist()
+    images = (torch.from_numpy(frame).permute(2, 0, 1) for frame in decode_frames(index, numbers))
+    metadata = {"fps": index.fps, "frames_indices": numbers, "total_num_frames": max(span, count)}
+    return _resized(library, images, count, options, patch_size), metadata
+
+
+def sample_frames(images: Iterable[Image.Image], count: int, options: Mapping[str, Any], patch_size: int) -> Frames:
+    """Resize a video that is given as its frames.
+
+    Args:
+        images: RGB frames of one size; each is let go before the next one is taken.
+        count: how many there are; the last one is repeated to make the number even.
+        options: of `FRAME_LIST_OPTIONS`; `sample_fps` is the rate of the frames, 2 by default, `max_frames` how many
+            there may be, 768 by default.
+        patch_size: as in `sample_file`.
+
+    Returns:
+        Frames and metadata.
+
+    Raises:
+        VideoError: there are none or too many, or they differ in size.
+        UserError: qwen-vl-utils is not installed.
+
+    Source: as for `sample_file`; the library first fits every frame to a multiple of the square of the patches that
+    make a token, and so does this.
+    """
+    import numpy as np
+    import torch
+
+    library = qwen_vl_utils()
+    most = options.get("max_frames", library.FPS_MAX_FRAMES)
+    if not count:
+        raise VideoError("empty_video", "its list of frames is empty")
+    if count > most:
+        raise VideoError("unusable_video", f"it is a list of {count} frames, more than max_frames={most}")
+    even = library.ceil_by_factor(count, library.FRAME_FACTOR)
+    factor = patch_size * library.SPATIAL_MERGE_SIZE
+
+    def fitted() -> Iterator[Tensor]:
+        for number, image in enumerate(images, start=1):
+            fit = library.fetch_image({"image": image, **options}, factor)
+            pixels = torch.from_numpy(np.array(fit).transpose(2, 0, 1))
+            yield from [pixels] * (1 + (even - count if number == count else 0))
+
+    rate = options.get("sample_fps", library.FPS)
+    raw = options.get("raw_fps", rate)
+    metadata = {"fps": raw, "frames_indices": list(range(even)), "total_num_frames": even / rate * raw}
+    with _asked():
+        return _resized(library, fitted(), even, options, patch_size), metadata
+
+
+def frame_times(frames: Frames) -> list[float]:
+    """Seconds from the start of the video to each frame."""
+    metadata = frames[1]
+    return [number / metadata["fps"] for number in metadata["frames_indices"]]
+
+
+@functools.cache
+def qwen_vl_utils() -> ModuleType:
+    """The library; raises UserError where it cannot be imported."""
+    needed = "videos need torchvision, qwen-vl-utils and av: pip install 'mmrl-suite[vlm]'"
+    if ensure_torchvision() == "absent":
+        raise UserError(needed)
+    try:
+        return importlib.import_module("qwen_vl_utils.vision_process")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{needed} (there is no module {error.name})") from None
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[None]:
+    """Say of what the library refuses that it was asked for."""
+    try:
+        yield
+    except VideoError:
+        raise
+    except (ValueError, AssertionError) as error:
+        raise VideoError("unusable_video", f"its frames cannot be chosen as asked: {error}") from None
+
+
+def _resized(library: Any, images: Iterable[Tensor], count: int, options: Mapping[str, Any], patch_size: int) -> Tensor:
+    """Frames (count, 3, h, w) float32 out of images (3, H, W) uint8 that come one at a time."""
+    import torch
+    from torchvision.transforms import InterpolationMode, functional
+
+    result: Tensor | None = None
+    shape: tuple[int, ...] = ()
+    for number, image in enumerate(images):
+        if result is None:
+            shape = tuple(image.shape)
+            size = _target_size(library, shape[1:], count, options, patch_size)
+            result = torch.empty((count, 3, *size), dtype=torch.uint8)
+        if tuple(image.shape) != shape:
+            sizes = " and ".join(f"{width} x {height}" for _, height, width in (shape, image.shape))
+            raise VideoError("unreadable_video", f"its frames differ in size: {sizes} pixels")
+        result[number] = functional.resize(image, list(result.shape[2:]), InterpolationMode.BICUBIC, antialias=True)
+    assert result is not None
+    return result.float()
+
+
+def _target_size(
+    library: Any, size: Sequence[int], count: int, options: Mapping[str, Any], patch_size: int
+) -> tuple[int, int]:
+    """Height and width that `fetch_video` gives frames of a height and width."""
+    factor = patch_size * library.SPATIAL_MERGE_SIZE
+    with _asked():
+        if "resized_height" in options and "resized_width" in options:
+            wanted = (options["resized_height"], options["resized_width"])
+            return library.smart_resize(*wanted, factor=factor)  # type: ignore[no-any-return]
+        least = options.get("min_pixels", library.VIDEO_MIN_TOKEN_NUM * factor**2)
+        total = options.get("total_pixels", library.MODEL_SEQ_LEN * factor**2 * 0.9)
+        share = min(library.VIDEO_MAX_TOKEN_NUM * factor**2, total / count * library.FRAME_FACTOR)
+        most = min(options.get("max_pixels", float("inf")), max(share, int(least * 1.05)))
+        return library.smart_resize(*size, factor=factor, min_pixels=least, max_pixels=most)  # type: ignore[no-any-return]

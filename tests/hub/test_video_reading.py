@@ -1,0 +1,239 @@
+"""Frames of video files: the right ones, one at a time, and a name for everything that may be wrong with a file."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mmrl.hub import video_reading
+from mmrl.hub.video import VideoSettings, write_mp4
+from mmrl.hub.video_reading import VideoError, decode_frames, read_index
+from tests.hub.numbered_clips import even_times, numbered, numbers_of, write_clip
+
+av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
+
+
+@pytest.fixture(autouse=True)
+def only_pyav(monkeypatch):
+    monkeypatch.setattr(video_reading, "_torchcodec_decoder", lambda: None)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.mov", "a.avi", "fragments.mp4"])
+@pytest.mark.parametrize("bframes", [0, 2])
+def test_the_frames_of_the_numbers(tmp_path, name, bframes):
+    options = {"movflags": "frag_keyframe+empty_moov"} if name == "fragments.mp4" else None
+    index = read_index(write_clip(tmp_path / name, even_times(40), bframes=bframes, options=options))
+    assert (index.total, index.shown) == (40, None)
+    assert index.fps == pytest.approx(10, rel=0.03 if name == "a.avi" else 1e-6)  # its times are those of decoding
+    for numbers in ([0], [39], [7, 8, 9], [0, 13, 26, 39], [5, 5, 6], list(range(40))):
+        assert numbers_of(decode_frames(index, numbers)) == numbers
+
+
+def test_a_rate_that_is_no_whole_number(tmp_path):
+    """Milliseconds, as in Matroska, round 1/29.97 s; the frames are still those of their numbers."""
+    index = read_index(write_clip(tmp_path / "a.mkv", even_times(60, 30000 / 1001)))
+    assert index.fps == pytest.approx(29.97, rel=0.01)
+    assert numbers_of(decode_frames(index, [0, 29, 59])) == [0, 29, 59]
+
+
+def test_a_variable_rate_is_read_by_time(tmp_path):
+    """Ten frames in the first second, then one each second."""
+    times = [*even_times(10), *[1.0 + number for number in range(10)]]
+    index = read_index(write_clip(tmp_path / "a.mp4", times))
+    assert index.total == 20
+    numbers = list(range(20))
+    found = numbers_of(decode_frames(index, numbers))
+    for number, shown in zip(numbers, found, strict=True):
+        late = times[shown + 1] if shown + 1 < len(times) else float("inf")
+        assert times[shown] - 0.051 <= number / index.fps < late
+    assert (found[0], found[-1]) == (0, 19)
+    assert found != numbers
+
+
+QUARTER_CLOCKWISE = [0, 1, -1, 0]
+"""a, b, c, d of the track's matrix: x' = a x + c y, y' = b x + d y with y down; right becomes down."""
+
+
+@pytest.mark.parametrize(("turned", "quarters"), [(90, 1), (-90, -1), (180, 2), (0, 0)])
+def test_turned_files_come_upright(tmp_path, turned, quarters):
+    path = write_clip(tmp_path / "a.mp4", even_times(4), turned=turned)
+    (frame,) = decode_frames(read_index(path), [2])
+    stored = np.rot90(frame, -quarters)
+    assert stored.shape == (48, 96, 3)
+    assert numbers_of([stored]) == [2]
+    if turned == -90:  # against the file itself
+        content = path.read_bytes()
+        matrix = np.frombuffer(content, ">i4", 9, content.index(b"tkhd") + 4 + 40) / 2**16
+        assert matrix[[0, 1, 3, 4]].tolist() == QUARTER_CLOCKWISE
+
+
+@pytest.mark.parametrize("fraction", [0.4, 0.9])
+@pytest.mark.parametrize(
+    ("name", "flags", "kind"),
+    [
+        ("index first.mp4", "faststart", "truncated_video"),
+        ("index last.mp4", "", "unreadable_video"),
+        ("a.mkv", "", "truncated_video"),
+    ],
+)
+def test_files_that_end_early_are_named(tmp_path, name, flags, kind, fraction):
+    noise = np.random.default_rng(0).integers(0, 256, (60, 48, 96, 3), dtype=np.uint8)
+    options = {"movflags": flags} if flags else None
+    path = write_clip(tmp_path / name, even_times(60, 1), options=options, frame=lambda number: noise[number])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(fraction * len(content))])
+    with pytest.raises(VideoError) as caught:
+        read_index(path)
+    assert caught.value.kind == kind
+
+
+def test_an_early_end_that_the_index_shows_is_found_before_decoding(tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "a.mp4", even_times(60), options={"movflags": "faststart"})
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(video_reading, "_to_array", None)
+    with pytest.raises(VideoError, match="ends early"):
+        read_index(path)
+
+
+def test_what_is_no_video(tmp_path):
+    (tmp_path / "zero.mp4").touch()
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "list.m3u8").write_text("#EXTM3U\n#EXTINF:1\nhttp://127.0.0.1:9/a.ts\n")
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=8000, layout="mono")
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), format="fltp", layout="mono")
+        sound.sample_rate = 8000
+        container.mux([*stream.encode(sound), *stream.encode()])
+    found = {}
+    for name in ("zero.mp4", "text.mp4", "list.m3u8", "sound.mp4", "nothing.mp4"):
+        with pytest.raises(VideoError) as caught:
+            read_index(tmp_path / name)
+        found[name] = caught.value.kind
+    assert found == {
+        "zero.mp4": "empty_video",
+        "text.mp4": "unreadable_video",
+        "list.m3u8": "unreadable_video",
+        "sound.mp4": "empty_video",
+        "nothing.mp4": "missing_video",
+    }
+
+
+def test_frames_that_are_too_large(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", even_times(2))
+    with pytest.raises(VideoError, match=r"96 x 48 pixels, more than 4000 \(data.max_image_pixels\)"):
+        read_index(path, max_pixels=4000)
+
+
+def test_a_damaged_frame_is_named(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (30, 48, 96, 3), dtype=np.uint8)
+    path = write_clip(tmp_path / "a.mp4", even_times(30), gop=30, frame=lambda number: noise[number])
+    with av.open(str(path)) as container:
+        entries = container.streams.video[0].index_entries
+        start, length = entries[14].pos, entries[14].size
+    content = bytearray(path.read_bytes())
+    content[start : start + length] = bytes(length)
+    path.write_bytes(content)
+    with pytest.raises(VideoError) as caught:
+        list(decode_frames(read_index(path), [0, 29]))
+    assert caught.value.kind == "unreadable_video"
+
+
+def test_a_long_clip_holds_two_frames_and_decodes_what_it_must(tmp_path, monkeypatch):
+    """Twenty minutes at a frame a second with a key frame each minute: eight frames are at most a minute from one."""
+    path = write_mp4(tmp_path / "a.mp4", (numbered(n) for n in range(1200)), fps=1, settings=VideoSettings(gop=60))
+    index = read_index(path)
+    assert index.total == 1200
+    made, most, decoded = [], [], []
+
+    def watched(frame):
+        pixels = original(frame)
+        made.append(weakref.ref(pixels))
+        most.append(sum(reference() is not None for reference in made))
+        return pixels
+
+    original = video_reading._to_array
+    monkeypatch.setattr(video_reading, "_to_array", watched)
+    whole = av.container.InputContainer.decode
+
+    def counting(self, *streams):
+        for frame in whole(self, *streams):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(video_reading, "_decoding", counting)
+    numbers = np.linspace(0, 1199, 8).round().astype(int).tolist()
+    assert [numbers_of([frame]) for frame in decode_frames(index, numbers)] == [[number] for number in numbers]
+    assert len(most) == 8
+    assert max(most) <= 2  # the one before it is still in the loop above
+    assert len(decoded) <= 8 * 60
+
+
+def test_frames_that_a_seek_misses_are_found_from_the_start(tmp_path, monkeypatch):
+    index = read_index(write_clip(tmp_path / "a.mp4", even_times(40)))
+    wrong = video_reading.VideoIndex(**vars(index) | {"key_pts": [value + 1 for value in index.key_pts]})
+    assert numbers_of(decode_frames(wrong, [3, 20, 39])) == [3, 20, 39]
+    shifted = video_reading.VideoIndex(**vars(index) | {"pts": [value + 1 for value in index.pts or []]})
+    with pytest.raises(VideoError, match="frame 3 of 40 cannot be decoded"):
+        list(decode_frames(shifted, [3, 20]))
+
+
+class StandInDecoder:
+    """Behaves like torchcodec's VideoDecoder on the frames that PyAV reads."""
+
+    calls: list[list[int]]
+
+    def __init__(self, path, dimension_order, seek_mode):
+        assert (dimension_order, seek_mode) == ("NHWC", "exact")
+        with av.open(path) as container:
+            self.frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        self.metadata = SimpleNamespace(num_frames=len(self.frames))
+
+    def get_frames_at(self, indices):
+        import torch
+
+        self.calls.append(indices)
+        return SimpleNamespace(data=torch.from_numpy(np.stack([self.frames[place] for place in indices])))
+
+
+@pytest.fixture
+def torchcodec(monkeypatch):
+    """A torchcodec that is installed; tests change what it has."""
+    monkeypatch.undo()
+    StandInDecoder.calls = []
+    module = ModuleType("torchcodec.decoders")
+    module.VideoDecoder = StandInDecoder
+    module.VideoStreamMetadata = SimpleNamespace(__dataclass_fields__={"rotation": None})
+    monkeypatch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", module)
+    video_reading._torchcodec_decoder.cache_clear()
+    yield module
+    video_reading._torchcodec_decoder.cache_clear()
+
+
+def test_torchcodec_is_used_where_it_is_installed(tmp_path, torchcodec):
+    index = read_index(write_clip(tmp_path / "a.mp4", even_times(40)))
+    numbers = list(range(0, 40, 2))
+    assert numbers_of(decode_frames(index, numbers)) == numbers
+    assert [len(call) for call in StandInDecoder.calls] == [8, 8, 4]
+    times = [*even_times(10), *[1.0 + number for number in range(10)]]
+    uneven = read_index(write_clip(tmp_path / "b.mp4", times))
+    from_torchcodec = numbers_of(decode_frames(uneven, list(range(20))))
+    video_reading._torchcodec_decoder.cache_clear()
+    torchcodec.VideoStreamMetadata = SimpleNamespace(__dataclass_fields__={})  # before 0.11, without rotation
+    assert numbers_of(decode_frames(uneven, list(range(20)))) == from_torchcodec
+
+
+def test_without_a_torchcodec_that_loads_pyav_decodes(tmp_path, monkeypatch, torchcodec, caplog):
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            raise RuntimeError("Could not load libtorchcodec\nFFmpeg is missing")
+
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", Broken("torchcodec.decoders"))
+    with caplog.at_level("INFO", "mmrl"):
+        index = read_index(write_clip(tmp_path / "a.mp4", even_times(4)))
+        assert numbers_of(decode_frames(index, [1, 3])) == [1, 3]
+    assert "decoded by PyAV: torchcodec is installed but cannot be used (Could not load libtorchcodec)" in caplog.text
