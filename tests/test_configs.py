@@ -59,7 +59,7 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
 # Supervised runs differ less from seed to seed than reinforcement learning does. Starts and
 # data of one method, and methods with configurations of their own, keep the rate of those.
 OWN_RATES = ("flow3d_cross_embodiment", "flow3d_extracted", "flow3d_pretraining")
-FIVE_SEEDS = (*OWN_RATES, "flow3d_parameterisation")
+FIVE_SEEDS = (*OWN_RATES, "flow3d_parameterisation", "flow3d_verdict")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiments/*.yaml")), ids=lambda path: path.stem)

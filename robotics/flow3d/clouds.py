@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["SceneCloud", "find_object", "hidden_places", "normals_towards", "scene_cloud", "world_points"]
+__all__ = [
+    "SceneCloud",
+    "find_object",
+    "hidden_places",
+    "normals_towards",
+    "object_points",
+    "scene_cloud",
+    "world_points",
+]
 
 DILATE_PX = 2
 """Pixels around the object's mask that belong to neither part, since masks and depth disagree there."""
@@ -51,6 +59,12 @@ def world_points(observation: Observation) -> tuple[NDArray[np.float64], NDArray
     uvz = np.stack([u, v, np.where(known, observation.depth_m, 1.0).astype(np.float64)], -1)
     points = apply_pose(observation.T_world_cam, lift(uvz, observation.K).reshape(-1, 3))
     return points.reshape(height, width, 3), known
+
+
+def object_points(observation: Observation, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """(n, 3) points in the world frame of those pixels of a mask (H, W) that have a depth."""
+    points, known = world_points(observation)
+    return points[mask & known]
 
 
 def scene_cloud(observation: Observation, mask: NDArray[np.bool_], dilate_px: int = DILATE_PX) -> SceneCloud:

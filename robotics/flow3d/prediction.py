@@ -10,7 +10,7 @@ import numpy as np
 from mmrl.errors import UserError
 from robotics.flow3d.act.motion import object_motion
 from robotics.flow3d.clip import FlowClip, Observation
-from robotics.flow3d.clouds import find_object, scene_cloud
+from robotics.flow3d.clouds import find_object, object_points
 from robotics.flow3d.encoding import grid_in_mask
 from robotics.flow3d.geometry import depth_at
 from robotics.flow3d.given import FlowModel, GivenFlow
@@ -73,7 +73,7 @@ class Predictor:
             return _unusable(seed, flow, Failure.TOO_FEW_POINTS, f"{int(np.median(seen))} visible points a frame")
         motion = object_motion(
             clip,
-            scene_cloud(observation, mask).object_m,
+            object_points(observation, mask),
             estimator=config.estimator,
             scale_m=config.flow_scale_m,
             from_first_predicted=config.from_first_predicted,

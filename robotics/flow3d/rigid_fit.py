@@ -41,31 +41,32 @@ class RigidFit:
 def kabsch(
     source_m: NDArray[np.float64], target_m: NDArray[np.float64], weights: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """Rigid motion with the least weighted sum of squared distances.
+    """Rigid motion with the least weighted sum of squared distances, batched over leading dimensions.
 
     Args:
-        source_m: (n, 3).
-        target_m: (n, 3).
-        weights: (n,) at least 0; None for equal ones.
+        source_m: (..., n, 3).
+        target_m: (..., n, 3).
+        weights: (..., n) at least 0; None for equal ones.
 
     Returns:
-        (4, 4). A translation where the points do not determine a rotation; the identity without any weight.
+        (..., 4, 4). A translation where the points do not determine a rotation; the identity without any weight.
 
     Source:
         Kabsch 1976, with the sign of the determinant as in Umeyama 1991, eq. 40 to 42.
     """
-    w = np.ones(len(source_m)) if weights is None else weights
-    total = w.sum()
-    if total <= 0:
-        return np.eye(4)
-    mean_source, mean_target = w @ source_m / total, w @ target_m / total
-    centred = source_m - mean_source
-    if _on_a_line(centred * np.sqrt(w / total)[:, None]):
-        return make_pose(np.eye(3), mean_target - mean_source)
-    U, _, Vt = np.linalg.svd((centred * w[:, None]).T @ (target_m - mean_target))
-    sign = np.array([1.0, 1.0, np.sign(np.linalg.det(Vt.T @ U.T))])
-    rotation = (Vt.T * sign) @ U.T
-    return make_pose(rotation, mean_target - rotation @ mean_source)
+    leading = np.broadcast_shapes(source_m.shape[:-1], target_m.shape[:-1])
+    w = np.broadcast_to(np.ones(leading) if weights is None else weights, leading)[..., None]
+    total = w.sum(-2, keepdims=True)
+    share = w / np.where(total > 0, total, 1.0)
+    mean_source, mean_target = (share * source_m).sum(-2), (share * target_m).sum(-2)
+    centred = source_m - mean_source[..., None, :]
+    U, _, Vt = np.linalg.svd(np.swapaxes(centred * w, -1, -2) @ (target_m - mean_target[..., None, :]))
+    V = np.swapaxes(Vt, -1, -2)
+    V[..., 2] *= np.sign(np.linalg.det(V @ np.swapaxes(U, -1, -2)))[..., None]
+    rotation = V @ np.swapaxes(U, -1, -2)
+    rotation = np.where(_on_a_line(centred * np.sqrt(share))[..., None, None], np.eye(3), rotation)
+    T = make_pose(rotation, mean_target - (rotation @ mean_source[..., None])[..., 0])
+    return np.where(total > 0, T, np.eye(4))
 
 
 def robust_kabsch(
@@ -77,31 +78,36 @@ def robust_kabsch(
     iterations: int = 5,
     rng: np.random.Generator | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rigid motion that points far off hardly change: least squares with Cauchy weights, again and again.
+    """Rigid motions that points far off hardly change: least squares with Cauchy weights, again and again.
 
     Args:
         source_m: (n, 3).
-        target_m: (n, 3).
-        weights: (n,) at least 0, such as visibility; None for equal ones.
+        target_m: (n, 3), or (T, n, 3) for T motions.
+        weights: (n,) or (T, n) at least 0, such as visibility; None for equal ones.
         scale_m: distance at which a point counts half; 0.01 for measured flow, 0.03 for that of a model.
         iterations: of weighing and fitting.
         rng: for the random start that is tried where half of the points do not fit; None for seed 0.
 
     Returns:
-        (4, 4), and the weights (n,) that the points had last.
+        (4, 4) and the weights (n,) that the points had last, or (T, 4, 4) and (T, n).
 
     Source:
         Iteratively reweighted least squares, w = 1 / (1 + (e / s)^2).
     """
-    given = np.ones(len(source_m)) if weights is None else weights
-    T, cauchy = _reweighted(source_m, target_m, given, kabsch(source_m, target_m, given), scale_m, iterations)
-    counted = given > 0
-    if counted.sum() >= 3 and np.median(cauchy[counted]) < LOW_WEIGHT:
-        start = ransac_kabsch(source_m, target_m, given, tolerance_m=1.5 * scale_m, rng=rng)
-        other, others = _reweighted(source_m, target_m, given, start, scale_m, iterations)
-        if (given * others).sum() > (given * cauchy).sum():
-            T, cauchy = other, others
-    return T, given * cauchy
+    targets = target_m.reshape(-1, *source_m.shape)
+    given = np.broadcast_to(1.0 if weights is None else weights, targets.shape[:-1])
+    rng = np.random.default_rng(0) if rng is None else rng
+    T, cauchy = _reweighted(source_m, targets, given, kabsch(source_m, targets, given), scale_m, iterations)
+    for row, (target, own) in enumerate(zip(targets, given, strict=True)):
+        counted = own > 0
+        if counted.sum() < 3 or np.median(cauchy[row, counted]) >= LOW_WEIGHT:
+            continue
+        start = ransac_kabsch(source_m, target, own, tolerance_m=1.5 * scale_m, rng=rng)
+        other, others = _reweighted(source_m, target, own, start, scale_m, iterations)
+        if (own * others).sum() > (own * cauchy[row]).sum():
+            T[row], cauchy[row] = other, others
+    used = given * cauchy
+    return (T[0], used[0]) if target_m.ndim == 2 else (T, used)
 
 
 def ransac_kabsch(
@@ -131,13 +137,9 @@ def ransac_kabsch(
     if len(usable) < 3:
         return kabsch(source_m, target_m, given)
     rng = np.random.default_rng(0) if rng is None else rng
-    best, most = given, -1.0
-    for _ in range(iterations):
-        three = rng.choice(usable, 3, replace=False)
-        agrees = _distances(kabsch(source_m[three], target_m[three]), source_m, target_m) < tolerance_m
-        if (found := float((given * agrees).sum())) > most:
-            best, most = given * agrees, found
-    return kabsch(source_m, target_m, best)
+    threes = np.stack([rng.choice(usable, 3, replace=False) for _ in range(iterations)])
+    agree = given * (_distances(kabsch(source_m[threes], target_m[threes]), source_m, target_m) < tolerance_m)
+    return kabsch(source_m, target_m, agree[agree.sum(-1).argmax()])
 
 
 def fit_motions(
@@ -161,21 +163,17 @@ def fit_motions(
     Returns:
         The motions, with what says how far they can be trusted.
     """
-    frames, count = flow_m.shape[:2]
-    T, used = np.zeros((frames, 4, 4)), np.zeros((frames, count))
-    rng = np.random.default_rng(0)
-    for frame in range(frames):
-        own = np.ones(count) if visible is None else np.asarray(visible[frame], dtype=np.float64)
-        own = own if (own > 0).sum() >= 3 else np.ones(count)
-        if robust:
-            T[frame], used[frame] = robust_kabsch(source_m, flow_m[frame], own, scale_m=scale_m, rng=rng)
-        else:
-            T[frame], used[frame] = kabsch(source_m, flow_m[frame], own), own
+    own = np.ones(flow_m.shape[:2]) if visible is None else np.asarray(visible, dtype=np.float64)
+    own = np.where((own > 0).sum(-1, keepdims=True) >= 3, own, 1.0)
+    if robust:
+        T, used = robust_kabsch(source_m, flow_m, own, scale_m=scale_m)
+    else:
+        T, used = kabsch(source_m, flow_m, own), own
     squared = ((apply_pose(T, source_m) - flow_m) ** 2).sum(-1)
     total = np.maximum(used.sum(-1), 1e-12)
     centred = source_m - (used @ source_m / total[:, None])[:, None]
     shares = np.sqrt(used / total[:, None])[..., None]
-    degenerate = np.array([_on_a_line(row) for row in centred * shares])
+    degenerate = _on_a_line(centred * shares)
     return RigidFit(T, used, np.sqrt((used * squared).sum(-1) / total), degenerate)
 
 
@@ -187,7 +185,8 @@ def _reweighted(
     scale_m: float,
     iterations: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    cauchy = np.ones(len(source_m))
+    """Motions (..., 4, 4) from a first guess T, and the weights (..., n) that the points had beside the given ones."""
+    cauchy = np.ones(target_m.shape[:-1])
     for _ in range(iterations):
         cauchy = 1 / (1 + (_distances(T, source_m, target_m) / scale_m) ** 2)
         T = kabsch(source_m, target_m, given * cauchy)
@@ -203,12 +202,13 @@ def _distances(
 
 def lies_on_a_line(points_m: NDArray[np.float64]) -> bool:
     """Whether points (n, 3) are too few or lie so that they do not determine a rotation."""
-    return len(points_m) < 3 or _on_a_line((points_m - points_m.mean(0)) / np.sqrt(len(points_m)))
+    return len(points_m) < 3 or bool(_on_a_line((points_m - points_m.mean(0)) / np.sqrt(len(points_m))))
 
 
-def _on_a_line(centred: NDArray[np.float64]) -> bool:
-    """Whether centred points (n, 3), each times the root of its share, do not determine a rotation."""
-    if len(centred) < 3:
-        return True
+def _on_a_line(centred: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether centred points (..., n, 3), each times the root of its share, do not determine a rotation: (...)."""
+    if centred.shape[-2] < 3:
+        return np.ones(centred.shape[:-2], dtype=np.bool_)
     sizes = np.linalg.svd(centred, compute_uv=False)
-    return bool(sizes[1] <= FLAT * max(float(sizes[0]), 1.0))
+    found: NDArray[np.bool_] = sizes[..., 1] <= FLAT * np.maximum(sizes[..., 0], 1.0)
+    return found

@@ -220,9 +220,11 @@ def _cloning(folder: Path, trainer: TrainerConfig) -> dict[str, Any]:
 
 def _flow3d(name: str, folder: Path) -> Any:
     if name == "flow3d_awm":
-        from tests.robotics.flow3d.model.test_awm import awm_config
+        from robotics.flow3d.model.exploration import ExplorationConfig
+        from tests.robotics.flow3d.model.test_awm import RIGHT, awm_config
 
-        return awm_config(folder)
+        score = dataclasses.replace(RIGHT, value="score")  # of yes and no a scene often has one kind, and then no step
+        return awm_config(folder, verifiers=[score], exploration=ExplorationConfig(shift_cm=2.0, turn_deg=5.0))
     from robotics.flow3d.model.recipe import WorldModelConfig
     from robotics.flow3d.model.training_data import ClipSetConfig
     from tests.robotics.flow3d.model.builders import tiny_config

@@ -70,6 +70,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """False for supervised recipes: no reward statistics, no group filter."""
     has_loss_terms: ClassVar[bool] = False
     """True where `loss_terms`, or a `loss` of the recipe's own, has a gradient even if every advantage is 0."""
+    waits_for_signal: ClassVar[bool] = False
+    """True where a minibatch whose advantages are all 0 takes no optimiser step: other terms of the loss, such as the
+    distance to a reference that the policy nearly equals, have tiny gradients, which AdamW scales up to whole steps."""
     start: Reference | None = None
     """The policy as it was at the start, where a recipe keeps it anyway; a KL term to the start then needs no copy."""
 
@@ -229,7 +232,13 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
             (N,) bool: groups with an advantage other than 0; all of them where the loss has a term that does not
             vanish with the advantages: a KL, entropy or value term, or one of the recipe's own (`has_loss_terms`).
         """
-        if self.has_loss_terms or self.objective.regularised or minibatch.advantage is None:
+        if self.has_loss_terms or self.objective.regularised:
+            return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
+        return self.groups_with_signal(minibatch)
+
+    def groups_with_signal(self, minibatch: Rollouts) -> Tensor:
+        """Tell which groups (N,) have an advantage other than 0; all of them before there are advantages."""
+        if minibatch.advantage is None:
             return torch.ones(minibatch.num_groups, dtype=torch.bool, device=minibatch.mask.device)
         moved = ((minibatch.advantage != 0) & (minibatch.loss_mask > 0)).any(1)
         return group_sum(moved.long(), minibatch.group) > 0

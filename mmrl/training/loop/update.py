@@ -148,7 +148,7 @@ class Updater:
         return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
 
     def _optimiser_step(self, minibatch: Rollouts, step: int) -> dict[str, Metric] | None:
-        """Take one optimiser step; None where there was nothing to train on, or the guard skipped it.
+        """Take one optimiser step, unless the recipe waits; None with nothing to train on, or if the guard skipped it.
 
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
@@ -156,6 +156,8 @@ class Updater:
         denominators = global_denominators(self.recipe.denominators(minibatch), self.accelerator)
         if denominators.tokens == 0:
             return None
+        if self._waits(minibatch):
+            return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
         live = self._live(minibatch)
         loss, metrics = self._accumulate(live, denominators)
@@ -173,6 +175,12 @@ class Updater:
         self.optimiser_step += 1
         metrics = merge_metrics(merge_lists([_plain(metrics)], self.accelerator))
         return metrics | {"optim/grad_norm": Metric.summed(norm)}
+
+    def _waits(self, minibatch: Rollouts) -> bool:
+        """Whether the recipe takes no step on this: none of its groups, in any process, has an advantage."""
+        if not self.recipe.waits_for_signal:
+            return False
+        return all_ranks(not bool(self.recipe.groups_with_signal(minibatch).any()), self.accelerator)
 
     def _live(self, minibatch: Rollouts) -> Rollouts:
         """Groups that the forward pass is needed of; one at least, so that a step without gradient is taken too."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mmrl.core.filters import zero_variance_groups
+from mmrl.core.groups import group_std
 from mmrl.core.rollouts import Rollouts
 
 __all__ = ["batch_metrics", "metric_label", "peak_memory_mb", "restart_peak_memory"]
@@ -42,6 +43,7 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
     metrics |= {
         "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
         "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,
+        "reward/std_within_groups": float(torch.cat([_std_in_groups(batch) for batch in batches]).mean()),
         "reward/errors": float((~scored).sum()),
         "reward/zero_variance_groups": float(flat.mean()),
     }
@@ -51,6 +53,11 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         if len(finite):
             metrics[f"reward/{metric_label(name)}"] = float(finite.mean())
     return metrics
+
+
+def _std_in_groups(batch: Rollouts) -> torch.Tensor:
+    """Standard deviation (B,) of the rewards of each row's group, 0 where fewer than two were scored."""
+    return group_std(torch.nan_to_num(batch.reward), batch.group, torch.isfinite(batch.reward), 0)
 
 
 def restart_peak_memory(device: torch.device) -> None:

@@ -254,6 +254,7 @@ METRICS: dict[str, str] = {
     "samples/total": "Samples drawn, or supervised rows seen, since the run began.",
     "reward/mean": "Mean total reward of the samples that could be scored.",
     "reward/std": "Standard deviation of the total reward over the samples of the step.",
+    "reward/std_within_groups": "Standard deviation of the total reward within a group, mean over the samples.",
     "reward/errors": "Samples of the step that a reward function failed on; the update leaves them out.",
     "reward/errors/<term>/<kind>": "Samples of the step that one reward function failed on, by what went wrong.",
     "reward/zero_variance_groups": "Share of groups whose samples all got the same reward.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmrl.fields import bounded, check_config
-from robotics.flow3d.check.verdict import PlanFacts, Verdict
+from robotics.flow3d.check.verdict import PlanFacts, Verdict, closeness
 from robotics.flow3d.geometry import angle_rad
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class GeometricLimits:
 
 
 class GeometricVerifier:
-    """Judges by geometry alone; the score is the share of checks that hold.
+    """Judges by geometry alone; the score is the mean of the checks' closeness, see `closeness`.
 
     Args:
         limits: what a plausible plan keeps to.
@@ -52,27 +53,43 @@ class GeometricVerifier:
 
     def verify(self, before: NDArray[np.uint8], after: NDArray[np.uint8], instruction: str, meta: PlanFacts) -> Verdict:
         """Check the motion; see `Verifier`."""
-        checks = self._checks(meta)
-        if self.reachable and meta.reachable is not None and all(checks.values()):
-            checks["out of reach with every grasp"] = meta.reachable()
-        failed = [name for name, holds in checks.items() if not holds]
-        return Verdict(not failed, 1 - len(failed) / len(checks), "; ".join(failed) or "all checks hold")
+        errors = self._errors(meta)
+        if self.reachable and meta.reachable is not None and max(errors.values()) <= 1:
+            errors["out of reach with every grasp"] = _unless(meta.reachable())
+        failed = [name for name, error in errors.items() if not error <= 1]
+        score = sum(closeness(error) for error in errors.values()) / len(errors)
+        return Verdict(not failed, score, "; ".join(failed) or "all checks hold")
 
-    def _checks(self, meta: PlanFacts) -> dict[str, bool]:
-        """Each check under the words that are said when it fails."""
+    def _errors(self, meta: PlanFacts) -> dict[str, float]:
+        """Error of each check in units of its limit, under the words that are said where it is above 1."""
         limits, motion = self.limits, meta.motion
         T = np.concatenate([np.eye(4)[None], motion.T_t_0_world])
         moved = motion.moved_world_m
         centres = np.concatenate([motion.centre_m[None], moved.mean(1) - moved[0].mean(0) + motion.centre_m])
-        ways = np.linalg.norm(moved - motion.points_world_m, axis=-1).mean(-1)
-        inside = ((moved >= limits.low_m) & (moved <= limits.high_m)).all()
-        low = -np.inf if meta.support_z_m is None else meta.support_z_m - limits.below_support_m
+        way_m = float(np.linalg.norm(moved - motion.points_world_m, axis=-1).mean(-1).max())
+        below_m = -math.inf if meta.support_z_m is None else meta.support_z_m - float(moved[..., 2].min())
         return {
-            "not one rigid motion": bool(motion.fit.rmse_m.max() <= limits.rmse_m),
-            "too few points for a rotation": not motion.fit.degenerate.any(),
-            "through the support": bool(moved[..., 2].min() >= low),
-            "out of the workspace": bool(inside),
-            "still moving at the end": bool(np.linalg.norm(centres[-1] - centres[-2]) <= limits.last_step_m),
-            "turns too fast": bool(angle_rad(T[:-1], T[1:]).max() <= limits.step_rad),
-            "hardly moves": bool(ways.max() >= limits.least_way_m),
+            "not one rigid motion": _over(float(motion.fit.rmse_m.max()), limits.rmse_m),
+            "too few points for a rotation": _unless(not motion.fit.degenerate.any()),
+            "through the support": _over(below_m, limits.below_support_m),
+            "out of the workspace": _from_middle(moved, limits.low_m, limits.high_m),
+            "still moving at the end": _over(float(np.linalg.norm(centres[-1] - centres[-2])), limits.last_step_m),
+            "turns too fast": _over(float(angle_rad(T[:-1], T[1:]).max()), limits.step_rad),
+            "hardly moves": 2 - way_m / limits.least_way_m if limits.least_way_m else 0.0,
         }
+
+
+def _unless(holds: bool) -> float:
+    return 0.0 if holds else math.inf
+
+
+def _over(value: float, limit: float) -> float:
+    """A value in units of its upper limit, which may be 0."""
+    return value / limit if limit else _unless(value <= 0)
+
+
+def _from_middle(points_m: NDArray[np.float64], low_m: Sequence[float], high_m: Sequence[float]) -> float:
+    """Largest distance of points (..., 3) from the middle of a box, in units of half its size along each axis."""
+    low, high = np.array(low_m), np.array(high_m)
+    away = np.abs(points_m - (low + high) / 2).reshape(-1, 3).max(0)
+    return max(_over(*pair) for pair in zip(away.tolist(), ((high - low) / 2).tolist(), strict=True))

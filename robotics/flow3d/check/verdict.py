@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.motion import ObjectMotion
 
-__all__ = ["AlwaysVerifier", "PlanFacts", "PredicateVerifier", "Verdict", "Verifier", "judged"]
+__all__ = ["AlwaysVerifier", "PlanFacts", "PredicateVerifier", "Verdict", "Verifier", "closeness", "judged"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,18 @@ class PredicateVerifier:
         """Ask the function; see `Verifier`."""
         ok = bool(self.predicate(meta.motion.T_t_0_world[-1]))
         return Verdict(ok, float(ok), "the predicate holds" if ok else "the predicate does not hold")
+
+
+def closeness(error: float) -> float:
+    """How close a plan comes to passing a check.
+
+    Args:
+        error: in units of the check's tolerance; up to 1 the check holds.
+
+    Returns:
+        1 where the check holds, else 1 / error: 1/3 at three times the tolerance.
+    """
+    return 1 / max(error, 1.0)
 
 
 def judged(

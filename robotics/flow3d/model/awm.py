@@ -8,6 +8,9 @@ Source: Xue et al., AWM, arXiv 2509.25050, for the loss; 3DFlowAction, arXiv 250
 The combination is the suite's own, and so are the defaults beside the loss: 8 scenes of 8 guesses, 4 noisy versions of
 each guess, every weight trained.
 
+A step in which no scene has guesses of different worth moves no weight: the distances to reference and moving average
+are tiny then, and AdamW would scale their gradients up to whole steps. `exploration` makes such steps rare.
+
 `shuffle_verdicts` is the control: verdicts are permuted among the guesses of a scene, which leaves their rates, and
 takes away what they say.
 """
@@ -46,6 +49,7 @@ from mmrl.training.record.stopwatch import stopwatch
 from robotics.flow3d.check.judge import FlowJudge, WeightedVerifierConfig
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
+from robotics.flow3d.model.exploration import ExplorationConfig
 from robotics.flow3d.model.guesses import FlowGuessing, GuessPayload
 from robotics.flow3d.model.pictures import draw_flow
 from robotics.flow3d.model.training_data import ClipSetConfig, clips_digest, instructions_of, load_clips
@@ -94,6 +98,8 @@ class Flow3dAwmConfig(RunConfig):
     """Who judges as well, without an effect on training, so that a model that only pleases the others shows."""
     shuffle_verdicts: bool = False
     """Control: permute the rewards among the guesses of each scene."""
+    exploration: ExplorationConfig = field(default_factory=ExplorationConfig)
+    """Random motion of the guesses of training, for models that guess nearly the same each time."""
     awm: AwmSettings = field(default_factory=AwmSettings)
     """The matching loss."""
     timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=4))
@@ -131,6 +137,7 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
     config: Flow3dAwmConfig
     policy: FlowWorldModel
     has_loss_terms: ClassVar[bool] = True
+    waits_for_signal: ClassVar[bool] = True
 
     def __init__(self, config: Flow3dAwmConfig) -> None:
         self.config = config
@@ -141,7 +148,7 @@ class Flow3dAwmRecipe(Recipe[FlowWorldModel, FlowClip]):
             name: load_clips(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
         }
         self.policy = FlowWorldModel.from_pretrained(config.model.path)
-        self.process = FlowGuessing(self.policy, config.timesteps)
+        self.process = FlowGuessing(self.policy, config.timesteps, config.exploration)
         self.judge = FlowJudge([*config.verifiers, *config.heldout_verifiers])
         self._check_clips()
         self.awm = AwmLoss(self.policy, config.awm, self.process)

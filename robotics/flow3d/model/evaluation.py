@@ -119,7 +119,7 @@ class FlowMeasure(Measure[FlowClip]):
         clips = [trial.task for trial in batch]
         inputs = model.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
         seeds = [sample_seeds(stream_seed(self.seed, self.split, trial.index), count) for trial in batch]
-        written = model.sample(inputs.repeated(count), torch.cat(seeds)).float().cpu().numpy()
+        written = model.sample(inputs, torch.cat(seeds)).float().cpu().numpy()
         size = [clip.observation.size_px for clip in clips]
         parts = np.split(written, len(clips))
         return [

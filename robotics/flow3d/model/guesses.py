@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from diffusion.velocity_matching import MatchedSamples, TimestepConfig, Velocity
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from robotics.flow3d.clip import FlowClip
+from robotics.flow3d.clip import VISIBLE, FlowClip
+from robotics.flow3d.model.exploration import ExplorationConfig, moved_at_random
 from robotics.flow3d.model.inputs import FlowInputs
 from robotics.flow3d.model.processes import RectifiedProcess, sigma_grid
 from robotics.flow3d.model.world_model import FlowWorldModel
@@ -60,12 +62,15 @@ class FlowGuessing(VelocityMatching):
     Args:
         policy: the model that guesses; the model that is evaluated is an argument of each method.
         timesteps: the noisy versions.
+        exploration: how far guesses are moved at random once they are drawn; None for not at all.
 
     Raises:
         UserError: the model is no rectified flow, or its sampler's times leave none to draw from.
     """
 
-    def __init__(self, policy: FlowWorldModel, timesteps: TimestepConfig) -> None:
+    def __init__(
+        self, policy: FlowWorldModel, timesteps: TimestepConfig, exploration: ExplorationConfig | None = None
+    ) -> None:
         super().__init__(timesteps)
         if not isinstance(policy.process, RectifiedProcess):
             raise UserError(
@@ -73,6 +78,7 @@ class FlowGuessing(VelocityMatching):
                 f"{policy.config.process.kind}"
             )
         self.policy, self.process = policy, policy.process
+        self.exploration = exploration or ExplorationConfig()
         self._grid = sigma_grid(policy.config.process.steps)
         draw_times(timesteps, self._grid, 1, 1, torch.Generator())
 
@@ -85,7 +91,7 @@ class FlowGuessing(VelocityMatching):
             policy: the model that guesses.
             clips: N scenes.
             group_size: K.
-            generator: seeds the noise of guesses and versions, and draws the times.
+            generator: seeds the noise of guesses and versions and the motions of exploration, and draws the times.
 
         Returns:
             B = N * K rows with T' decisions, without rewards.
@@ -93,11 +99,14 @@ class FlowGuessing(VelocityMatching):
         rows = len(clips) * group_size
         inputs = policy.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
         seeds = torch.randint(2**62, (rows,), generator=generator)
-        flow = policy.sample(inputs.repeated(group_size), seeds, guidance=1.0)
+        flow = policy.sample(inputs, seeds, guidance=1.0)
         device, zeros = flow.device, torch.zeros(rows, self.timesteps.count, device=flow.device)
         noise_seed = torch.randint(2**62, (rows,), generator=generator)
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
+        sigma = draw_times(self.timesteps, self._grid, len(clips), group_size, generator).to(device)
+        if self.exploration.on:
+            flow = self._explored(flow, clips, torch.randint(2**62, (rows,), generator=generator))
         return Rollouts(
             group=torch.arange(len(clips), device=device).repeat_interleave(group_size),
             mask=torch.ones_like(zeros),
@@ -109,10 +118,22 @@ class FlowGuessing(VelocityMatching):
                 points=inputs.points.to(device),
                 instructions=inputs.instructions,
                 flow=flow,
-                sigma=draw_times(self.timesteps, self._grid, len(clips), group_size, generator).to(device),
+                sigma=sigma,
                 noise_seed=noise_seed.to(device),
             ),
         )
+
+    def _explored(self, flow: Tensor, clips: Sequence[FlowClip], seeds: Tensor) -> Tensor:
+        """Encoded guesses (B, C, T, n, n), each moved as its seed (B,) says; a visibility that is written stays."""
+        encoding, found = self.policy.encoding, flow.clone()
+        parts = zip(clips, flow.chunk(len(clips)), found.chunk(len(clips)), seeds.chunk(len(clips)), strict=True)
+        for clip, guesses, place, own in parts:
+            seen = clip.observation
+            read = encoding.decode(guesses.float().cpu().numpy(), clip.points, seen.size_px)
+            moved = moved_at_random(read, seen, own, self.exploration)
+            written = encoding.encode(moved, np.repeat(clip.points[None], len(moved), 0), seen.size_px)
+            place[:, :VISIBLE] = torch.from_numpy(written[:, :VISIBLE]).to(place)
+        return found
 
     def samples(self, rollouts: Rollouts) -> MatchedSamples:
         """The guesses."""

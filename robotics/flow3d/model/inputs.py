@@ -36,11 +36,6 @@ class FlowInputs(Payload):
     def __len__(self) -> int:
         return len(self.instructions)
 
-    def repeated(self, count: int) -> FlowInputs:
-        """Each row `count` times, one after the other."""
-        rows = torch.arange(len(self)).repeat_interleave(count)
-        return self.select(rows, rows)
-
 
 def make_inputs(
     observations: Sequence[Observation],

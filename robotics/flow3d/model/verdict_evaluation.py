@@ -14,6 +14,7 @@ from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 from robotics.flow3d.check.judge import FlowJudge
+from robotics.flow3d.check.verdict import Verdict
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.model.evaluation import FlowMeasure
 
@@ -27,7 +28,7 @@ def verdict_metric(name: str) -> str:
 
 @dataclass(kw_only=True)
 class VerdictMeasure(FlowMeasure):
-    """The errors of `FlowMeasure`, and for each verifier the share of guesses it accepts, over all and by task."""
+    """The errors of `FlowMeasure`, and for each verifier its mean score and the share of guesses that it accepts."""
 
     judge: FlowJudge
 
@@ -38,6 +39,7 @@ class VerdictMeasure(FlowMeasure):
             verdicts = self.judge.judge(row["clip"], row["guesses"])
             accepted = {name: [_accepted(found[name].ok) for found in verdicts] for name in verdicts[0]}
             row |= {"accepted": accepted, "said": {name: found.reason for name, found in verdicts[0].items()}}
+            row["scores"] = {name: [_score(found[name]) for found in verdicts] for name in verdicts[0]}
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[FlowClip]) -> dict[str, float]:
@@ -46,6 +48,7 @@ class VerdictMeasure(FlowMeasure):
         for name in rows[0]["accepted"] if rows else ():
             rng = np.random.default_rng(stream_seed(self.seed, "bootstrap", self.split))
             found |= with_interval(verdict_metric(name), [row["accepted"][name] for row in rows], rng)
+            found[f"score/{name}"] = _mean([value for row in rows for value in row["scores"][name]])
             by_task: dict[str, list[float]] = {}
             for row in rows:
                 by_task.setdefault(str(row["clip"].meta.get("task", "")), []).extend(row["accepted"][name])
@@ -71,6 +74,10 @@ class VerdictMeasure(FlowMeasure):
 
 def _accepted(ok: bool | None) -> float:
     return float("nan") if ok is None else float(ok)
+
+
+def _score(verdict: Verdict) -> float:
+    return float("nan") if verdict.ok is None else verdict.score
 
 
 def _known(values: Sequence[float]) -> bool:

@@ -107,11 +107,11 @@ class FlowWorldModel(nn.Module):
     def sample(
         self, inputs: FlowInputs, seeds: Tensor, *, steps: int | None = None, guidance: float | None = None
     ) -> Tensor:
-        """Sample one encoded flow for each row.
+        """Sample encoded flows, equally many for each scene.
 
         Args:
-            inputs: B scenes.
-            seeds: (B,) int64 of the noise; a row's flow depends on its own seed alone.
+            inputs: N scenes, each encoded once.
+            seeds: (B = N K,) int64 of the noise, those of a scene together; a row's flow depends on its own seed alone.
             steps: of the sampler; None = the configuration's.
             guidance: on the instruction; None = the configuration's.
 
@@ -125,8 +125,9 @@ class FlowWorldModel(nn.Module):
         scale = settings.guidance if guidance is None else guidance
         if scale != 1.0 and settings.text_drop == 0:
             raise UserError(f"guidance is {scale}, but this model was trained with text_drop=0; only 1 makes sense")
-        context = self.encode(inputs)
-        blank = None if scale == 1.0 else self.encode(inputs, torch.zeros(len(inputs), dtype=torch.bool))
+        scene = torch.arange(len(inputs), device=self.device).repeat_interleave(len(seeds) // len(inputs))
+        context = self.encode(inputs).of(scene)
+        blank = None if scale == 1.0 else self.encode(inputs, torch.zeros(len(inputs), dtype=torch.bool)).of(scene)
 
         def predict(noisy: Tensor, time: Tensor) -> Tensor:
             found = self._predict(context, noisy, time)
@@ -161,7 +162,7 @@ class FlowWorldModel(nn.Module):
         Raises:
             UserError: another N than the model's, or an instruction that cannot be read.
         """
-        inputs = self.inputs_of([observation], [points]).repeated(samples)
+        inputs = self.inputs_of([observation], [points])
         written = self.sample(inputs, sample_seeds(seed, samples), steps=steps, guidance=guidance)
         return self.encoding.decode(written.float().cpu().numpy(), points, observation.size_px)
 

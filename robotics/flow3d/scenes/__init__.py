@@ -13,7 +13,8 @@ _NAMES = {
     "robotics.flow3d.scenes.demonstrator": ("Demonstration", "Demonstrator"),
     "robotics.flow3d.scenes.scene": ("FlowScene", "SceneConfig"),
     "robotics.flow3d.scenes.tabletop": ("FlowTabletop",),
-    "robotics.flow3d.scenes.tasks": ("FLOW_TASKS", "FlowTask", "Outcome", "SceneState"),
+    "robotics.flow3d.scenes.criteria": ("Outcome", "SceneState"),
+    "robotics.flow3d.scenes.tasks": ("FLOW_TASKS", "FlowTask"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.flow3d.act.ik import ArmIk
-    from robotics.flow3d.scenes.tasks import SceneState
+    from robotics.flow3d.scenes.criteria import SceneState
 
 __all__ = ["BACK_M", "arm_path", "reach_out", "scripted_grips"]
 

@@ -15,8 +15,9 @@ from mmrl.fields import bounded, check_config, choice
 from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
 from robotics.flow3d.scenes.arms import FLOW_ARMS, SCENE_ASSETS
+from robotics.flow3d.scenes.criteria import Outcome, SceneState
 from robotics.flow3d.scenes.looks import Look, Painter, depth_holes, draw_look
-from robotics.flow3d.scenes.tasks import FLOW_TASKS, FlowTask, Outcome, SceneState, find_flow_task
+from robotics.flow3d.scenes.tasks import FLOW_TASKS, FlowTask, find_flow_task
 from robotics.sim.arms import ASSETS
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 from robotics.sim.tasks import SPLITS, layout_seed

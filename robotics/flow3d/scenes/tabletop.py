@@ -21,8 +21,8 @@ import numpy as np
 from mmrl.errors import RunError, UserError
 from robotics.flow3d.geometry import inverse_pose
 from robotics.flow3d.scenes.arms import FLOW_ARMS
+from robotics.flow3d.scenes.criteria import Outcome
 from robotics.flow3d.scenes.scene import FlowScene, SceneConfig
-from robotics.flow3d.scenes.tasks import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +181,7 @@ class FlowTabletop(FlowScene):
         """
         now = super().success(T_world_object)
         if T_world_object is None and self._done:
-            return Outcome(dict.fromkeys(now.criteria, True))
+            return Outcome(dict.fromkeys(now.errors, 0.0))
         return now
 
     def _let_go(self) -> None:

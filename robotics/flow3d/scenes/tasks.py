@@ -7,7 +7,7 @@ other, as in the robotics room's other tasks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
+from robotics.flow3d.scenes.criteria import Outcome, SceneState, inserted, opened, placed, poured_out
 from robotics.flow3d.scenes.motions import along, moved, over, poured
 from robotics.flow3d.scenes.shapes import (
     HOLDER_HEIGHT_M,
-    HOLDER_INSIDE_M,
     SHAPES,
     Shape,
     add_bowl,
@@ -33,60 +33,10 @@ if TYPE_CHECKING:
 
     from robotics.sim.tabletop import Layout
 
-__all__ = ["FLOW_TASKS", "FlowTask", "Furniture", "Outcome", "SceneState", "find_flow_task"]
+__all__ = ["FLOW_TASKS", "FlowTask", "Furniture", "find_flow_task"]
 
-CENTRE_M = 0.03
-"""Greatest distance between the middles of object and pad."""
-UPRIGHT_RAD = math.radians(15)
-LEVEL_M = 0.01
-"""Greatest distance of the object's underside from the table, once it is put down."""
-POUR_RAD = math.radians(60)
-"""Least tilt of a vessel that pours."""
-LIP_M = 0.045
-"""Greatest distance of the rim's lowest point from the bowl's axis."""
-LIP_HEIGHT_M = 0.05
-"""Least height of that point over the table."""
-INSERTED_RAD = math.radians(25)
-OPEN_M, OTHER_CLOSED_M = 0.07, 0.02
-"""Least way of the drawer that is to be opened, and greatest way of the other one."""
 IDEAL_OPEN_M = 0.1
 LIFT_M = 0.1
-
-
-@dataclass(frozen=True)
-class SceneState:
-    """What a criterion looks at; poses are those of frames in the world frame."""
-
-    T_world_object: NDArray[np.float64]
-    """(4, 4) the moved thing: its underside's middle, or the drawer's front."""
-    T_world_start: NDArray[np.float64]
-    """(4, 4) where that was at the start of the episode."""
-    pieces: Mapping[str, NDArray[np.float64]]
-    """(4, 4) of each piece of furniture."""
-    openings_m: Mapping[str, float]
-    """Way that each drawer is open."""
-    shape: Shape
-    """Size of the moved thing."""
-    released: bool = True
-    """Whether no gripper holds it."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Which criteria of a task are met."""
-
-    criteria: Mapping[str, bool]
-    """By name."""
-
-    @property
-    def success(self) -> bool:
-        """Whether all are."""
-        return all(self.criteria.values())
-
-    @property
-    def failed(self) -> tuple[str, ...]:
-        """Names of those that are not."""
-        return tuple(name for name, met in self.criteria.items() if not met)
 
 
 @dataclass(frozen=True)
@@ -129,8 +79,8 @@ class FlowTask:
     """What stands on the table."""
     moved: str
     """Body that is to be moved."""
-    criteria: Callable[[SceneState], dict[str, bool]]
-    """Names of all criteria, and whether each is met."""
+    errors: Callable[[SceneState], dict[str, float]]
+    """Error of each criterion by its name, in units of its tolerance; below 1 it is met."""
     keys: Callable[[SceneState], list[NDArray[np.float64]]]
     """Key poses of an ideal motion."""
     momentary: bool = False
@@ -143,7 +93,7 @@ class FlowTask:
 
     def outcome(self, state: SceneState) -> Outcome:
         """Which criteria are met."""
-        return Outcome(self.criteria(state))
+        return Outcome(self.errors(state))
 
     def ideal_motion(self, state: SceneState, frames: int) -> NDArray[np.float64]:
         """Poses of the moved thing on an ideal way from where it is.
@@ -169,61 +119,13 @@ def find_flow_task(name: str) -> FlowTask:
     return FLOW_TASKS[name]
 
 
-def _tilt_rad(T: NDArray[np.float64]) -> float:
-    return math.acos(min(1.0, max(-1.0, float(T[2, 2]))))
-
-
-def _flat_m(T: NDArray[np.float64], place: NDArray[np.float64]) -> float:
-    return float(np.hypot(*(T[:2, 3] - place[:2, 3])))
-
-
-def _placed(state: SceneState, *, goal: str) -> dict[str, bool]:
-    T = state.T_world_object
-    return {
-        "on the pad": _flat_m(T, state.pieces[goal]) < CENTRE_M,
-        "upright": _tilt_rad(T) < UPRIGHT_RAD,
-        "on the table": abs(float(T[2, 3])) < LEVEL_M,
-        "released": state.released,
-    }
-
-
 def _place_keys(state: SceneState, *, goal: str) -> list[NDArray[np.float64]]:
     way = state.pieces[goal][:3, 3] - state.T_world_object[:3, 3]
     return over(state.T_world_object, moved(state.T_world_object, (way[0], way[1], 0.0)), LIFT_M)
 
 
-def _poured(state: SceneState) -> dict[str, bool]:
-    lip = _lowest_rim_m(state)
-    away = float(np.hypot(*(lip[:2] - state.pieces["bowl"][:2, 3])))
-    return {
-        "tilted": _tilt_rad(state.T_world_object) > POUR_RAD,
-        "over the bowl": away < LIP_M,
-        "high enough": float(lip[2]) > LIP_HEIGHT_M,
-    }
-
-
-def _lowest_rim_m(state: SceneState) -> NDArray[np.float64]:
-    """The rim's lowest point: along the steepest way down in the plane of the rim."""
-    T, shape = state.T_world_object, state.shape
-    down = np.array([-T[2, 0], -T[2, 1], 0.0])
-    size = float(np.linalg.norm(down))
-    local = np.array([0.0, 0.0, shape.height_m]) + (shape.radius_m * down / size if size > 1e-9 else 0.0)
-    return T[:3, :3] @ local + T[:3, 3]
-
-
 def _pour_keys(state: SceneState) -> list[NDArray[np.float64]]:
     return poured(state.T_world_object, state.pieces["bowl"][:3, 3], state.shape.radius_m, state.shape.height_m)
-
-
-def _inserted(state: SceneState, *, goal: str) -> dict[str, bool]:
-    T, holder = state.T_world_object, state.pieces[goal]
-    from_holder = holder[:3, :3].T @ (T[:3, 3] - holder[:3, 3])
-    return {
-        "in the holder": bool(np.abs(from_holder[:2]).max() < HOLDER_INSIDE_M),
-        "all the way down": -0.01 < float(from_holder[2]) < HOLDER_HEIGHT_M / 2,
-        "upright": _tilt_rad(T) < INSERTED_RAD,
-        "released": state.released,
-    }
 
 
 def _insert_keys(state: SceneState, *, goal: str) -> list[NDArray[np.float64]]:
@@ -231,14 +133,6 @@ def _insert_keys(state: SceneState, *, goal: str) -> list[NDArray[np.float64]]:
     end = state.pieces[goal][:3, 3] + np.array([0.0, 0.0, 0.012])
     final = moved(state.T_world_object, end - state.T_world_object[:3, 3])
     return over(state.T_world_object, final, HOLDER_HEIGHT_M + 0.03)
-
-
-def _opened(state: SceneState, *, drawer: str) -> dict[str, bool]:
-    others = [way for name, way in state.openings_m.items() if name != drawer]
-    return {
-        "open": state.openings_m[drawer] > OPEN_M,
-        "the other one closed": max(others) < OTHER_CLOSED_M,
-    }
 
 
 def _open_keys(state: SceneState, *, drawer: str) -> list[NDArray[np.float64]]:
@@ -306,7 +200,7 @@ FLOW_TASKS: dict[str, FlowTask] = {
                 instruction=f"place the mug on the {colour} pad",
                 furniture=PADS,
                 moved="object",
-                criteria=partial(_placed, goal=f"{colour}_pad"),
+                errors=partial(placed, goal=f"{colour}_pad"),
                 keys=partial(_place_keys, goal=f"{colour}_pad"),
             )
             for colour in ("red", "green")
@@ -317,7 +211,7 @@ FLOW_TASKS: dict[str, FlowTask] = {
             instruction="pour the mug into the bowl",
             furniture=PADS,
             moved="object",
-            criteria=_poured,
+            errors=poured_out,
             keys=_pour_keys,
             momentary=True,
         ),
@@ -328,7 +222,7 @@ FLOW_TASKS: dict[str, FlowTask] = {
                 instruction=f"put the peg into the {colour} holder",
                 furniture=HOLDERS,
                 moved="object",
-                criteria=partial(_inserted, goal=f"{colour}_holder"),
+                errors=partial(inserted, goal=f"{colour}_holder"),
                 keys=partial(_insert_keys, goal=f"{colour}_holder"),
             )
             for colour in ("blue", "yellow")
@@ -340,7 +234,7 @@ FLOW_TASKS: dict[str, FlowTask] = {
                 instruction=f"open the {colour} drawer",
                 furniture=CABINET,
                 moved=f"{colour}_drawer",
-                criteria=partial(_opened, drawer=f"{colour}_drawer"),
+                errors=partial(opened, drawer=f"{colour}_drawer"),
                 keys=partial(_open_keys, drawer=f"{colour}_drawer"),
             )
             for colour in ("red", "blue")

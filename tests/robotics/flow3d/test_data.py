@@ -13,6 +13,7 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.flow3d.data import DatasetInfo, FlowReader, FlowWriter, ShardSettings
+from robotics.flow3d.data.drift import drifted_clips
 from robotics.flow3d.data.rows import depth_unit
 from robotics.flow3d.data.tally import quantile_of
 from robotics.flow3d.encoding import FlowEncoding
@@ -292,3 +293,16 @@ def test_instructions_are_those_of_the_selected_clips(folder):
     for options in ({}, {"split": "train"}):
         reader = FlowReader(folder, **options)
         assert reader.instructions() == list(dict.fromkeys(clip.observation.instruction for clip in reader))
+
+
+def test_drifted_clips_end_beside_the_true_ones(folder):
+    true = list(FlowReader(folder, split="train"))
+    wrong = drifted_clips(str(folder), split="train", drift_cm=(4.0, 0.0, -2.0))
+    assert len(wrong) == len(true)
+    way = np.array([c.flow_cam_m for c in wrong]) - np.array([c.flow_cam_m for c in true])
+    np.testing.assert_allclose(way[:, -1], np.broadcast_to([0.04, 0.0, -0.02], way[:, -1].shape), atol=1e-9)
+    share = (np.arange(way.shape[1]) + 1)[:, None, None] / way.shape[1]
+    np.testing.assert_allclose(way, share * way[:, -1:], atol=1e-9)
+    assert all(np.array_equal(a.flow[..., 3], b.flow[..., 3]) for a, b in zip(wrong, true, strict=True))
+    with pytest.raises(UserError, match="must be three finite numbers"):
+        drifted_clips(str(folder), drift_cm=(1.0, 2.0))

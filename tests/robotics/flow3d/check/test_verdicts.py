@@ -52,6 +52,15 @@ def test_geometry_names_what_is_wrong(change, reason):
     assert verdict.score == 1.0 if verdict.ok else 0.5 < verdict.score < 1.0
 
 
+def test_the_score_of_geometry_grows_as_a_check_comes_nearer_to_holding():
+    rmse = [ask(GeometricVerifier(), facts(rmse=value)).score for value in (0.01, 0.02, 0.04)]
+    assert rmse[0] == 1.0
+    assert rmse[0] > rmse[1] > rmse[2]
+    free = GeometricLimits(below_support_m=0.0, least_way_m=0.0)
+    assert ask(GeometricVerifier(free), facts(ways=((0, 0, 0.0005),))).ok
+    assert ask(GeometricVerifier(free), facts(ways=((0, 0, -0.05),))).reason == "through the support"
+
+
 def test_reachability_is_not_asked_of_a_plan_that_fails_anyway_or_where_it_is_off():
     asked = []
     meta = facts(rmse=1.0, reachable=lambda: asked.append(1))

@@ -15,11 +15,13 @@ from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import CheckpointConfig, TrainerConfig
+from mmrl.training.loop.trainer import Trainer
 from mmrl.training.record.tracking import TrackingConfig
 from mmrl.training.runs import train
 from robotics.flow3d.check.judge import WeightedVerifierConfig
 from robotics.flow3d.model.awm import Flow3dAwmConfig, Flow3dAwmRecipe, SavedModelConfig
 from robotics.flow3d.model.evaluation import FlowEvaluationConfig
+from robotics.flow3d.model.exploration import ExplorationConfig
 from robotics.flow3d.model.guesses import GuessPayload
 from robotics.flow3d.model.training_data import ClipSetConfig
 from robotics.flow3d.model.world_model import FlowWorldModel
@@ -70,7 +72,8 @@ def test_likelihoods_are_those_of_numpy(parameterisation, tmp_path):
     clean = payload.flow.double().numpy()[:, None]
     noisy = (1 - wide) * clean + wide * noise
     # every row as a scene of its own, in place of one a group
-    inputs = payload.scenes.select(rollouts.group, rollouts.group).repeated(count)
+    scene = rollouts.group.repeat_interleave(count)
+    inputs = payload.scenes.select(scene, scene)
     with torch.no_grad():
         flat = torch.from_numpy(noisy).float().flatten(0, 1)
         found = recipe.policy(inputs, flat, payload.sigma.flatten()).double().numpy().reshape(noisy.shape)
@@ -145,6 +148,57 @@ def test_the_control_permutes_rewards_within_a_scene(tmp_path):
     assert not torch.equal(collected(recipe).reward, shuffled.reward)
 
 
+def test_a_tiny_model_learns_by_verdicts_and_not_by_shuffled_ones(tmp_path):
+    model, ways_cm = tiny_model(), {}
+    for shuffled in (False, True):
+        config = awm_config(
+            tmp_path,
+            model,
+            data=ClipSetConfig(function=f"{HERE}:make_clips", options={"count": 4}),
+            verifiers=[dataclasses.replace(RIGHT, value="score")],
+            exploration=ExplorationConfig(shift_cm=5.0),
+            timesteps=TimestepConfig(count=2, times="discrete_with_init", fraction=1.0),
+            shuffle_verdicts=shuffled,
+        )
+        config.trainer.samples_per_task = 8
+        recipe = Flow3dAwmRecipe(config)
+        trainer = Trainer(recipe, config, tmp_path / f"run-{shuffled}", make_accelerator(), None)
+        for _ in range(20):
+            trainer.train_step()
+        ends = [clip.with_flow(recipe.policy.predict(clip.observation, clip.points)[0]) for clip in recipe.train_tasks]
+        ways_cm[shuffled] = 100 * np.mean([(end.flow_world_m[-1] - end.points_world_m)[:, 0].mean() for end in ends])
+    assert ways_cm[False] > 5.0
+    assert ways_cm[False] > ways_cm[True] + 5.0
+
+
+def test_a_step_without_a_signal_moves_nothing(tmp_path):
+    config = awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="score")])
+    config.trainer.weight_decay = 0.1
+    recipe = Flow3dAwmRecipe(config)
+    trainer = Trainer(recipe, config, tmp_path / "run", make_accelerator(), None)
+    trainer.train_step()
+    weights = [parameter.detach().clone() for parameter in recipe.policy.parameters()]
+    rollouts = recipe.advantages(collected(recipe), make_accelerator())
+    rollouts = recipe.compute_logprobs(recipe.policy, trainer.reference, rollouts)
+    assert bool((rollouts.advantage != 0).any())
+    flat = rollouts.replace(advantage=torch.zeros_like(rollouts.advantage))
+    found = trainer.updater.update(flat, 1)
+    assert found["update/zero_advantage_groups"] == 1.0
+    assert all(new.equal(old) for new, old in zip(recipe.policy.parameters(), weights, strict=True))
+    trainer.updater.update(rollouts, 1)
+    assert not all(new.equal(old) for new, old in zip(recipe.policy.parameters(), weights, strict=True))
+
+
+def test_exploration_moves_guesses_of_training_alone(tmp_path):
+    far = ExplorationConfig(shift_cm=4.0, turn_deg=10.0)
+    plain, moved = (Flow3dAwmRecipe(awm_config(tmp_path, exploration=x)) for x in (ExplorationConfig(), far))
+    before, after = (GuessPayload.of(collected(recipe)).flow for recipe in (plain, moved))
+    assert bool((before != after).flatten(1).any(1).all())
+    assert torch.equal(after, GuessPayload.of(collected(moved)).flow)
+    found = [recipe.evaluate(recipe.policy, "held_out", make_accelerator()).metrics for recipe in (plain, moved)]
+    assert {**found[0], "cost/seconds": 0} == {**found[1], "cost/seconds": 0}
+
+
 def test_a_run_leaves_a_report_and_a_model(tmp_path):
     from mmrl.recipes import RECIPES
 
@@ -170,6 +224,11 @@ def test_what_cannot_work_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             wrong.validate()
+    for given, message in (({"shift_cm": -1.0}, "shift_cm"), ({"turn_deg": math.inf}, "turn_deg")):
+        with pytest.raises(ValueError, match=message):
+            awm_config(tmp_path, exploration=ExplorationConfig(**given))
+    with pytest.raises(ValueError, match="value"):
+        awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="accepted")])
     with pytest.raises(ValueError, match="all of its weights are 0"):
         awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, weight=0.0)])
     with pytest.raises(ValueError, match=r"model\.path is empty"):

@@ -75,6 +75,31 @@ def test_each_criterion_of_placing_is_named_when_it_alone_fails():
     assert scene.task.outcome(held).failed == ("released",)
 
 
+def test_errors_are_in_units_of_tolerances():
+    scene = FlowScene(task="place_green", actor="nobody")
+    scene.reset(3)
+    end = scene.ideal_motion(5)[-1]
+    end[0, 3] += 0.06
+    end[2, 3] += 0.025
+    errors = scene.success(end).errors
+    assert errors["on the pad"] == pytest.approx(2.0)
+    assert errors["on the table"] == pytest.approx(2.5)
+    assert errors["upright"] < 1
+    scene = FlowScene(task="pour", actor="nobody")
+    scene.reset(0)
+    assert scene.success(scene.start).errors["tilted"] == pytest.approx(2.0)
+    scene = FlowScene(task="open_red", actor="nobody")
+    scene.reset(1)
+    half = scene.start.copy()
+    half[:3, 3] += 0.035 * scene.start[:3, 0]
+    assert scene.success(half).errors["open"] == pytest.approx(1.5)
+    scene = FlowScene(task="insert_blue", actor="nobody")
+    scene.reset(0)
+    end = scene.ideal_motion(5)[-1]
+    heights = [scene.success(end + np.eye(4)[2][:, None] * np.eye(4)[3] * up).errors for up in (0.0, 0.1)]
+    assert heights[0]["all the way down"] < 1 < heights[1]["all the way down"]
+
+
 def test_pouring_beside_the_bowl_or_hardly_tilted_fails():
     scene = FlowScene(task="pour", actor="nobody")
     scene.reset(0)
