@@ -30,7 +30,7 @@ DEMOS = {
 }
 LISTED = {
     "recipes": {"recipes": ""},
-    "objectives": {"objectives": ""},
+    "objectives": {"objectives": "", "preferences": "pairs: "},
     "rewards": {"rewards": "", "image_rewards": "images: "},
 }
 """Kinds of `mmrl list`, the lists that each of them shows and what their sentences begin with."""

@@ -19,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from mmrl.core.blocks import BLOCKS
+from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.listings import LISTINGS
@@ -67,7 +68,7 @@ def refreshed(text: str, where: str = "document") -> str:
 
 
 def markdown(name: str) -> str:
-    """Write a table: recipes, objectives, rewards, image_rewards, blocks PART, or options RECIPE [PREFIX].
+    """Write a table: recipes, objectives, preferences, rewards, image_rewards, blocks PART, or options RECIPE [PREFIX].
 
     Raises:
         UserError: There is no such table, recipe or option.
@@ -113,7 +114,7 @@ def _listing(kind: str, columns: tuple[str, str, str]) -> Callable[[], str]:
 def _blocks(part: str) -> str:
     """The kinds of block that a part of an objective takes, each with its options and the first line about it."""
     rows = []
-    for kind, block in BLOCKS[part].items():
+    for kind, block in (BLOCKS | PREFERENCE_BLOCKS)[part].items():
         options = ", ".join(f"`{item.name}` {str(item.default).lower()}" for item in fields(block))
         about = re.sub(r"; see [^.]*(?:\.\w[^.]*)*\.$", ".", (block.__doc__ or "").strip().splitlines()[0])
         rows.append((f"`{kind}`", options, about))
@@ -147,6 +148,7 @@ def _cell(text: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "recipes": _recipes,
     "objectives": _listing("objectives", ("objective", "parts", "source")),
+    "preferences": _listing("preferences", ("preference objective", "parts", "source")),
     "rewards": _listing("rewards", ("reward", "what earns it", "source")),
     "image_rewards": _listing("image_rewards", ("reward", "what earns it", "source")),
     "blocks": _blocks,

@@ -31,6 +31,12 @@ def _objectives() -> list[Row]:
     return [Row(name, objective.parts(), objective.citation) for name, objective in CATALOGUE.items()]
 
 
+def _preferences() -> list[Row]:
+    from mmrl.core.catalogue import PREFERENCES
+
+    return [Row(name, objective.parts(), objective.citation) for name, objective in PREFERENCES.items()]
+
+
 def _rewards() -> list[Row]:
     from mmrl.rewards import REWARDS
 
@@ -46,6 +52,7 @@ def _image_rewards() -> list[Row]:
 LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "recipes": _recipes,
     "objectives": _objectives,
+    "preferences": _preferences,
     "rewards": _rewards,
     "image_rewards": _image_rewards,
 }

@@ -164,6 +164,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         supervised=True,
     ),
     RecipeEntry(
+        "preference",
+        "mmrl.vlm.preference",
+        "PreferenceRecipe",
+        "PreferenceRunConfig",
+        "preference optimisation on pairs of answers, text and images: DPO, IPO, SLiC, RPO, SPPO, REFUEL",
+        "Rafailov et al., DPO, arXiv 2305.18290; others: `mmrl list objectives`",
+    ),
+    RecipeEntry(
         "agent",
         "mmrl.agents.recipe",
         "AgentRecipe",
@@ -286,6 +294,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "AcFlowConfig",
         "critic-weighted matching (a reconstruction)",
         "AC-Flow, arXiv 2510.18072",
+    ),
+    RecipeEntry(
+        "diffusion_dpo",
+        "diffusion.dpo",
+        "DiffusionDpoRecipe",
+        "DiffusionDpoConfig",
+        "Diffusion-DPO on pairs of images, with FiFA's filter of the pairs",
+        "Wallace et al., Diffusion-DPO, arXiv 2311.12908; Yang et al., FiFA, arXiv 2410.10166",
     ),
     RecipeEntry(
         "flow_pretrain",

@@ -359,15 +359,15 @@ def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
 
 def test_list_shows_everything_with_its_citation(capsys):
     from diffusion.rewards import IMAGE_REWARDS
-    from mmrl.core.catalogue import CATALOGUE
+    from mmrl.core.catalogue import CATALOGUE, PREFERENCES
     from mmrl.recipes import RECIPES
     from mmrl.rewards import REWARDS
 
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
-    entries = {**RECIPES, **CATALOGUE, **REWARDS, **IMAGE_REWARDS}
-    assert {"papo", "sft", "grpo", "dapo", "format", "math"} <= set(rows)
+    entries = {**RECIPES, **CATALOGUE, **PREFERENCES, **REWARDS, **IMAGE_REWARDS}
+    assert {"papo", "sft", "grpo", "dapo", "dpo", "format", "math"} <= set(rows)
     assert set(rows) == set(entries)
     for name, entry in entries.items():
         assert rows[name].endswith(f"[{entry.citation}]")

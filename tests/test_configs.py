@@ -13,6 +13,7 @@ from mmrl.training.compare.plans import plan_preparations
 from mmrl.training.runs import train
 from mmrl.vlm.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS
+from tests.vlm.pairs import write_pairs
 from tests.vlm.runs import write_questions
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -43,9 +44,10 @@ def tiny(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
-    questions = write_questions(tmp_path / "data", text_only_last=False)
     family = "qwen3_vl" if "qwen3" in path.stem else "qwen2_5_vl"
     _, whole = load_run(path)
+    pairs = whole.recipe == "preference"
+    questions = write_pairs(tmp_path / "data") if pairs else write_questions(tmp_path / "data", text_only_last=False)
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
     overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
     overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]

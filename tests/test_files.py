@@ -90,7 +90,7 @@ INSIDE_A_DRAFT = {
     "mmrl/workers/failure_log.py",
     "mmrl/vlm/bench/workload.py",
     "mmrl/vlm/building.py",
-    "mmrl/vlm/digits.py",
+    "mmrl/vlm/image_rows.py",
     "diffusion/bench/recipes.py",
     "diffusion/bench/arms.py",
 }

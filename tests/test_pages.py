@@ -20,6 +20,7 @@ from mmrl.cli import COMMANDS, _parse
 from mmrl.config import load_run
 from mmrl.recipes import EVALUATIONS, RECIPES
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
+from mmrl.training.loop.preferences import PreferenceConfig, make_preference
 from mmrl.training.record.tracking import METRICS, describe_metric
 from tests import example_runs
 from tests.pages import PAGES, ROOT, read_page
@@ -183,7 +184,10 @@ def test_configurations_shown_load(page, block, tmp_path, monkeypatch):
         for key in dotted(values):
             assert any(field_of(schema, key) is not None for schema in schemas().values()), key
     if "objective" in values:
-        make_objective(ObjectiveConfig(**values["objective"]))
+        if values.get("recipe") in ("preference", "diffusion_dpo"):
+            make_preference(PreferenceConfig(**values["objective"]))
+        else:
+            make_objective(ObjectiveConfig(**values["objective"]))
     if block.file and not own:
         (tmp_path / block.file).write_text(block.text)
         load_run(tmp_path / block.file)

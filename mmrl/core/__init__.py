@@ -4,7 +4,7 @@ from mmrl.core.aggregation import Denominators, count, masked_mean, masked_sum
 from mmrl.core.blocks.advantage import group_mean, group_mean_global_std, group_mean_std, leave_one_out
 from mmrl.core.blocks.clip import clipped_loss, policy_loss
 from mmrl.core.blocks.value import value_loss
-from mmrl.core.catalogue import CATALOGUE, get
+from mmrl.core.catalogue import CATALOGUE, PREFERENCES, get, get_preference
 from mmrl.core.decoupled import decoupled_advantages
 from mmrl.core.filters import DynamicSamplingBuffer, FilterCounts, drop, zero_variance_groups
 from mmrl.core.groups import group_center, group_std, masked_whiten
@@ -12,7 +12,9 @@ from mmrl.core.logprobs import LogProbs, gaussian_step_logprob, linear_logprobs,
 from mmrl.core.metrics import Metric, max_metric, mean_metric, merge_metrics, metric_values
 from mmrl.core.objective import Objective
 from mmrl.core.outputs import LossOutput, PolicyOutputs
+from mmrl.core.pairs import Pairs, pair_rows
 from mmrl.core.payload import Payload, nested, per_decision, per_group, per_row, shared
+from mmrl.core.preference import PreferenceObjective
 from mmrl.core.regularizers import entropy_from_logits, entropy_sampled, k1, k1p, k2, k3, k3p, kl_full
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go, turn_means, turn_starts
 from mmrl.core.rollouts import Rollouts
@@ -20,6 +22,7 @@ from mmrl.core.state import AdaptiveKL
 
 __all__ = [
     "CATALOGUE",
+    "PREFERENCES",
     "AdaptiveKL",
     "Denominators",
     "DynamicSamplingBuffer",
@@ -28,8 +31,10 @@ __all__ = [
     "LossOutput",
     "Metric",
     "Objective",
+    "Pairs",
     "Payload",
     "PolicyOutputs",
+    "PreferenceObjective",
     "Rollouts",
     "clipped_loss",
     "count",
@@ -42,6 +47,7 @@ __all__ = [
     "gae_over_turns",
     "gaussian_step_logprob",
     "get",
+    "get_preference",
     "group_center",
     "group_mean",
     "group_mean_global_std",
@@ -64,6 +70,7 @@ __all__ = [
     "merge_metrics",
     "metric_values",
     "nested",
+    "pair_rows",
     "per_decision",
     "per_group",
     "per_row",

@@ -125,6 +125,24 @@ class LoadedTasks:
     """Bad rows by kind (see `TASK_ERRORS`)."""
     examples: dict[str, str] = field(default_factory=dict)
     """The first message of each kind."""
+    on_bad_row: str = "error"
+    """What a bad row does, as in `DataConfig`."""
+
+    def leave_out(self, error: TaskError) -> None:
+        """Count a row that cannot be used; raises UserError where bad rows are errors."""
+        if self.on_bad_row == "error":
+            raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
+        self.skipped[error.kind] = self.skipped.get(error.kind, 0) + 1
+        self.examples.setdefault(error.kind, str(error))
+
+    def check_left(self, path: str) -> None:
+        """Refuse a data set none of whose rows is usable, and log what was left out; raises UserError."""
+        if not self.tasks:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            first = next(iter(self.examples.values()), "")
+            raise UserError(f"{path}: no usable row is left (skipped: {counts}); the first problem: {first}")
+        for kind, count in self.skipped.items():
+            log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, self.examples[kind])
 
 
 @dataclass
@@ -161,29 +179,20 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
     rows = list(read_rows(config.path, config.split, config.subset, config.max_line_mb))
     if not rows:
         raise UserError(f"{config.path} is empty: it has no rows")
-    loaded = LoadedTasks([])
-    good = [row for row in rows if _is_object(row, config, loaded)]
+    loaded = LoadedTasks([], on_bad_row=config.on_bad_row)
+    good = [row for row in rows if _is_object(row, loaded)]
     if good:
         layout = _find_layout(config, good)
         _fill(loaded, good, layout, config)
-    if not loaded.tasks:
-        raise UserError(_nothing_left(config.path, loaded))
-    _log_skipped(config.path, loaded)
+    loaded.check_left(config.path)
     return loaded
 
 
-def _is_object(row: Row, config: DataConfig, loaded: LoadedTasks) -> bool:
+def _is_object(row: Row, loaded: LoadedTasks) -> bool:
     if row.problem is None:
         return True
-    _bad_row(TaskError("invalid_json", row.place, row.problem), config, loaded)
+    loaded.leave_out(TaskError("invalid_json", row.place, row.problem))
     return False
-
-
-def _bad_row(error: TaskError, config: DataConfig, loaded: LoadedTasks) -> None:
-    if config.on_bad_row == "error":
-        raise UserError(f"{error} (set data.on_bad_row=skip to leave such rows out)") from None
-    loaded.skipped[error.kind] = loaded.skipped.get(error.kind, 0) + 1
-    loaded.examples.setdefault(error.kind, str(error))
 
 
 def _find_layout(config: DataConfig, rows: list[Row]) -> _Layout:
@@ -240,7 +249,7 @@ def _fill(loaded: LoadedTasks, rows: list[Row], layout: _Layout, config: DataCon
         try:
             task = _make_task(row, layout, config)
         except TaskError as error:
-            _bad_row(error, config, loaded)
+            loaded.leave_out(error)
             continue
         if task.id in seen:
             task.id = f"{task.id} ({row.place})"
@@ -301,17 +310,6 @@ def _answer(row: Row, layout: _Layout, place: str) -> Any:
         message = f"no answer in column {layout.answer!r}; the row's columns are: {found}"
         raise TaskError("missing_answer", place, message)
     return value
-
-
-def _nothing_left(path: str, loaded: LoadedTasks) -> str:
-    counts = ", ".join(f"{count} {kind}" for kind, count in loaded.skipped.items())
-    first = next(iter(loaded.examples.values()), "")
-    return f"{path}: no usable row is left (skipped: {counts}); the first problem: {first}"
-
-
-def _log_skipped(path: str, loaded: LoadedTasks) -> None:
-    for kind, count in loaded.skipped.items():
-        log.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, loaded.examples[kind])
 
 
 class PrepareTasks(Protocol):

@@ -8,10 +8,7 @@ disjoint scans.
 from __future__ import annotations
 
 import functools
-import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,18 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["QUESTIONS", "Scene", "build_hints", "build_model", "build_questions", "corpus", "reads_digits"]
+from mmrl.vlm.image_rows import MakeRow, write_rows
+
+__all__ = [
+    "QUESTIONS",
+    "Scene",
+    "build_hints",
+    "build_model",
+    "build_questions",
+    "corpus",
+    "question_rows",
+    "reads_digits",
+]
 
 CELL_PX = 56
 """Side of one digit's cell: four 28-pixel image tokens of Qwen2.5-VL."""
@@ -82,6 +90,24 @@ def build_questions(
     Returns:
         The file.
     """
+    options: dict[str, Any] = {"hint_share": hint_share, "hint_rate": hint_rate, "show_hints": show_hints}
+    options |= {"max_digits": max_digits, "kinds": kinds, "noise": noise, "scans": scans}
+    return write_rows(Path(path), count, question_rows(split, seed, **options))
+
+
+def question_rows(
+    split: str,
+    seed: int,
+    *,
+    max_digits: int,
+    kinds: Sequence[str],
+    hint_share: float,
+    hint_rate: float,
+    show_hints: bool,
+    noise: float,
+    scans: int,
+) -> MakeRow:
+    """A function that draws the next question; arguments as for `build_questions`."""
     rng = np.random.default_rng([seed, 1 if split == "test" else 0])
     pool = _scan_pool(split, scans)
 
@@ -104,7 +130,7 @@ def build_questions(
             "digits": seen,
         }
 
-    return _write(Path(path), count, make_row)
+    return make_row
 
 
 def build_hints(
@@ -158,7 +184,7 @@ def build_hints(
             "hint_right": right,
         }
 
-    return _write(Path(path), count, make_row)
+    return write_rows(Path(path), count, make_row)
 
 
 def reads_digits(completions: Sequence[str], digits: Sequence[str], **_: Any) -> list[float]:
@@ -268,32 +294,6 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
         return np.asarray(0.5 + 0.5 * np.sin(2 * np.pi * (x * np.cos(angle) + y * np.sin(angle)) / period))
     coarse = Image.fromarray((rng.random((height // 14, max(width // 14, 1))) * 255).astype(np.uint8))
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) / 255.0
-
-
-def _write(path: Path, count: int, make_row: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Path:
-    """Write beside the final place and rename, since parallel runs may build the same file."""
-    if path.suffix != ".jsonl":
-        raise ValueError(f"the questions go to a .jsonl file, with their images in a folder beside it; got {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
-    folder = path.with_suffix("")
-    lines = []
-    for index in range(count):
-        image, row = make_row()
-        image.save(partial / f"{index:05d}.png", compress_level=1)
-        name = f"{folder.name}/{index:05d}.png"
-        lines.append(json.dumps({"id": f"{path.stem}-{index:05d}", **row, "images": [name]}))
-    listing = partial / "rows.jsonl"
-    listing.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    lines_path = partial.with_suffix(".jsonl")
-    listing.rename(lines_path)
-    partial.chmod(0o755)
-    try:
-        partial.rename(folder)
-    except OSError:  # another run was faster; its images are the same
-        shutil.rmtree(partial)
-    lines_path.replace(path)
-    return path
 
 
 QUESTIONS: dict[str, Question] = {

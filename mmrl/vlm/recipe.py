@@ -293,12 +293,16 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
                 self._note_room(prompts[-1], policy)
             except TaskError as error:
                 last = error
-                if not self.skipped[error.kind]:
-                    LOGGER.warning("question skipped (%s): %s", error.kind, error)
-                self.skipped[error.kind] += 1
+                self.note_skipped(error)
         if not prompts and not allow_none:
             raise NoUsableTasksError(f"none of {len(tasks)} questions could be used; the last one: {last}")
         return usable, prompts
+
+    def note_skipped(self, error: TaskError) -> None:
+        """Count a question that is left out, and log the first of each kind."""
+        if not self.skipped[error.kind]:
+            LOGGER.warning("question skipped (%s): %s", error.kind, error)
+        self.skipped[error.kind] += 1
 
     def _note_room(self, prompt: Prompt, policy: VlmPolicy) -> None:
         """Count prompts that leave fewer positions than a response may take, and warn of the first."""

@@ -89,6 +89,7 @@ def _tiny_vlm() -> Path:
 
 def _vlm(name: str, folder: Path) -> Any:
     from mmrl.rewards import RewardConfig
+    from tests.vlm.pairs import write_pairs
     from tests.vlm.runs import run_config
 
     entry = RECIPES[name]
@@ -98,6 +99,8 @@ def _vlm(name: str, folder: Path) -> Any:
     config.rewards = [RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)]
     if entry.supervised:
         config.trainer.samples_per_task = 1
+    if name == "preference":
+        config.data.path, config.trainer.samples_per_task = str(write_pairs(folder / "pairs")), 2
     return config
 
 
@@ -145,6 +148,10 @@ def _diffusion(name: str, folder: Path) -> Any:
 
     if RECIPES[name].supervised:
         return _pretraining(name, folder)
+    if name == "diffusion_dpo":
+        from tests.diffusion.pairs import dpo_config
+
+        return dpo_config(folder)
     config = run_config(name, folder, tasks_per_step=2, samples_per_task=2)
     config.eval_data = {}
     config.sampler.steps = 3

@@ -7,14 +7,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from mmrl.core import CATALOGUE
+from mmrl.core import CATALOGUE, PREFERENCES
 from tests.golden.numbers import FOLDER, PAPERS, load
 
 SHARED = {"flow_grpo_fast": "flow_grpo"}
 """Rows that differ from another one in constants only."""
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", [*CATALOGUE, *PREFERENCES])
 def test_every_row_of_the_catalogue_has_a_file(name):
     paper = SHARED.get(name, name)
     assert paper in PAPERS, f"tests/golden/{paper}.json is missing: see tests/golden/README.md"

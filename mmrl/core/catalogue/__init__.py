@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mmrl.core.catalogue import critic, group, image, supervised
+from mmrl.core.catalogue import critic, group, image, preference, supervised
 from mmrl.core.checks import look_up
 from mmrl.core.objective import Objective
+from mmrl.core.preference import PreferenceObjective
 
-__all__ = ["CATALOGUE", "get"]
+__all__ = ["CATALOGUE", "PREFERENCES", "get", "get_preference"]
 
 
 def get(name: str) -> Objective:
@@ -21,9 +22,30 @@ def get(name: str) -> Objective:
     Raises:
         ValueError: No such method; the message lists what exists.
     """
+    if name in PREFERENCES:
+        raise ValueError(
+            f"'{name}' learns from pairs of answers, not from rewards: it belongs to `recipe: preference` (images: "
+            f"diffusion_dpo). Objectives: {', '.join(sorted(CATALOGUE))}."
+        )
     return look_up(CATALOGUE, name, "objective")
+
+
+def get_preference(name: str) -> PreferenceObjective:
+    """Return a method of the catalogue that learns from pairs.
+
+    Args:
+        name: Its name, such as "dpo"; `PreferenceObjective.override` changes numbers of its blocks.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ValueError: No such method; the message lists what exists.
+    """
+    return look_up(PREFERENCES, name, "preference objective")
 
 
 CATALOGUE: dict[str, Objective] = {
     row.name: row for family in (group, critic, image, supervised) for row in family.ROWS
 }
+PREFERENCES: dict[str, PreferenceObjective] = {row.name: row for row in preference.ROWS}

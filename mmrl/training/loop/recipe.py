@@ -181,6 +181,11 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return LossTerms()
 
     @property
+    def needs_reference_model(self) -> bool:
+        """Whether the loop keeps a reference policy for this recipe."""
+        return self.objective.needs_reference
+
+    @property
     def loss_outputs(self) -> frozenset[str]:
         """Names of the policy outputs that the loss needs."""
         outputs = {"logp"}

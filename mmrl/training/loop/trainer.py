@@ -59,7 +59,7 @@ class Trainer:
         self.accelerator = accelerator
         self.stop = stop
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
-        needed, start = recipe.objective.needs_reference, recipe.start
+        needed, start = recipe.needs_reference_model, recipe.start
         self.reference = make_reference(config.reference, recipe.policy, needed=needed, start=start)
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
         self.log = RunLog(run_dir, accelerator.device, tracker)

@@ -258,6 +258,9 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Divergence from the reference and the sampling policy", ("policy/kl_ref", "policy/kl_old"), False),
     ("Entropy", ("policy/entropy",), False),
     ("Loss terms", ("loss/*",), False),
+    ("Implicit rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins"), False),
+    ("Log-probabilities of the two sides", ("logps/chosen", "logps/rejected"), False),
+    ("Order of pairs", ("rewards/accuracies", "logps/accuracies"), False),
     ("Importance ratio", ("policy/ratio_mean", "policy/ratio_max"), False),
     (
         "Shares",

@@ -1,0 +1,338 @@
+"""Losses on pairs of a preferred and a rejected answer, and how an answer's decisions become one number.
+
+With h = (logp_w - logp_ref_w) - (logp_l - logp_ref_l), the margin of a pair (`Pairs.margin`), w the preferred side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.core.aggregation import masked_mean, masked_sum
+from mmrl.core.blocks.block import Block
+from mmrl.core.pairs import Pairs
+from mmrl.fields import bounded, choice
+
+__all__ = [
+    "LIKELIHOODS",
+    "PAIR_LOSSES",
+    "PAIR_SCORES",
+    "PREFERENCE_BLOCKS",
+    "ChosenLikelihood",
+    "DecisionScore",
+    "HingePair",
+    "IpoPair",
+    "MeanScore",
+    "NoPairLoss",
+    "PairLoss",
+    "PairScore",
+    "RefuelPair",
+    "RobustPair",
+    "SigmoidPair",
+    "SppoHardPair",
+    "SppoPair",
+    "SumScore",
+]
+
+MARGIN = "h"
+
+
+@dataclass(frozen=True)
+class PairLoss(Block):
+    """Loss of a pair."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """Loss of each pair.
+
+        Args:
+            pairs: M pairs.
+
+        Returns:
+            (M,), to be minimised.
+
+        Gradient: through `logp_w` and `logp_l`.
+        """
+        raise NotImplementedError
+
+    @property
+    def reward_scale(self) -> float:
+        """Factor that makes a log-ratio the implicit reward of an answer, for the metrics."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class _BetaPair(PairLoss):
+    beta: float = bounded(0.1, above=0, finite=True)
+    """Strength of the pull to the reference: an answer's implicit reward is beta times its log-ratio."""
+
+    @property
+    def reward_scale(self) -> float:
+        """See `PairLoss`."""
+        return self.beta
+
+
+@dataclass(frozen=True)
+class SigmoidPair(_BetaPair):
+    """Logistic loss of the Bradley-Terry model (DPO, arXiv 2305.18290, eq. 7; smoothed: conservative DPO)."""
+
+    kind = "sigmoid"
+    label_smoothing: float = bounded(0.0, at_least=0, below=0.5)
+    """Assumed share of pairs whose sides are swapped; above 0 is conservative DPO."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        x, swapped = self.beta * pairs.margin, self.label_smoothing
+        return -(1 - swapped) * functional.logsigmoid(x) - swapped * functional.logsigmoid(-x)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        kept, swapped = f"log sigmoid({self.beta:g} {MARGIN})", self.label_smoothing
+        if not swapped:
+            return f"-{kept}"
+        return f"-{1 - swapped:g} {kept} - {swapped:g} log sigmoid(-{self.beta:g} {MARGIN})"
+
+
+@dataclass(frozen=True)
+class RobustPair(_BetaPair):
+    """Logistic loss that is unbiased where a known share of pairs is swapped (robust DPO, arXiv 2403.00409)."""
+
+    kind = "robust"
+    label_smoothing: float = bounded(0.1, at_least=0, below=0.5)
+    """Known share of pairs whose sides are swapped."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        x, swapped = self.beta * pairs.margin, self.label_smoothing
+        clean = -(1 - swapped) * functional.logsigmoid(x)
+        return (clean + swapped * functional.logsigmoid(-x)) / (1 - 2 * swapped)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        swapped, x = self.label_smoothing, f"{self.beta:g} {MARGIN}"
+        top = f"-{1 - swapped:g} log sigmoid({x}) + {swapped:g} log sigmoid(-{x})"
+        return f"[{top}] / {1 - 2 * swapped:g}"
+
+
+@dataclass(frozen=True)
+class HingePair(_BetaPair):
+    """Hinge loss, 0 for pairs whose margin is at least 1 / beta (SLiC-HF, arXiv 2305.10425, with a reference)."""
+
+    kind = "hinge"
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        return torch.relu(1 - self.beta * pairs.margin)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"max(0, 1 - {self.beta:g} {MARGIN})"
+
+
+@dataclass(frozen=True)
+class IpoPair(_BetaPair):
+    """Squared distance of the margin to 1 / (2 beta) (IPO, arXiv 2310.12036, eq. 17; beta is its tau)."""
+
+    kind = "ipo"
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        return (pairs.margin - 1 / (2 * self.beta)).square()
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"({MARGIN} - {1 / (2 * self.beta):g})^2"
+
+
+@dataclass(frozen=True)
+class SppoPair(PairLoss):
+    """Each side's log-ratio is drawn to its win probability (SPPO, arXiv 2405.00675, eq. 4.7).
+
+    The probability that w wins is the sigmoid of the difference of the two scores in the data.
+    """
+
+    kind = "sppo"
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
+    beta: float = bounded(1e-3, above=0, finite=True)
+    """The paper's 1 / eta: the log-ratios are drawn to (P - 1/2) / beta."""
+
+    def win_probability(self, pairs: Pairs) -> Tensor:
+        """Probability (M,) that w wins."""
+        assert pairs.score_w is not None
+        assert pairs.score_l is not None
+        return torch.sigmoid(pairs.score_w - pairs.score_l).to(pairs.logp_w.dtype)
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        target = (self.win_probability(pairs) - 0.5) / self.beta
+        return 0.5 * ((pairs.log_ratio_w - target).square() + (pairs.log_ratio_l + target).square())
+
+    @property
+    def reward_scale(self) -> float:
+        """See `PairLoss`."""
+        return self.beta
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"0.5 [(r_w - p)^2 + (r_l + p)^2], p = {self._probability}, r = logp - logp_ref"
+
+    @property
+    def _probability(self) -> str:
+        return f"(sigmoid(score_w - score_l) - 0.5) / {self.beta:g}"
+
+
+@dataclass(frozen=True)
+class SppoHardPair(SppoPair):
+    """SPPO for data without scores: w wins for certain (`sppo_hard` of TRL, which has no factor 1/2)."""
+
+    kind = "sppo_hard"
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+
+    def win_probability(self, pairs: Pairs) -> Tensor:
+        """1 for every pair."""
+        return torch.ones_like(pairs.logp_w)
+
+    @property
+    def _probability(self) -> str:
+        return f"{0.5 / self.beta:g}"
+
+
+@dataclass(frozen=True)
+class RefuelPair(PairLoss):
+    """Squared distance of the margin to the difference of the two scores (REFUEL, arXiv 2410.04612, one turn).
+
+    The reference is the policy that drew the answers.
+    """
+
+    kind = "refuel"
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
+    eta: float = bounded(1.0, above=0, finite=True)
+    """Nats that a difference of 1 in the scores is worth; the public runs use 1000 with normalised rewards."""
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        assert pairs.score_w is not None
+        assert pairs.score_l is not None
+        return (pairs.margin - self.eta * (pairs.score_w - pairs.score_l).to(pairs.margin.dtype)).square()
+
+    @property
+    def reward_scale(self) -> float:
+        """See `PairLoss`."""
+        return 1 / self.eta
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return f"({MARGIN} - {self.eta:g} (score_w - score_l))^2"
+
+
+@dataclass(frozen=True)
+class NoPairLoss(PairLoss):
+    """No loss on the pair, which leaves the likelihood of the preferred answers: supervised learning on them."""
+
+    kind = "none"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """See `PairLoss`."""
+        return torch.zeros_like(pairs.logp_w)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return ""
+
+
+@dataclass(frozen=True)
+class PairScore(Block):
+    """How the log-probabilities of an answer's decisions become what a pair is compared by."""
+
+    def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and where there are any.
+
+        Args:
+            logp: (B, T) nats.
+            mask: (B, T) {0, 1}.
+
+        Returns:
+            (B, K) scores and (B, K) bool, K = 1 or T.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SumScore(PairScore):
+    """Log-probability of the whole answer, the sum over its decisions (DPO and its kin)."""
+
+    kind = "sum"
+
+    def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PairScore`."""
+        return masked_sum(logp, mask)[:, None], (mask > 0).any(1, keepdim=True)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "logp = sum over the decisions of an answer"
+
+
+@dataclass(frozen=True)
+class MeanScore(PairScore):
+    """Log-probability a decision, the mean over an answer (IPO as its authors and TRL compute it)."""
+
+    kind = "mean"
+
+    def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PairScore`."""
+        return masked_mean(logp, mask)[:, None], (mask > 0).any(1, keepdim=True)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "logp = mean over the decisions of an answer"
+
+
+@dataclass(frozen=True)
+class DecisionScore(PairScore):
+    """Each decision is a pair of its own: noisy versions of two images at the same time with the same noise."""
+
+    kind = "decision"
+
+    def __call__(self, logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PairScore`."""
+        return logp, mask > 0
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "logp of each decision, every one a pair of its own"
+
+
+@dataclass(frozen=True)
+class ChosenLikelihood(Block):
+    """Negative log-likelihood of the preferred answers as a further term (RPO, arXiv 2405.16436)."""
+
+    kind = "nll"
+    coef: float = bounded(0.0, at_least=0, finite=True)
+    """Weight of the term."""
+    average: str = choice("answers", ("answers", "decisions"))
+    """answers: mean over answers of each one's mean; decisions: mean over all decisions of the step (TRL)."""
+
+    def formula(self) -> str:
+        """See `Block`."""
+        over = "preferred answers of each one's mean" if self.average == "answers" else "preferred decisions"
+        return f"{self.coef:g} * mean over {over} (-logp_it)"
+
+
+PAIR_LOSSES: dict[str, type[PairLoss]] = {
+    block.kind: block
+    for block in (SigmoidPair, RobustPair, HingePair, IpoPair, SppoPair, SppoHardPair, RefuelPair, NoPairLoss)
+}
+PAIR_SCORES: dict[str, type[PairScore]] = {block.kind: block for block in (SumScore, MeanScore, DecisionScore)}
+LIKELIHOODS: dict[str, type[ChosenLikelihood]] = {ChosenLikelihood.kind: ChosenLikelihood}
+PREFERENCE_BLOCKS: dict[str, dict[str, type[Block]]] = {
+    "loss": dict(PAIR_LOSSES),
+    "score": dict(PAIR_SCORES),
+    "likelihood": dict(LIKELIHOODS),
+}
+"""Field of a preference objective to the kinds of block that it takes."""

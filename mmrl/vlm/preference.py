@@ -1,0 +1,284 @@
+"""Preference optimisation of a vision-language model on given pairs: DPO and its kin, in the loop of every recipe.
+
+    L = mean over pairs [l(h)] + coef * NLL of the preferred answers,
+    h = (logp_w - logp_ref_w) - (logp_l - logp_ref_l)
+
+with l of the objective (`mmrl list objectives`; DPO: -log sigmoid(beta h)). A pair is a group of two rows, so its
+prompt with its images is computed once for both sides, in the policy's pass and in the reference's. The reference is
+the model at the start: a frozen copy, the model with its adapter off, or log-probabilities computed once ahead.
+
+Differences from TRL's trainer: sides are never cut, a pair that does not fit is left out and counted; losses are
+means over the optimiser step, not over micro-batches. Defaults: beta 0.1, learning rate 1e-6, as in TRL.
+
+Source: Rafailov et al., DPO, arXiv 2305.18290; huggingface/trl trl/trainer/dpo_trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.aggregation import Denominators
+from mmrl.core.blocks.preference import DecisionScore
+from mmrl.core.objective import LossOutput, PolicyOutputs
+from mmrl.core.pairs import SCORE
+from mmrl.core.preference import PreferenceObjective
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded
+from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
+from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
+from mmrl.training.loop.recipe import NoUsableTasksError
+from mmrl.training.loop.reference import Reference
+from mmrl.training.loop.settings import TrainerConfig
+from mmrl.training.record.samples import SampleRecord
+from mmrl.vlm.data import LoadedTasks
+from mmrl.vlm.given import GivenAnswersConfig, GivenAnswersRecipe
+from mmrl.vlm.pair_evaluation import PairMeasure
+from mmrl.vlm.pairs import PairColumns, has_sides, keep_pairs, sides_of, tokenise_sides
+from mmrl.vlm.payload import Prompt, VlmPayload
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.start_scores import StartScores
+from mmrl.vlm.task import TaskError, VlmTask
+
+__all__ = ["PreferenceRecipe", "PreferenceRunConfig"]
+
+TRAINING = "data"
+SIDES = ("chosen", "rejected")
+
+
+@dataclass
+class PreferenceRunConfig(GivenAnswersConfig):
+    """A run on pairs of answers. A held-out split with both columns measures pairs; with rewards, answers too."""
+
+    chosen_key: str = "chosen"
+    """Column of the preferred answer: a text, or chat turns."""
+    rejected_key: str = "rejected"
+    """Column of the rejected answer."""
+    chosen_score_key: str = "score_chosen"
+    """Column of the preferred answer's score; read by the losses sppo and refuel only."""
+    rejected_score_key: str = "score_rejected"
+    """Column of the rejected answer's score."""
+    max_side_tokens: int | None = bounded(None, at_least=1)
+    """Pairs with a longer side are skipped and counted; empty: what the model's positions leave behind the prompt."""
+    objective: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """What is minimised."""
+    precompute_reference: bool = False
+    """Compute the reference's log-probabilities of all training pairs once, before the first step, in place of a pass
+    at each step; no copy of the model is kept then."""
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(samples_per_task=2))
+    """Batch sizes, optimiser and guards; `tasks_per_step` counts pairs."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        objective = make_preference(self.objective)
+        check_pair_batches(self.trainer.samples_per_task, self.trainer.micro_batch)
+        if isinstance(objective.score, DecisionScore):
+            raise ValueError(
+                "objective.score is 'decision', which compares two answers token by token; it is for noisy versions of "
+                "images, use sum or mean"
+            )
+        if self.chosen_key == self.rejected_key:
+            raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; name two columns")
+        if self.precompute_reference and not objective.needs_reference:
+            raise ValueError("precompute_reference is true, but the objective has no reference; leave it out")
+        if self.precompute_reference and self.reference.kind not in ("auto", "frozen", "adapter"):
+            raise ValueError(
+                f"precompute_reference is true, but reference.kind is '{self.reference.kind}'; only the model at the "
+                "start can be computed ahead, use auto"
+            )
+
+    @property
+    def columns(self) -> PairColumns:
+        """Names of the columns of a pair."""
+        scored = make_preference(self.objective).needs_scores
+        scores = (self.chosen_score_key, self.rejected_score_key) if scored else None
+        return PairColumns(self.chosen_key, self.rejected_key, scores)
+
+
+class PreferenceRecipe(GivenAnswersRecipe):
+    """A preference objective on given pairs; see the module.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: model or data cannot be used.
+    """
+
+    config: PreferenceRunConfig
+    objective: PreferenceObjective  # type: ignore[assignment]
+    has_loss_terms: ClassVar[bool] = True
+
+    def __init__(self, config: PreferenceRunConfig) -> None:
+        self.columns = config.columns
+        self.start_scores = StartScores()
+        super().__init__(config)
+        for split, tasks in self.eval_tasks.items():
+            if not config.rewards and not has_sides(tasks, self.columns):
+                raise UserError(
+                    f"eval_data.{split} has no columns '{config.chosen_key}' and '{config.rejected_key}', and rewards "
+                    "is empty: nothing would be measured; give pairs, or rewards such as exact"
+                )
+
+    def make_objective(self) -> Any:
+        """The row of the catalogue with the run's changes."""
+        return make_preference(self.config.objective)
+
+    def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
+        """Read both sides of each question; a held-out split may be questions alone."""
+        if training or has_sides(loaded.tasks, self.columns):
+            return keep_pairs(loaded, self.columns)
+        return loaded
+
+    def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> Rollouts:
+        """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
+        pairs = self.pairs_of(policy, tasks)
+        if pairs is None:
+            raise NoUsableTasksError(f"none of {len(tasks)} pairs could be used; skipped so far: {dict(self.skipped)}")
+        return pairs
+
+    def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
+        """Questions as groups of two rows, the preferred side first; None where none can be used."""
+        kept: list[tuple[VlmTask, Prompt]] = []
+        ids: list[list[int]] = []
+        for task, prompt in zip(*self.encode(policy, tasks, allow_none=True), strict=True):
+            try:
+                ids += tokenise_sides(policy, task, prompt, self.columns, self.config.max_side_tokens)
+                kept.append((task, prompt))
+            except TaskError as error:
+                self.note_skipped(error)
+        if not kept:
+            return None
+        usable, prompts = [task for task, _ in kept], [prompt for _, prompt in kept]
+        texts = [side for task in usable for side in sides_of(task, self.columns)]
+        rollouts = self.given(policy, usable, prompts, texts, ids)
+        device = rollouts.mask.device
+        extras = pair_marks(len(usable), device)
+        if self.columns.scores is not None:
+            scores = [float(task.columns[name]) for task in usable for name in self.columns.scores]
+            extras[SCORE] = torch.tensor(scores, device=device)
+        return rollouts.replace(extras=extras)
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-probabilities at temperature 1: the answers were not sampled at another one."""
+        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+
+    @property
+    def needs_reference_model(self) -> bool:
+        """Whether a copy of the model, or its adapter off, scores pairs at each step."""
+        return self.objective.needs_reference and not self.config.precompute_reference
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """Given answers have no old policy."""
+        return False
+
+    @property
+    def loss_outputs(self) -> frozenset[str]:
+        """Log-probabilities alone."""
+        return frozenset({"logp"})
+
+    def compute_logprobs(self, policy: VlmPolicy, reference: Reference, rollouts: Rollouts) -> Rollouts:
+        """The reference's log-probabilities of both sides, of this step or computed ahead."""
+        self._fill_start_scores(policy)
+        if self.objective.needs_reference and self.config.precompute_reference:
+            return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
+        return self.reference_pass(reference, rollouts)
+
+    def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
+        """Mean pair loss."""
+        return self.objective.step_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
+
+    def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+        """Held-out pairs, and with rewards the answers to their questions."""
+        self._fill_start_scores(policy)
+        tasks = self.eval_tasks[split]
+        measures: list[Measure[VlmTask]] = [self.answer_measure(policy, split)] if self.config.rewards else []
+        if has_sides(tasks, self.columns):
+            measures.append(self.pair_measure(policy, split))
+        return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)
+
+    def pair_measure(self, policy: VlmPolicy, split: str) -> PairMeasure:
+        """What is measured on the pairs of a held-out split."""
+        return PairMeasure(
+            make_pairs=lambda tasks: self.held_out_pairs(policy, split, tasks),
+            logp=lambda rollouts: self.logp(policy, rollouts),
+            objective=self.objective,
+            batch_tasks=self.config.evaluation.batch_tasks,
+        )
+
+    def held_out_pairs(self, policy: VlmPolicy, split: str, tasks: Sequence[VlmTask]) -> Rollouts | None:
+        """Held-out pairs with the reference's log-probabilities; None where none can be used."""
+        rollouts = self.pairs_of(policy, tasks)
+        if rollouts is None or not self.objective.needs_reference:
+            return rollouts
+        return rollouts.replace(logp_ref=self.start_scores.of(split_table(split), rollouts))
+
+    def logp(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities (B, T) without gradient, in micro-batches."""
+        return self.scores_in_chunks(policy, rollouts, frozenset({"logp"})).logp
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Both sides of some pairs with their implicit rewards under the policy as it is now."""
+        shown = rollouts.select_groups(torch.arange(min(max(limit // 2, 1), rollouts.num_groups)))
+        payload = VlmPayload.of(shown)
+        numbers = self.objective.pair_numbers(self.objective.pairs(self.logp(self.policy, shown), shown))
+        images = [task.load_images() for task in payload.tasks]
+        found = []
+        for row, text in enumerate(payload.texts):
+            pair, side = divmod(row, 2)
+            reward = numbers.get(f"rewards/{SIDES[side]}")
+            found.append(
+                SampleRecord(
+                    id=payload.tasks[pair].id,
+                    prompt=payload.prompts[pair].text,
+                    response=text,
+                    answer=payload.texts[2 * pair],
+                    images=images[pair],
+                    reward=None if reward is None else float(reward[pair]),
+                    terms={"logp": float(numbers[f"logps/{SIDES[side]}"][pair]), "preferred": 1.0 - side},
+                )
+            )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Pairs skipped so far."""
+        return {"data/skipped": float(sum(self.skipped.values()))}
+
+    def describe(self) -> str:
+        """Formula of the loss."""
+        return self.objective.describe()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds what the model said at the start."""
+        return super().state_dict() | {"start_scores": self.start_scores.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self.start_scores.load_state_dict(state["start_scores"])
+
+    def _fill_start_scores(self, policy: VlmPolicy) -> None:
+        """Score held-out pairs, and training pairs that are computed ahead, with the policy before its first update."""
+        if not self.objective.needs_reference:
+            return
+        splits = {split_table(name): tasks for name, tasks in self.eval_tasks.items() if has_sides(tasks, self.columns)}
+        wanted = ({TRAINING: self.train_tasks} if self.config.precompute_reference else {}) | splits
+        skipped = self.skipped.copy()
+        for name, tasks in wanted.items():
+            if name not in self.start_scores:
+                batch = self.config.evaluation.batch_tasks
+                self.start_scores.fill(name, policy, tasks, lambda part: self.pairs_of(policy, part), self.logp, batch)
+        self.skipped = skipped  # they are counted where they are drawn
+
+
+def split_table(split: str) -> str:
+    """Name of a held-out split among the start scores."""
+    return f"eval_data.{split}"

@@ -1,0 +1,36 @@
+"""Every preference objective of the catalogue in every room that learns from pairs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mmrl.core import PREFERENCES
+from mmrl.core.blocks.preference import DecisionScore
+from mmrl.training.loop.preferences import PreferenceConfig
+from tests.contracts.domains import domain_of, run, weights
+
+CASES = [(recipe, row) for recipe in ("preference", "diffusion_dpo") for row in PREFERENCES]
+
+
+@pytest.mark.parametrize(("recipe", "row"), CASES)
+def test_a_row_trains_or_is_refused(recipe, row, tmp_path):
+    domain = domain_of(recipe)
+    for module in domain.needs:
+        pytest.importorskip(module)
+    config = domain.make_config(recipe, tmp_path)
+    config.objective = PreferenceConfig(preset=row)
+    if recipe == "preference" and isinstance(PREFERENCES[row].score, DecisionScore):
+        with pytest.raises(ValueError, match="noisy versions of images"):
+            config.validate()
+        return
+    config.validate()
+    trainer, losses = run(config, tmp_path / "whole", steps=1)
+    assert len(losses) == 1
+    assert math.isfinite(losses[0])
+    start = type(trainer.recipe)(config)
+    before = torch.cat([p.detach().flatten() for p in start.policy.parameters() if p.requires_grad])
+    start.close()
+    assert not torch.equal(weights(trainer), before)

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.recipes import RECIPES
+from mmrl.rewards import RewardConfig
+from mmrl.training.loop.reference import make_reference
+from mmrl.training.loop.seeds import make_generator
+from mmrl.training.record.samples import read_samples
+from mmrl.training.runs import evaluate, train
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.models import load_policy
+from mmrl.vlm.preference import PreferenceRecipe
+from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
+from tests.vlm.pairs import pair_config, write_pairs
+
+MODEL = "qwen2_5_vl"
+
+
+def built(config, disturbed: bool = True) -> PreferenceRecipe:
+    """The recipe with its policy moved away from the reference, which is made before."""
+    config.validate()
+    recipe = PreferenceRecipe(config)
+    recipe.reference = make_reference(config.reference, recipe.policy, needed=recipe.needs_reference_model)
+    if disturbed:
+        generator = torch.Generator().manual_seed(3)
+        recipe._fill_start_scores(recipe.policy)
+        with torch.no_grad():
+            for parameter in recipe.policy.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return recipe
+
+
+def step_pairs(recipe: PreferenceRecipe, count: int = 6):
+    """The pairs of a step with their reference log-probabilities."""
+    rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:count], make_generator(0, "rollout"))
+    return recipe.compute_logprobs(recipe.policy, recipe.reference, rollouts)
+
+
+def loss_and_gradient(recipe: PreferenceRecipe, rollouts, rows: int = 0) -> tuple[float, torch.Tensor]:
+    recipe.policy.zero_grad()
+    counts = recipe.denominators(rollouts)
+    chunks = list(rollouts.micro_batches(rows or rollouts.num_rows))
+    total = 0.0
+    with recipe.prefix_scope_of(chunks, recipe.policy) as shared:
+        for chunk in chunks:
+            output = recipe.loss(recipe.policy, chunk, counts)
+            output.loss.backward()
+            total += float(output.loss.detach())
+        shared.backward()
+    gradients = [p.grad.flatten() for p in recipe.policy.parameters() if p.grad is not None]
+    return total, torch.cat(gradients)
+
+
+def weights(run_dir, step: int) -> torch.Tensor:
+    policy = load_policy(ModelConfig(path=str(run_dir / f"checkpoints/step-{step:06d}/model")))
+    return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def test_shared_prompts_change_nothing_but_the_time(tmp_path, tiny_folders, family):
+    found = []
+    for shared in (True, False):
+        config = pair_config(tmp_path / str(shared), tiny_folders[family])
+        config.model.shared_prefix = shared
+        recipe = built(config)
+        rollouts = step_pairs(recipe)
+        assert rollouts.num_groups == 6
+        assert len(rollouts.payload.prompts) == 6, "a prompt stands once for both sides"
+        found.append((rollouts.logp_ref, *loss_and_gradient(recipe, rollouts)))
+    (ref, loss, gradient), (flat_ref, flat_loss, flat_gradient) = found
+    assert_equal_up_to_rounding(ref, flat_ref)
+    assert_equal_up_to_rounding(torch.tensor(loss), torch.tensor(flat_loss))
+    assert_same_gradient(gradient, flat_gradient)
+
+
+@pytest.mark.parametrize("preset", ["dpo", "ipo", "rpo", "refuel"])
+def test_micro_batches_change_only_rounding(tmp_path, tiny_folders, preset):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.objective.preset = preset
+    recipe = built(config)
+    rollouts = step_pairs(recipe)
+    loss, gradient = loss_and_gradient(recipe, rollouts)
+    for rows in (2, 4):
+        other, other_gradient = loss_and_gradient(recipe, rollouts, rows)
+        assert_equal_up_to_rounding(torch.tensor(other), torch.tensor(loss))
+        assert_same_gradient(other_gradient, gradient)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_reference_computed_ahead_is_that_of_each_step(tmp_path, tiny_folders, lora):
+    found = []
+    for ahead in (False, True):
+        config = pair_config(tmp_path / str(ahead), tiny_folders[MODEL])
+        config.model.lora.enabled, config.precompute_reference = lora, ahead
+        recipe = built(config)
+        assert recipe.needs_reference_model is not ahead
+        assert recipe.reference.kind == ("none" if ahead else "adapter" if lora else "frozen")
+        rollouts = step_pairs(recipe, 4)
+        found.append(rollouts.logp_ref)
+        own = recipe.logp(recipe.policy, rollouts)
+        assert float((own - rollouts.logp_ref).abs().max()) > 0.01, "the policy has moved, the reference has not"
+    assert_equal_up_to_rounding(found[1], found[0])
+
+
+def test_a_run_learns_the_order_and_shows_both_sides(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL], steps=12, tasks_per_step=6, learning_rate=3e-3)
+    config.rewards = [RewardConfig(name="exact")]
+    run_dir = train(RECIPES["preference"], config)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert rows[0]["loss/total"] == pytest.approx(math.log(2), rel=1e-5), "policy and reference are the same at first"
+    assert rows[-1]["loss/total"] < 0.5 * rows[0]["loss/total"]
+    assert rows[-1]["rewards/margins"] == pytest.approx(rows[-1]["rewards/chosen"] - rows[-1]["rewards/rejected"])
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
+    assert [row["accuracy/rewards"] for row in evaluations] == [0.0, 1.0]
+    assert evaluations[-1]["rewards/margins"] > 0.5
+    assert evaluations[-1]["pairs/skipped"] == 0
+    assert {"accuracy/likelier", "accuracy/greedy", "logps/chosen"} <= set(evaluations[0])
+    samples = read_samples(run_dir, 12, "train")
+    assert [sample.terms["preferred"] for sample in samples] == [1.0, 0.0, 1.0, 0.0]
+    assert samples[0].id == samples[1].id
+    assert samples[0].response == "<answer>7</answer>"
+    assert samples[0].reward > samples[1].reward
+    assert evaluate(RECIPES["preference"], config, run_dir)["heldout/accuracy/rewards"] == 1.0
+    page = (run_dir / "report.html").read_text()
+    assert "Implicit rewards" in page
+
+
+def test_held_out_pairs_alone_are_enough(tmp_path, tiny_folders):
+    run_dir = train(RECIPES["preference"], pair_config(tmp_path, tiny_folders[MODEL]))
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
+    assert [row["tag"] for row in evaluations] == ["before", "after"]
+    shown = read_samples(run_dir, 2, "eval")[0].response
+    assert shown.startswith("preferred: <answer>7</answer>\nrejected: <think>")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_resumed_run_is_one_that_was_not_interrupted(tmp_path, tiny_folders, ahead):
+    final = []
+    for name in ("whole", "resumed"):
+        config = pair_config(tmp_path / name, tiny_folders[MODEL], steps=3)
+        config.precompute_reference = ahead
+        if name == "resumed":
+            config.trainer.steps = 2
+            train(RECIPES["preference"], config)
+            config.trainer.steps = 3
+            (tmp_path / name / "run/result.json").unlink()
+        run_dir = train(RECIPES["preference"], config, resume=name == "resumed")
+        last = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()][-1]
+        final.append((weights(run_dir, 3), last["rewards/margins"]))
+    assert torch.equal(final[0][0], final[1][0])
+    assert final[0][1] == final[1][1]
+
+
+def spoil(number: int, **cells):
+    return lambda place, row: row.update(cells) if place == number else None
+
+
+TURN = [{"role": "assistant", "content": "yes"}]
+ASKED = [{"role": "user", "content": "What is 3 plus 4?"}]
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind", "message"),
+    [
+        ({"rejected": "<answer>7</answer>"}, "equal_sides", "'chosen' and 'rejected' are the same text"),
+        ({"rejected": None}, "missing_side", "no answer in column 'rejected'"),
+        ({"chosen": "  "}, "empty_side", "the answer in column 'chosen' is empty"),
+        ({"chosen": ["yes"]}, "bad_side", "the roles None; expected a text, or one assistant turn"),
+        ({"chosen": 7}, "bad_side", "has a int"),
+        ({"chosen": [*TURN, *ASKED, *TURN]}, "bad_side", "the roles assistant, user, assistant"),
+        ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "bad_side", "something else than text"),
+    ],
+)
+def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tiny_folders, cells, kind, message):
+    data = write_pairs(tmp_path / "data", spoil(2, **cells))
+    config = pair_config(tmp_path, tiny_folders[MODEL], data)
+    with pytest.raises(UserError, match=f"q2: .*{message}.*data.on_bad_row=skip"):
+        PreferenceRecipe(config)
+    config.data.on_bad_row = config.eval_data["heldout"].on_bad_row = "skip"
+    recipe = PreferenceRecipe(config)
+    assert recipe.skipped == {kind: 1}
+    assert len(recipe.train_tasks) == len(recipe.eval_tasks["heldout"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind"),
+    [
+        ({"chosen": "look <|image_pad|>"}, "media_in_side"),
+        ({"chosen": "yes " * 600}, "long_side"),
+        ({"images": ["missing.png"]}, "missing_image"),
+    ],
+)
+def test_pairs_that_do_not_fit_the_model_are_counted_and_never_cut(tmp_path, tiny_folders, cells, kind):
+    data = write_pairs(tmp_path / "data", spoil(0, **cells))
+    if kind == "missing_image":  # found when the file is read; here it vanishes later
+        data = write_pairs(tmp_path / "data")
+    config = pair_config(tmp_path, tiny_folders[MODEL], data)
+    recipe = PreferenceRecipe(config)
+    if kind == "missing_image":
+        (tmp_path / "data/0.png").unlink()
+    pairs = recipe.pairs_of(recipe.policy, recipe.train_tasks)
+    assert [task.id for task in pairs.payload.tasks] == ["q1", "q2", "q3", "q4", "q5"]
+    assert recipe.skipped == {kind: 1}
+
+
+def test_a_question_longer_than_the_model_reads_is_skipped_whole(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.model.max_prompt_tokens = 10  # inside the span of the image
+    recipe = PreferenceRecipe(config)
+    pairs = recipe.pairs_of(recipe.policy, recipe.train_tasks)
+    assert pairs is None or all(not task.images for task in pairs.payload.tasks)
+    assert recipe.skipped["prompt_too_long"] >= 5
+
+
+def test_no_usable_pair_is_an_error(tmp_path, tiny_folders):
+    data = write_pairs(tmp_path / "data", lambda number, row: row.update(rejected=row["chosen"]))
+    config = pair_config(tmp_path, tiny_folders[MODEL], data)
+    config.data.on_bad_row = "skip"
+    with pytest.raises(UserError, match=r"no usable row is left .*6 equal_sides"):
+        PreferenceRecipe(config)
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [
+        {"chosen": TURN, "rejected": [{"role": "assistant", "content": [{"type": "text", "text": "no"}]}]},
+        {"prompt": ASKED, "images": [], "chosen": [*ASKED, *TURN], "rejected": [*ASKED, {**TURN[0], "content": "no"}]},
+    ],
+)
+def test_sides_as_chat_turns(tmp_path, tiny_folders, sides):
+    data = write_pairs(tmp_path / "data", lambda number, row: row.update(sides))
+    recipe = PreferenceRecipe(pair_config(tmp_path, tiny_folders[MODEL], data))
+    pairs = recipe.pairs_of(recipe.policy, recipe.train_tasks[:1])
+    assert pairs.payload.texts == ["yes", "no"]
+    assert pairs.mask.sum(1).tolist() == [
+        len(recipe.policy.processor.tokenizer.encode(text)) + 1 for text in ("yes", "no")
+    ]
+
+
+def test_scores_of_the_data_are_read_where_the_loss_wants_them(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.objective.preset = "sppo"
+    rollouts = step_pairs(built(config), 1)
+    assert rollouts.extras["pair_score"].tolist() == [2.0, 0.5]
+    data = write_pairs(tmp_path / "other", spoil(1, score_rejected="high"))
+    config = pair_config(tmp_path, tiny_folders[MODEL], data)
+    config.objective.preset = "refuel"
+    with pytest.raises(UserError, match="column 'score_rejected' is 'high'; the loss needs a finite score"):
+        PreferenceRecipe(config)
+
+
+def test_held_out_questions_without_pairs_need_rewards(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.eval_data["heldout"].path = str(tmp_path / "data/questions.jsonl")
+    with pytest.raises(UserError, match="has no columns 'chosen' and 'rejected', and rewards is empty"):
+        PreferenceRecipe(config)
+    config.rewards = [RewardConfig(name="exact")]
+    PreferenceRecipe(config).close()
+
+
+def test_a_data_set_without_the_columns_names_them(tmp_path, tiny_folders):
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.chosen_key = "better"
+    with pytest.raises(UserError, match="no answer in column 'better'; the row's other columns: id, chosen, rejected"):
+        PreferenceRecipe(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.samples_per_task": 4}, "a pair has two sides, set it to 2"),
+        ({"trainer.micro_batch": 1}, "use at least 2"),
+        ({"chosen_key": "rejected"}, "both 'rejected'"),
+        ({"objective.preset": "grpo"}, "no preference objective 'grpo'"),
+        (
+            {"objective.loss": {"kind": "none"}, "objective.likelihood": {"coef": 1.0, "kind": "nll"}},
+            "has no reference",
+        ),
+        ({"reference.kind": "ema"}, "only the model at the start"),
+    ],
+)
+def test_contradictions_are_refused_before_a_model_is_loaded(tmp_path, changes, message):
+    config = pair_config(tmp_path, tmp_path / "no-model")
+    config.precompute_reference = True
+    for key, value in changes.items():
+        part = config
+        *parents, name = key.split(".")
+        for parent in parents:
+            part = getattr(part, parent)
+        setattr(part, name, value)
+    with pytest.raises(ValueError, match=message):
+        config.validate()
