@@ -21,7 +21,16 @@ from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, rea
 from mmrl.hub.tables import LINES, READERS, read_rows
 from mmrl.values import is_text
 
-__all__ = ["CaptionedImage", "ImageDataConfig", "load_images", "write_images"]
+__all__ = [
+    "CaptionedImage",
+    "ImageDataConfig",
+    "ImageFile",
+    "StoredImage",
+    "array_header",
+    "check_caption",
+    "load_images",
+    "write_images",
+]
 
 PACKED = ".npz"
 
@@ -106,8 +115,8 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
 def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     try:
         with zipfile.ZipFile(path) as packed:
-            shape, dtype = _header(packed, "images.npy")
-            texts, kind = _header(packed, "captions.npy")
+            shape, dtype = array_header(packed, "images.npy")
+            texts, kind = array_header(packed, "captions.npy")
     except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
         raise UserError(f"{path} is no file of captioned images: {error}") from error
     if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or texts != shape[:1] or kind.kind != "U":
@@ -121,12 +130,20 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is no file of captioned images: {error or type(error).__name__}") from error
     for number, caption in enumerate(captions):
-        _check_caption(f"{path.name} {number}", caption, config)
-    return [CaptionedImage(f"{path.name} {n}", caption, _Stored(images, n)) for n, caption in enumerate(captions)]
+        check_caption(f"{path.name} {number}", caption, config)
+    return [CaptionedImage(f"{path.name} {n}", caption, StoredImage(images, n)) for n, caption in enumerate(captions)]
 
 
-def _header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an array, checked against the bytes that there are of it, before memory is taken for it."""
+def array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array, checked against the bytes that there are of it, before memory is taken for it.
+
+    Args:
+        packed: the .npz file.
+        name: of the array in it, with .npy.
+
+    Raises:
+        ValueError, KeyError: the array is not there or not what its header says.
+    """
     with packed.open(name) as content:
         version = np.lib.format.read_magic(content)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -137,7 +154,8 @@ def _header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dty
     return shape, dtype
 
 
-def _check_caption(place: str, caption: str, config: ImageDataConfig) -> None:
+def check_caption(place: str, caption: str, config: Any) -> None:
+    """Refuse a caption that is no text or longer than `config.max_prompt_chars`; raises UserError."""
     if not is_text(caption):
         raise UserError(f"{place}: the caption holds a NUL or half of a surrogate pair, which is no text")
     if len(caption) > config.max_prompt_chars:
@@ -158,30 +176,36 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
         if not isinstance(image, str) or not isinstance(caption, str):
             columns = ", ".join(row.cells)
             raise UserError(f"{row.place}: expected an object with the texts image and prompt, it has {columns}")
-        _check_caption(row.place, caption, config)
+        check_caption(row.place, caption, config)
         file = path.parent / image
         if not is_file(file):
             raise UserError(f"{row.place}: no such image: {file}")
-        found.append(CaptionedImage(row.place, caption, _File(file, config.max_image_pixels)))
+        found.append(CaptionedImage(row.place, caption, ImageFile(file, config.max_image_pixels)))
     return found
 
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredImage:
+    """An image of an array of images."""
+
     images: NDArray[np.uint8]
     row: int
 
     def __call__(self) -> NDArray[np.uint8]:
+        """RGB uint8 (h, w, 3)."""
         pixels: NDArray[np.uint8] = self.images[self.row]
         return pixels
 
 
 @dataclass(frozen=True)
-class _File:
+class ImageFile:
+    """An image file, opened when it is called."""
+
     path: Path
     max_pixels: int
 
     def __call__(self) -> NDArray[np.uint8]:
+        """RGB uint8 (h, w, 3); raises UserError where the file cannot be read."""
         try:
             content = read_image_file(self.path, self.max_pixels)
             return np.asarray(decode_image(content, self.max_pixels, "images.max_image_pixels").convert("RGB"))

@@ -87,9 +87,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
 
     def __init__(self, config: DiffusionConfig) -> None:
         self.config = config
-        self.objective: Objective = make_objective(config.objective)
-        if self.loss_name is not None:
-            self.objective = dataclasses.replace(self.objective, name=self.loss_name)
+        self.objective: Objective = self.make_objective()
         self.skipped: Counter[str] = Counter()
         self.train_tasks: Sequence[Any] = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
@@ -109,6 +107,11 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         self.reference: Reference | None = None
         self.eval_ema = EvalAverage(self.policy, config.eval_ema)
         self.errors = RewardErrors()
+
+    def make_objective(self) -> Any:
+        """The row of the catalogue with the run's changes, under the name of the recipe's own loss if it has one."""
+        objective = make_objective(self.config.objective)
+        return objective if self.loss_name is None else dataclasses.replace(objective, name=self.loss_name)
 
     def load_train_tasks(self) -> Sequence[Any]:
         """The training prompts."""
@@ -291,7 +294,7 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
     def _load(self, data: PromptConfig, key: str, *, measured: bool = False) -> LoadedPrompts:
         """Prompts of a file; only the model's tokenizers can measure them."""
         try:
-            return load_prompts(data, self._cut_of) if measured else load_prompts(data)
+            return load_prompts(data, self.cut_of) if measured else load_prompts(data)
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
 
@@ -309,16 +312,17 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
         """Read files anew that hold prompts of which a tokenizer would drop a part."""
         config = self.config
         limit = config.evaluation.max_tasks or None
-        if any(isinstance(task, DiffusionTask) and self._cut_of(task.prompt) for task in self.train_tasks):
+        if any(isinstance(task, DiffusionTask) and self.cut_of(task.prompt) for task in self.train_tasks):
             self.skipped.clear()
             loaded = self._load(config.data, "data", measured=True)
             self.train_tasks = loaded.tasks
             self.skipped.update(loaded.skipped)
         for name, data in config.eval_data.items():
-            if any(self._cut_of(task.prompt) for task in self.eval_tasks[name]):
+            if any(self.cut_of(task.prompt) for task in self.eval_tasks[name]):
                 tasks = self._load(data, f"eval_data.{name}", measured=True).tasks[:limit]
                 self.eval_tasks = {**self.eval_tasks, name: tasks}
 
-    def _cut_of(self, prompt: str) -> str | None:
+    def cut_of(self, prompt: str) -> str | None:
+        """What the model's tokenizers would drop of a prompt, as the end of a message; None where it fits."""
         cuts = self.policy.embeddings.encoders.cuts(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"

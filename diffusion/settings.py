@@ -68,6 +68,10 @@ class DiffusionConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         _check_rewards(self)
+        self.check_objective()
+
+    def check_objective(self) -> None:
+        """Refuse an objective that the policy or the rewards cannot serve; raises ValueError."""
         objective = make_objective(self.objective)
         samples = self.trainer.samples_per_task if self.compares_samples else None
         check_objective(objective, SCORES, samples, [reward.name for reward in self.rewards])

@@ -1,4 +1,4 @@
-"""Every file under configs/diffusion builds its recipe and takes a step, on a tiny model and a few prompts."""
+"""Every file under configs/diffusion builds its recipe and takes a step or two, on a tiny model and a few prompts."""
 
 from __future__ import annotations
 
@@ -62,6 +62,10 @@ def overrides_of(whole, folder, models):
     found += [f"eval_data.{name}.path={folder / f'{name}.jsonl'}" for name in whole.eval_data]
     if hasattr(whole, "critic"):
         found += ["critic.warmup_updates=0"]
+    if hasattr(whole, "pairs"):
+        found += [f"pairs.path={folder / 'pairs.npz'}", f"pairs.build_options.model={models[subject]}"]
+        found += ["pairs.build_options.count=6", "pairs.build_options.steps=2", "trainer.steps=2"]
+        found += ["filter.keep=3"] if whole.filter.keep else []
     if hasattr(whole, "images"):
         found += [f"images.path={folder / 'images.npz'}"]
         found += ["images.build_options.count=12"] if subject == "shapes" else []
@@ -76,7 +80,7 @@ def test_config_builds_and_takes_a_step(path, tmp_path, models):
     result = trainer.run()
     trainer.recipe.close()
     assert result["status"] == "done"
-    assert result["optimiser_steps"] == 1
+    assert result["optimiser_steps"] == config.trainer.steps
     split = next(iter(whole.eval_data))
     last = result["last_evaluation"][split]
     assert all(math.isfinite(last[name]) for name in ("distance/base", "heldout/jpeg_incompressibility"))

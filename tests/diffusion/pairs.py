@@ -1,0 +1,52 @@
+"""Pairs of images and small runs on them for the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffusion.dpo import DiffusionDpoConfig
+from diffusion.evaluation import DiffusionEvaluationConfig
+from diffusion.model import LoraSettings, ModelConfig
+from diffusion.pairs import ImagePairConfig, write_pairs
+from diffusion.shapes import all_scenes, render_scene
+from mmrl.rewards import RewardConfig
+from mmrl.training.loop.settings import CheckpointConfig
+from mmrl.training.record.tracking import TrackingConfig
+from tests.diffusion.runs import tiny_model
+
+COUNT = 6
+
+
+def write_scenes(path: Path, count: int = COUNT, **numbers: Any) -> Path:
+    """Pairs of a right and a wrong picture of each caption, with scores."""
+    scenes = all_scenes(["single"])[: 2 * count]
+    rng = np.random.default_rng(0)
+    images = np.stack([render_scene(scene, size=32, rng=rng) for scene in scenes])
+    chosen, rejected = images[:count], images[count : 2 * count]
+    given = {"score_chosen": np.linspace(0.6, 1.0, count), "score_rejected": np.zeros(count)}
+    given |= {"text_quality": np.full(count, 10.0)} | numbers
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_pairs(path, [scene.caption for scene in scenes[:count]], chosen, rejected, **given)
+
+
+def dpo_config(folder: Path, **trainer: Any) -> DiffusionDpoConfig:
+    """A two-step run on the pairs."""
+    config = DiffusionDpoConfig(
+        recipe="diffusion_dpo",
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(tiny_model()), lora=LoraSettings(enabled=False), max_sequence_length=1),
+        pairs=ImagePairConfig(path=str(write_scenes(folder / "pairs.npz"))),
+        rewards=[RewardConfig(name="caption_colour")],
+        heldout_rewards=[RewardConfig(name="jpeg_incompressibility")],
+        evaluation=DiffusionEvaluationConfig(samples=2, records=2),
+        checkpoint=CheckpointConfig(every=1),
+        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
+    )
+    config.sampler = dataclasses.replace(config.sampler, steps=4, eval_steps=3)
+    options = {"steps": 2, "tasks_per_step": 3, "warmup_steps": 0, "learning_rate": 1e-3} | trainer
+    config.trainer = dataclasses.replace(config.trainer, **options)
+    return config
