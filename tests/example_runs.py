@@ -17,7 +17,10 @@ def checkpoint(folder: Path, run: str, step: int) -> Path:
 
 
 def make_images(folder: Path) -> None:
-    """The images that the examples of data.md name."""
+    """The images and the video that the examples of data.md name."""
+    from mmrl.hub.video import write_mp4
+
+    write_mp4(folder / "clips/room.mp4", np.zeros((20, 56, 84, 3), np.uint8), fps=5)
     for name in ("scenes/two_cats.png", "scenes/blank.png", "photos/0001.png", "photos/0002.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (64, 64), (200, 120, 40)).save(folder / name)

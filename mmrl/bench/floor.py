@@ -104,7 +104,7 @@ def vision_flops(size: Dimensions, image_tokens: int) -> float:
 
 
 def forward_flops(
-    size: Dimensions, prompt: int, completions: Sequence[int], image_tokens: int, *, shared: bool
+    size: Dimensions, prompt: int, completions: Sequence[int], image_tokens: int, *, shared: bool, images: int = 1
 ) -> dict[str, float]:
     """Operations of one forward pass over a group, log-probs of its completions included.
 
@@ -114,6 +114,7 @@ def forward_flops(
         completions: tokens of each completion T_i.
         image_tokens: image tokens of the prompt.
         shared: prompt and image once for the group, else once for each completion.
+        images: images that the image tokens are of, each of which the tower looks at alone, as at a video's frames.
 
     Returns:
         vision, linear, attention, head and their total.
@@ -126,7 +127,7 @@ def forward_flops(
     else:
         pairs = sum(_causal(prompt + length) for length in completions)
     parts = {
-        "vision": (1 if shared else rows) * vision_flops(size, image_tokens),
+        "vision": (1 if shared else rows) * images * vision_flops(size, image_tokens // images),
         "linear": 2.0 * size.layers * size.layer_weights * tokens,
         "attention": 4.0 * size.layers * size.heads * size.head_dim * pairs,
         "head": 2.0 * size.hidden * size.vocabulary * suffix,

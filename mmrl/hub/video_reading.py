@@ -115,7 +115,8 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
     fps, shown = _grid([value * tick for value in pts], rate)
     if in_order:
         return VideoIndex(path, fps, len(packets), None)
-    return VideoIndex(path, fps, len(pts), pts, sorted(packet.pts for packet in packets if packet.key), shown)
+    keys = sorted(packet.pts for packet in packets if packet.key and packet.pts is not None)
+    return VideoIndex(path, fps, len(pts), pts, keys, shown)
 
 
 def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
@@ -154,8 +155,10 @@ def _opened(path: str) -> Iterator[Any]:
     """An open container; FFmpeg's errors become a `VideoError`, and it opens nothing but files."""
     import av
 
+    # from PyAV 19 on, every metadata can be read and the argument is gone
+    lenient = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
-        with av.open(path, metadata_errors="ignore", options={"protocol_whitelist": "file"}) as container:
+        with av.open(path, options={"protocol_whitelist": "file"}, **lenient) as container:
             yield container
     except VideoError:
         raise
@@ -183,7 +186,7 @@ def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
     end_s = 0.0
     for packet in container.demux():
         if packet.pts is not None and packet.time_base:
-            end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            end_s = max(end_s, (packet.pts + (packet.duration or 0)) * float(packet.time_base))
         if packet.stream_index == stream.index and packet.size and not packet.is_discard:
             packets.append(_Packet(packet.pts, packet.is_keyframe))
     return packets, end_s

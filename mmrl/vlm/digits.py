@@ -20,6 +20,7 @@ from PIL import Image
 from mmrl.vlm.image_rows import MakeRow, write_rows
 
 __all__ = [
+    "CELL_PX",
     "QUESTIONS",
     "Scene",
     "build_hints",
@@ -28,6 +29,9 @@ __all__ = [
     "corpus",
     "question_rows",
     "reads_digits",
+    "scan_pool",
+    "scans_and_labels",
+    "texture",
 ]
 
 CELL_PX = 56
@@ -109,7 +113,7 @@ def question_rows(
 ) -> MakeRow:
     """A function that draws the next question; arguments as for `build_questions`."""
     rng = np.random.default_rng([seed, 1 if split == "test" else 0])
-    pool = _scan_pool(split, scans)
+    pool = scan_pool(split, scans)
 
     def make_row() -> tuple[Image.Image, dict[str, Any]]:
         kind = str(rng.choice(list(kinds)))
@@ -170,7 +174,7 @@ def build_hints(
     if hint not in ("none", "mixed", "noisy", "wrong"):
         raise ValueError(f"hint is '{hint}'; allowed: none, mixed, noisy, wrong")
     rng = np.random.default_rng([seed, 3 if split == "test" else 2])
-    pool = _scan_pool(split, scans)
+    pool = scan_pool(split, scans)
 
     def make_row() -> tuple[Image.Image, dict[str, Any]]:
         scene = _draw_scene(rng, pool, digits, noise)
@@ -248,25 +252,27 @@ def _hint(rng: np.random.Generator, answer: str, kind: str, rate: float) -> tupl
 
 
 @functools.cache
-def _scans() -> tuple[np.ndarray, np.ndarray]:
+def scans_and_labels() -> tuple[np.ndarray, np.ndarray]:
+    """(1797, 8, 8) scans in [0, 1] and their (1797,) digits."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     return digits.images / 16.0, digits.target
 
 
-def _scan_pool(split: str, scans: int) -> np.ndarray:
+def scan_pool(split: str, scans: int = 0) -> np.ndarray:
+    """Places of the scans of "train" or "test"; the first `scans` of them, 0 for all."""
     if split not in ("train", "test"):
         raise ValueError(f"split is '{split}'; allowed: train, test")
-    order = np.random.default_rng(1998).permutation(len(_scans()[0]))
+    order = np.random.default_rng(1998).permutation(len(scans_and_labels()[0]))
     pool = order[:TEST_SCANS] if split == "test" else order[TEST_SCANS:]
     return pool[:scans] if scans else pool
 
 
 def _draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: float) -> Scene:
-    images, labels = _scans()
+    images, labels = scans_and_labels()
     chosen = rng.choice(pool, size=digits)
-    canvas = _texture(rng, CELL_PX, CELL_PX * digits) * noise
+    canvas = texture(rng, CELL_PX, CELL_PX * digits) * noise
     for place, index in enumerate(chosen):
         left = place * CELL_PX
         canvas[:, left : left + CELL_PX] += _enlarge(rng, images[index])
@@ -286,7 +292,7 @@ def _enlarge(rng: np.random.Generator, scan: np.ndarray) -> np.ndarray:
     return cell
 
 
-def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+def texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Smooth stripes or clouds in [0, 1]."""
     if rng.random() < 0.5:
         angle, period = rng.uniform(0, np.pi), rng.uniform(6, 20)

@@ -18,6 +18,7 @@ from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.payload import Prompt, token_lists
+from mmrl.vlm.pictures import pictures_of
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig, Samples
@@ -141,7 +142,7 @@ class AnswerMeasure(Measure[VlmTask]):
             prompt=row["prompt"],
             response=row["response"],
             answer=str(task.columns.get("answer", "")),
-            images=task.load_images(),
+            images=pictures_of(task, self.policy.layout.patch_size),
             outputs=[] if self.picture is None else [self.picture(task, row["response"], row["correct"])],
             reward=row["reward"],
             terms=row["terms"],

@@ -5,16 +5,17 @@ A GRPO (PAPO_G) or DAPO (PAPO_D) update plus a term that rewards token probabili
     L = L_policy + beta KL_ref - gamma_t mean(w k3(logp, logp_masked)) + rho_t (eta_policy H + eta_masked H_masked)
 
 where logp_masked are the log-probs of the same responses when random patches of the images are black, H = -mean(logp)
-and rho_t = gamma_t / gamma. The masked image is drawn once a question and shared by its G samples; responses are
+and rho_t = gamma_t / gamma. The frames of a video lose the same patches, so that none shows what another one lost; the
+paper has images only. The masked image is drawn once a question and shared by its G samples; responses are
 sampled with the original images only.
 
 Differences from the paper, following the released code: the k3 estimator is exp(logp_masked - logp) - ... (the paper's
 ratio is the inverse; `orientation: paper`); the entropy terms lower the entropy (the paper's sign would raise it); the
 masked log-probs are constants of the update (`recompute_masked: true` sends gradient through them). Difference from
 the code: means are taken over the whole optimiser step, not per micro-batch; a PAPO_D step that is not full after
-`filter.max_tries` sampling rounds goes on with the groups it has instead of failing. Questions without image count
-in the denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip 0.2/0.3 and
-dual clip 3.
+`filter.max_tries` sampling rounds goes on with the groups it has instead of failing. Questions without image or
+video count in the denominator with w = 0. Defaults are those of the PAPO_G 3B script: gamma 0.02, beta 0.01, clip
+0.2/0.3 and dual clip 3.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.core.aggregation import Denominators, masked_sum, token_mean
@@ -39,12 +39,14 @@ from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
+from mmrl.vlm.masking import blacken_frames, blacken_patches
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmConfig, VlmRecipe
 from mmrl.vlm.task import VlmTask
+from mmrl.vlm.video_input import load_videos
 
-__all__ = ["PapoConfig", "PapoRecipe", "PapoSettings", "blacken_patches", "gamma_at", "perception_terms"]
+__all__ = ["PapoConfig", "PapoRecipe", "PapoSettings", "gamma_at", "perception_terms"]
 
 MASKED = "masked"
 CORRECT_TOKENS = "correct_tokens"
@@ -65,7 +67,7 @@ class PapoSettings:
     mask_ratio: float = bounded(0.6, at_least=0, at_most=1)
     """Probability that a patch is black."""
     patch_size: int = bounded(14, at_least=1)
-    """Side of a patch in pixels of the original image."""
+    """Side of a patch in pixels of the original image, or of a video's frames as the model sees them."""
     orientation: str = choice("code", ("code", "paper"))
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
@@ -99,28 +101,6 @@ class PapoConfig(VlmConfig):
     """The perception term."""
     objective: ObjectiveConfig = field(default_factory=_papo_objective)
     """Base objective; the default is that of the public scripts, clip 0.2/0.3, dual clip 3, k3 0.01, token mean."""
-
-
-def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator) -> Image.Image:
-    """Set each patch of a grid to black with a probability.
-
-    Args:
-        image: RGB image; the grid starts at its top left, patches at the right and bottom edge may be smaller.
-        patch_size: side in pixels of the image as given, before any resize.
-        ratio: probability of each patch, so the masked share varies around it.
-        rng: source of randomness.
-
-    Returns:
-        A copy.
-
-    Source: PAPO, section 3; MikeWangWZHL/PAPO verl/trainer/papo_utils.py.
-    """
-    pixels = np.array(image.convert("RGB"))
-    rows, columns = (-(-side // patch_size) for side in pixels.shape[:2])
-    black = rng.random((rows, columns)) < ratio
-    mask = np.kron(black, np.ones((patch_size, patch_size), dtype=bool))[: pixels.shape[0], : pixels.shape[1]]
-    pixels[mask] = 0
-    return Image.fromarray(pixels)
 
 
 def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
@@ -197,7 +177,8 @@ class PapoRecipe(VlmRecipe):
                 self._masked_prompt(policy, task, prompt, np.random.default_rng([seed, index]))
                 for index, (task, prompt) in enumerate(zip(payload.tasks, payload.prompts, strict=True))
             ]
-        has_image = torch.tensor([float(bool(task.images)) for task in payload.tasks], device=rollouts.mask.device)
+        shown = [float(bool(task.images or task.videos)) for task in payload.tasks]
+        has_image = torch.tensor(shown, device=rollouts.mask.device)
         return rollouts.replace(
             payload=dataclasses.replace(payload, views={**payload.views, MASKED: views}),
             extras={**rollouts.extras, "papo_weight": has_image[rollouts.group]},
@@ -302,11 +283,12 @@ class PapoRecipe(VlmRecipe):
         return frozenset({"logp", "entropy"} if self._full_entropy else {"logp"})
 
     def _masked_prompt(self, policy: VlmPolicy, task: VlmTask, prompt: Prompt, rng: np.random.Generator) -> Prompt:
-        if not task.images:
+        if not (task.images or task.videos):
             return prompt
-        settings = self.config.papo
-        images = [blacken_patches(image, settings.patch_size, settings.mask_ratio, rng) for image in task.load_images()]
-        return policy.encode(task, images)
+        options = (self.config.papo.patch_size, self.config.papo.mask_ratio, rng)
+        images = [blacken_patches(image, *options) for image in task.load_images()]
+        videos = [blacken_frames(frames, *options) for frames in load_videos(task, policy.layout.patch_size)]
+        return policy.encode(task, images, videos)
 
     def _masked(self, policy: nn.Module, minibatch: Rollouts) -> PolicyOutputs:
         """The masked pass: of this update with `recompute_masked`, else that before the update."""

@@ -38,6 +38,7 @@ from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
+from mmrl.vlm.pictures import pictures_of
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import PolicySampler
 from mmrl.vlm.sampling import SamplerConfig, Samples
@@ -234,20 +235,24 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         )
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Whole groups as text, images, rewards and advantages."""
+        """Whole groups as text, images, frames of videos, rewards and advantages."""
         payload = VlmPayload.of(rollouts)
         advantage = rollouts.advantage
-        found = []
+        found: list[SampleRecord] = []
+        pictures: dict[int, list[Any]] = {}
         for row in range(min(limit, rollouts.num_rows)):
-            task = payload.tasks[int(rollouts.group[row])]
+            group = int(rollouts.group[row])
+            task = payload.tasks[group]
+            if group not in pictures:
+                pictures[group] = pictures_of(task, self.policy.layout.patch_size)
             length = max(float(rollouts.mask[row].sum()), 1.0)
             found.append(
                 SampleRecord(
                     id=task.id,
-                    prompt=payload.prompts[int(rollouts.group[row])].text,
+                    prompt=payload.prompts[group].text,
                     response=payload.texts[row],
                     answer=str(task.columns.get("answer", "")),
-                    images=task.load_images(),
+                    images=pictures[group],
                     reward=float(rollouts.reward[row]),
                     terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
                     advantage=None if advantage is None else float(advantage[row].sum()) / length,
@@ -271,7 +276,7 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
     def encode(
         self, policy: VlmPolicy, tasks: Sequence[VlmTask], *, allow_none: bool = False
     ) -> tuple[list[VlmTask], list[Prompt]]:
-        """Tokenise questions with their images.
+        """Tokenise questions with their images and videos.
 
         Args:
             policy: the policy that will read them.

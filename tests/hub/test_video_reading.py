@@ -60,6 +60,8 @@ QUARTER_CLOCKWISE = [0, 1, -1, 0]
 
 @pytest.mark.parametrize(("turned", "quarters"), [(90, 1), (-90, -1), (180, 2), (0, 0)])
 def test_turned_files_come_upright(tmp_path, turned, quarters):
+    if not hasattr(av.VideoStream, "set_display_rotation"):
+        pytest.skip("PyAV writes turned files since 18")
     path = write_clip(tmp_path / "a.mp4", even_times(4), turned=turned)
     (frame,) = decode_frames(read_index(path), [2])
     stored = np.rot90(frame, -quarters)

@@ -8,7 +8,7 @@ from PIL import Image
 
 from mmrl.vlm.blind import fit_blind
 from mmrl.vlm.data import DataConfig, load_tasks
-from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, _scan_pool, build_hints, build_questions, reads_digits
+from mmrl.vlm.digits import QUESTIONS, TEST_SCANS, build_hints, build_questions, reads_digits, scan_pool
 
 
 def rows(path):
@@ -16,12 +16,12 @@ def rows(path):
 
 
 def test_train_and_test_scans_are_disjoint():
-    train, test = set(_scan_pool("train", 0).tolist()), set(_scan_pool("test", 0).tolist())
+    train, test = set(scan_pool("train", 0).tolist()), set(scan_pool("test", 0).tolist())
     assert not train & test
     assert (len(train), len(test)) == (1797 - TEST_SCANS, TEST_SCANS)
-    assert _scan_pool("train", 10).tolist() == _scan_pool("train", 0)[:10].tolist()
+    assert scan_pool("train", 10).tolist() == scan_pool("train", 0)[:10].tolist()
     with pytest.raises(ValueError, match="allowed: train, test"):
-        _scan_pool("val", 0)
+        scan_pool("val", 0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from PIL import Image
 from mmrl.fields import check_fields
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.reference import make_reference
-from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings, blacken_patches, gamma_at, perception_terms
+from mmrl.vlm.masking import blacken_frames, blacken_patches
+from mmrl.vlm.papo import PapoConfig, PapoRecipe, PapoSettings, gamma_at, perception_terms
 from tests.vlm.runs import run_config
 
 
@@ -33,6 +34,18 @@ def test_blackened_patches_lie_on_a_grid_and_have_the_asked_share():
     assert 0.4 < np.mean(shares) < 0.8
     assert (np.asarray(blacken_patches(image, 14, 1.0, np.random.default_rng(0))) == 0).all()
     assert (np.asarray(blacken_patches(image, 14, 0.0, np.random.default_rng(0))) == np.asarray(image)).all()
+
+
+def test_all_frames_of_a_video_lose_the_same_patches():
+    frames = (torch.full((4, 3, 56, 84), 200.0), {"fps": 2.0, "frames_indices": [0, 1, 2, 3]})
+    masked, metadata = blacken_frames(frames, 14, 0.6, np.random.default_rng(0))
+    assert metadata == frames[1]
+    assert (masked == masked[0, 0]).all()
+    share = float((masked == 0).float().mean())
+    assert 0.4 < share < 0.8
+    image = Image.new("RGB", (84, 56), (200, 200, 200))
+    alike = np.asarray(blacken_patches(image, 14, 0.6, np.random.default_rng(0)))
+    assert np.array_equal(masked[0].permute(1, 2, 0).numpy().astype(np.uint8), alike)
 
 
 def test_gamma_schedules():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
-from mmrl.vlm.bench.setup import MEBIBYTE, Bench
+from mmrl.vlm.bench.setup import CPU_SHAPES, MEBIBYTE, Bench
 from mmrl.vlm.bench.trl_arm import check_installed
 from mmrl.vlm.bench.workload import ATTENTION_GAIN, Shape
 
@@ -79,6 +79,29 @@ def _update(bench: Bench) -> dict[str, Any]:
         "memory includes the gradients; the bounds count matrix products and what they keep, and no gradients",
     ]
     return comparison(runs, ratios=ratios, floor=floors, notes=notes)
+
+
+def _video(bench: Bench) -> dict[str, Any]:
+    """Forward and backward pass of one group whose prompt has a video."""
+    name, shape = bench.video_shape()
+    rows, tower, shared = (f"{name} {arm}" for arm in ("rows", "rows, tower once", "shared"))
+    layouts = {rows: "rows", shared: "shared", tower: "tower once"}
+    arms = [
+        bench.arm(arm, "arms:update_arm", shape, layout=layout, micro_batch=0, blocks=2 if arm == tower else None)
+        for arm, layout in layouts.items()
+    ]
+    runs = run_arms("video", arms, bench.options)
+    floor = bench.floor(shape)
+    floor |= bench.reached(runs[shared], floor["update_flops"]["shared"])
+    ratios = {
+        f"{name} time": ratio(runs, rows, shared, bound=floor["flop_ratio"]),
+        f"{name} wall time": ratio(runs, rows, shared, "wall_s"),
+        f"{name} time over rows, tower once": ratio(runs, tower, shared),
+        f"{name} memory": ratio(runs, rows, shared, "peak_mb", bound=floor["byte_ratio"]),
+    }
+    size = " x ".join(map(str, shape.grid))
+    notes = [f"{shape.frames} frames of {size} tokens a pair; decoding is not timed: sampling does it, once a prompt"]
+    return comparison(runs, ratios=ratios, floor={name: floor}, notes=notes)
 
 
 def _generation(bench: Bench) -> dict[str, Any]:
@@ -239,8 +262,12 @@ def _equality(bench: Bench) -> dict[str, Any]:
     """Log-probs and gradients of shared prompts against rows of their own, with a negative control."""
     model, shape = bench.small()
     shape = dataclasses.replace(shape, group=4)
-    arm = bench.arm("equality", "equality:equality_arm", shape, model=model, dtype="float32", timed=False)
-    runs = run_arms("equality", [arm], bench.options)
+    video = dataclasses.replace(bench.video_shape()[1] if bench.options.quick else CPU_SHAPES["4:1 video"], group=4)
+    arms = [
+        bench.arm(name, "equality:equality_arm", asked, model=model, dtype="float32", timed=False)
+        for name, asked in {"equality": shape, "equality, video": video}.items()
+    ]
+    runs = run_arms("equality", arms, bench.options)
     notes = [f"query and key weights times {ATTENTION_GAIN:g}; two groups, completions of all lengths from 1 to T"]
     return comparison(runs, notes=notes)
 
@@ -276,6 +303,7 @@ def _turns(bench: Bench) -> dict[str, Any]:
 COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "equality": _equality,
     "update": _update,
+    "video": _video,
     "generation": _generation,
     "step": _step,
     "papo": _papo,

@@ -18,7 +18,7 @@ from mmrl.bench.harness import Arm, BenchOptions, run_arms
 from mmrl.errors import UserError
 from mmrl.vlm.bench.workload import Shape, build_model, questions_file
 
-__all__ = ["MEBIBYTE", "QUICK_SHAPE", "Bench"]
+__all__ = ["CPU_SHAPES", "MEBIBYTE", "QUICK_SHAPE", "Bench"]
 
 MEBIBYTE = 2**20
 CPU_SHAPES = {
@@ -27,9 +27,12 @@ CPU_SHAPES = {
     "1:1": Shape((16, 16), 288, 288),
     "288:48": Shape((16, 16), 288, 48),
     "607:32": Shape((24, 24), 607, 32),
+    "4:1 video": Shape((8, 8), 288, 72, frames=8),
 }
 CUDA_SHAPE = ("1200:512", Shape((25, 40), 1200, 512))
 QUICK_SHAPE = ("40:4", Shape((2, 2), 40, 4, 4))
+CUDA_VIDEO = ("1200:512 video", Shape((10, 10), 1200, 512, frames=20))
+QUICK_VIDEO = ("80:4 video", Shape((2, 2), 80, 4, 4, frames=4))
 
 
 class Bench:
@@ -59,6 +62,12 @@ class Bench:
             return {name: CPU_SHAPES[name] for name in names}
         return dict([QUICK_SHAPE if self.options.quick else CUDA_SHAPE])
 
+    def video_shape(self) -> tuple[str, Shape]:
+        """Name and shape of a group whose prompt has a video in place of an image."""
+        if self.full:
+            return "4:1 video", CPU_SHAPES["4:1 video"]
+        return QUICK_VIDEO if self.options.quick else CUDA_VIDEO
+
     def targets(self, limits: dict[str, Any]) -> dict[str, Any]:
         """Minimum and goal, which are those of a full run on CPUs with the model that is built by default."""
         usual = self.options.model is None and self.options.family == BenchOptions.family
@@ -84,7 +93,8 @@ class Bench:
 
     def prefill_flops(self, shape: Shape) -> float:
         """Operations of reading a prompt with its image once."""
-        return forward_flops(self.size, shape.prompt, [], shape.image_tokens, shared=True)["total"]
+        sizes = (shape.prompt, [], shape.image_tokens)
+        return forward_flops(self.size, *sizes, shared=True, images=shape.images)["total"]
 
     def decode(self, shape: Shape) -> tuple[float, float]:
         """Operations of drawing a group's completions after that, and the bytes that are read."""
@@ -103,7 +113,7 @@ class Bench:
     def floor(self, shape: Shape) -> dict[str, Any]:
         """Operations and bytes of a forward and backward pass over one group, flat and shared."""
         sizes = (shape.prompt, [shape.completion] * shape.group, shape.image_tokens)
-        rows, shared = (forward_flops(self.size, *sizes, shared=way) for way in (False, True))
+        rows, shared = (forward_flops(self.size, *sizes, shared=way, images=shape.images) for way in (False, True))
         kept, few = (activation_bytes(self.size, *sizes, shared=way, width=self.width) for way in (False, True))
         return {
             "forward_flops": {"rows": rows, "shared": shared},

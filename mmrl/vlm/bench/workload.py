@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.vlm.chat import PromptLayout, encode_prompt
+from mmrl.vlm.task import VlmTask
+from mmrl.vlm.video_input import read_video_cell
 
 __all__ = [
     "ATTENTION_GAIN",
@@ -79,11 +82,18 @@ class Shape:
     """Tokens of each completion T."""
     group: int = 8
     """Completions of the prompt G."""
+    frames: int = 0
+    """Frames of the video that the prompt has in place of an image, an even number; 0 for an image."""
+
+    @property
+    def images(self) -> int:
+        """Grids that the tower looks at one by one: the image, or each pair of frames."""
+        return max(self.frames // 2, 1)
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of the image."""
-        return self.grid[0] * self.grid[1]
+        """Tokens of the image or video."""
+        return self.grid[0] * self.grid[1] * self.images
 
 
 def shape_of(options: dict[str, Any]) -> Shape:
@@ -123,32 +133,27 @@ def questions_file(folder: Path, model: Path, shape: Shape) -> Path:
     Args:
         folder: where the benchmark keeps what it builds.
         model: model folder; its processor counts the tokens.
-        shape: image grid and prompt length.
+        shape: image grid, frames and prompt length.
 
     Returns:
-        A JSON Lines file with columns problem, answer and images, the images beside it.
+        A JSON Lines file with columns problem, answer and images or videos, the files beside it.
 
     Raises:
         UserError: the prompt is too short for the image and the chat markup.
     """
-    import numpy as np
-    from PIL import Image
-
-    grid = f"{shape.grid[0]}x{shape.grid[1]}"
+    kind = "video" if shape.frames else "image"
+    grid = f"{shape.grid[0]}x{shape.grid[1]}" + f"x{shape.frames}" * bool(shape.frames)
     path = folder / f"{model.name}-{grid}-{shape.prompt}" / "questions.jsonl"
     if path.is_file():
         return path
-    processor, cell = _processor_and_cell(model)
+    processor, layout = _processor_and_layout(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
     lines = []
     for index in range(QUESTIONS):
-        height, width = shape.grid[0] * cell, shape.grid[1] * cell
-        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        image.save(path.parent / f"{index}.png")
-        text = _text_of_length(processor, image, shape)
-        lines.append({"id": str(index), "problem": f"<image>{text}", "answer": "", "images": [f"{index}.png"]})
-    path.write_text("".join(json.dumps(line | {"answer": "0"}) + "\n" for line in lines), encoding="utf-8")
+        medium = _write_medium(path.parent, index, shape, layout)
+        text = _text_of_length(processor, layout, path.parent, medium, shape)
+        lines.append({"id": str(index), "problem": f"<{kind}>{text}", "answer": "0", f"{kind}s": [medium]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -182,23 +187,47 @@ def _corpus(vocab_size: int) -> list[str]:
     return [" ".join(rng.choices(syllables, k=8)) for _ in range(2 * vocab_size)]
 
 
-def _processor_and_cell(model: Path) -> tuple[Any, int]:
-    """Processor and the side in pixels of what one image token stands for."""
+def _processor_and_layout(model: Path) -> tuple[Any, PromptLayout]:
+    """Processor of a model, and what encodes prompts of any length for it."""
     from mmrl.vlm.processing import load_processor
 
     processor = load_processor(str(model))
     images = processor.image_processor
-    return processor, int(images.patch_size) * int(images.merge_size)
+    vision = json.loads((model / "config.json").read_text(encoding="utf-8"))["vision_config"]
+    per_second = vision.get("tokens_per_second")
+    return processor, PromptLayout(int(images.patch_size), 10**9, "", int(images.merge_size), per_second)
 
 
-def _text_of_length(processor: Any, image: Any, shape: Shape) -> str:
+def _write_medium(folder: Path, index: int, shape: Shape, layout: PromptLayout) -> Any:
+    """A picture or a video of noise; returns the cell that names it."""
+    import numpy as np
+    from PIL import Image
+
+    from mmrl.hub.video import write_mp4
+
+    height, width = (side * layout.patch_size * layout.merge_size for side in shape.grid)
+    rng = np.random.default_rng(index)
+    noise = rng.integers(0, 256, (max(shape.frames, 1), height, width, 3), dtype=np.uint8)
+    if not shape.frames:
+        Image.fromarray(noise[0]).save(folder / f"{index}.png")
+        return f"{index}.png"
+    write_mp4(folder / f"{index}.mp4", noise, fps=2)
+    size = {"resized_height": height, "resized_width": width}
+    return {"path": f"{index}.mp4", "nframes": shape.frames, **size}
+
+
+def _text_of_length(processor: Any, layout: PromptLayout, folder: Path, medium: Any, shape: Shape) -> str:
     """Digits, which are a token each, until the prompt has its length."""
 
     def count(digits: int) -> int:
-        content = [{"type": "image"}, {"type": "text", "text": "7" * digits}]
-        messages = [{"role": "user", "content": content}]
-        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return len(processor(text=[text], images=[image], return_tensors="pt")["input_ids"][0])
+        kind = "video" if shape.frames else "image"
+        content = [{"type": kind}, {"type": "text", "text": "7" * digits}]
+        task = VlmTask("counted", [{"role": "user", "content": content}])
+        if shape.frames:
+            task.videos = read_video_cell(medium, folder, "the benchmark")
+        else:
+            task.images = [str(folder / medium)]
+        return len(encode_prompt(task, processor, layout))
 
     missing = shape.prompt - count(1) + 1
     if missing < 1:

@@ -28,13 +28,13 @@ from tests.vlm.builders import CORPUS
 def test_prompts_have_exactly_their_length_and_image_tokens(tmp_path, family):
     model = build_model(tmp_path, family, "quick")
     policy = load_policy(ModelConfig(path=str(model)))
-    for shape in (Shape((2, 2), 40, 4), Shape((2, 3), 61, 4)):
+    for shape in (Shape((2, 2), 40, 4), Shape((2, 3), 61, 4), Shape((2, 2), 80, 4, frames=4)):
         tasks = load_tasks(DataConfig(path=str(questions_file(tmp_path, model, shape)))).tasks
         assert len(tasks) == 4
         for task in tasks:
             prompt = policy.encode(task)
             assert len(prompt) == shape.prompt
-            assert int((prompt.mm_token_type_ids == 1).sum()) == shape.image_tokens
+            assert int((prompt.mm_token_type_ids == (2 if shape.frames else 1)).sum()) == shape.image_tokens
 
 
 def test_model_and_questions_are_built_once(tmp_path):
@@ -110,3 +110,4 @@ def test_shapes_travel_as_json():
     shape = Shape((2, 3), 40, 4, 5)
     assert shape_of({"grid": [2, 3], "prompt": 40, "completion": 4, "group": 5}) == shape
     assert shape.image_tokens == 6
+    assert Shape((2, 3), 40, 4, frames=8).image_tokens == 24
