@@ -175,4 +175,8 @@ def _target_size(
         total = options.get("total_pixels", library.MODEL_SEQ_LEN * factor**2 * 0.9)
         share = min(library.VIDEO_MAX_TOKEN_NUM * factor**2, total / count * library.FRAME_FACTOR)
         most = min(options.get("max_pixels", float("inf")), max(share, int(least * 1.05)))
+        if "min_pixels" not in options and most < least:
+            raise VideoError(
+                "unusable_video", f"max_pixels={most} is below min_pixels, which is {least} by default; set that too"
+            )
         return library.smart_resize(*size, factor=factor, min_pixels=least, max_pixels=most)  # type: ignore[no-any-return]
