@@ -156,7 +156,7 @@ def _opened(path: str) -> Iterator[Any]:
     import av
 
     # from PyAV 19 on, every metadata can be read and the argument is gone
-    lenient = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    lenient: Any = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
         with av.open(path, options={"protocol_whitelist": "file"}, **lenient) as container:
             yield container

@@ -80,7 +80,8 @@ def _draw_shot(shot: Shot, noise: float, rng: np.random.Generator) -> Iterator[n
         light, dark = np.array([0.2, 0.0, 0.0]), np.array(CUE_RGB)
     glyph = None if shot.scan is None else _glyph(shot.scan, int(rng.integers(SMALLEST_PX, CELL_PX - 3)))
     room = CELL_PX - (0 if glyph is None else len(glyph))
-    path = np.linspace(*rng.uniform(0, room, (2, 2)), num=shot.frames)
+    first, last = rng.uniform(0, room, (2, 2))
+    path = np.linspace(first, last, num=shot.frames)
     for top, left in path.round().astype(int):
         ink = ground + rng.normal(0.0, 0.2 * noise, ground.shape)
         if glyph is not None:

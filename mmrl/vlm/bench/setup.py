@@ -93,8 +93,8 @@ class Bench:
 
     def prefill_flops(self, shape: Shape) -> float:
         """Operations of reading a prompt with its image once."""
-        sizes = (shape.prompt, [], shape.image_tokens)
-        return forward_flops(self.size, *sizes, shared=True, images=shape.images)["total"]
+        found = forward_flops(self.size, shape.prompt, [], shape.image_tokens, shared=True, images=shape.images)
+        return found["total"]
 
     def decode(self, shape: Shape) -> tuple[float, float]:
         """Operations of drawing a group's completions after that, and the bytes that are read."""

@@ -224,7 +224,7 @@ def _text_of_length(processor: Any, layout: PromptLayout, folder: Path, medium: 
         content = [{"type": kind}, {"type": "text", "text": "7" * digits}]
         task = VlmTask("counted", [{"role": "user", "content": content}])
         if shape.frames:
-            task.videos = read_video_cell(medium, folder, "the benchmark")
+            task.videos = [*read_video_cell(medium, folder, "the benchmark")]
         else:
             task.images = [str(folder / medium)]
         return len(encode_prompt(task, processor, layout))
