@@ -2,7 +2,7 @@
 
 `read_index` lists the frames without decoding them. `decode_frames` then seeks to the key frame before each wanted
 frame and decodes from there, so the time goes with the frames that are wanted and their distance from key frames, and
-the memory with one frame and what the decoder keeps to predict others from (at most 16 frames, as H.264 allows).
+the memory with two frames and those that the decoder keeps to predict others from (at most 16, as H.264 allows).
 """
 
 from __future__ import annotations
