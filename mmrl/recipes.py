@@ -155,6 +155,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         supervised=True,
     ),
     RecipeEntry(
+        "tspo",
+        "mmrl.vlm.tspo.recipe",
+        "TspoRecipe",
+        "TspoConfig",
+        "an agent that picks the frames of long videos for a video model, trained from rewards",
+        "TSPO, arXiv 2508.04369",
+    ),
+    RecipeEntry(
         "sft",
         "mmrl.vlm.sft",
         "SftRecipe",

@@ -43,6 +43,7 @@ PREPARED = {
     "docs/data.md": example_runs.make_images,
     "docs/run_folder.md": example_runs.make_metrics,
     "docs/use_results.md": example_runs.make_results,
+    "docs/vlm.md": example_runs.make_agent,
 }
 RUN = """
 import json, sys

@@ -46,9 +46,7 @@ class Domain:
 def domain_of(recipe: str) -> Domain:
     """The room of a recipe."""
     room = RECIPES[recipe].module.rpartition(".")[0]
-    (found,) = [
-        domain for domain in (*DOMAINS.values(), GUI, FLOW3D) if domain.recipe_module.rpartition(".")[0] == room
-    ]
+    (found,) = [domain for domain in (*DOMAINS.values(), *OTHERS) if domain.recipe_module.rpartition(".")[0] == room]
     return found
 
 
@@ -102,6 +100,12 @@ def _vlm(name: str, folder: Path) -> Any:
     if name == "preference":
         config.data.path, config.trainer.samples_per_task = str(write_pairs(folder / "pairs")), 2
     return config
+
+
+def _tspo(name: str, folder: Path) -> Any:
+    from tests.vlm.tspo.builders import needle_config
+
+    return needle_config(folder)
 
 
 def _gui(name: str, folder: Path) -> Any:
@@ -256,5 +260,8 @@ DOMAINS = {
 
 FLOW3D = Domain("flow3d", "robotics.flow3d.model.recipe", _flow3d)
 """Its recipes learn from given clips, without an objective, or with the loss of AWM."""
+TSPO = Domain("tspo", "mmrl.vlm.tspo.config", _tspo)
+"""Its decisions are frames; the objectives are tried on tokens alone."""
 GUI = Domain("aepo", "mmrl.gui.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""
+OTHERS = (GUI, FLOW3D, TSPO)

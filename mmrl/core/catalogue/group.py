@@ -17,6 +17,7 @@ from mmrl.core.blocks import (
     SequenceProductRatio,
     SequenceRatio,
     TokenMean,
+    Unclipped,
 )
 from mmrl.core.objective import Objective
 
@@ -117,5 +118,12 @@ ROWS = (
         PpoClip(high=0.3, dual=3.0),
         SequenceMean(),
         citation="Lu et al., ARPO, arXiv 2505.16282; its public scripts (clip 0.2/0.3, dual clip 3, no KL)",
+    ),
+    Objective(
+        "tspo",
+        GroupMeanStd(eps=1e-4),
+        Unclipped(),
+        SequenceMean(),
+        citation="TSPO, arXiv 2508.04369; its public trainer (mean of the picks' ratios, no clip, no KL)",
     ),
 )

@@ -1,0 +1,131 @@
+"""The temporal agent of TSPO: scores each candidate frame of a video for a question, from frozen CLIP features.
+
+Shapes: N videos, T candidate frames of the longest one, D width of the features, w frames of a window.
+
+Source: arXiv 2508.04369, section 3; Hui-design/TSPO model/temporal_agent.py. The public module has an output layer that
+nothing calls (with it, the 3.5 million weights of the paper) and computes all T * T attention weights; here the layer
+is left out and only the w weights inside each window are computed, so that time and memory grow with T.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+
+__all__ = ["TemporalAgent", "positional_encoding"]
+
+OUTSIDE = -1e6
+"""Attention score of frames outside the window, as in the public code."""
+COSINE_EPS = 1e-6
+
+
+class TemporalAgent(nn.Module):
+    """Windowed self-attention over the frames, then the cosine between each frame and the question.
+
+        X = F + PE,  context = attention(X) in a window,  E = MLP(context) + F,  S = cos(E, q) + cos(F, q)
+
+    Args:
+        width: D, an even number.
+        heads: attention heads, a divisor of the width.
+        window: w frames that a frame attends to: w // 2 before it, itself and those after it.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+
+    def __init__(self, width: int, heads: int = 8, window: int = 12) -> None:
+        super().__init__()
+        if min(width, heads, window) < 1 or width % 2 or width % heads:
+            raise UserError(
+                f"an agent of width {width}, {heads} heads and a window of {window} frames cannot be built: the width "
+                "must be even and a multiple of the heads, and all of them at least 1"
+            )
+        self.width, self.heads, self.window = width, heads, window
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, frames: Tensor, text: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Score frames.
+
+        Args:
+            frames: (N, T, D) frame embeddings, padded behind each video's own frames.
+            text: (N, D) embedding of each question.
+            lengths: (N,) int64, frames of each video; None: all have T.
+
+        Returns:
+            (N, T) scores in [-2, 2]; those of padding mean nothing.
+
+        Gradient: into the weights; the features are data.
+        """
+        lengths = _all(frames) if lengths is None else lengths
+        features = frames.detach()
+        context = self._context(features + _encodings(frames, lengths), lengths)
+        events = self.mlp(context) + features
+        question = text.detach()[:, None]
+        return _cosine(events, question) + torch.cosine_similarity(features, question, dim=-1)
+
+    def _context(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Attention output (N, T, D) of each frame over its window."""
+        back, total = self.window // 2, x.shape[1]
+        query = self.query(x).unflatten(-1, (self.heads, -1)) / math.sqrt(self.width // self.heads)
+        keys, values = (_padded(layer(x), back, self.window - 1 - back, self.heads) for layer in (self.key, self.value))
+        scores = torch.stack([(query * keys[:, i : i + total]).sum(-1) for i in range(self.window)], -1)
+        scores = scores.masked_fill(~_inside(total, back, self.window, lengths)[:, :, None], OUTSIDE)
+        weights = scores.softmax(-1)
+        parts = (weights[..., i, None] * values[:, i : i + total] for i in range(self.window))
+        context = next(parts)
+        for part in parts:
+            context = context + part
+        return context.flatten(-2)
+
+
+def positional_encoding(total: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sines and cosines of a frame's place in its video.
+
+    Args:
+        total: T frames.
+        width: D, even.
+        dtype: of the result.
+
+    Returns:
+        (T, D); the angles are t / T times 10000^(-2k / D), so that videos of all lengths span the same range.
+
+    Source: Hui-design/TSPO model/temporal_agent.py `positional_encoding` (t / T where transformers have t).
+    """
+    place = torch.arange(total, dtype=dtype)[:, None] / max(total, 1)
+    rate = torch.exp(torch.arange(0, width, 2, dtype=dtype) * (-math.log(10000.0) / width))
+    return torch.stack([(place * rate).sin(), (place * rate).cos()], -1).flatten(1)
+
+
+def _encodings(frames: Tensor, lengths: Tensor) -> Tensor:
+    """Encodings (N, T, D), each of its video's own length."""
+    found = torch.zeros_like(frames)
+    for row, length in enumerate(lengths.tolist()):
+        found[row, :length] = positional_encoding(length, frames.shape[2], frames.dtype).to(frames.device)
+    return found
+
+
+def _all(frames: Tensor) -> Tensor:
+    return torch.full((frames.shape[0],), frames.shape[1], dtype=torch.int64, device=frames.device)
+
+
+def _padded(x: Tensor, before: int, after: int, heads: int) -> Tensor:
+    """(N, before + T + after, heads, D / heads)."""
+    return nn.functional.pad(x, (0, 0, before, after)).unflatten(-1, (heads, -1))
+
+
+def _inside(total: int, back: int, window: int, lengths: Tensor) -> Tensor:
+    """(N, T, w) bool, whether a place of a frame's window is a frame of the video."""
+    place = torch.arange(total, device=lengths.device)[:, None] - back + torch.arange(window, device=lengths.device)
+    return (place >= 0) & (place < lengths[:, None, None])
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine over the last axis, with a constant added to the denominator as in the public code."""
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + COSINE_EPS)

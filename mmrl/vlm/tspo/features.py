@@ -1,0 +1,202 @@
+"""CLIP features of frames and questions: computed once for each video, kept on disk, however long it is."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.files import expanded, replaced
+from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.vlm.tspo.candidates import Candidates
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["ClipEncoder", "FeatureStore"]
+
+LOGGER = logging.getLogger("mmrl")
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError)
+
+
+class ClipEncoder:
+    """A frozen CLIP that embeds frames and texts.
+
+    Args:
+        path: CLIP folder or hub id.
+        batch: frames that are embedded together; bounds the memory.
+        device: where it computes.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+
+    def __init__(self, path: str, batch: int = 64, device: torch.device | str = "cpu") -> None:
+        ensure_torchvision()
+        from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+        name = str(expanded(path)) if expanded(path).exists() else path
+        try:
+            with quiet_transformers():
+                self.model: Any = CLIPModel.from_pretrained(name)
+                self.tokenizer: Any = AutoTokenizer.from_pretrained(name)
+                self.processor: Any = AutoImageProcessor.from_pretrained(name)
+        except LOADING_ERRORS as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"no CLIP can be loaded from {path!r}: {type(error).__name__}: {reason}; give a folder or hub id such "
+                "as openai/clip-vit-large-patch14"
+            ) from error
+        self.model.eval().requires_grad_(False).to(device)
+        self.path, self.batch = path, batch
+        self._fingerprint = ""
+
+    @property
+    def width(self) -> int:
+        """Width D of the embeddings."""
+        return int(self.model.config.projection_dim)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of weights and settings, on which every embedding depends."""
+        if not self._fingerprint:
+            digest = hashlib.blake2b(digest_size=16)
+            digest.update(self.processor.to_json_string().encode())
+            for name, weight in sorted(self.model.state_dict().items()):
+                digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+                digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    @torch.no_grad()
+    def frames(self, frames: Iterable[NDArray[np.uint8]]) -> Tensor:
+        """Embed frames, `batch` of them at a time.
+
+        Args:
+            frames: (H, W, 3) uint8 each; taken one by one, so that they may come from a decoder.
+
+        Returns:
+            (T, D) float32.
+        """
+        parts = []
+        for some in _batches(frames, self.batch):
+            pixels = self.processor(images=some, return_tensors="pt").pixel_values
+            found = self.model.get_image_features(pixel_values=pixels.to(self.model.device, self.model.dtype))
+            parts.append(_embedding(found).float().cpu())
+        return torch.cat(parts) if parts else torch.zeros(0, self.width)
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Embed texts; what is too long for the tokenizer is cut off.
+
+        Returns:
+            (N, D) float32.
+        """
+        inputs = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
+        found = self.model.get_text_features(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask)
+        return _embedding(found).float().cpu()
+
+
+class FeatureStore:
+    """Features of videos, in files named by what they depend on: content, candidate frames, encoder.
+
+    A file is written whole or not at all and carries a digest of its numbers. One that is damaged is computed again
+    with a warning, since nothing is lost by it.
+
+    Args:
+        encoder: embeds what is not there yet.
+        folder: of the files; None keeps them in memory alone.
+        memory_mb: most megabytes that are also kept in memory, those used last.
+    """
+
+    def __init__(self, encoder: ClipEncoder, folder: Path | str | None = None, memory_mb: float = 512.0) -> None:
+        self.encoder = encoder
+        self.folder = None if folder is None else expanded(folder)
+        self.memory_bytes = memory_mb * 1e6
+        self.computed = 0
+        """Videos that were embedded rather than read."""
+        self._texts: dict[str, Tensor] = {}
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def frames(self, candidates: Candidates) -> Tensor:
+        """Embeddings of a video's candidates (T, D) float32.
+
+        Raises:
+            VideoError: the video cannot be decoded.
+        """
+        key = hashlib.blake2b(f"{candidates.digest} {self.encoder.fingerprint}".encode(), digest_size=16).hexdigest()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        file = None if self.folder is None else self.folder / f"{key}.safetensors"
+        found = None if file is None else _read(file, len(candidates), self.encoder.width)
+        if found is None:
+            found = self.encoder.frames(candidates.frames())
+            self.computed += 1
+            if file is not None:
+                _write(file, found)
+        self._keep(key, found)
+        return found
+
+    def text(self, text: str) -> Tensor:
+        """Embedding of a text (D,) float32, kept in memory."""
+        if text not in self._texts:
+            self._texts[text] = self.encoder.texts([text])[0]
+        return self._texts[text]
+
+    def _keep(self, key: str, value: Tensor) -> None:
+        self._kept[key] = value
+        self._bytes += value.nbytes
+        while self._bytes > self.memory_bytes and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _batches(frames: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    coming = iter(frames)
+    while some := list(itertools.islice(coming, size)):
+        yield some
+
+
+def _embedding(found: Any) -> Tensor:
+    """Embeddings out of what the versions of transformers return: a tensor, or an output that holds them."""
+    return found if isinstance(found, Tensor) else found.pooler_output
+
+
+def _digest(features: Tensor) -> str:
+    return hashlib.blake2b(features.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _write(file: Path, features: Tensor) -> None:
+    from safetensors.torch import save_file
+
+    with replaced(file) as draft:
+        save_file({"features": features.contiguous()}, draft, metadata={"digest": _digest(features)})
+
+
+def _read(file: Path, count: int, width: int) -> Tensor | None:
+    """Features of a file; None, with a warning where it is there, if it is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.exists():
+        return None
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            features: Tensor = opened.get_tensor("features")
+            expected = (opened.metadata() or {}).get("digest")
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        LOGGER.warning("the features in %s are damaged (%s) and are computed again", file, error)
+        return None
+    if tuple(features.shape) != (count, width) or _digest(features) != expected:
+        LOGGER.warning("the features in %s are damaged (other numbers than were written) and are computed again", file)
+        return None
+    return features

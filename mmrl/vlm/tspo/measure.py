@@ -1,0 +1,134 @@
+"""Held-out evaluation of picks: how much of the needle they have, and whether the answer is right.
+
+Three strategies are measured on the same questions: the agent, evenly spaced frames, and the frames whose CLIP
+embeddings are most like the question's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
+from mmrl.training.record.outcomes import Outcome
+from mmrl.training.record.samples import SampleRecord
+from mmrl.vlm.tspo.answering import Answerer
+from mmrl.vlm.tspo.config import TspoEvaluationConfig
+from mmrl.vlm.tspo.picking import bin_max_frames, top_frames, uniform_frames
+from mmrl.vlm.tspo.policy import TspoPolicy, VideoFeatures
+from mmrl.vlm.tspo.strip import picked_strip
+from mmrl.vlm.tspo.tasks import NeedleTask
+
+__all__ = ["STRATEGIES", "PickMeasure", "needle_recall"]
+
+STRATEGIES = ("agent", "uniform", "clip_topk")
+
+
+class Encode(Protocol):
+    """Function such as `TspoRecipe.encode`."""
+
+    def __call__(
+        self, tasks: Sequence[NeedleTask], *, allow_none: bool = False
+    ) -> tuple[list[NeedleTask], list[VideoFeatures]]:
+        """Return the usable questions and their features."""
+
+
+def needle_recall(needle: np.ndarray, picks: Sequence[int]) -> float:
+    """Share of a needle's frames that were picked, or of the picks that lie in it where it has more frames than picks.
+
+    Args:
+        needle: (T,) bool.
+        picks: K different places.
+
+    Returns:
+        Number in [0, 1]; NaN without a needle.
+    """
+    most = min(int(needle.sum()), len(picks))
+    return float(needle[list(picks)].sum()) / most if most else float("nan")
+
+
+@dataclass
+class PickMeasure(Measure[NeedleTask]):
+    """Needle recall and accuracy of three strategies.
+
+    The metrics are recall/<strategy> with its bootstrap interval, accuracy/<strategy> with Wilson's, and skipped.
+    """
+
+    policy: TspoPolicy
+    encode: Encode
+    answerer: Answerer
+    evaluation: TspoEvaluationConfig
+    count_of: Callable[[NeedleTask], int]
+    """Frames that are picked for a question."""
+    seed: int
+    """Of the bootstrap."""
+
+    @property
+    def batch_size(self) -> int:
+        """Questions that are answered together."""
+        return self.evaluation.batch_tasks
+
+    def run(self, batch: Sequence[Trial[NeedleTask]], start: int) -> list[Row]:
+        """Pick and answer with every strategy; questions whose video cannot be decoded are left out."""
+        usable, features = self.encode([trial.task for trial in batch], allow_none=True)
+        if not usable:
+            return []
+        index_of = {id(trial.task): trial.index for trial in batch}
+        scores = self.policy.logits(features, 1.0).cpu()
+        rows: list[Row] = [{"index": index_of[id(task)], "repeat": 0, "task": task, "scores": {}} for task in usable]
+        for strategy in STRATEGIES:
+            picks = [
+                self._picks(strategy, task, own, scores[place, : len(own.frames)])
+                for place, (task, own) in enumerate(zip(usable, features, strict=True))
+            ]
+            answers = self.answerer.answer(usable, picks, None)
+            for row, chosen, text, correct in zip(rows, picks, answers.texts, answers.correct, strict=True):
+                row["scores"][f"accuracy/{strategy}"] = [correct]
+                row["scores"][f"recall/{strategy}"] = [needle_recall(row["task"].needle, chosen)]
+                if strategy == "agent":
+                    row |= {"picks": chosen, "response": text}
+        return rows
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[NeedleTask]) -> dict[str, float]:
+        """Means with intervals; raises RunError where no question was usable."""
+        if tasks and not rows:
+            self.encode(tasks)  # raises with the cause
+        metrics = {"skipped": float(len(tasks) - len(rows))}
+        for name in rows[0]["scores"] if rows else ():
+            values = [row["scores"][name] for row in rows]
+            share = name.startswith("accuracy/")
+            metrics |= with_interval(name, values, None if share else np.random.default_rng(self.seed))
+        return metrics
+
+    def outcome(self, row: Row) -> Outcome:
+        """Recall and accuracy of each strategy."""
+        return Outcome(row["task"].id, {name: values[0] for name, values in row["scores"].items()})
+
+    def record(self, row: Row) -> SampleRecord:
+        """The frames that the agent picked, on a line of time with the needle."""
+        task, scores = row["task"], {name: values[0] for name, values in row["scores"].items()}
+        return SampleRecord(
+            id=task.id,
+            prompt=task.query,
+            response=row["response"],
+            answer=task.answer,
+            outputs=picked_strip(task, row["picks"]),
+            terms=scores,
+            finish=f"{len(row['picks'])} of {len(task.video)} frames",
+            correct=scores["accuracy/agent"] == 1.0,
+        )
+
+    def _picks(self, strategy: str, task: NeedleTask, features: VideoFeatures, scores: Tensor) -> list[int]:
+        count = min(self.count_of(task), len(features.frames))
+        if strategy == "uniform":
+            return uniform_frames(len(features.frames), count).tolist()
+        if strategy == "clip_topk":
+            similarity = torch.cosine_similarity(features.frames, features.text[None], dim=-1)
+            return top_frames(similarity, count).tolist()
+        choose = top_frames if self.evaluation.method == "topk" else bin_max_frames
+        return choose(scores, count).tolist()

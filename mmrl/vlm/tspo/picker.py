@@ -1,0 +1,96 @@
+"""Frames for any video model: a trained agent picks them from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmrl.errors import UserError
+from mmrl.vlm.tspo.agent import TemporalAgent
+from mmrl.vlm.tspo.candidates import open_candidates
+from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
+from mmrl.vlm.tspo.picking import bin_max_frames, top_frames
+from mmrl.vlm.tspo.storage import AgentSettings, load_agent
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["FramePicker", "PickedFrames", "load_frame_picker"]
+
+
+@dataclass(frozen=True)
+class PickedFrames:
+    """Frames of a video, in the order of time."""
+
+    numbers: list[int]
+    """Their numbers in the file."""
+    seconds: list[float]
+    """When they are shown."""
+    images: list[Image]
+
+
+class FramePicker:
+    """Picks the frames of a video that a question needs.
+
+    Args:
+        agent: scores the candidates.
+        settings: which frames are candidates.
+        store: computes and keeps the features.
+    """
+
+    def __init__(self, agent: TemporalAgent, settings: AgentSettings, store: FeatureStore) -> None:
+        self.agent, self.settings, self.store = agent.eval(), settings, store
+
+    @torch.no_grad()
+    def pick(self, video: Path | str, question: str, count: int = 0, method: str = "topk") -> PickedFrames:
+        """Pick frames.
+
+        Args:
+            video: file, of any length.
+            question: without its options.
+            count: frames; 0 for as many as in training. A video that has fewer gives all of them.
+            method: topk or bin-max.
+
+        Returns:
+            The frames.
+
+        Raises:
+            VideoError: the video cannot be used.
+            UserError: unknown method.
+        """
+        methods = {"topk": top_frames, "bin-max": bin_max_frames}
+        if method not in methods:
+            raise UserError(f"there is no method {method!r}; there are: {', '.join(methods)}")
+        candidates = open_candidates(str(video), self.settings.fps, self.settings.max_frames)
+        features, text = self.store.frames(candidates), self.store.text(question)
+        scores = self.agent(features[None], text[None])[0]
+        picks = methods[method](scores, count or self.settings.count).tolist()
+        pictures, seconds = candidates.pictures(picks), candidates.seconds
+        return PickedFrames(
+            [candidates.numbers[place] for place in picks],
+            [seconds[place] for place in picks],
+            [pictures[place] for place in picks],
+        )
+
+
+def load_frame_picker(folder: Path | str, encoder: str | None = None, cache: Path | str | None = None) -> FramePicker:
+    """Load a trained agent with its CLIP.
+
+    Args:
+        folder: of the agent.
+        encoder: CLIP folder or hub id; None takes the one that the agent was trained with.
+        cache: folder in which features are kept; None keeps them in memory.
+
+    Raises:
+        UserError: the agent or the CLIP cannot be loaded, or do not fit together.
+    """
+    agent, settings = load_agent(folder)
+    clip = ClipEncoder(encoder or settings.encoder)
+    if clip.width != agent.width:
+        raise UserError(
+            f"the agent in {folder} reads embeddings of width {agent.width}; {clip.path} gives {clip.width}"
+        )
+    return FramePicker(agent, settings, FeatureStore(clip, cache))

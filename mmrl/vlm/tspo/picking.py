@@ -1,0 +1,161 @@
+"""Which frames are picked, and how likely a pick was.
+
+In training, T_s of T candidates are drawn without replacement: the T_s largest of logits + Gumbel noise, in the order
+of these sums (Gumbel top-k). Four log-probabilities of such a draw are offered:
+
+* `mean_marginal`: log softmax(logits) at each picked frame, without noise. The public code's; each pick is a decision
+  of its own and a row is the mean over its picks, so the gradient's scale does not depend on T_s.
+* `sum_marginal`: the same, a row being their sum.
+* `noisy_product`: log softmax(logits + noise) at each picked frame, a row being their sum; eq. 5 of the paper.
+* `plackett_luce`: the exact probability of the order in which the noise ranked the frames, where each pick is drawn
+  from the frames that are left. The public code sorts the picks by time first and so loses the order.
+
+Shapes: B rows, T candidate frames, K picks.
+
+Source: arXiv 2508.04369, section 3.2; Hui-design/TSPO model/utils.py `gumbel_softmax`, model/temporal_agent.py
+`inference_ts`; Kool et al., Stochastic Beams and Where to Find Them, arXiv 1903.06059 (Gumbel top-k).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LOGPROBS",
+    "bin_max_frames",
+    "draw_picks",
+    "gumbel_noise",
+    "pick_logprobs",
+    "temperature_at",
+    "top_frames",
+    "uniform_frames",
+]
+
+LOGPROBS = ("mean_marginal", "sum_marginal", "noisy_product", "plackett_luce")
+NEVER = -1e30
+"""Logit of a frame that cannot be picked; finite, so that no gradient becomes NaN."""
+
+
+def temperature_at(step: int, steps: int, start: float = 0.025, end: float = 0.01) -> float:
+    """Temperature that scores are divided by, falling linearly over a run.
+
+    Args:
+        step: steps done.
+        steps: of the whole run.
+        start: temperature of the first step.
+        end: temperature that the last step comes close to.
+
+    Source: Hui-design/TSPO src/open_tspo/trainer/tspo_trainer.py (`score_tau`).
+    """
+    return start - (start - end) / max(steps, 1) * step
+
+
+def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draws of the standard Gumbel distribution, float32."""
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+    return -(-uniform.log()).log().float()
+
+
+def draw_picks(logits: Tensor, noise: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The frames with the largest sums of logit and noise, largest first.
+
+    Args:
+        logits: (B, T); `NEVER` where there is no frame.
+        noise: (B, T) Gumbel draws; zeros for the likeliest frames.
+        counts: (B,) int64, picks of each row, at most its number of frames.
+
+    Returns:
+        Picks (B, K) int64 in the order of the draw, 0 on padding, and the mask (B, K) float.
+    """
+    most = int(counts.max())
+    picks = (logits + noise).topk(most, dim=1).indices
+    mask = torch.arange(most, device=picks.device) < counts[:, None]
+    return picks * mask, mask.to(logits.dtype)
+
+
+def pick_logprobs(form: str, logits: Tensor, picks: Tensor, mask: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Log-probability of each pick.
+
+    Args:
+        form: one of `LOGPROBS`; `mean_marginal` and `sum_marginal` differ only in how a row adds its picks up.
+        logits: (B, T) scores over temperature; `NEVER` where there is no frame.
+        picks: (B, K) int64, frames in the order of the draw.
+        mask: (B, K), 1 on picks and 0 on padding.
+        noise: (B, T), what the picks were drawn with; for `noisy_product` only.
+
+    Returns:
+        (B, K) nats, 0 on padding.
+
+    Raises:
+        ValueError: unknown form, or noise is missing.
+
+    Gradient: through logits.
+    """
+    if form not in LOGPROBS:
+        raise ValueError(f"there is no log-probability '{form}'; there are: {', '.join(LOGPROBS)}")
+    if form == "plackett_luce":
+        logp = _plackett_luce(logits, picks, mask)
+    else:
+        if form == "noisy_product":
+            if noise is None:
+                raise ValueError("noisy_product needs the noise that the picks were drawn with")
+            logits = logits + noise
+        logp = logits.log_softmax(1).gather(1, picks)
+    return torch.where(mask > 0, logp, 0.0)
+
+
+def _plackett_luce(logits: Tensor, picks: Tensor, mask: Tensor) -> Tensor:
+    """s_k - logsumexp of everything that pick k was drawn from: the picks from k on, and the frames never picked."""
+    chosen = torch.where(mask > 0, logits.gather(1, picks), 0.0)
+    ever = torch.zeros_like(logits).scatter_reduce(1, picks, mask.to(logits.dtype), "amax") > 0
+    others = logits.masked_fill(ever, NEVER).logsumexp(1)
+    count = picks.shape[1]
+    later = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu()
+    real = (mask > 0)[:, None] & later
+    real = real | torch.eye(count, dtype=torch.bool, device=logits.device)  # padding has at least itself
+    remaining = chosen[:, None].masked_fill(~real, float("-inf")).logsumexp(2)
+    return chosen - torch.logaddexp(remaining, others[:, None])
+
+
+def top_frames(scores: Tensor, count: int) -> Tensor:
+    """The frames with the largest scores.
+
+    Args:
+        scores: (T,).
+        count: wanted picks; fewer come back where there are fewer frames.
+
+    Returns:
+        (K,) int64, rising.
+    """
+    return scores.topk(min(count, len(scores))).indices.sort().values
+
+
+def bin_max_frames(scores: Tensor, count: int) -> Tensor:
+    """The best frame of each part of the video; used by the public code for Video-MME.
+
+    Every frame belongs to the nearest of `count` evenly spaced places (at equal distance to the earlier one).
+
+    Args:
+        scores: (T,).
+        count: wanted picks; fewer come back where there are fewer frames.
+
+    Returns:
+        (K,) int64, rising.
+    """
+    total = len(scores)
+    count = min(count, total)
+    places = torch.tensor([total - 1] if count == 1 else [round(i * (total - 1) / (count - 1)) for i in range(count)])
+    nearest = (torch.arange(total)[:, None] - places).abs().argmin(1)
+    best = [int(scores.masked_fill(nearest.to(scores.device) != part, -torch.inf).argmax()) for part in range(count)]
+    return torch.tensor(best, device=scores.device)
+
+
+def uniform_frames(total: int, count: int) -> Tensor:
+    """Evenly spaced frames, the first and the last among them, as video models choose theirs.
+
+    Returns:
+        (K,) int64, rising; fewer than `count` where there are fewer frames.
+    """
+    return torch.from_numpy(np.linspace(0, total - 1, min(count, total), dtype=np.int64))

@@ -1,0 +1,344 @@
+"""TSPO, Temporal Sampling Policy Optimization (arXiv 2508.04369; public code Hui-design/TSPO).
+
+A small agent picks T_s of the T_c candidate frames of a long video for a video model; it learns from the rewards of the
+answers, without labels of frames. Each question is a group of G draws, and each pick is a decision:
+
+    A_i = (R_i - mean R) / (std R + 1e-4)
+    loss = -(1/G) sum_i A_i mean_{t in picks_i} exp(l_t - sg(l_t)),    l = log softmax(S / tau)
+
+where R = R_A (is the answer right?) + R_T (share of the picks in the needle, where the row has one; else 1). The
+temperature tau falls from 0.025 to 0.01. S is the agent's score (`agent.py`), the draws and other forms of l are in
+`picking.py`, the answerers in `answering.py`. A frozen language model answers greedily, so its ratio is 1; with
+`answerer.train` its sampled tokens are decisions too and both parts of pi_l * pi_ts are trained.
+
+Differences from the public code: the reward's type belongs to each row, there the first row of a batch decides; the
+order of a draw is kept, so that its exact probability exists; a video with fewer frames than picks gives all of them
+(there top-k fails); the unused KL coefficient 0.04 is left out, a KL to the start is `objective.kl`; features of a
+video are computed once and kept. Defaults: 16 picks with a needle and 8 without, window 12, 8 heads, G 8, AdamW at 5e-4
+with linear decay, from the public train_deepspeed.sh; a step has 16 questions as its 8 GPUs x 2 accumulated batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.hub.building import build_if_missing
+from mmrl.hub.video_reading import VideoError
+from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
+from mmrl.training.loop.scoring import RewardErrors, failure_of
+from mmrl.training.loop.seeds import stream_seed
+from mmrl.training.record.fingerprint import content_digest
+from mmrl.training.record.samples import SampleRecord
+from mmrl.training.record.stopwatch import stopwatch
+from mmrl.vlm.data import DataConfig
+from mmrl.vlm.models import load_policy
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.task import TaskError
+from mmrl.vlm.tspo.agent import TemporalAgent
+from mmrl.vlm.tspo.answering import Answerer, Answers, OracleAnswerer, VlmAnswerer, correct_of
+from mmrl.vlm.tspo.config import TspoConfig, objective_of
+from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
+from mmrl.vlm.tspo.measure import PickMeasure
+from mmrl.vlm.tspo.picking import draw_picks, gumbel_noise, pick_logprobs, temperature_at
+from mmrl.vlm.tspo.policy import Scoring, TspoPayload, TspoPolicy, VideoFeatures
+from mmrl.vlm.tspo.storage import AgentSettings, load_agent, save_agent
+from mmrl.vlm.tspo.strip import picked_strip
+from mmrl.vlm.tspo.tasks import NeedleTask, load_needle_tasks
+
+__all__ = ["TspoConfig", "TspoRecipe"]
+
+LOGGER = logging.getLogger("mmrl")
+
+
+class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
+    """Draws frames, has the questions answered from them, and trains the agent; see the module.
+
+    Args:
+        config: options of the run.
+
+    Raises:
+        UserError: CLIP, agent, model or data cannot be used.
+    """
+
+    config: TspoConfig
+
+    def __init__(self, config: TspoConfig) -> None:
+        self.config = config
+        self.objective = objective_of(config)
+        self.skipped: Counter[str] = Counter()
+        self.train_tasks = self._load(config.data, "data")
+        limit = config.evaluation.max_tasks or None
+        self.eval_tasks = {
+            name: self._load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()
+        }
+        features = config.features
+        build_if_missing(features, "features")
+        self.store = FeatureStore(ClipEncoder(features.path, features.batch), features.cache, features.memory_mb)
+        reader = load_policy(config.answerer.model) if config.answerer.kind == "vlm" else None
+        trained = reader if config.answerer.train else None
+        self.policy = TspoPolicy(_make_agent(config, self.store.encoder.width), self._settings(), trained)
+        with ExitStack() as undone:
+            self.answerer: Answerer = _make_answerer(config, reader)
+            undone.callback(self.answerer.close)
+            for key, tasks in {"data": self.train_tasks, **_by_key(self.eval_tasks)}.items():
+                self.answerer.check(tasks, key)
+            undone.pop_all()
+        self.step = 0
+        self._errors = RewardErrors()
+        self._warn_of_short_videos()
+
+    def rollout(self, policy: TspoPolicy, tasks: Sequence[NeedleTask], generator: torch.Generator) -> Rollouts:
+        """Draw the frames of G rows for each question and have it answered from them."""
+        with stopwatch("encode"):
+            usable, features = self.encode(tasks)
+        size, scoring = self.config.trainer.samples_per_task, self.scoring
+        group = torch.arange(len(usable)).repeat_interleave(size)
+        logits = policy.logits(features, scoring.temperature).cpu()[group]
+        noise = gumbel_noise(tuple(logits.shape), generator)
+        counts = torch.tensor([self.picks_of(task) for task in usable])[group]
+        picks, mask = draw_picks(logits, noise, counts)
+        logp = pick_logprobs(scoring.logprob, logits, picks, mask, noise)
+        rows = [usable[number] for number in group.tolist()]
+        with stopwatch("answer"):
+            answers = self._answer(rows, picks, mask, generator if self.config.answerer.train else None)
+        payload = TspoPayload(
+            tasks=usable,
+            features=features,
+            picks=picks,
+            pick_mask=mask,
+            texts=answers.texts,
+            correct=correct_of(answers),
+            noise=list(noise) if scoring.logprob == "noisy_product" else [],
+        )
+        rollouts = Rollouts(
+            group=group,
+            mask=mask,
+            logp_old=logp,
+            reward=torch.full((len(rows),), float("nan")),
+            payload=payload,
+            turn=torch.where(mask > 0, 0, -1),
+        )
+        return self._joined(rollouts, answers).to(policy.device)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """R_A + R_T with their weights; NaN, and no gradient, for an answer that could not be judged."""
+        payload = TspoPayload.of(rollouts)
+        located = [
+            payload.tasks[group].share_in_needle(payload.picks[row][payload.pick_mask[row] > 0].tolist())
+            for row, group in enumerate(rollouts.group.tolist())
+        ]
+        accuracy = payload.correct.to(rollouts.reward.device)
+        locating = torch.tensor(located, device=rollouts.reward.device)
+        reward = self.config.accuracy_weight * accuracy + self.config.locating_weight * locating
+        return rollouts.replace(reward=reward, reward_terms={"accuracy": accuracy, "locating": locating})
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """Log-probability of each pick and of each trained token, at the temperatures of the draw."""
+        return policy(rollouts, self.scoring)  # type: ignore[no-any-return]
+
+    def evaluate(self, policy: TspoPolicy, split: str, accelerator: Accelerator) -> Evaluation:
+        """Needle recall and accuracy of the agent's best frames, of even ones and of those most like the question."""
+        measure = PickMeasure(
+            policy=policy,
+            encode=self.encode,
+            answerer=self.answerer,
+            evaluation=self.config.evaluation,
+            count_of=lambda task: self.config.evaluation.count or self.picks_of(task),
+            seed=stream_seed(self.config.seed, "bootstrap", split),
+        )
+        return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
+
+    def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
+        """Whole groups as strips of the frames that were picked."""
+        payload = TspoPayload.of(rollouts)
+        advantage = rollouts.advantage
+        found = []
+        for row in range(min(limit, rollouts.num_rows)):
+            task = payload.tasks[int(rollouts.group[row])]
+            picks = sorted(payload.picks[row][payload.pick_mask[row] > 0].tolist())
+            length = max(float(rollouts.mask[row].sum()), 1.0)
+            found.append(
+                SampleRecord(
+                    id=task.id,
+                    prompt=task.query,
+                    response=payload.texts[row],
+                    answer=task.answer,
+                    outputs=picked_strip(task, picks),
+                    reward=float(rollouts.reward[row]),
+                    terms={name: float(values[row]) for name, values in rollouts.reward_terms.items()},
+                    advantage=None if advantage is None else float(advantage[row].sum()) / length,
+                    finish=f"{len(picks)} of {len(task.video)} frames",
+                )
+            )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Temperature, videos that were embedded, questions skipped so far and reward errors of the step."""
+        return {
+            "tspo/temperature": self.scoring.temperature,
+            "tspo/videos_embedded": float(self.store.computed),
+            "data/skipped": float(sum(self.skipped.values())),
+        } | self._errors.take()
+
+    def encode(
+        self, tasks: Sequence[NeedleTask], *, allow_none: bool = False
+    ) -> tuple[list[NeedleTask], list[VideoFeatures]]:
+        """Features of questions and their videos.
+
+        Args:
+            tasks: questions.
+            allow_none: return two empty lists where none of them can be used.
+
+        Returns:
+            Those whose videos can be decoded, and their features.
+
+        Raises:
+            NoUsableTasksError: none of them can be, and that is not allowed.
+        """
+        usable: list[NeedleTask] = []
+        features: list[VideoFeatures] = []
+        last: VideoError | None = None
+        for task in tasks:
+            try:
+                frames = self.store.frames(task.video)
+            except VideoError as error:
+                last = error
+                if not self.skipped[error.kind]:
+                    LOGGER.warning("question skipped (%s): %s: %s", error.kind, task.id, error)
+                self.skipped[error.kind] += 1
+                continue
+            usable.append(task)
+            features.append(VideoFeatures(frames, self.store.text(task.query)))
+        if not usable and not allow_none:
+            raise NoUsableTasksError(f"none of {len(tasks)} videos could be used; the last one: {last}")
+        return usable, features
+
+    @property
+    def scoring(self) -> Scoring:
+        """Temperatures and form of the log-probabilities in this step."""
+        picks = self.config.picks
+        temperature = temperature_at(self.step, self.config.trainer.steps, picks.temperature, picks.final_temperature)
+        return Scoring(temperature, picks.logprob, self.config.answerer.sampler.temperature)
+
+    def picks_of(self, task: NeedleTask) -> int:
+        """Frames that are picked for a question."""
+        return min(self.config.picks.of(task.specific), len(task.video))
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the temperature."""
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and counts."""
+        return {"step": self.step, "skipped": dict(self.skipped), "errors": self._errors.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.step = int(state["step"])
+        self.skipped = Counter(state["skipped"])
+        self._errors.load_state_dict(state["errors"])
+
+    def data_digest(self) -> str:
+        """Digest of the questions with their videos and needles; where the files lie does not count."""
+        return content_digest([task.contents() for task in self.train_tasks])
+
+    @classmethod
+    def export(cls, config: TspoConfig, checkpoint: Path, output: Path) -> str:
+        """Write the agent alone: a small folder that `load_frame_picker` loads, for any video model."""
+        agent, settings = load_agent(checkpoint / "model")
+        save_agent(agent, settings, output)
+        return "mmrl.vlm.tspo.picker.load_frame_picker"
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.answerer.close()
+
+    def _answer(
+        self, rows: Sequence[NeedleTask], picks: Tensor, mask: Tensor, generator: torch.Generator | None
+    ) -> Answers:
+        chosen = [sorted(own[real > 0].tolist()) for own, real in zip(picks, mask, strict=True)]
+        try:
+            answers = self.answerer.answer(rows, chosen, generator)
+        except TaskError as error:
+            raise NoUsableTasksError(f"the picked frames cannot be read: {error}") from error
+        if answers.result is not None:
+            self._errors.count(answers.result)
+            if failure := failure_of(answers.result):
+                raise RunError(f"every reward of this step failed: {failure}")
+        return answers
+
+    def _joined(self, rollouts: Rollouts, answers: Answers) -> Rollouts:
+        """Rows whose decisions are the picks and then, of a trained model, the tokens of the answer."""
+        if not self.config.answerer.train or answers.samples is None:
+            return rollouts
+        payload, samples = TspoPayload.of(rollouts), answers.samples
+        payload.prompts, payload.finish = answers.prompts, samples.finish
+        payload.response_ids = samples.response_ids.cpu()
+        mask = samples.mask.cpu()
+        assert rollouts.turn is not None
+        return rollouts.replace(
+            mask=torch.cat([rollouts.mask, mask], 1),
+            logp_old=torch.cat([rollouts.logp_old, samples.logp.cpu()], 1),
+            turn=torch.cat([rollouts.turn, torch.where(mask > 0, 1, -1)], 1),
+        )
+
+    def _load(self, data: DataConfig, key: str) -> list[NeedleTask]:
+        try:
+            tasks, skipped = load_needle_tasks(data, self.config.features.fps, self.config.features.max_frames)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+        if key == "data":
+            self.skipped.update(skipped)
+        return tasks
+
+    def _settings(self) -> AgentSettings:
+        features = self.config.features
+        return AgentSettings(features.path, features.fps, features.max_frames, self.config.picks.count)
+
+    def _warn_of_short_videos(self) -> None:
+        short = [task for task in self.train_tasks if len(task.video) <= self.config.picks.of(task.specific)]
+        if short:
+            LOGGER.warning(
+                "%d of %d training videos have no more candidate frames than picks (%s has %d): all their frames are "
+                "picked and teach nothing; lower picks.count, or raise features.fps",
+                len(short),
+                len(self.train_tasks),
+                short[0].id,
+                len(short[0].video),
+            )
+
+
+def _make_agent(config: TspoConfig, width: int) -> TemporalAgent:
+    if config.agent.path:
+        agent, _ = load_agent(config.agent.path)
+        if agent.width != width:
+            raise UserError(f"the agent in {config.agent.path} has width {agent.width}; the CLIP gives {width}")
+        return agent
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(config.seed, "agent"))
+        return TemporalAgent(width, config.agent.heads, config.agent.window)
+
+
+def _make_answerer(config: TspoConfig, reader: VlmPolicy | None) -> Answerer:
+    if reader is None:
+        return OracleAnswerer(config.answerer.min_frames)
+    if not config.answerer.train:
+        reader.eval().requires_grad_(False)
+    return VlmAnswerer(config.answerer, reader)
+
+
+def _by_key(splits: Mapping[str, Sequence[NeedleTask]]) -> dict[str, Sequence[NeedleTask]]:
+    return {f"eval_data.{name}": tasks for name, tasks in splits.items()}

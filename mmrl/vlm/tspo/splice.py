@@ -1,0 +1,178 @@
+"""Needle-in-a-haystack videos out of any videos: the clips of one are spliced into clips of others.
+
+    build_spliced("needles.jsonl", questions="questions.jsonl", haystack="videos/")
+
+The needle is the video of a question: 1 to 4 clips of 50 of its frames, drawn in the order of time, among 12 clips of
+as many frames of other videos, resized to its size. Everything is decoded and encoded frame by frame.
+
+Source: arXiv 2508.04369, section 4; Hui-design/TSPO src/open_tspo/trainer/utils.py (`load_video`, `repeat_videos`,
+`shuffle_clips`). The public code splices anew whenever a row is drawn; here a file is written once, so that its
+features are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.files import expanded
+from mmrl.hub.tables import read_rows
+from mmrl.hub.video import write_mp4
+from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
+from mmrl.vlm.image_rows import write_media_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Frame = NDArray[np.uint8]
+
+__all__ = ["VIDEO_SUFFIXES", "build_spliced", "sampled_numbers"]
+
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
+FEWEST, MOST = 50, 128
+"""A video with fewer or more frames at one a second gives this many (MOST), evenly spaced."""
+KEPT_COLUMNS = ("problem", "question", "prompt", "answer", "solution", "query", "original_question", "original_answer")
+
+
+def build_spliced(
+    path: str | Path,
+    *,
+    questions: str,
+    haystack: str,
+    count: int = 0,
+    clip_frames: int = 50,
+    clips: int = 12,
+    repeats: Sequence[int] = (1, 4),
+    seed: int = 0,
+) -> Path:
+    """Write spliced videos at one frame a second and the questions about them.
+
+    Args:
+        path: JSONL file to write; the columns of the questions, and videos, needle (its frames) and type.
+        questions: a file of rows with a question, an answer and `video` or `videos`, relative to its folder.
+        haystack: folder with the other videos, searched with its subfolders; the question's own is left out.
+        count: number of rows, the questions in turn; 0 = each once.
+        clip_frames: frames of a clip.
+        clips: clips of other videos.
+        repeats: fewest and most clips of the question's video.
+        seed: of everything drawn.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: there are no questions or videos, or one cannot be used.
+    """
+    rows = list(read_rows(questions, "train", None))
+    if not rows or any(row.problem is not None for row in rows):
+        raise UserError(f"{questions} has no rows, or rows that are no JSON objects")
+    others = sorted(file for file in expanded(haystack).rglob("*") if file.suffix.lower() in VIDEO_SUFFIXES)
+    if clip_frames < 1 or clips < 0 or not 1 <= repeats[0] <= repeats[1]:
+        raise UserError(f"clip_frames={clip_frames}, clips={clips}, repeats={list(repeats)}: all must be positive")
+    rng = np.random.default_rng([seed, 10])
+    folder, made = expanded(questions).parent, iter(range(10**9))
+
+    def save(place: Path, stem: str) -> dict[str, Any]:
+        cells = rows[next(made) % len(rows)].cells
+        own = _own_video(cells, folder)
+        pool = [file for file in others if file.resolve() != own.resolve()]
+        if clips and not pool:
+            raise UserError(
+                f"{haystack} has no video other than {own}; it needs files with {', '.join(VIDEO_SUFFIXES)}"
+            )
+        plan = _plan(rng, own, pool, clip_frames, clips, int(rng.integers(repeats[0], repeats[1] + 1)))
+        _write(place / f"{stem}.mp4", plan, own)
+        kept = {name: cells[name] for name in KEPT_COLUMNS if name in cells}
+        return {
+            **kept,
+            "videos": [f"{Path(path).with_suffix('').name}/{stem}.mp4"],
+            "needle": _intervals(plan),
+            "type": "specific",
+        }
+
+    return write_media_rows(Path(path), count or len(rows), save)
+
+
+@dataclass(frozen=True)
+class _Clip:
+    index: VideoIndex
+    numbers: list[int]
+    needle: bool
+
+
+def sampled_numbers(total: int, fps: float) -> list[int]:
+    """Frames of a video at one a second; `MOST` evenly spaced ones where that gives fewer than 50 or more than 128.
+
+    Source: Hui-design/TSPO src/open_tspo/trainer/utils.py `load_video`.
+    """
+    numbers = list(range(0, total, max(round(fps), 1)))
+    if FEWEST <= len(numbers) <= MOST:
+        return numbers
+    return [int(number) for number in np.linspace(0, total - 1, MOST, dtype=int)]
+
+
+def _own_video(cells: dict[str, Any], folder: Path) -> Path:
+    video = cells.get("videos") or cells.get("video")
+    video = video[0] if isinstance(video, list) and video else video
+    if not isinstance(video, str):
+        raise UserError(f"a question has no video; its columns are: {', '.join(cells)}")
+    return folder / expanded(video)
+
+
+def _plan(
+    rng: np.random.Generator, own: Path, pool: Sequence[Path], frames: int, clips: int, repeats: int
+) -> list[_Clip]:
+    """Clips in a random order of needle and haystack; each kind keeps its own order."""
+    index = _index(own)
+    numbers = sampled_numbers(index.total, index.fps)
+    length = min(frames, len(numbers))
+    needle = [
+        _Clip(index, [numbers[i] for i in np.sort(rng.choice(len(numbers), length, replace=False))], True)
+        for _ in range(repeats)
+    ]
+    hay = []
+    for file in rng.choice(len(pool), clips) if clips else ():
+        other = _index(pool[int(file)])
+        hay.append(_Clip(other, [int(n) for n in np.linspace(0, other.total - 1, length, dtype=int)], False))
+    kinds = rng.permutation([True] * len(needle) + [False] * len(hay))
+    coming = {True: iter(needle), False: iter(hay)}
+    return [next(coming[bool(kind)]) for kind in kinds]
+
+
+def _index(file: Path) -> VideoIndex:
+    try:
+        return read_index(file)
+    except VideoError as error:
+        raise UserError(f"{file} cannot be spliced: {error}") from error
+
+
+def _intervals(plan: Sequence[_Clip]) -> list[list[int]]:
+    found, start = [], 0
+    for clip in plan:
+        if clip.needle:
+            found.append([start, start + len(clip.numbers)])
+        start += len(clip.numbers)
+    return found
+
+
+def _write(path: Path, plan: Sequence[_Clip], own: Path) -> None:
+    first = next(clip for clip in plan if clip.needle)
+    try:
+        height, width, _ = next(decode_frames(first.index, first.numbers[:1])).shape
+        write_mp4(path, _frames(plan, (width, height)), 1.0)
+    except VideoError as error:
+        raise UserError(f"a video cannot be spliced around {own}: {error}") from error
+
+
+def _frames(plan: Sequence[_Clip], size: tuple[int, int]) -> Iterator[Frame]:
+    from PIL import Image
+
+    for clip in plan:
+        for frame in decode_frames(clip.index, clip.numbers):
+            image = Image.fromarray(frame)
+            yield np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BILINEAR))

@@ -1,0 +1,86 @@
+"""A picture of what was picked: the needle on a line of time, and the frames below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.hub.video_reading import VideoError
+from mmrl.vlm.tspo.tasks import NeedleTask
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["pick_strip", "picked_strip"]
+
+CELL, BORDER, CAPTION, LINE = 84, 4, 14, 26
+COLUMNS = 8
+GROUND, INK, TRACK = (24, 26, 30), (235, 235, 235), (70, 74, 82)
+INSIDE, OUTSIDE = (64, 190, 110), (200, 90, 80)
+SHOWN = 32
+"""Most frames that are shown; of more, evenly spread ones."""
+
+
+def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray, seconds: Sequence[float]) -> Image:
+    """Draw picked frames.
+
+    Args:
+        frames: the picked frames, in the order of time.
+        picks: their K places among the T candidates, rising.
+        needle: (T,) bool; green on the line, like the frames of green border. All False where there is none.
+        seconds: when each candidate is shown.
+
+    Returns:
+        RGB: a line of time with the needle in green and a tick for each pick, then the frames with their times.
+    """
+    from PIL import Image as Images
+    from PIL import ImageDraw
+
+    shown = np.unique(np.linspace(0, len(picks) - 1, min(len(picks), SHOWN)).round().astype(int)).tolist()
+    rows = -(-len(shown) // COLUMNS)
+    width, height = CELL * min(len(shown), COLUMNS), CELL + CAPTION
+    width = max(width, 4 * CELL)
+    strip = Images.new("RGB", (width, LINE + rows * height), GROUND)
+    draw = ImageDraw.Draw(strip)
+    _draw_line(draw, width, picks, needle)
+    for place, number in enumerate(shown):
+        left, top = (place % COLUMNS) * CELL, LINE + place // COLUMNS * height
+        colour = INSIDE if needle[picks[number]] else OUTSIDE if needle.any() else TRACK
+        draw.rectangle((left + 1, top, left + CELL - 2, top + CELL - 1), fill=colour)
+        inner = CELL - 2 * BORDER
+        frame = frames[number].copy()
+        frame = frame.resize(_fitted(frame.size, inner))
+        strip.paste(frame, (left + (CELL - frame.width) // 2, top + (CELL - frame.height) // 2))
+        centre = (left + CELL // 2, top + CELL + CAPTION // 2)
+        draw.text(centre, f"{seconds[picks[number]]:.1f} s", INK, anchor="mm")
+    return strip
+
+
+def picked_strip(task: NeedleTask, picks: Sequence[int]) -> list[Image]:
+    """A picture of picked frames; none where the video can no longer be read."""
+    try:
+        pictures = task.video.pictures(picks)
+    except VideoError:
+        return []
+    return [pick_strip([pictures[place] for place in picks], picks, task.needle, task.video.seconds)]
+
+
+def _fitted(size: tuple[int, int], side: int) -> tuple[int, int]:
+    scale = side / max(size)
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def _draw_line(draw: object, width: int, picks: Sequence[int], needle: np.ndarray) -> None:
+    scale = (width - 8) / len(needle)
+
+    def span(first: float, stop: float, top: int, bottom: int, colour: tuple[int, int, int]) -> None:
+        left = 4 + first * scale
+        draw.rectangle((left, top, max(4 + stop * scale, left + 1), bottom), fill=colour)  # type: ignore[attr-defined]
+
+    span(0, len(needle), 8, 16, TRACK)
+    for place in np.flatnonzero(needle).tolist():
+        span(place, place + 1, 8, 16, INSIDE)
+    for place in picks:
+        span(place + 0.35, place + 0.65, 3, 21, INK)

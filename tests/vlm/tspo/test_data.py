@@ -1,0 +1,181 @@
+"""Clips with needles, candidate frames, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.hub.video import write_mp4
+from mmrl.hub.video_reading import decode_frames, read_index
+from mmrl.vlm.data import DataConfig
+from mmrl.vlm.task import TaskError
+from mmrl.vlm.tspo.candidates import open_candidates, read_needle
+from mmrl.vlm.tspo.needles import build_needles, build_readings
+from mmrl.vlm.tspo.splice import build_spliced, sampled_numbers
+from mmrl.vlm.tspo.tasks import load_needle_tasks, question_without_options
+from tests.vlm.tspo.builders import FRAMES, data_folder
+
+
+def grey_video(path, total, level=100, fps=2.0, size=(32, 48)):
+    return write_mp4(path, (np.full((*size, 3), level, np.uint8) for _ in range(total)), fps)
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(path=str(path))
+
+
+def test_the_needle_is_a_flash_and_what_follows_it():
+    (folder,) = [data_folder()]
+    tasks, skipped = load_needle_tasks(DataConfig(path=str(folder / "needles.jsonl")), 1.0, 0)
+    assert len(tasks) == 4
+    assert not skipped
+    for task in tasks:
+        assert len(task.video) == FRAMES
+        (start, *_), total = np.flatnonzero(task.needle).tolist(), int(task.needle.sum())
+        assert total == 8
+        frames = np.stack(list(task.video.frames())).astype(float)
+        redness = (frames[..., 0] - frames[..., 1:].max(-1)).mean((1, 2))
+        assert sorted(np.argsort(-redness)[:2].tolist()) == [start, start + 1]
+        assert task.answer in "0123456789"
+        assert task.specific
+        assert "flash" in task.query
+
+
+def test_clips_repeat_and_answers_are_digits_of_the_clip(tmp_path):
+    for name in ("one", "two"):
+        build_needles(tmp_path / name / "x.jsonl", count=3, frames=60, decoys=2, seed=5)
+    one, two = ((tmp_path / name / "x.jsonl").read_text() for name in ("one", "two"))
+    assert one == two
+    for row in map(json.loads, one.splitlines()):
+        shown = row["digits"].split()
+        assert len(set(shown)) == 3
+        assert row["answer"] in shown
+    with pytest.raises(ValueError, match="has no room for 5 decoys; they need 80 frames"):
+        build_needles(tmp_path / "y.jsonl", frames=79, decoys=5)
+
+
+def test_readings_show_the_flash_before_the_digit(tmp_path):
+    build_readings(tmp_path / "r.jsonl", count=3, picks=5, frames=80)
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert all(len(row["images"]) == 5 and row["problem"].count("<image>") == 5 for row in rows)
+    assert all((tmp_path / name).is_file() for row in rows for name in row["images"])
+    assert not list(tmp_path.rglob("*.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("fps", "most", "expected"),
+    [
+        (0, 0, list(range(20))),
+        (2.0, 0, list(range(20))),
+        (9.0, 0, list(range(20))),
+        (1.0, 0, list(range(0, 20, 2))),
+        (0.5, 0, [0, 4, 8, 12, 16]),
+        (0, 4, [0, 6, 13, 19]),
+        (1.0, 10, list(range(0, 20, 2))),
+    ],
+)
+def test_candidates_follow_the_rate(fps, most, expected, tmp_path):
+    candidates = open_candidates(str(grey_video(tmp_path / "a.mp4", 20)), fps, most)
+    assert list(candidates.numbers) == expected
+    assert candidates.seconds == [number / 2 for number in expected]
+    assert len(list(candidates.frames())) == len(expected)
+    assert sorted(candidates.pictures([2, 0, 2])) == [0, 2]
+
+
+def test_the_digest_follows_content_and_choice(tmp_path):
+    path = str(grey_video(tmp_path / "a.mp4", 6))
+    same = str(grey_video(tmp_path / "b.mp4", 6))
+    other = str(grey_video(tmp_path / "c.mp4", 6, level=180))
+    digests = [open_candidates(*made).digest for made in ((path,), (path, 2.0), (path, 1.0, 2), (other,))]
+    assert len(set(digests)) == 4
+    assert open_candidates(same).digest == digests[0]
+
+
+@pytest.mark.parametrize("value", [5, "x", [3], [4, 2], [[0, 2], [3]], [0.5, 2], [-1, 3], [[1, "a"]], {"a": 1}])
+def test_what_is_no_needle_is_refused(value):
+    with pytest.raises(TaskError, match=r"row 1: its needle is .*expected \[start, stop\]"):
+        read_needle(value, "row 1")
+
+
+def test_needles_are_pairs_or_lists_of_them():
+    assert read_needle([2, 5], "x") == [(2, 5)]
+    assert read_needle([[0, 1], [4, 9]], "x") == [(0, 1), (4, 9)]
+    assert read_needle(None, "x") == read_needle([], "x") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"needle": [10, 21]}, "frames 10 to 20, but the video has 20 frames"),
+        ({"needle": [1, 2]}, "none of its needle's frames is a candidate"),
+        ({"needle": [7, 3]}, r"expected \[start, stop\]"),
+        ({"needle": None, "type": "specific"}, "'specific' and it has no needle"),
+        ({"type": "other"}, "there are: specific, general"),
+        ({"videos": ["a.mp4", "a.mp4"], "problem": "<video><video>What?"}, "2 videos; frames are picked from one"),
+        ({"videos": [], "problem": "What?"}, "0 videos; frames are picked from one"),
+        ({"videos": ["missing.mp4"]}, "missing.mp4"),
+        ({"videos": ["cut.mp4"]}, "ends early"),
+        ({"videos": ["empty.mp4"]}, "zero bytes"),
+    ],
+)
+def test_bad_rows_are_named_or_skipped(change, message, tmp_path):
+    whole = grey_video(tmp_path / "a.mp4", 20)
+    (tmp_path / "cut.mp4").write_bytes(whole.read_bytes()[:-400])
+    (tmp_path / "empty.mp4").touch()
+    good = {"problem": "<video>What?", "answer": "1", "videos": ["a.mp4"], "needle": [2, 6]}
+    config = write_rows(tmp_path / "rows.jsonl", good, good | change)
+    with pytest.raises(UserError, match=message):
+        load_needle_tasks(config, 1.0, 0)
+    config.on_bad_row = "skip"
+    tasks, skipped = load_needle_tasks(config, 1.0, 0)
+    assert len(tasks) == 1
+    assert sum(skipped.values()) == 1
+    config = write_rows(tmp_path / "bad.jsonl", good | change)
+    config.on_bad_row = "skip"
+    with pytest.raises(UserError, match="no usable row"):
+        load_needle_tasks(config, 1.0, 0)
+
+
+def test_a_row_without_needle_is_general_and_its_query_has_no_options(tmp_path):
+    grey_video(tmp_path / "a.mp4", 4)
+    row = {"problem": "<video>Who sings?\n(A) a dog\n(B) a cat", "answer": "B", "videos": ["a.mp4"]}
+    ((task,), _) = load_needle_tasks(write_rows(tmp_path / "rows.jsonl", row), 1.0, 0)
+    assert task.query == "Who sings?"
+    assert not task.specific
+    assert not task.needle.any()
+    assert question_without_options("What?\nA. one\nB. two") == "What?"
+    assert question_without_options("Is A good?") == "Is A good?"
+
+
+def test_sampling_at_one_a_second_is_that_of_the_public_code():
+    assert sampled_numbers(600, 10.0) == list(range(0, 600, 10))
+    assert sampled_numbers(300, 10.0) == np.linspace(0, 299, 128, dtype=int).tolist()
+    assert sampled_numbers(10_000, 10.0) == np.linspace(0, 9999, 128, dtype=int).tolist()
+
+
+def test_a_video_is_spliced_into_others_of_another_size(tmp_path):
+    grey_video(tmp_path / "own.mp4", 60, level=220, fps=1.0)
+    hay = tmp_path / "hay"
+    hay.mkdir()
+    for name, level in (("a", 20), ("b", 60)):
+        grey_video(hay / f"{name}.mp4", 9, level=level, size=(48, 32))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"problem": "<video>What?", "answer": "1", "video": "own.mp4"}) + "\n")
+    path = build_spliced(
+        tmp_path / "out/needles.jsonl", questions=str(rows), haystack=str(hay), clip_frames=5, clips=3, repeats=(2, 2)
+    )
+    ((task,), _) = load_needle_tasks(DataConfig(path=str(path)), 0, 0)
+    assert task.needle.sum() == 10
+    levels = [float(frame.mean()) for frame in task.video.frames()]
+    assert len(levels) == 25
+    assert ((np.array(levels) > 150) == task.needle).all()
+    assert next(task.video.frames()).shape == (32, 48, 3)
+    index = read_index(task.video.index.path)
+    assert index.fps == pytest.approx(1.0)
+    assert len(list(decode_frames(index, [0, 24]))) == 2
+    with pytest.raises(UserError, match="has no video other than"):
+        build_spliced(tmp_path / "x.jsonl", questions=str(rows), haystack=str(tmp_path / "nothing"))

@@ -1,0 +1,86 @@
+"""A vision-language model that answers from the picked frames, frozen and trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.core.aggregation import Denominators
+from mmrl.rewards import RewardConfig
+from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.tspo.needles import build_model
+from mmrl.vlm.tspo.policy import TspoPayload
+from mmrl.vlm.tspo.recipe import TspoRecipe
+from tests.vlm.tspo.builders import needle_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("reader") / "model", hidden=24, layers=1, heads=2, kv_heads=1)
+
+
+def reading_config(folder, model, *, train):
+    config = needle_config(folder)
+    config.picks.count = 3
+    config.answerer.kind, config.answerer.train = "vlm", train
+    config.answerer.model.path = str(model)
+    config.answerer.sampler = SamplerConfig(max_new_tokens=3)
+    config.answerer.reward = RewardConfig(name="tests/vlm/user_reward.py:letters", isolate=False)
+    config.validate()
+    return config
+
+
+def drawn(recipe):
+    with torch.no_grad():
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:2], torch.Generator().manual_seed(0))
+    return recipe.score(rollouts)
+
+
+def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, model):
+    recipe = TspoRecipe(reading_config(tmp_path, model, train=False))
+    rollouts = drawn(recipe)
+    assert rollouts.mask.shape == (8, 3)
+    assert recipe.policy.reader is None
+    assert not any(weight.requires_grad for weight in recipe.answerer.policy.parameters())
+    assert torch.isfinite(rollouts.reward).all()
+    task = recipe.train_tasks[0]
+    answers = recipe.answerer.answer([task, task], [[0, 1, 2], [3, 4, 5]], None)
+    prompt = answers.prompts[0]
+    assert len(prompt.image_grid_thw) == 3
+    assert not torch.equal(answers.prompts[0].pixel_values, answers.prompts[1].pixel_values)
+    again = recipe.answerer.answer([task], [[0, 1, 2]], None)
+    assert again.texts == answers.texts[:1]
+    recipe.close()
+
+
+def test_the_tokens_of_a_trained_reader_are_decisions_too(tmp_path, model):
+    recipe = TspoRecipe(reading_config(tmp_path, model, train=True))
+    rollouts = drawn(recipe)
+    payload = TspoPayload.of(rollouts)
+    assert rollouts.mask.shape[1] == 3 + payload.response_ids.shape[1]
+    assert rollouts.turn.unique().tolist() in ([0, 1], [-1, 0, 1])
+    scores = recipe.scores(recipe.policy, rollouts, frozenset({"logp"})).logp
+    torch.testing.assert_close(scores * rollouts.mask, rollouts.logp_old, rtol=1e-3, atol=1e-3)
+    parts = [recipe.scores(recipe.policy, part, frozenset({"logp"})).logp for part in rollouts.micro_batches(3)]
+    joined = torch.cat([torch.nn.functional.pad(x, (0, rollouts.mask.shape[1] - x.shape[1])) for x in parts])
+    torch.testing.assert_close(joined, scores, rtol=1e-3, atol=1e-3)
+
+
+def test_picks_and_tokens_are_averaged_apart(tmp_path, model):
+    recipe = TspoRecipe(reading_config(tmp_path, model, train=True))
+    rollouts = drawn(recipe)
+    assert recipe.objective.aggregation.kind == "turn_mean"
+    rollouts = rollouts.replace(advantage=torch.ones_like(rollouts.mask) * rollouts.mask)
+    counts: Denominators = recipe.denominators(rollouts)
+    assert counts.turns == 2 * rollouts.num_rows
+    recipe.policy.zero_grad()
+    recipe.loss(recipe.policy, rollouts, counts).loss.backward()
+    assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.reader.parameters())
+    assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.agent.parameters())
+    recipe.policy.save_pretrained(tmp_path / "saved")
+    before = recipe.policy.reader.network.lm_head.weight.clone()
+    with torch.no_grad():
+        recipe.policy.reader.network.lm_head.weight.add_(1.0)
+    recipe.policy.load_weights(tmp_path / "saved")
+    assert torch.equal(recipe.policy.reader.network.lm_head.weight, before)
+    recipe.close()
