@@ -649,13 +649,13 @@ def test_compare_of_nothing(lab, refused):
 def unloaded(monkeypatch):
     """Fails where a model is loaded."""
     import diffusion.recipe
+    import mmrl.vlm.given
     import mmrl.vlm.recipe
-    import mmrl.vlm.sft
 
     def refuse(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    for module in (mmrl.vlm.recipe, mmrl.vlm.sft, diffusion.recipe):
+    for module in (mmrl.vlm.recipe, mmrl.vlm.given, diffusion.recipe):
         monkeypatch.setattr(module, "load_policy", refuse)
 
 

@@ -252,6 +252,9 @@ def method_loss(name, b, lp):
     if name == "arpo":
         a = group_mean_std(group, mask, reward)
         return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.3, 3.0), valid), valid)
+    if name == "tspo":
+        a = group_mean_std(group, mask, reward, 1, 1e-4)
+        return sequence_mean(table(lambda i, t: -a[i][t] * ratio(i, t), valid), valid)
     if name == "aepo":
         a = leave_one_out(group, mask, reward)
         return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.4, 3.0), valid), valid)
@@ -356,7 +359,7 @@ IMAGE_METHODS = {
     "awm": (1.0, 0.001, 0.2, None),
 }
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
-METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo")
+METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo", "tspo")
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],
