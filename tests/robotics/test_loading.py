@@ -203,7 +203,11 @@ def test_what_is_no_policy_is_named(kind, message):
         ("small", {"bin": 8}, "model.options has bin; allowed: bins, encoder, label_smoothing"),
         ("flow", {"bins": 8}, "model.options has bins; allowed: blocks, encoder, hidden"),
         ("vlm", {"bin": 8}, "model.options has bin; allowed: bins, first_id"),
-        ("small", {"encoder": {"depth": 2}}, "model.options.encoder has depth; allowed: channels, condition_queries, heads"),
+        (
+            "small",
+            {"encoder": {"depth": 2}},
+            "model.options.encoder has depth; allowed: channels, condition_queries, heads",
+        ),
         ("small", {"chunk": 2}, "model.options has chunk; allowed: bins"),
         ("small", {"encoder": {**BLIND, "width": 20}}, "width=20 must be a multiple"),
     ],
