@@ -71,7 +71,8 @@ def build_questions(
     hint_share: float = 0.0,
     hint_rate: float = 1.0,
     show_hints: bool = True,
-    noise: float = 0.1,
+    noise: float | Sequence[float] = 0.1,
+    readings: int = 1,
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
@@ -79,7 +80,7 @@ def build_questions(
 
     Args:
         path: JSONL file to write; columns problem (with <image>), answer, images, completion, kind, hint (none,
-            right or wrong), hint_text and digits (what the scene shows).
+            right or wrong), hint_text, digits (what the scene shows) and, with several strengths of noise, noise.
         count: number of questions.
         split: "train" or "test", which choose disjoint scans.
         max_digits: scenes have 1 to this many digits.
@@ -87,15 +88,24 @@ def build_questions(
         hint_share: share of questions that carry a hint, a claimed answer that may be wrong.
         hint_rate: probability that a hint is right.
         show_hints: False leaves the hints out of the same scenes and questions.
-        noise: strength of background texture and pixel noise, share of full contrast.
+        noise: strength of background texture and pixel noise, share of full contrast; of several strengths each scene
+            draws one.
+        readings: the reasoning in `completion` reads the digits 1 to this many times, a number drawn evenly.
         scans: use only the first so many scans of the split; 0 = all.
         seed: seed of everything drawn.
 
     Returns:
         The file.
+
+    Raises:
+        ValueError: no strength of noise, or fewer than one reading.
     """
+    if readings < 1:
+        raise ValueError(f"readings is {readings}; the reasoning reads the digits at least once")
+    if not isinstance(noise, int | float) and not len(noise):
+        raise ValueError("noise is an empty list; give one strength or several")
     options: dict[str, Any] = {"hint_share": hint_share, "hint_rate": hint_rate, "show_hints": show_hints}
-    options |= {"max_digits": max_digits, "kinds": kinds, "noise": noise, "scans": scans}
+    options |= {"max_digits": max_digits, "kinds": kinds, "noise": noise, "readings": readings, "scans": scans}
     return write_rows(Path(path), count, question_rows(split, seed, **options))
 
 
@@ -108,7 +118,8 @@ def question_rows(
     hint_share: float,
     hint_rate: float,
     show_hints: bool,
-    noise: float,
+    noise: float | Sequence[float],
+    readings: int = 1,
     scans: int,
 ) -> MakeRow:
     """A function that draws the next question; arguments as for `build_questions`."""
@@ -118,20 +129,24 @@ def question_rows(
     def make_row() -> tuple[Image.Image, dict[str, Any]]:
         kind = str(rng.choice(list(kinds)))
         question = QUESTIONS[kind]
-        scene = _draw_scene(rng, pool, int(rng.integers(question.min_digits, max_digits + 1)), noise)
+        count = int(rng.integers(question.min_digits, max_digits + 1))
+        strength = noise if isinstance(noise, int | float) else float(rng.choice(list(noise)))
+        scene = _draw_scene(rng, pool, count, strength)
         answer = question.answer(scene.digits)
         seen = " ".join(str(digit) for digit in scene.digits)
         claim = _claim(rng, question, scene.digits, hint_rate) if rng.random() < hint_share else ""
         wording = rng.choice(question.texts)
         claim = claim if show_hints else ""
+        reasoning = " ".join([seen] * (int(rng.integers(1, readings + 1)) if readings > 1 else 1))
         return scene.image, {
             "problem": f"<image>{f'Hint: {claim}. ' if claim else ''}{wording}",
             "answer": answer,
-            "completion": f"<think>{seen}</think><answer>{answer}</answer>",
+            "completion": f"<think>{reasoning}</think><answer>{answer}</answer>",
             "kind": kind,
             "hint": "none" if not claim else "right" if claim == answer else "wrong",
             "hint_text": claim,
             "digits": seen,
+            **({} if isinstance(noise, int | float) else {"noise": f"{strength:g}"}),
         }
 
     return make_row

@@ -64,7 +64,7 @@ class AnswerMeasure(Measure[VlmTask]):
     The draws follow from (seed, split) alone, so evaluations of different steps and arms are paired. The metrics are
     accuracy/greedy with its Wilson interval, accuracy/sampled with a bootstrap interval over questions, both also for
     each value of the data columns in `evaluation.by`, the means of the other reward terms as terms/<term>/<protocol>,
-    the mean response lengths, and the counts skipped and unscored.
+    the mean response lengths of all, right and wrong answers, and the counts skipped and unscored.
     """
 
     policy: VlmPolicy
@@ -117,6 +117,7 @@ class AnswerMeasure(Measure[VlmTask]):
         for mode, _ in self._modes() if rows else ():
             lengths = [length for row in rows for length in row[f"{mode}/length"]]
             metrics[f"response/length_{mode}"] = float(np.mean(lengths))
+            metrics |= self._lengths_by_outcome(rows, mode)
         metrics["unscored"] = float(sum(unscored([row["scores"][name]]) for row in rows for name in self._accuracies()))
         for column, value, part in self._parts_of(rows):
             metrics[part_metric("n", column, value)] = float(len(part))
@@ -177,6 +178,17 @@ class AnswerMeasure(Measure[VlmTask]):
         once = all(sum(value == value for value in task) <= 1 for task in scores) and values <= {0.0, 1.0}
         seed = stream_seed(self.seed, "bootstrap", self.split)
         return with_interval(metric, scores, None if once else np.random.default_rng(seed))
+
+    def _lengths_by_outcome(self, rows: Sequence[Row], mode: str) -> dict[str, float]:
+        """Mean lengths of the right and of the wrong answers, where there are any."""
+        scored = [
+            pair for row in rows for pair in zip(row[f"{mode}/length"], row["scores"][f"accuracy/{mode}"], strict=True)
+        ]
+        found = {
+            outcome: [length for length, score in scored if score == value]
+            for outcome, value in (("right", 1.0), ("wrong", 0.0))
+        }
+        return {f"response/length_{mode}_{outcome}": float(np.mean(part)) for outcome, part in found.items() if part}
 
     def _options(self) -> SamplerConfig:
         return SamplerConfig(

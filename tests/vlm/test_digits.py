@@ -47,6 +47,21 @@ def test_questions_are_real_tasks_and_repeat(tmp_path):
         assert QUESTIONS[task.columns["kind"]].answer([int(d) for d in digits]) == task.columns["answer"]
 
 
+def test_reasoning_may_read_several_times_and_noise_may_vary(tmp_path):
+    path = build_questions(tmp_path / "q.jsonl", count=80, noise=[0.1, 1.0], readings=3, seed=5)
+    times = set()
+    for row in rows(path):
+        said = row["completion"].split("</think>")[0].removeprefix("<think>").split()
+        digits = row["digits"].split()
+        times.add(len(said) // len(digits))
+        assert said == digits * (len(said) // len(digits))
+    assert times == {1, 2, 3}
+    assert {row["noise"] for row in rows(path)} == {"0.1", "1"}
+    for bad, message in (({"readings": 0}, "at least once"), ({"noise": []}, "empty list")):
+        with pytest.raises(ValueError, match=message):
+            build_questions(tmp_path / "bad.jsonl", count=1, **bad)
+
+
 def test_hints(tmp_path):
     wrong = rows(build_hints(tmp_path / "wrong.jsonl", count=20, hint="wrong"))
     assert all(f"Hint: {row['answer']}." not in row["problem"] for row in wrong)

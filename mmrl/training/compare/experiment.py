@@ -58,6 +58,9 @@ class ArmConfig:
     """What this arm changes, by dotted key; {output_dir} in a text stands for the output folder."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Names of the experiment's metrics in runs of this arm, where its recipe calls them otherwise."""
+    runs_of: str | None = None
+    """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures beside what
+    it trains; nothing is run for this arm."""
 
 
 @dataclass
@@ -185,18 +188,35 @@ class ExperimentConfig:
         self._check_work()
         self._check_reserved()
 
+    def source(self, name: str) -> str:
+        """Arm whose runs an arm reads: its own, or those of `runs_of`."""
+        return self.arm(name).runs_of or name
+
     def _check_arms(self) -> None:
         if len(self.arms) < 2:
             raise ValueError(f"`arms` needs at least two entries, got {len(self.arms)}")
         for arm in self.arms:
             if not _NAME.fullmatch(arm):
                 raise ValueError(f"arm name '{arm}' is a folder name; use letters, digits, '.', '_' and '-'")
-            if self.arm(arm).config is None and self.base is None:
+            self._check_runs_of(arm)
+            if self.arm(self.source(arm)).config is None and self.base is None:
                 raise ValueError(f"arm '{arm}' has no `config` and there is no `base`")
         if self.baseline not in self.arms:
             close = difflib.get_close_matches(self.baseline, self.arms, n=1)
             hint = f"did you mean '{close[0]}'? " if close else ""
             raise ValueError(f"`baseline` is '{self.baseline}'; {hint}arms: {', '.join(self.arms)}")
+
+    def _check_runs_of(self, arm: str) -> None:
+        settings = self.arm(arm)
+        if settings.runs_of is None:
+            return
+        running = [name for name in self.arms if self.arm(name).runs_of is None]
+        if settings.runs_of not in running:
+            raise ValueError(f"arms.{arm}.runs_of is '{settings.runs_of}'; arms with runs: {', '.join(running)}")
+        if settings.config is not None or settings.overrides:
+            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}', so it takes no config and no overrides")
+        if not settings.metrics:
+            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}'; say with which `metrics` it differs")
 
     def _check_sweep(self) -> None:
         if self.sweep is None:

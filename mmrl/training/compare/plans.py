@@ -76,8 +76,10 @@ def plan_arm_run(
         sweeping: Whether the run belongs to the sweep rather than to the comparison.
 
     Returns:
-        The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed.
+        The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed. That
+        of an arm with `runs_of` is a run of that arm, read with the arm's own metrics.
     """
+    metrics, arm = experiment.arm(arm).metrics, experiment.source(arm)
     settings = experiment.arm(arm)
     overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
     label = f"runs/{arm}/seed-{seed}"
@@ -87,7 +89,7 @@ def plan_arm_run(
             label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
             overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
     config = Path(str(settings.config or experiment.base))
-    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, settings.metrics)
+    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics)
 
 
 def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
@@ -100,6 +102,7 @@ def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
         for seed in sweep.seeds
         for value in sweep.values
         for arm in experiment.arms
+        if experiment.source(arm) == arm
     ]
 
 

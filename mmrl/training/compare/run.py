@@ -123,7 +123,8 @@ class _Session:
     def compare(self) -> None:
         """Run every arm on every seed of the comparison, pairs close together."""
         plans = plan_comparison(self.experiment, self.folder)
-        self.run([by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()])
+        runs = {by_seed[seed].label: by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()}
+        self.run(list(runs.values()))
 
     def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
         """Start what is not finished and write comparison.json after each end.

@@ -114,8 +114,10 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     if sweep is None:
         return None
     metric = sweep.metric or experiment.metric
-    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in experiment.arms}
-    chosen = {arm: _best_value(rows, experiment.higher_is_better) for arm, rows in arms.items()}
+    own = [arm for arm in experiment.arms if experiment.source(arm) == arm]
+    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in own}
+    best = {arm: _best_value(rows, experiment.higher_is_better) for arm, rows in arms.items()}
+    chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
     return SweepResult(
         parameter=sweep.parameter,
         seeds=sweep.seeds,
@@ -340,6 +342,7 @@ def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[
         reason = failure_of(plan) or _no_value(experiment, plan)
         if reason is not None:
             failures.append(Failure(plan.label, reason))
+    failures = list({failure.run: failure for failure in failures}.values())
     named = {failure.run for failure in failures}
     for arm, by_seed in plans.items():
         for plan in by_seed.values():

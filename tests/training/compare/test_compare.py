@@ -311,6 +311,18 @@ def test_an_arm_may_call_the_metrics_otherwise(lab):
     assert result["arms"]["papo"]["secondary"]["hard/accuracy/greedy"]["values"]["1"] == pytest.approx(0.46)
 
 
+def test_an_arm_may_read_the_runs_of_another(lab):
+    arms = {"rule": {"runs_of": "papo", "metrics": {"accuracy/greedy": "n"}}, "papo": {}, "grpo": {}}
+    result = lab.run(arms=arms, sweep={"values": [0.01, 0.1], "seeds": [11]})
+    assert result["arms"]["rule"]["values"] == {"1": 9, "2": 9, "3": 9}
+    assert result["arms"]["papo"]["values"]["1"] == pytest.approx(0.51)
+    assert result["sweep"]["chosen"]["rule"] == 0.01
+    assert set(result["sweep"]["arms"]) == {"papo", "grpo"}
+    assert lab.starts("runs/papo/seed-1") == ["fresh"]
+    assert not (lab.output / "runs/rule").exists()
+    assert not any("finished already" in line for line in lab.lines)
+
+
 def test_preparations_run_once_and_arms_find_them(lab):
     (lab.folder / "sft.yaml").write_text("recipe: sft\n")
     prepare = [{"config": "sft.yaml", "run_dir": "prepare/sft", "overrides": {"seed": 5}}]
@@ -380,6 +392,9 @@ def test_one_pair_has_no_interval(lab):
         ({"baseline": "grop"}, "did you mean 'grpo'"),
         ({"arms": {"grpo": {}}}, "at least two"),
         ({"arms": {"a/b": {}, "grpo": {}}}, "folder name"),
+        ({"arms": {"a": {"runs_of": "b"}, "grpo": {}}}, "arms with runs: grpo"),
+        ({"arms": {"a": {"runs_of": "grpo"}, "grpo": {}}}, "with which `metrics` it differs"),
+        ({"arms": {"a": {"runs_of": "grpo", "overrides": {"gain": 1}}, "grpo": {}}}, "no config and no overrides"),
         ({"seeds": []}, "`seeds` is empty"),
         ({"seeds": [1, 1]}, "repeats a seed"),
         ({"sweep": {"values": [1.0], "seeds": [3, 4]}}, r"seeds \[3\]"),
