@@ -32,21 +32,22 @@ class PeakMemory:
     def __init__(self, device: str = "cpu") -> None:
         self.by_stage: dict[str, float] = {}
         self._read = _CudaMemory() if device == "cuda" else _ResidentMemory()
+        self.start_mb = 0.0
+        """Memory in use at the start."""
         self._open: list[str] = []
-        self._start = 0.0
 
     def start(self) -> None:
         """Start counting, after unused memory has been freed."""
         gc.collect()
         self._read.trim()
         self._read.reset()
-        self._start = self._read.now_mb()
+        self.start_mb = self._read.now_mb()
 
     def held_mb(self) -> float:
         """Memory in use now, above that at the start."""
         gc.collect()
         self._read.trim()
-        return self._read.now_mb() - self._start
+        return self._read.now_mb() - self.start_mb
 
     def enter(self, stage: str) -> None:
         """Begin a stage; stages may be nested."""
@@ -59,7 +60,7 @@ class PeakMemory:
         self._open.remove(stage)
 
     def _note(self) -> None:
-        peak = self._read.peak_mb() - self._start
+        peak = self._read.peak_mb() - self.start_mb
         for stage in self._open:
             self.by_stage[stage] = max(self.by_stage.get(stage, 0.0), peak)
         self._read.reset()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
+from mmrl.vlm.bench.long_video import compare_long_video
 from mmrl.vlm.bench.setup import CPU_SHAPES, MEBIBYTE, Bench
 from mmrl.vlm.bench.trl_arm import check_installed
 from mmrl.vlm.bench.workload import ATTENTION_GAIN, Shape
@@ -304,6 +305,7 @@ COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "equality": _equality,
     "update": _update,
     "video": _video,
+    "long-video": compare_long_video,
     "generation": _generation,
     "step": _step,
     "papo": _papo,

@@ -82,17 +82,23 @@ class ClipEncoder:
         """Embed frames, `batch` of them at a time.
 
         Args:
-            frames: (H, W, 3) uint8 each; taken one by one, so that they may come from a decoder.
+            frames: (H, W, 3) uint8 each; taken one by one, so that they may come from a decoder; those of a batch are
+                let go of before the next ones are taken.
 
         Returns:
             (T, D) float32.
         """
         parts = []
-        for some in _batches(frames, self.batch):
-            pixels = self.processor(images=some, return_tensors="pt").pixel_values
+        coming = iter(frames)
+        while (pixels := self._next_pixels(coming)) is not None:
             found = self.model.get_image_features(pixel_values=pixels.to(self.model.device, self.model.dtype))
             parts.append(_embedding(found).float().cpu())
         return torch.cat(parts) if parts else torch.zeros(0, self.width)
+
+    def _next_pixels(self, coming: Iterator[NDArray[np.uint8]]) -> Tensor | None:
+        """The next batch as the model reads it; its frames are let go before the next ones are decoded."""
+        some = list(itertools.islice(coming, self.batch))
+        return self.processor(images=some, return_tensors="pt").pixel_values if some else None
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
@@ -159,12 +165,6 @@ class FeatureStore:
         self._bytes += value.nbytes
         while self._bytes > self.memory_bytes and len(self._kept) > 1:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
-
-
-def _batches(frames: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    coming = iter(frames)
-    while some := list(itertools.islice(coming, size)):
-        yield some
 
 
 def _embedding(found: Any) -> Tensor:
