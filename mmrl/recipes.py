@@ -138,6 +138,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "View-R1 / Asymmetric Policy Optimization, arXiv 2506.21655",
     ),
     RecipeEntry(
+        "reg_grpo",
+        "mmrl.vlm.reg_grpo",
+        "RegGrpoRecipe",
+        "RegGrpoConfig",
+        "regression on group advantages; hints for hard questions, noise on the pictures of easy ones",
+        "DeepVideo-R1, arXiv 2506.07464",
+    ),
+    RecipeEntry(
         "aepo",
         "mmrl.gui.aepo",
         "AepoRecipe",

@@ -33,6 +33,7 @@ from mmrl.core.blocks import (
 from mmrl.core.blocks.aggregation import AGGREGATIONS
 from mmrl.core.blocks.block import changed
 from mmrl.core.blocks.divergence import row_weights
+from mmrl.core.blocks.ratio import LOG_RATIO_LIMIT
 from mmrl.core.metrics import Metric, max_metric, mean_metric
 from mmrl.core.outputs import LossOutput, PolicyOutputs, required
 from mmrl.core.regularizers import entropy_sampled, k3
@@ -120,9 +121,16 @@ class Objective:
     @property
     def regularised(self) -> bool:
         """Whether the loss has terms with a gradient on rows whose advantages are all 0."""
+        if self.compares_rows:
+            return True
         divergence = self.needs_reference and not self.kl_in_reward
         entropy = self.entropy is not None and self.entropy.coef != 0
         return divergence or entropy or (self.needs_values and self.value is not None)
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its group: whole groups must be scored together."""
+        return self.clip.compares_rows
 
     def replace(self, **changes: Any) -> Objective:
         """A copy with some blocks exchanged."""
@@ -303,9 +311,9 @@ class Objective:
         mask, logp_old = rollouts.loss_mask, rollouts.logp_old.detach()
         advantage = required(rollouts.advantage, "rollouts.advantage", "compute_advantages(rollouts) sets it")
         log_ratio = self.ratio(outputs.logp, logp_old, mask)
-        turn = (rollouts.turn,) if self.clip.reads_turns else ()
-        loss, indicators = self.clip(log_ratio, outputs.logp, torch.where(mask > 0, advantage, 0.0), *turn)
-        rho = log_ratio.detach().exp()
+        trained = torch.where(mask > 0, advantage, 0.0)
+        loss, indicators = self.clip.of_rollouts(log_ratio, outputs.logp, trained, rollouts)
+        rho = log_ratio.detach().clamp(max=LOG_RATIO_LIMIT).exp()
         metrics = {
             "policy/ratio_mean": mean_metric(rho, mask),
             "policy/ratio_max": max_metric(rho, mask),
@@ -362,6 +370,9 @@ class Objective:
     def _conflicts(self) -> Iterator[str]:
         yield from self.ratio.conflicts(self.advantage)
         yield from self.clip.conflicts(self.ratio)
+        if not self.ratio.limited and (self.clip.exponentiates or (self.kl is not None and self.kl.importance)):
+            what = f"clip '{self.clip.kind}'" if self.clip.exponentiates else "kl.importance"
+            yield f"{what} needs the ratio itself, but ratio.limit is none. Set it, {LOG_RATIO_LIMIT:g} is usual."
         if self.value is not None and not self.needs_values:
             yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
         if self.value is None and self.needs_values:

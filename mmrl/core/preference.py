@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class PreferenceObjective:
     """Likelihood of the preferred answers as a further term."""
     citation: str = ""
     """Where the method was published."""
+    compares_rows: ClassVar[bool] = True
+    """The two sides of a pair are scored together."""
 
     @property
     def blocks(self) -> dict[str, Block]:

@@ -173,7 +173,7 @@ class Rollouts:
         order = torch.arange(total) if generator is None else torch.randperm(total, generator=generator)
         return [self.select_groups(part) for part in torch.tensor_split(order, min(count, total))]
 
-    def micro_batches(self, rows: int) -> Iterator[Rollouts]:
+    def micro_batches(self, rows: int, *, whole_groups: bool = False) -> Iterator[Rollouts]:
         """Cut into chunks that fit into memory; the sum of their losses is the loss of the whole.
 
         A chunk holds whole groups, so that each prompt is in one chunk; a group of more than `rows` rows is cut
@@ -182,13 +182,14 @@ class Rollouts:
 
         Args:
             rows: Largest number of rows of a chunk.
+            whole_groups: Whether a larger group stays together all the same, as a chunk of its own.
 
         Returns:
             An iterator over consecutive rows, in order.
         """
         if rows < 1:
             raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
-        stops = list(accumulate(_chunk_sizes(self.group, rows)))
+        stops = list(accumulate(_chunk_sizes(self.group, rows, whole_groups)))
         for start, stop in zip([0, *stops], stops, strict=False):
             yield self.select(torch.arange(start, stop))._trim()
 
@@ -216,7 +217,7 @@ class Rollouts:
         return self.replace(**trim_fields(self, int(used.max()) + 1 if len(used) else 1))
 
 
-def _chunk_sizes(group: Tensor, rows: int) -> list[int]:
+def _chunk_sizes(group: Tensor, rows: int, whole_groups: bool) -> list[int]:
     sizes: list[int] = []
     room = 0
     for length in torch.unique_consecutive(group, return_counts=True)[1].tolist():
@@ -224,7 +225,7 @@ def _chunk_sizes(group: Tensor, rows: int) -> list[int]:
             sizes[-1] += length
             room -= length
             continue
-        parts = -(-length // rows)
+        parts = 1 if whole_groups else -(-length // rows)
         sizes += [length // parts + (part < length % parts) for part in range(parts)]
         room = max(rows - length, 0)
     return sizes

@@ -1,10 +1,13 @@
-"""Coefficients that move during a run, their state explicit."""
+"""Coefficients and statistics that move during a run, their state explicit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["AdaptiveKL"]
+__all__ = ["AdaptiveKL", "DifficultyTracker"]
 
 
 @dataclass
@@ -49,3 +52,47 @@ class AdaptiveKL:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint."""
         self.coefficient = float(state["coefficient"])
+
+
+@dataclass
+class DifficultyTracker:
+    """How much less a prompt earns than what was sampled lately.
+
+    Source: DeepVideo-R1, arXiv 2506.07464, section 4 (difficulty-aware augmentation).
+    """
+
+    window: int
+    """Samples whose mean reward prompts are compared with."""
+    recent: list[float] = field(default_factory=list)
+    """The rewards of the last samples, the newest last."""
+    means: dict[str, float] = field(default_factory=dict)
+    """Mean reward of each prompt's last samples."""
+
+    def note(self, key: str, rewards: Sequence[float]) -> None:
+        """Remember the samples of a prompt.
+
+        Args:
+            key: Id of the prompt.
+            rewards: Theirs; those that are not finite were not scored and do not count.
+        """
+        scored = [float(reward) for reward in rewards if math.isfinite(reward)]
+        if scored:
+            self.recent = [*self.recent, *scored][-self.window :]
+            self.means[key] = sum(scored) / len(scored)
+
+    def difficulty(self, key: str) -> float:
+        """Mean reward of the window less that of the prompt: above 0 it is hard, below 0 easy; 0 where it is new."""
+        return self.difference(self.means[key]) if key in self.means else 0.0
+
+    def difference(self, mean: float) -> float:
+        """Mean reward of the window less `mean`; 0 while the window is empty."""
+        return sum(self.recent) / len(self.recent) - mean if self.recent else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep."""
+        return {"recent": list(self.recent), "means": dict(self.means)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.recent = list(state["recent"])[-self.window :]
+        self.means = dict(state["means"])

@@ -72,14 +72,14 @@ def encode_prompt(
         videos: frames of the videos in place of the task's own; None decodes the task's.
 
     Returns:
-        The prompt, up to and including the start of the assistant's turn.
+        The prompt, up to and including the start of the assistant's turn and of a given start of the answer.
 
     Raises:
         TaskError: an image or video is unreadable or cannot be processed, or places and images differ in number.
         PromptTooLong: more tokens than the model or the settings allow.
         UserError: the processor resized an image that the task had resized already.
     """
-    return _encode(task, _render(task, processor), processor, layout, images, videos)
+    return _encode(task, _render(task, processor) + task.answer_start, processor, layout, images, videos)
 
 
 def encode_turn(

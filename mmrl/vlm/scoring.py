@@ -27,7 +27,7 @@ def score_texts(
         state: how far the run is.
         tasks: the question of each row.
         prompts: its text as the model reads it.
-        texts: the responses.
+        texts: the responses, without the start that a task gives (`VlmTask.answer_start`), which rewards see too.
         tokens: their tokens.
 
     Returns:
@@ -65,6 +65,7 @@ def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
         Text and text; chat turns and chat turns where the data set has its questions as chat turns. The content of a
         turn is text, and a list of items in questions with images or videos.
     """
+    response = task.answer_start + response
     if not task.conversational:
         return prompt, response
     turns = task.messages

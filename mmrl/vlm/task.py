@@ -115,6 +115,15 @@ class VlmTask:
             return images
         return [resize_image(image, size) for image, size in zip(images, self.image_wh, strict=True)]
 
+    def shown_frames(self, frames: Any, number: int) -> Any:
+        """The frames of video `number` (from 0) as the model is shown them, from those that were decoded."""
+        return frames
+
+    @property
+    def answer_start(self) -> str:
+        """Text that the answer begins with, given and not sampled; it counts as part of the answer."""
+        return ""
+
 
 def open_image(
     source: ImageSource, task_id: str, where: str = "the image", max_pixels: int = MAX_IMAGE_PIXELS

@@ -96,7 +96,7 @@ def load_videos(task: VlmTask, patch_size: int) -> list[Frames]:
         TaskError: a video cannot be used; the kind is one of `VIDEO_ERRORS` or of an image.
         UserError: qwen-vl-utils is not installed.
     """
-    return [_load(task, number, patch_size) for number in range(len(task.videos))]
+    return [task.shown_frames(_load(task, number, patch_size), number) for number in range(len(task.videos))]
 
 
 def _load(task: VlmTask, number: int, patch_size: int) -> Frames:

@@ -255,6 +255,17 @@ def method_loss(name, b, lp):
     if name == "tspo":
         a = group_mean_std(group, mask, reward, 1, 1e-4)
         return sequence_mean(table(lambda i, t: -a[i][t] * ratio(i, t), valid), valid)
+    if name == "reg_grpo":
+        a = group_mean_std(group, mask, reward, 1, 1e-4)
+        rho = [sum(lp[i][t] - ol[i][t] for t in ts) for i, ts in enumerate(rows_of(valid))]
+        losses = []
+        for i, ts in enumerate(rows_of(valid)):
+            if ts:
+                own = [rho[j] for j, others in enumerate(rows_of(valid)) if others and group[j] == group[i]]
+                predicted = (rho[i] - mean(own)) / (std(own, 1) + 1e-4)
+                losses.append((a[i][ts[0]] - predicted) ** 2)
+        k3 = table(lambda i, t: kl_value("k3", lp[i][t], ref[i][t], False), valid)
+        return mean(losses) + 0.1 * sequence_mean(k3, valid)
     if name == "aepo":
         a = leave_one_out(group, mask, reward)
         return sequence_mean(table(lambda i, t: ppo_term(ratio(i, t), a[i][t], 0.2, 0.4, 3.0), valid), valid)
@@ -359,7 +370,7 @@ IMAGE_METHODS = {
     "awm": (1.0, 0.001, 0.2, None),
 }
 METHODS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo")
-METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo", "tspo")
+METHODS += (*IMAGE_METHODS, "srpo", "papo", "apo", "sft", "vl_dac", "aepo", "arpo", "tspo", "reg_grpo")
 # Groups: mixed; all equal; one row lost its score; a group of one row. Rows: gaps, an empty row, padding.
 BATCH = {
     "group": [0, 0, 0, 0, 1, 1, 2, 2, 2, 3],

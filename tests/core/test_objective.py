@@ -13,6 +13,7 @@ from mmrl.core.blocks import (
     Gae,
     GroupMean,
     GroupMeanGlobalStd,
+    GroupRegression,
     PolicyGradient,
     PpoClip,
     SampledEntropy,
@@ -25,6 +26,7 @@ from mmrl.core.blocks import (
     Unclipped,
     ValueLoss,
 )
+from mmrl.core.blocks.regression import group_deviations
 from mmrl.core.metrics import metric_values
 from tests.core.builders import random_rollouts, widened
 
@@ -99,7 +101,7 @@ def test_micro_batches_add_up_to_the_whole(name, size):
     denominators = objective.denominators(rollouts)
     whole = objective.loss(scores_of(tensors), rollouts, denominators)
     outputs, start = [], 0
-    for part in rollouts.micro_batches(size):
+    for part in rollouts.micro_batches(size, whole_groups=objective.compares_rows):
         rows = slice(start, start + part.num_rows)
         outputs.append(objective.loss(scores_of(tensors, rows, part.num_decisions), part, denominators))
         start += part.num_rows
@@ -184,6 +186,12 @@ def test_the_first_step_is_the_plain_policy_gradient(name):
     output = objective.loss(scores_of(tensors), rollouts, objective.denominators(rollouts))
     (gradient,) = torch.autograd.grad(output.loss, logp)
     expected = -rollouts.advantage / per_decision_divisor(objective, rollouts)
+    if isinstance(objective.clip, GroupRegression):  # less the mean over the trained rows, which leave one out here
+        trained = rollouts.loss_mask.any(1)
+        row = rollouts.advantage.sum(1) / rollouts.lengths.clamp(min=1)
+        shift = row - group_deviations(row, rollouts.group, trained)[0]
+        expected = expected + shift[:, None] * rollouts.loss_mask / per_decision_divisor(objective, rollouts)
+        expected = 2 / objective.clip.eps * expected
     if isinstance(objective.ratio, SequenceProductRatio):
         expected = expected * rollouts.loss_mask.sum(1, keepdim=True)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)

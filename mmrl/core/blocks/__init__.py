@@ -18,7 +18,7 @@ from mmrl.core.blocks.aggregation import (
     TurnMean,
 )
 from mmrl.core.blocks.block import Block
-from mmrl.core.blocks.clip import CLIPS, Bgpo, Cispo, Clip, GspoClip, PolicyGradient, PpoClip, Unclipped
+from mmrl.core.blocks.clip import Bgpo, Cispo, Clip, GspoClip, PolicyGradient, PpoClip, Unclipped
 from mmrl.core.blocks.credit import CriticAdvantage, Gae, TurnGae, WhitenedReturns
 from mmrl.core.blocks.divergence import (
     DIVERGENCES,
@@ -36,6 +36,7 @@ from mmrl.core.blocks.divergence import (
 )
 from mmrl.core.blocks.filters import FILTERS, DropGroups, GroupFilter, KeepAll, ResampleGroups
 from mmrl.core.blocks.ratio import RATIOS, Ratio, SequenceFullRatio, SequenceProductRatio, SequenceRatio, TokenRatio
+from mmrl.core.blocks.regression import GroupRegression
 from mmrl.core.blocks.value import VALUES, ValueLoss
 from mmrl.core.blocks.weights import SCALINGS, AdvantageScaling
 
@@ -71,6 +72,7 @@ __all__ = [
     "GroupMeanBatchStd",
     "GroupMeanGlobalStd",
     "GroupMeanStd",
+    "GroupRegression",
     "GspoClip",
     "K1StraightThrough",
     "K3StraightThrough",
@@ -107,6 +109,9 @@ ADVANTAGES: dict[str, type[Advantage]] = {
         Gae,
         TurnGae,
     )
+}
+CLIPS: dict[str, type[Clip]] = {
+    block.kind: block for block in (PpoClip, GspoClip, Cispo, PolicyGradient, Unclipped, Bgpo, GroupRegression)
 }
 BLOCKS: dict[str, dict[str, type[Block]]] = {
     "advantage": dict(ADVANTAGES),

@@ -12,10 +12,10 @@ from torch import Tensor
 from mmrl.core.aggregation import turn_segments
 from mmrl.core.blocks.block import Block
 from mmrl.core.blocks.ratio import Ratio, TokenRatio
+from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 
 __all__ = [
-    "CLIPS",
     "Bgpo",
     "Cispo",
     "Clip",
@@ -92,6 +92,11 @@ class Clip(Block):
 
     uses_ratio: ClassVar[bool] = True
     """False for losses on the log-probability itself."""
+    exponentiates: ClassVar[bool] = True
+    """Whether the loss holds the ratio itself, whose logarithm must then be limited."""
+    compares_rows: ClassVar[bool] = False
+    """Whether the loss of a row depends on the others of its group, which must then pass the policy together, and has a
+    gradient where all advantages are 0."""
 
     @property
     def reads_turns(self) -> bool:
@@ -108,6 +113,10 @@ class Clip(Block):
             turn: (B, T) int64, the turn of each decision, where the rows have turns.
         """
         raise NotImplementedError
+
+    def of_rollouts(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, rollouts: Rollouts) -> Loss:
+        """The same for rows of some rollouts; for rules that need more of them."""
+        return self(log_ratio, logp, advantage, *((rollouts.turn,) if self.reads_turns else ()))
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
         """Yield why the rule does not fit a ratio."""
@@ -299,8 +308,3 @@ class Bgpo(Clip):
     def formula(self) -> str:
         """See `Block`."""
         return "[-A_it (1 + log r_it) where A_it >= 0, -A_it r_it elsewhere]"
-
-
-CLIPS: dict[str, type[Clip]] = {
-    block.kind: block for block in (PpoClip, GspoClip, Cispo, PolicyGradient, Unclipped, Bgpo)
-}

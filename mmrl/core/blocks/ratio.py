@@ -17,6 +17,7 @@ from torch import Tensor
 from mmrl.core.aggregation import masked_mean, masked_sum
 from mmrl.core.blocks.advantage import Advantage
 from mmrl.core.blocks.block import Block
+from mmrl.fields import bounded
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -40,6 +41,11 @@ class Ratio(Block):
     """What shares one ratio: "decision" or "row"."""
     row_gradient: ClassVar[bool] = False
     """Whether the ratio of a row has the gradient of all its decisions, so that the advantage must be the row's too."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether the log-ratio is bounded, so that a ratio can be made of it."""
+        return True
 
     def __call__(self, logp: Tensor, logp_old: Tensor, mask: Tensor) -> Tensor:
         """Log-ratios.
@@ -139,11 +145,20 @@ class SequenceProductRatio(Ratio):
 
     kind = "sequence_product"
     row_gradient = True
+    limit: float | None = bounded(LOG_RATIO_LIMIT, above=0)
+    """Largest size of the sum, beyond which it has no gradient; none where no ratio is made of it."""
+
+    @property
+    def limited(self) -> bool:
+        """See `Ratio`."""
+        return self.limit is not None
 
     def of(self, difference: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
         """See `Ratio`."""
         total = masked_sum(difference, mask)[:, None]
-        return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expand_as(difference)
+        if self.limit is not None:
+            total = total.clamp(-self.limit, self.limit)
+        return total.expand_as(difference)
 
     def rule(self) -> str:
         """See `Ratio`."""

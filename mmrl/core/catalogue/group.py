@@ -9,6 +9,7 @@ from mmrl.core.blocks import (
     GroupMean,
     GroupMeanBatchStd,
     GroupMeanStd,
+    GroupRegression,
     GspoClip,
     LeaveOneOut,
     PpoClip,
@@ -118,6 +119,15 @@ ROWS = (
         PpoClip(high=0.3, dual=3.0),
         SequenceMean(),
         citation="Lu et al., ARPO, arXiv 2505.16282; its public scripts (clip 0.2/0.3, dual clip 3, no KL)",
+    ),
+    Objective(
+        "reg_grpo",
+        GroupMeanStd(eps=1e-4),
+        GroupRegression(),
+        SequenceMean(),
+        ratio=SequenceProductRatio(limit=None),
+        kl=K3(0.1, clamp=False),
+        citation="DeepVideo-R1, arXiv 2506.07464 (Reg-GRPO, KL 0.1; deviations as in TRL, which it builds on)",
     ),
     Objective(
         "tspo",

@@ -34,7 +34,8 @@ class ObjectiveConfig:
     ratio: dict[str, Any] = by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET)
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
     clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
-    """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo."""
+    """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo,
+    group_regression (eps, ddof, scale)."""
     kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
     """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
     entropy: dict[str, Any] = by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET)

@@ -181,6 +181,11 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return LossTerms()
 
     @property
+    def compares_rows(self) -> bool:
+        """Whether the loss of a row depends on the others of its group, which then stay in one micro-batch."""
+        return self.objective.compares_rows
+
+    @property
     def needs_reference_model(self) -> bool:
         """Whether the loop keeps a reference policy for this recipe."""
         return self.objective.needs_reference
@@ -298,6 +303,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def describe(self) -> str:
         """Formula of the loss with its constants, for the report."""
         return self.objective.describe()
+
+    def samples_beside(self) -> int:
+        """Samples that this process drew beside the rollouts since the last call; they count in the run's cost."""
+        return 0
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Metrics of this recipe beside those of the loop."""

@@ -43,7 +43,8 @@ class TrainerConfig:
     epochs: int = bounded(1, at_least=1)
     """Passes over the rollouts of a step."""
     micro_batch: int = bounded(0, at_least=0)
-    """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once."""
+    """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once. Objectives
+    that compare the rows of a group (reg_grpo) keep each group together."""
     skip_zero_advantage_groups: bool = True
     """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
     learning_rate: float = bounded(1e-6, above=0)

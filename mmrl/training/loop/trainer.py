@@ -140,7 +140,7 @@ class Trainer:
             buffer.add(batch, group_filter.kept(batch))
             done = all_ranks(buffer.full or buffer.exhausted, self.accelerator)
         everywhere = merge_lists(sampled, self.accelerator)
-        self.log.count(everywhere)
+        self.log.count(everywhere, sum(merge_lists([self.recipe.samples_beside()], self.accelerator)))
         if self.recipe.uses_rewards:
             self.log.warnings.watch(everywhere)
         metrics = batch_metrics(everywhere, self.recipe.uses_rewards) | {"data/epoch": self.tasks.epoch}

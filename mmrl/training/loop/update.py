@@ -197,7 +197,8 @@ class Updater:
     def _accumulate(self, minibatch: Rollouts, denominators: Denominators) -> tuple[Tensor, dict[str, Metric]]:
         """Add up the gradients of all micro-batches of all processes; returns this process's loss and metrics."""
         losses, parts = [], []
-        chunks = list(minibatch.micro_batches(self.config.micro_batch or minibatch.num_rows))
+        rows = self.config.micro_batch or minibatch.num_rows
+        chunks = list(minibatch.micro_batches(rows, whole_groups=self.recipe.compares_rows))
         # work that micro-batches share is differentiated after the last of them, too late for the wrapper's own
         # averaging; the configuration decides, because every process has to take the same way
         by_hand = self.config.micro_batch > 0

@@ -45,8 +45,14 @@ class RunLog:
         self.failed_checkpoints = 0
         self.warnings = RunWarnings(None if tracker is None else run_dir)
 
-    def count(self, sampled: Iterable[Rollouts]) -> None:
-        """Add rollouts of all processes to the totals, whether or not a filter drops them."""
+    def count(self, sampled: Iterable[Rollouts], beside: int = 0) -> None:
+        """Add what was sampled to the totals.
+
+        Args:
+            sampled: rollouts of all processes, whether or not a filter drops them.
+            beside: further samples of all processes, which are not trained on.
+        """
+        self.totals["samples"] += beside
         for part in sampled:
             self.totals["samples"] += part.num_rows
             self.totals["tokens"] += int(part.mask.sum())

@@ -279,6 +279,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Coefficients", ("policy/kl_coef", "papo/gamma"), False),
     ("PAPO", ("papo/*",), False),
     ("APO", ("apo/*",), False),
+    ("Questions made easier or harder", ("augment/hinted", "augment/noised"), False),
     ("Tokens per second", ("tokens/per_second",), False),
     ("Peak memory in megabytes", ("memory/peak_mb",), False),
 )

@@ -1,0 +1,143 @@
+"""Questions made easier or harder for training: with a hint, with a given start of the answer, with noisy pictures."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmrl.hub.video_sampling import Frames
+from mmrl.vlm.task import VlmTask
+
+__all__ = [
+    "AugmentedTask",
+    "augment_task",
+    "noisy_frames",
+    "noisy_image",
+    "partial_trace",
+    "reasoning_of",
+    "rewrite_question",
+]
+
+IMAGES, VIDEOS = 0, 1
+"""Streams of random numbers."""
+
+
+@dataclass
+class AugmentedTask(VlmTask):
+    """A question as a step of training asks it."""
+
+    given_start: str = ""
+    """Text that the answer begins with."""
+    hint_fraction: float = 0.0
+    """Share of a reasoning trace that the question or its answer's start gives away; 0 without a hint."""
+    noise_sigma: float = 0.0
+    """Standard deviation of the noise on images and frames, as a share of full contrast."""
+    noise_seed: int = 0
+    """Seed of the noise: the same question is always shown in the same way."""
+
+    @property
+    def answer_start(self) -> str:
+        """See `VlmTask`."""
+        return self.given_start
+
+    def load_images(self) -> list[Image.Image]:
+        """The images with their noise."""
+        images = super().load_images()
+        if not self.noise_sigma:
+            return images
+        return [noisy_image(image, self.noise_sigma, self._rng(IMAGES, n)) for n, image in enumerate(images)]
+
+    def shown_frames(self, frames: Frames, number: int) -> Frames:
+        """The frames with their noise."""
+        return noisy_frames(frames, self.noise_sigma, self._rng(VIDEOS, number)) if self.noise_sigma else frames
+
+    def _rng(self, kind: int, number: int) -> np.random.Generator:
+        return np.random.default_rng([self.noise_seed, kind, number])
+
+
+def augment_task(task: VlmTask, **changes: Any) -> AugmentedTask:
+    """A copy of a task with some of its fields and those of `AugmentedTask` set."""
+    own = {field.name: getattr(task, field.name) for field in fields(VlmTask)}
+    return AugmentedTask(**(own | changes))
+
+
+def noisy_image(image: Image.Image, sigma: float, rng: np.random.Generator) -> Image.Image:
+    """Add Gaussian noise to an image.
+
+    Args:
+        image: RGB image.
+        sigma: standard deviation as a share of full contrast.
+        rng: source of randomness.
+
+    Returns:
+        A copy, its values cut off at black and white.
+    """
+    pixels = np.asarray(image.convert("RGB"), np.float32)
+    noise = rng.standard_normal(pixels.shape, np.float32) * (255 * sigma)
+    return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
+
+
+def noisy_frames(frames: Frames, sigma: float, rng: np.random.Generator) -> Frames:
+    """Add Gaussian noise to a video, drawn anew for each frame.
+
+    Args:
+        frames: of `mmrl.hub.video_sampling`.
+        sigma: standard deviation as a share of full contrast.
+        rng: source of randomness.
+
+    Returns:
+        A copy with the same times, its values cut off at black and white.
+    """
+    pixels, metadata = frames
+    noise = torch.from_numpy(rng.standard_normal(tuple(pixels.shape), np.float32))
+    return (pixels + noise.to(pixels) * (255 * sigma)).clamp(0, 255), metadata
+
+
+def rewrite_question(task: VlmTask, template: str, **values: str) -> list[dict[str, Any]]:
+    """Chat turns of a task with another text in the last user turn.
+
+    Args:
+        task: the question.
+        template: the new text; {question} stands for the last text of that turn, other names for `values`.
+        values: texts by name.
+
+    Returns:
+        New turns; images, videos and other texts stay where they are.
+    """
+    turns = [{**turn, "content": list(turn["content"])} for turn in task.messages]
+    content = next(turn for turn in reversed(turns) if turn["role"] == "user")["content"]
+    places = [place for place, item in enumerate(content) if item["type"] == "text"]
+    question = content[places[-1]]["text"] if places else ""
+    # in one pass: a question may hold braces itself
+    known = {"question": question, **values}
+    text = re.sub(r"\{(\w+)\}", lambda match: known.get(match[1], match[0]), template)
+    place = places[-1] if places else len(content)
+    content[place : place + 1] = [{"type": "text", "text": text}]
+    return turns
+
+
+def reasoning_of(text: str, start: str, end: str) -> str:
+    """What stands between two marks in a response; a response without the first one is read from its beginning."""
+    _, found, rest = text.partition(start)
+    return (rest if found else text).partition(end)[0]
+
+
+def partial_trace(text: str, fraction: float, tokenizer: Any) -> str:
+    """The beginning of a reasoning trace.
+
+    Args:
+        text: the trace.
+        fraction: share of its tokens, rounded up to whole ones.
+        tokenizer: the model's.
+
+    Returns:
+        Its first tokens as text; a character that the cut splits is left out.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return str(tokenizer.decode(ids[: math.ceil(fraction * len(ids))])).rstrip("\N{REPLACEMENT CHARACTER}")
