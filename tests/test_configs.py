@@ -52,6 +52,8 @@ def test_config_builds_and_takes_two_steps(path, tmp_path, tiny):
     overrides = [*SMALL, f"output_dir={tmp_path / 'run'}", f"data.path={questions}", f"model.path={tiny[family]}"]
     overrides += [f"eval_data.{name}.path={questions}" for name in whole.eval_data]
     overrides += [f"trainer.samples_per_task={min(whole.trainer.samples_per_task, 2)}"]
+    if whole.evaluation.revision is not None and whole.evaluation.revision.reasoner is not None:
+        overrides.append(f"evaluation.revision.reasoner.path={tiny[family]}")
     entry, config = load_run(path, overrides)
     run_dir = train(entry, config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
@@ -107,7 +109,7 @@ def test_experiment_is_valid_and_fair(path, tmp_path):
         load_run(plan.config, plan.overrides)
     sizes = set()
     for name in experiment.arms:
-        arm = experiment.arm(name)
+        arm = experiment.arm(experiment.source(name))
         whose = arm.config or experiment.base
         assert whose is not None
         _, config = load_run((path.parent / whose).resolve())

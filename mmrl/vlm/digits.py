@@ -27,6 +27,7 @@ __all__ = [
     "build_model",
     "build_questions",
     "corpus",
+    "draw_scene",
     "question_rows",
     "reads_digits",
     "scan_pool",
@@ -131,7 +132,7 @@ def question_rows(
         question = QUESTIONS[kind]
         count = int(rng.integers(question.min_digits, max_digits + 1))
         strength = noise if isinstance(noise, int | float) else float(rng.choice(list(noise)))
-        scene = _draw_scene(rng, pool, count, strength)
+        scene = draw_scene(rng, pool, count, strength)
         answer = question.answer(scene.digits)
         seen = " ".join(str(digit) for digit in scene.digits)
         claim = _claim(rng, question, scene.digits, hint_rate) if rng.random() < hint_share else ""
@@ -192,7 +193,7 @@ def build_hints(
     pool = scan_pool(split, scans)
 
     def make_row() -> tuple[Image.Image, dict[str, Any]]:
-        scene = _draw_scene(rng, pool, digits, noise)
+        scene = draw_scene(rng, pool, digits, noise)
         answer = "".join(str(digit) for digit in scene.digits)
         shown, right = _hint(rng, answer, hint, hint_rate)
         image = Image.new("RGB", scene.image.size) if blind else scene.image
@@ -284,7 +285,15 @@ def scan_pool(split: str, scans: int = 0) -> np.ndarray:
     return pool[:scans] if scans else pool
 
 
-def _draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: float) -> Scene:
+def draw_scene(rng: np.random.Generator, pool: np.ndarray, digits: int, noise: float) -> Scene:
+    """Draw a scene of some digits side by side.
+
+    Args:
+        rng: chooses scans, sizes, places and background.
+        pool: places of the scans to choose from, see `scan_pool`.
+        digits: how many.
+        noise: strength of background texture and pixel noise, share of full contrast.
+    """
     images, labels = scans_and_labels()
     chosen = rng.choice(pool, size=digits)
     canvas = texture(rng, CELL_PX, CELL_PX * digits) * noise

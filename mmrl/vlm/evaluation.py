@@ -17,6 +17,8 @@ from mmrl.training.loop.settings import EvaluationConfig
 from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
+from mmrl.vlm.critic.revision import RevisionConfig
+from mmrl.vlm.critic.self_critic import SelfCriticConfig
 from mmrl.vlm.payload import Prompt, token_lists
 from mmrl.vlm.pictures import pictures_of
 from mmrl.vlm.policy import VlmPolicy
@@ -37,6 +39,11 @@ class VlmEvaluationConfig(EvaluationConfig):
     by: list[str] | None = None
     """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
     values that several questions share; [] = none."""
+    self_critic: SelfCriticConfig | None = None
+    """Best of n: the model chooses among its own answers, against majority vote, a single one and the best there is;
+    empty: not measured."""
+    revision: RevisionConfig | None = None
+    """The model criticises answers, which are revised once or more; empty: not measured."""
 
 
 class Encode(Protocol):
@@ -103,7 +110,7 @@ class AnswerMeasure(Measure[VlmTask]):
         ]
         for mode, count in self._modes():
             generator = make_generator(self.seed, "evaluate", self.split, start)
-            drawn = sample(self.policy, prompts, count, self._options(), generator, greedy=mode == "greedy")
+            drawn = sample(self.policy, prompts, count, self.sampling(), generator, greedy=mode == "greedy")
             self._score(rows, drawn, mode, count)
         return rows
 
@@ -190,7 +197,8 @@ class AnswerMeasure(Measure[VlmTask]):
         }
         return {f"response/length_{mode}_{outcome}": float(np.mean(part)) for outcome, part in found.items() if part}
 
-    def _options(self) -> SamplerConfig:
+    def sampling(self) -> SamplerConfig:
+        """How answers are drawn in evaluations."""
         return SamplerConfig(
             max_new_tokens=self.sampler.max_new_tokens,
             temperature=self.evaluation.temperature,
@@ -215,9 +223,13 @@ class AnswerMeasure(Measure[VlmTask]):
             if "response" not in row:
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)
 
+    def right(self, terms: Mapping[str, Sequence[float]]) -> list[float]:
+        """1 for each right answer, 0 for each wrong one, NaN where it could not be scored."""
+        return [value if value != value else float(value == 1.0) for value in terms[self.accuracy_reward]]
+
     def _scores(self, terms: Mapping[str, Sequence[float]], mode: str, own: slice) -> dict[str, list[float]]:
         """Scores of the answers to one question by metric; the accuracy comes first."""
-        right = [value if value != value else float(value == 1.0) for value in terms[self.accuracy_reward][own]]
+        right = self.right(terms)[own]
         others = {
             _term_metric(name, mode): list(values[own])
             for name, values in terms.items()

@@ -16,6 +16,7 @@ from mmrl.rewards import RewardConfig, RewardSum
 from mmrl.training.loop.likelihood import LikelihoodRecipe
 from mmrl.training.loop.scoring import RewardErrors
 from mmrl.training.loop.settings import RunConfig
+from mmrl.vlm.critic.measures import check_critic_splits
 from mmrl.vlm.data import DataConfig, load_splits, load_tasks
 from mmrl.vlm.evaluation import VlmEvaluationConfig
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
@@ -54,6 +55,7 @@ class GivenAnswersConfig(RunConfig):
         super().validate()
         check_update_precision(self.model, self.trainer.learning_rate)
         check_critic(self.model, needed=False)
+        check_critic_splits(self.evaluation, self.eval_data, self.rewards)
         names = [reward.name for reward in self.rewards]
         if self.accuracy_reward and self.accuracy_reward not in names:
             raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")

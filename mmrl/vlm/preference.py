@@ -201,7 +201,7 @@ class PreferenceRecipe(GivenAnswersRecipe):
         """Held-out pairs, and with rewards the answers to their questions."""
         self._fill_start_scores(policy)
         tasks = self.eval_tasks[split]
-        measures: list[Measure[VlmTask]] = [self.answer_measure(policy, split)] if self.config.rewards else []
+        measures: list[Measure[VlmTask]] = self.answer_measures(policy, split) if self.config.rewards else []
         if has_sides(tasks, self.columns):
             measures.append(self.pair_measure(policy, split))
         return evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator)

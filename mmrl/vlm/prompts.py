@@ -13,7 +13,7 @@ from mmrl.files import expanded, is_file
 from mmrl.vlm.task import ImageSource, TaskError, VideoClip, no_such_file
 from mmrl.vlm.video_input import read_video_cell
 
-__all__ = ["MediaCells", "build_messages", "has_marks", "make_renderer", "split_marks"]
+__all__ = ["MediaCells", "build_messages", "has_marks", "make_renderer", "make_template", "split_marks"]
 
 MARKS = re.compile(r"(<image>|<video>)")
 MEDIA = ("image", "video")
@@ -101,26 +101,48 @@ def make_renderer(template: str | None) -> Callable[[str], str]:
     """
     if template is None:
         return lambda text: text
+    render = make_template(template, ("content",), "data.format_prompt", "the question")
+    return lambda text: render(content=text)
+
+
+def make_template(
+    template: str, names: Sequence[str], option: str, lost: str, further: Sequence[str] = ()
+) -> Callable[..., str]:
+    """Make the function that fills the places of a template; what it fills in is not read as a template itself.
+
+    Args:
+        template: Jinja text with a {{ place }} for each name, or path of a .jinja file.
+        names: Keyword arguments of the function.
+        option: Configuration key that the template comes from, for errors.
+        lost: What would be lost with a place that is never used, for errors.
+        further: Keyword arguments whose places may be missing.
+
+    Raises:
+        UserError: The file does not exist, or the template is not valid or lacks a place.
+    """
     import jinja2
     from jinja2.sandbox import SandboxedEnvironment
 
-    source = _template_text(template)
+    source = _template_text(template, option)
+    places = {name: f"\N{SNOWMAN}{name}\N{SNOWMAN}" for name in (*names, *further)}
     try:
         compiled = SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)
-        sample = compiled.render(content="\N{SNOWMAN}")
+        sample = compiled.render(places)
     except jinja2.TemplateError as error:
-        raise UserError(f"data.format_prompt: {error}; it may use {{{{ content }}}} only") from None
-    if "\N{SNOWMAN}" not in sample:
-        raise UserError("data.format_prompt never uses {{ content }}, so the question would be lost")
-    return lambda text: compiled.render(content=text)
+        allowed = ", ".join(f"{{{{ {name} }}}}" for name in places)
+        raise UserError(f"{option}: {error}; it may use {allowed} only") from None
+    for name in names:
+        if places[name] not in sample:
+            raise UserError(f"{option} never uses {{{{ {name} }}}}, so {lost} would be lost")
+    return compiled.render
 
 
-def _template_text(template: str) -> str:
+def _template_text(template: str, option: str) -> str:
     if not template.endswith((".jinja", ".jinja2", ".j2")):
         return template
     file = expanded(template)
     if not is_file(file):
-        raise UserError(f"data.format_prompt names the file {template}, which does not exist")
+        raise UserError(f"{option} names the file {template}, which does not exist")
     return file.read_text(encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ advantages inside each group, update with the objective's surrogate. PAPO and AP
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import Counter
@@ -24,7 +25,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
 from mmrl.training.loop.breakdown import parts_of_tasks
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.sampler import Sampler
@@ -32,6 +33,7 @@ from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
+from mmrl.vlm.critic.measures import check_critic_splits, critic_measures, load_reasoner
 from mmrl.vlm.data import DataConfig, LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.evaluation import AnswerMeasure, VlmEvaluationConfig
 from mmrl.vlm.kept_prefill import KeepPrefill
@@ -103,6 +105,7 @@ class VlmConfig(RunConfig):
         objective = make_objective(self.objective)
         check_objective(objective, SCORES, self.trainer.samples_per_task, names)
         check_critic(self.model, objective.needs_values)
+        check_critic_splits(self.evaluation, self.eval_data, self.rewards)
         if self.adaptive_kl.target is not None and not objective.needs_reference:
             raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
 
@@ -214,9 +217,19 @@ class VlmRecipe(Recipe[VlmPolicy, VlmTask]):
         return scorer.prefixes.open()  # type: ignore[no-any-return]
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
-        """Greedy and sampled accuracy on held-out questions."""
-        measure = self.answer_measure(policy, split)
-        return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
+        """Greedy and sampled accuracy on held-out questions, and that of best of n and of revisions where asked for."""
+        measures = self.answer_measures(policy, split)
+        return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
+
+    def answer_measures(self, policy: VlmPolicy, split: str) -> list[Measure[VlmTask]]:
+        """All that is measured of the answers to the questions of a held-out split; the first one is the headline."""
+        answers = self.answer_measure(policy, split)
+        return [answers, *critic_measures(answers, self.reasoner)]
+
+    @functools.cached_property
+    def reasoner(self) -> VlmPolicy | None:
+        """Frozen model whose answers are criticised and revised in evaluations, where there is one."""
+        return load_reasoner(self.config.evaluation)
 
     def answer_measure(self, policy: VlmPolicy, split: str) -> AnswerMeasure:
         """What is measured on a held-out split."""

@@ -46,17 +46,18 @@ def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, A
 
 
 def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
-    """A metric at a finished run's last evaluation.
+    """A metric at a finished run's last evaluation, or at its first where its arm reads that.
 
     A secondary metric may also come from its last step, or as `split/name` from another task set.
     """
     if not is_finished(plan):
         return None
-    sources = [(record, metric) for record in evaluations(experiment, plan)[-1:]]
+    counted = slice(0, 1) if plan.reads == "start" else slice(-1, None)
+    sources = [(record, metric) for record in evaluations(experiment, plan)[counted]]
     if metric in experiment.secondary_metrics:
         split, _, name = metric.partition("/")
         others = [record for record in _all_evaluations(plan) if record.get("split") == split]
-        sources += [(record, name) for record in others[-1:]]
+        sources += [(record, name) for record in others[counted]]
         sources += [(record, metric) for record in read_metrics(plan.run_dir)[-1:]]
     for record, key in sources:
         value = record.get(key)

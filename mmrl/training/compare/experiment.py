@@ -61,6 +61,9 @@ class ArmConfig:
     runs_of: str | None = None
     """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures beside what
     it trains; nothing is run for this arm."""
+    reads: str = choice("end", ("end", "start"))
+    """Evaluation of its runs that counts: end, the last one, or start, the one before any update; with `runs_of` an arm
+    that stands for the start."""
 
 
 @dataclass
@@ -215,8 +218,9 @@ class ExperimentConfig:
             raise ValueError(f"arms.{arm}.runs_of is '{settings.runs_of}'; arms with runs: {', '.join(running)}")
         if settings.config is not None or settings.overrides:
             raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}', so it takes no config and no overrides")
-        if not settings.metrics:
-            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}'; say with which `metrics` it differs")
+        if not settings.metrics and settings.reads == "end":
+            difference = "say with which `metrics` it differs, or `reads: start`"
+            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}'; {difference}")
 
     def _check_sweep(self) -> None:
         if self.sweep is None:

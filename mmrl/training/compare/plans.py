@@ -30,6 +30,8 @@ class RunPlan:
     """Run folder."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Names of the experiment's metrics in the run, where they differ."""
+    reads: str = "end"
+    """Whether its last or its first evaluation counts."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What the run is made of: a changed file, parent file or override gives another fingerprint."""
@@ -79,7 +81,7 @@ def plan_arm_run(
         The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed. That
         of an arm with `runs_of` is a run of that arm, read with the arm's own metrics.
     """
-    metrics, arm = experiment.arm(arm).metrics, experiment.source(arm)
+    metrics, reads, arm = experiment.arm(arm).metrics, experiment.arm(arm).reads, experiment.source(arm)
     settings = experiment.arm(arm)
     overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
     label = f"runs/{arm}/seed-{seed}"
@@ -89,7 +91,7 @@ def plan_arm_run(
             label = f"sweep/{arm}/{_folder_name(value)}/seed-{seed}"
             overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
     config = Path(str(settings.config or experiment.base))
-    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics)
+    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads)
 
 
 def plan_sweep(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:

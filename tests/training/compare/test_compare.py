@@ -323,6 +323,15 @@ def test_an_arm_may_read_the_runs_of_another(lab):
     assert not any("finished already" in line for line in lab.lines)
 
 
+def test_an_arm_may_stand_for_the_start(lab):
+    arms = {"start": {"runs_of": "papo", "reads": "start"}, "papo": {"overrides": {"gain": 0.05}}, "grpo": {}}
+    result = lab.run(arms=arms, split="test", secondary_metrics=["hard/accuracy/greedy"])
+    assert result["arms"]["start"]["values"] == pytest.approx({"1": 0.1, "2": 0.1, "3": 0.1})
+    assert result["arms"]["start"]["secondary"]["hard/accuracy/greedy"]["mean"] == pytest.approx(0.0)
+    assert result["arms"]["papo"]["values"]["1"] == pytest.approx(0.56)
+    assert not (lab.output / "runs/start").exists()
+
+
 def test_preparations_run_once_and_arms_find_them(lab):
     (lab.folder / "sft.yaml").write_text("recipe: sft\n")
     prepare = [{"config": "sft.yaml", "run_dir": "prepare/sft", "overrides": {"seed": 5}}]

@@ -1,0 +1,264 @@
+"""Critic-V's data: answers with false details, critiques of them, and pairs of a better and a worse critique for DPO.
+
+    build_false_answers("false.jsonl", answers={"path": "answers.jsonl"})
+    build_pairs("pairs.jsonl", questions={"path": "false.jsonl"}, model="my-vlm")
+
+`build_false_answers` writes critic questions about answers with errors (`mmrl.vlm.critic.details`), with the errors in
+the column `inserted`: held-out data for `f1_reward`, and what `build_pairs` starts from. That function has a model
+write several critiques of each, or takes those of a column, and scores them. Every two with different scores that both
+list something become a preferred and a rejected answer for `recipe: preference`. In the paper three models write a
+critique each.
+
+Source: Zhang et al., Critic-V, arXiv 2411.18203; kyrieLei/Critic-V data_utils/utils/format.py (pairs, prompt).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.rewards.loading import load_function
+from mmrl.vlm.critic.asking import RowWriter, ask_instead, check_no_marks, question_text
+from mmrl.vlm.critic.details import MOST_ERRORS, Altered, alter_numbers, critique_score, insert_errors, listed_details
+from mmrl.vlm.critic.sources import load_source
+from mmrl.vlm.image_rows import write_media_rows
+from mmrl.vlm.prompts import make_template
+from mmrl.vlm.task import TaskError, VlmTask
+
+__all__ = [
+    "CRITIQUE_TEMPLATE",
+    "build_false_answers",
+    "build_pairs",
+    "critique_renderer",
+    "critique_task",
+    "ordered_pairs",
+]
+
+CRITIQUE_TEMPLATE = """\
+#### Question
+{{ question }}
+#### Answer
+{{ answer }}
+#### Task
+Please provide a critique of the answer above. What are the weaknesses of the answer?"""
+"""Question of the critic, in the sections of the public code."""
+
+
+def critique_renderer(template: str, option: str = "template") -> Callable[..., str]:
+    """Make the function (question, answer) -> text of a critic question; raises UserError."""
+    return make_template(template, ("question", "answer"), option, "a part of what is judged")
+
+
+def critique_task(task: VlmTask, answer: str, render: Callable[..., str]) -> VlmTask:
+    """Ask what is wrong with an answer, about the same images; raises TaskError."""
+    return ask_instead(task, render(question=question_text(task), answer=answer), "critique")
+
+
+def build_false_answers(
+    path: str | Path,
+    *,
+    answers: Mapping[str, Any],
+    right_key: str = "answer",
+    least: int = 1,
+    most: int = MOST_ERRORS,
+    insert: str | None = None,
+    template: str = CRITIQUE_TEMPLATE,
+    seed: int = 0,
+) -> Path:
+    """Write critic questions about answers with false details.
+
+    Args:
+        path: JSONL file to write; columns prompt, images, false_answer, inserted, and answer: the list as a critique.
+        answers: options of a data set of questions with right answers, as in `data` of a configuration.
+        right_key: column of the right answers.
+        least: fewest errors of an answer; 0 leaves some answers right.
+        most: most errors.
+        insert: `module:function` as `mmrl.vlm.critic.details.Insert`; None replaces numbers.
+        template: text with {{ question }} and {{ answer }}, or a .jinja file.
+        seed: of everything drawn.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: the answers cannot be read, or one is missing or offers no detail that could be made false.
+    """
+    render = critique_renderer(template)
+    put_in: Any = alter_numbers if insert is None else load_function(insert, what="insert")
+    rng = np.random.default_rng([seed, 21])
+    loaded = load_source(answers, "answers")
+    made: list[tuple[VlmTask, VlmTask, Altered]] = []
+    for task in loaded.tasks:
+        try:
+            altered = _alter(
+                task, right_key, lambda text: insert_errors(text, rng, least=least, most=most, insert=put_in)
+            )
+            made.append((task, critique_task(task, altered.text, render), altered))
+        except TaskError as error:
+            loaded.leave_out(error)
+    loaded.tasks = [task for task, _, _ in made]
+    loaded.check_left("the answers")
+    writer, rows = RowWriter(Path(path).with_suffix("").name), iter(made)
+
+    def save(folder: Path, stem: str) -> dict[str, Any]:
+        task, asked, altered = next(rows)
+        critique = "; ".join(altered.errors) or "none"
+        row = writer.row(task, asked, folder)
+        return {**row, "false_answer": altered.text, "inserted": altered.errors, "answer": critique}
+
+    return write_media_rows(Path(path), len(made), save)
+
+
+def ordered_pairs(
+    critiques: Sequence[str], scores: Sequence[float], *, allow_empty: bool = False
+) -> list[tuple[int, int]]:
+    """Every (preferred, rejected) with a higher and a lower score whose critiques both list something.
+
+    Args:
+        critiques: of one answer.
+        scores: theirs.
+        allow_empty: also pairs with a critique that finds nothing wrong.
+
+    Source: kyrieLei/Critic-V data_utils/utils/format.py (`dpo_format`).
+    """
+    usable = [place for place, text in enumerate(critiques) if text.strip() and (allow_empty or listed_details(text))]
+    return [(a, b) for a, b in itertools.permutations(usable, 2) if scores[a] > scores[b]]
+
+
+def build_pairs(
+    path: str | Path,
+    *,
+    questions: Mapping[str, Any],
+    model: str | None = None,
+    critiques: int = 4,
+    temperature: float = 1.0,
+    max_new_tokens: int = 256,
+    critiques_key: str | None = None,
+    judge: str | None = None,
+    pairs_per_answer: int = 0,
+    allow_empty: bool = False,
+    shuffle_scores: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write pairs of a better and a worse critique of the same answer, for `recipe: preference`.
+
+    Args:
+        path: JSONL file to write; columns prompt, images, chosen, rejected, score_chosen, score_rejected.
+        questions: options of a data set such as `build_false_answers` writes.
+        model: folder or hub id of the model that writes critiques.
+        critiques: how many it writes of each answer.
+        temperature: of these.
+        max_new_tokens: the longest critique.
+        critiques_key: column with a list of critiques, in place of a model.
+        judge: `module:function` (questions, false_answers, inserted, critiques) -> marks from 0 to 10, one a critique,
+            of which a tenth is added to the Jaccard index; None adds nothing.
+        pairs_per_answer: most pairs of one answer, drawn; 0 = all.
+        allow_empty: also pairs with a critique that finds nothing wrong, so that answers without errors count.
+        shuffle_scores: shuffle the scores of each answer's different critiques: the control without a signal.
+        seed: of everything drawn.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: data, model or judge cannot be used, or no pair is left.
+    """
+    if (model is None) == (critiques_key is None):
+        raise UserError("give either model, which writes the critiques, or critiques_key, the column that holds them")
+    loaded = load_source(questions, "questions")
+    for task in loaded.tasks:
+        if not isinstance(task.columns.get("inserted"), list):
+            found = ", ".join(task.columns) or "none"
+            raise UserError(
+                f"{task.id} has no list in column 'inserted', the false details; its other columns: {found}"
+            )
+    if model is None:
+        written = [_given_critiques(task, str(critiques_key)) for task in loaded.tasks]
+    else:
+        from mmrl.vlm.critic.writing import write_critiques
+
+        written = write_critiques(model, loaded.tasks, critiques, temperature, max_new_tokens, seed)
+    rng = np.random.default_rng([seed, 22])
+    rows = []
+    for task, texts, scores in zip(loaded.tasks, written, _scores(loaded.tasks, written, judge), strict=True):
+        different = dict(zip(texts, scores, strict=True))
+        ranked = _shuffled(different, rng) if shuffle_scores else different
+        pairs = ordered_pairs(list(ranked), list(ranked.values()), allow_empty=allow_empty)
+        if 0 < pairs_per_answer < len(pairs):
+            pairs = [pairs[place] for place in sorted(rng.choice(len(pairs), pairs_per_answer, replace=False))]
+        sides = list(ranked.items())
+        rows += [(task, *sides[better], *sides[worse]) for better, worse in pairs]
+    if not rows:
+        raise UserError(
+            f"no pair is left of {len(written)} answers: a pair needs two critiques that list something and have "
+            "different scores; write more critiques, raise the temperature, or set allow_empty"
+        )
+    return _write_pairs(Path(path), rows)
+
+
+def _shuffled(scores: Mapping[str, float], rng: np.random.Generator) -> dict[str, float]:
+    values = list(scores.values())
+    return {text: values[place] for text, place in zip(scores, rng.permutation(len(values)), strict=True)}
+
+
+def _alter(task: VlmTask, key: str, change: Callable[[str], Altered]) -> Altered:
+    right = task.columns.get(key)
+    if not isinstance(right, str) or not right.strip():
+        raise TaskError(
+            "missing_answer", task.id, f"column '{key}' is {right!r:.60}; expected the right answer as text"
+        )
+    check_no_marks(task, f"column '{key}'", right)
+    try:
+        return change(right)
+    except ValueError as error:
+        raise TaskError("no_details", task.id, str(error)) from None
+
+
+def _given_critiques(task: VlmTask, key: str) -> list[str]:
+    cell = task.columns.get(key)
+    if not isinstance(cell, list) or not all(isinstance(text, str) for text in cell):
+        raise UserError(f"{task.id}: column '{key}' is {cell!r:.80}; expected a list of critiques, each a text")
+    return cell
+
+
+def _scores(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: str | None) -> list[list[float]]:
+    marks = [[0.0] * len(texts) for texts in written]
+    if judge is not None:
+        marks = _marks(tasks, written, judge)
+    return [
+        [critique_score(text, task.columns["inserted"], mark) for text, mark in zip(texts, own, strict=True)]
+        for task, texts, own in zip(tasks, written, marks, strict=True)
+    ]
+
+
+def _marks(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: str) -> list[list[float]]:
+    flat = [(task, text) for task, texts in zip(tasks, written, strict=True) for text in texts]
+    found = load_function(judge, what="judge")(
+        [question_text(task) for task, _ in flat],
+        [task.columns.get("false_answer") for task, _ in flat],
+        [task.columns["inserted"] for task, _ in flat],
+        [text for _, text in flat],
+    )
+    marks = [float(mark) for mark in found]
+    if len(marks) != len(flat) or not all(0 <= mark <= 10 for mark in marks):
+        raise UserError(
+            f"judge {judge!r} gave {len(marks)} marks for {len(flat)} critiques; expected one each, 0 to 10"
+        )
+    left = iter(marks)
+    return [[next(left) for _ in texts] for texts in written]
+
+
+def _write_pairs(path: Path, rows: Sequence[tuple[VlmTask, str, float, str, float]]) -> Path:
+    writer, left = RowWriter(path.with_suffix("").name), iter(rows)
+
+    def save(folder: Path, stem: str) -> dict[str, Any]:
+        task, chosen, high, rejected, low = next(left)
+        sides = {"chosen": chosen, "rejected": rejected, "score_chosen": high, "score_rejected": low}
+        return {**writer.row(task, task, folder), **sides}
+
+    return write_media_rows(path, len(rows), save)

@@ -1,0 +1,202 @@
+"""Critic-V's inference: a reasoner answers, a critic says what is wrong, the reasoner answers again.
+
+    first = greedy_answers(reasoner, tasks, sampler)
+    revisions = revise(reasoner, tasks, first, PolicyCritic(critic, config, sampler), config, sampler)
+
+The critique, without its thinking, becomes the next user turn behind the answer, so that the reasoner sees image,
+question, answer and critique. A critique that finds nothing wrong ends the rounds of its question, as in the public
+code, where this holds for the first round only. Answers and critiques are the likeliest ones.
+
+Source: Zhang et al., Critic-V, arXiv 2411.18203; kyrieLei/Critic-V inference/reason_critic.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mmrl.fields import bounded
+from mmrl.rewards.answers import final_part
+from mmrl.vlm.chat import PromptTooLong
+from mmrl.vlm.critic.asking import question_text, without_marks
+from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task
+from mmrl.vlm.critic.details import is_satisfied
+from mmrl.vlm.model_config import ModelConfig
+from mmrl.vlm.payload import Prompt
+from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.prompts import make_template, split_marks
+from mmrl.vlm.sampler import sample
+from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.task import VlmTask
+
+__all__ = [
+    "REVISION_TEMPLATE",
+    "Criticise",
+    "PolicyCritic",
+    "Revision",
+    "RevisionConfig",
+    "greedy_answers",
+    "revise",
+    "revision_renderer",
+]
+
+REVISION_TEMPLATE = "Reflection on the former answer: {{ critique }}\n{{ question }}"
+"""Turn that asks for a revision, as in the public code."""
+CRITIQUE_KEY = "evaluation.revision.critique_template"
+
+Criticise = Callable[[Sequence[VlmTask], Sequence[str]], list[str]]
+"""Function (questions, answers) -> critiques."""
+
+
+def revision_renderer(template: str) -> Callable[..., str]:
+    """Make the function (critique, question) -> text of the turn that asks for a revision; raises UserError."""
+    return make_template(
+        template, ("critique",), "evaluation.revision.revision_template", "the critique", ("question",)
+    )
+
+
+@dataclass
+class RevisionConfig:
+    """How answers are criticised and revised."""
+
+    reasoner: ModelConfig | None = None
+    """Model that answers and revises; empty: the model that is trained, which is the critic in any case."""
+    critique_template: str = CRITIQUE_TEMPLATE
+    """The critic's question, with {{ question }} and {{ answer }}, or a .jinja file; as in training."""
+    revision_template: str = REVISION_TEMPLATE
+    """The turn behind the answer, with {{ critique }} and perhaps {{ question }}, or a .jinja file."""
+    rounds: int = bounded(1, at_least=1)
+    """Most revisions of an answer."""
+    controls: bool = True
+    """Also revise with an empty critique, and with the critique of another question."""
+    max_new_tokens: int | None = bounded(None, at_least=1)
+    """Longest critique in tokens; empty: `sampler.max_new_tokens`."""
+    splits: list[str] = field(default_factory=list)
+    """Held-out splits that are answered so; empty: all."""
+
+    def validate(self) -> None:
+        """Refuse a wording without a place; raises UserError."""
+        critique_renderer(self.critique_template, CRITIQUE_KEY)
+        revision_renderer(self.revision_template)
+
+
+@dataclass
+class Revision:
+    """Answers to one question and what was said about them."""
+
+    answers: list[str]
+    """The first one and its revisions."""
+    critiques: list[str]
+    """What was said about each answer that was criticised."""
+
+    @property
+    def criticised(self) -> bool:
+        """Whether the first critique found fault."""
+        return bool(self.critiques) and not is_satisfied(self.critiques[0])
+
+
+class PolicyCritic:
+    """A model's likeliest critiques.
+
+    Args:
+        policy: the critic.
+        config: wording.
+        sampler: longest critique and batches.
+
+    Raises:
+        UserError: the wording lacks a place.
+    """
+
+    def __init__(self, policy: VlmPolicy, config: RevisionConfig, sampler: SamplerConfig) -> None:
+        self.policy = policy
+        self.render = critique_renderer(config.critique_template, CRITIQUE_KEY)
+        self.sampler = replace(sampler, max_new_tokens=config.max_new_tokens or sampler.max_new_tokens)
+
+    def __call__(self, tasks: Sequence[VlmTask], answers: Sequence[str]) -> list[str]:
+        """What is wrong with each answer; empty where the critic's question does not fit into the model."""
+        asked = [
+            critique_task(task, without_marks(text), self.render) for task, text in zip(tasks, answers, strict=True)
+        ]
+        return _greedy(self.policy, asked, self.sampler, [""] * len(asked))
+
+
+def greedy_answers(policy: VlmPolicy, tasks: Sequence[VlmTask], sampler: SamplerConfig) -> list[str]:
+    """The likeliest answer to each question; raises TaskError where one cannot be encoded."""
+    prompts = [policy.encode(task) for task in tasks]
+    return sample(policy, prompts, 1, sampler, torch.Generator(), greedy=True).texts if prompts else []
+
+
+def revise(
+    reasoner: VlmPolicy,
+    tasks: Sequence[VlmTask],
+    answers: Sequence[str],
+    criticise: Criticise,
+    config: RevisionConfig,
+    sampler: SamplerConfig,
+    *,
+    always: bool = False,
+) -> list[Revision]:
+    """Have answers criticised and revised.
+
+    Args:
+        reasoner: the model that revises.
+        tasks: N questions.
+        answers: the first answer to each.
+        criticise: the critic, such as `PolicyCritic`.
+        config: wording and rounds.
+        sampler: longest answer and batches.
+        always: revise also where the critique finds nothing wrong.
+
+    Returns:
+        The answers to each question; one that does not fit into the model any more keeps its last answer.
+
+    Raises:
+        UserError: the wording lacks a place.
+    """
+    render = revision_renderer(config.revision_template)
+    found = [Revision([text], []) for text in answers]
+    chats = list(tasks)
+    open_places = list(range(len(found)))
+    for _ in range(config.rounds):
+        if not open_places:
+            break
+        said = criticise([tasks[n] for n in open_places], [found[n].answers[-1] for n in open_places])
+        for place, critique in zip(open_places, said, strict=True):
+            found[place].critiques.append(critique)
+        going_on = [place for place in open_places if always or not is_satisfied(found[place].critiques[-1])]
+        for place in going_on:
+            chats[place] = _next_turn(chats[place], tasks[place], found[place], render)
+        last = [found[place].answers[-1] for place in going_on]
+        revised = _greedy(reasoner, [chats[place] for place in going_on], sampler, last)
+        for place, text in zip(going_on, revised, strict=True):
+            found[place].answers.append(text)
+        open_places = going_on
+    return found
+
+
+def _next_turn(chat: VlmTask, task: VlmTask, so_far: Revision, render: Callable[..., str]) -> VlmTask:
+    """The chat with the last answer and a turn that asks for a revision."""
+    question = "".join(item["text"] for item in split_marks(question_text(task)) if item["type"] == "text")
+    critique = (final_part(so_far.critiques[-1]) or "").strip()
+    asked = render(critique=without_marks(critique), question=question)
+    turns = [
+        {"role": "assistant", "content": [{"type": "text", "text": without_marks(so_far.answers[-1])}]},
+        {"role": "user", "content": [{"type": "text", "text": asked}]},
+    ]
+    return replace(chat, id=f"{task.id}/revision {len(so_far.answers)}", messages=[*chat.messages, *turns])
+
+
+def _greedy(policy: VlmPolicy, tasks: Sequence[VlmTask], sampler: SamplerConfig, otherwise: Sequence[str]) -> list[str]:
+    """The likeliest responses; `otherwise` for questions that do not fit into the model."""
+    prompts: list[Prompt | None] = []
+    for task in tasks:
+        try:
+            prompts.append(policy.encode(task))
+        except PromptTooLong:
+            prompts.append(None)
+    fitting = [prompt for prompt in prompts if prompt is not None]
+    texts = sample(policy, fitting, 1, sampler, torch.Generator(), greedy=True).texts if fitting else []
+    said = iter(texts)
+    return [text if prompt is None else next(said) for prompt, text in zip(prompts, otherwise, strict=True)]
