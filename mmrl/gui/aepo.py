@@ -26,8 +26,9 @@ from mmrl.core.groups import group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.gui.grounding import GroundingOptions, GroundingTasks
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.payload import VlmPayload
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 
 __all__ = ["AepoConfig", "AepoRecipe"]
 

@@ -29,7 +29,8 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.rewards.loading import load_function
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.recipe import VlmRecipe
 
 __all__ = [
     "DADS_SHAPES",

@@ -6,25 +6,22 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.rewards import RewardConfig, RewardSum
+from mmrl.rewards import RewardSum
 from mmrl.training.loop.likelihood import LikelihoodRecipe
 from mmrl.training.loop.scoring import RewardErrors
-from mmrl.training.loop.settings import RunConfig
-from mmrl.vlm.critic.measures import check_critic_splits
-from mmrl.vlm.data import DataConfig, load_splits, load_tasks
-from mmrl.vlm.evaluation import VlmEvaluationConfig
-from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
+from mmrl.vlm.config import VlmRunConfig
+from mmrl.vlm.data import load_splits, load_tasks
+from mmrl.vlm.model_config import check_critic
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.recipe import VlmRecipe
-from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.scoring import check_columns, splits_by_key
 from mmrl.vlm.task import VlmTask
 
@@ -32,33 +29,13 @@ __all__ = ["GivenAnswersConfig", "GivenAnswersRecipe"]
 
 
 @dataclass
-class GivenAnswersConfig(RunConfig):
+class GivenAnswersConfig(VlmRunConfig):
     """A run on answers of the data; rewards only measure held-out questions."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Model, adapter, precision."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Training questions with their answers."""
-    eval_data: dict[str, DataConfig] = field(default_factory=dict)
-    """Held-out splits by name; the first one is the headline."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """Sampling in evaluations."""
-    rewards: list[RewardConfig] = field(default_factory=list)
-    """Scores of evaluations; nothing is trained on them."""
-    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
-    """Evaluation."""
-    accuracy_reward: str = ""
-    """Reward term whose value 1 counts as a right answer; empty = the last term."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
-        check_update_precision(self.model, self.trainer.learning_rate)
         check_critic(self.model, needed=False)
-        check_critic_splits(self.evaluation, self.eval_data, self.rewards)
-        names = [reward.name for reward in self.rewards]
-        if self.accuracy_reward and self.accuracy_reward not in names:
-            raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
 
 
 class GivenAnswersRecipe(LikelihoodRecipe[VlmPolicy, VlmTask], VlmRecipe):

@@ -39,10 +39,11 @@ from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 from mmrl.training.record.stopwatch import stopwatch
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.masking import blacken_frames, blacken_patches
 from mmrl.vlm.payload import Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.video_input import load_videos
 

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,91 +23,35 @@ from torch import Tensor, nn
 from mmrl.core.objective import Objective, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import AdaptiveKL
-from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
+from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
-from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.objectives import make_objective
 from mmrl.training.loop.recipe import NoUsableTasksError, PrefixScope, Recipe
 from mmrl.training.loop.sampler import Sampler
 from mmrl.training.loop.scoring import RewardErrors, with_rewards
-from mmrl.training.loop.settings import RunConfig
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.critic.measures import check_critic_splits, critic_measures, load_reasoner
-from mmrl.vlm.data import DataConfig, LoadedTasks, load_splits, load_tasks
-from mmrl.vlm.evaluation import AnswerMeasure, VlmEvaluationConfig
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.critic.measures import critic_measures, load_reasoner
+from mmrl.vlm.data import LoadedTasks, load_splits, load_tasks
+from mmrl.vlm.evaluation import AnswerMeasure
 from mmrl.vlm.kept_prefill import KeepPrefill
-from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
 from mmrl.vlm.pictures import pictures_of
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import PolicySampler
-from mmrl.vlm.sampling import SamplerConfig, Samples
+from mmrl.vlm.sampling import Samples
 from mmrl.vlm.scoring import check_columns, score_texts, splits_by_key
 from mmrl.vlm.storage import save_merged
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["VlmConfig", "VlmRecipe"]
+__all__ = ["VlmRecipe"]
 
 LOGGER = logging.getLogger("mmrl")
 
 ConfigT = TypeVar("ConfigT", bound="VlmConfig")
-SCORES = ("values", "entropy", "logp_ref")
-"""What a vision-language policy scores beside log-probabilities."""
-
-
-@dataclass
-class AdaptiveKlConfig:
-    """Moves the KL coefficient so that the KL to the reference meets a target (Ziegler et al., arXiv 1909.08593)."""
-
-    target: float | None = None
-    """Wanted KL in nats a token; empty keeps the coefficient fixed."""
-    horizon: float = 10_000.0
-    """Samples over which the coefficient moves by the relative error."""
-
-
-@dataclass
-class VlmConfig(RunConfig):
-    """A reinforcement-learning run of a vision-language model."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Model, adapter, precision."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Training questions."""
-    eval_data: dict[str, DataConfig] = field(default_factory=dict)
-    """Held-out splits by name; the first one is the headline."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """Sampling of training rollouts; its temperature is also that of scoring."""
-    rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms and their weights."""
-    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
-    """Evaluation."""
-    accuracy_reward: str = ""
-    """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is optimised."""
-    mask_truncated_completions: bool = False
-    """Leave responses cut off at `sampler.max_new_tokens` out of the loss; their rewards still count in their group
-    (as in TRL; DAPO's overlong filtering)."""
-    adaptive_kl: AdaptiveKlConfig = field(default_factory=AdaptiveKlConfig)
-    """Controller of objective.kl.coef."""
-
-    def validate(self) -> None:
-        """Check that the parts fit together; raises ValueError."""
-        super().validate()
-        check_update_precision(self.model, self.trainer.learning_rate)
-        if not self.rewards:
-            raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
-        names = [reward.name for reward in self.rewards]
-        if self.accuracy_reward and self.accuracy_reward not in names:
-            raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
-        objective = make_objective(self.objective)
-        check_objective(objective, SCORES, self.trainer.samples_per_task, names)
-        check_critic(self.model, objective.needs_values)
-        check_critic_splits(self.evaluation, self.eval_data, self.rewards)
-        if self.adaptive_kl.target is not None and not objective.needs_reference:
-            raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
 
 
 class VlmRecipe(Recipe[VlmPolicy, VlmTask]):

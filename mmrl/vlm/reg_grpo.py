@@ -37,9 +37,10 @@ from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.augmentation import AugmentationSettings
 from mmrl.vlm.augmented_task import AugmentedTask, augment_task, partial_trace, reasoning_of, rewrite_question
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.payload import Prompt, VlmPayload, token_lists
 from mmrl.vlm.policy import VlmPolicy
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.task import TaskError, VlmTask
 

@@ -12,7 +12,8 @@ from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.training.record.outcomes import read_outcomes
 from mmrl.training.record.statistics import wilson_interval
 from mmrl.training.runs import train
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.config import VlmConfig
+from mmrl.vlm.recipe import VlmRecipe
 from tests.vlm.runs import run_config
 
 

@@ -14,10 +14,11 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.trainer import Trainer
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.kept_prefill import KeepPrefill
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.prefix_store import PrefixStore
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.vision import FeatureCache, gather_features

@@ -13,10 +13,11 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.runs import evaluate, train
 from mmrl.vlm.apo import ApoConfig
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.papo import PapoConfig
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sft import SftConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.runs import run_config

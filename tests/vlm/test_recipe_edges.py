@@ -15,9 +15,10 @@ from mmrl.training.loop.distributed import make_accelerator
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.reference import make_reference
 from mmrl.vlm.apo import ApoConfig, ApoRecipe, difficulty, length_multipliers
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.models import load_policy
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from tests.vlm.builders import draw, make_task
 from tests.vlm.runs import run_config
 

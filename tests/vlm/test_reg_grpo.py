@@ -25,9 +25,10 @@ from mmrl.vlm.augmented_task import (
     reasoning_of,
     rewrite_question,
 )
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.controls import shuffled_exact
 from mmrl.vlm.payload import VlmPayload
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.reg_grpo import RegGrpoConfig, RegGrpoRecipe
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.video_input import load_videos

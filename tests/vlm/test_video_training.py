@@ -14,10 +14,10 @@ from mmrl.recipes import RECIPES
 from mmrl.training.record.samples import read_samples
 from mmrl.training.runs import train
 from mmrl.vlm.apo import ApoConfig
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.papo import PapoConfig
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.pictures import frame_strips
-from mmrl.vlm.recipe import VlmConfig
 from mmrl.vlm.sft import SftConfig
 from mmrl.vlm.video_input import load_videos
 from tests.hub.numbered_clips import even_times, write_clip

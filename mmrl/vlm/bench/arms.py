@@ -31,12 +31,13 @@ from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.loop.trainer import Trainer
 from mmrl.training.record.stopwatch import Stopwatch
 from mmrl.vlm.bench.workload import Shape, shape_of, suppressed_tokens
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.data import DataConfig
 from mmrl.vlm.masking import blacken_patches
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.papo import PapoConfig, PapoRecipe
 from mmrl.vlm.payload import Prompt, VlmPayload
-from mmrl.vlm.recipe import VlmConfig, VlmRecipe
+from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 

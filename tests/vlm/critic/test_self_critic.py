@@ -9,9 +9,9 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.recipes import RECIPES
 from mmrl.training.runs import train
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.critic import self_critic
 from mmrl.vlm.critic.self_critic import SelfCriticConfig, best_of_n
-from mmrl.vlm.recipe import VlmConfig
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 from tests.vlm.builders import make_task

@@ -1,0 +1,84 @@
+"""Options of runs of a vision-language model: what all share, and those of reinforcement learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmrl.rewards import RewardConfig
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.settings import RunConfig
+from mmrl.vlm.critic.measures import check_critic_splits
+from mmrl.vlm.data import DataConfig
+from mmrl.vlm.evaluation import VlmEvaluationConfig
+from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
+from mmrl.vlm.sampling import SamplerConfig
+
+__all__ = ["AdaptiveKlConfig", "VlmConfig", "VlmRunConfig"]
+
+SCORES = ("values", "entropy", "logp_ref")
+"""What a vision-language policy scores beside log-probabilities."""
+
+
+@dataclass
+class VlmRunConfig(RunConfig):
+    """A run of a vision-language model on questions."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model, adapter, precision."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Training questions; supervised and preference runs need their answers too."""
+    eval_data: dict[str, DataConfig] = field(default_factory=dict)
+    """Held-out splits by name; the first one is the headline."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Sampling of answers in training and evaluation; the temperature is also that of scoring, evaluations have their
+    own."""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """Reward terms and their weights; supervised and preference runs only measure them on held-out questions."""
+    evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
+    """Evaluation."""
+    accuracy_reward: str = ""
+    """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_update_precision(self.model, self.trainer.learning_rate)
+        check_critic_splits(self.evaluation, self.eval_data, self.rewards)
+        names = [reward.name for reward in self.rewards]
+        if self.accuracy_reward and self.accuracy_reward not in names:
+            raise ValueError(f"accuracy_reward is '{self.accuracy_reward}' but the rewards are: {', '.join(names)}")
+
+
+@dataclass
+class AdaptiveKlConfig:
+    """Moves the KL coefficient so that the KL to the reference meets a target (Ziegler et al., arXiv 1909.08593)."""
+
+    target: float | None = None
+    """Wanted KL in nats a token; empty keeps the coefficient fixed."""
+    horizon: float = 10_000.0
+    """Samples over which the coefficient moves by the relative error."""
+
+
+@dataclass
+class VlmConfig(VlmRunConfig):
+    """A reinforcement-learning run of a vision-language model."""
+
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimised."""
+    mask_truncated_completions: bool = False
+    """Leave responses cut off at `sampler.max_new_tokens` out of the loss; their rewards still count in their group
+    (as in TRL; DAPO's overlong filtering)."""
+    adaptive_kl: AdaptiveKlConfig = field(default_factory=AdaptiveKlConfig)
+    """Controller of objective.kl.coef."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
+        super().validate()
+        objective = make_objective(self.objective)
+        names = [reward.name for reward in self.rewards]
+        check_objective(objective, SCORES, self.trainer.samples_per_task, names)
+        check_critic(self.model, objective.needs_values)
+        if self.adaptive_kl.target is not None and not objective.needs_reference:
+            raise ValueError("adaptive_kl.target is set but the objective has no KL term; set objective.kl")
