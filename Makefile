@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow test test-slow test-faults lint format docs clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video test test-slow test-faults lint format docs clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
@@ -15,6 +15,7 @@ help:
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
 	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with films; about 10 minutes"
+	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 8 minutes"
 	@echo "make test            lint, then the test suite"
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
@@ -40,6 +41,9 @@ demo-gui: setup
 
 demo-flow: setup
 	@$(BIN)/mmrl demo flow
+
+demo-video: setup
+	@$(BIN)/mmrl demo video
 
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)

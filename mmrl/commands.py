@@ -27,6 +27,7 @@ DEMOS = {
     "robot": ("robotics.demo", "runs/robot-demo"),
     "gui": ("mmrl.gui.demo", "runs/gui-demo"),
     "flow": ("robotics.flow3d.demo", "runs/flow-demo"),
+    "video": ("mmrl.vlm.tspo.demo", "runs/video-demo"),
 }
 LISTED = {
     "recipes": {"recipes": ""},

@@ -318,6 +318,7 @@ METRICS: dict[str, str] = {
     "recall/<strategy>": "Share of a needle's frames among the picks: agent, uniform or clip_topk.",
     "recall/<strategy>/low": "Lower end of its 95 % interval.",
     "recall/<strategy>/high": "Upper end of its 95 % interval.",
+    "accuracy/needle": "Share of questions that are answered right from the needle's own frames.",
     "update/zero_advantage_groups": "Share of groups with all advantages 0, left out of the update and of policy/.",
     "optim/lr": "Learning rate of the last optimiser step.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",

@@ -1,7 +1,8 @@
 """Held-out evaluation of picks: how much of the needle they have, and whether the answer is right.
 
 Three strategies are measured on the same questions: the agent, evenly spaced frames, and the frames whose CLIP
-embeddings are most like the question's.
+embeddings are most like the question's. Where the needle is known, its own frames are answered from too: no way to pick
+can be expected to do better, and a model that fails there cannot read what is picked.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mmrl.vlm.tspo.tasks import NeedleTask
 __all__ = ["STRATEGIES", "PickMeasure", "needle_recall"]
 
 STRATEGIES = ("agent", "uniform", "clip_topk")
+CEILING = "needle"
 
 
 class Encode(Protocol):
@@ -56,7 +58,8 @@ def needle_recall(needle: np.ndarray, picks: Sequence[int]) -> float:
 class PickMeasure(Measure[NeedleTask]):
     """Needle recall and accuracy of three strategies.
 
-    The metrics are recall/<strategy> with its bootstrap interval, accuracy/<strategy> with Wilson's, and skipped.
+    The metrics are recall/<strategy> with a bootstrap interval, accuracy/<strategy> and accuracy/needle with Wilson's,
+    and skipped.
     """
 
     policy: TspoPolicy
@@ -92,15 +95,24 @@ class PickMeasure(Measure[NeedleTask]):
                 row["scores"][f"recall/{strategy}"] = [needle_recall(row["task"].needle, chosen)]
                 if strategy == "agent":
                     row |= {"picks": chosen, "response": text}
+        self._answer_needles(rows)
         return rows
+
+    def _answer_needles(self, rows: Sequence[Row]) -> None:
+        """Answers from the frames of each needle, as many as are picked."""
+        known = [row for row in rows if row["task"].needle.any()]
+        picks = [_of_needle(row["task"].needle, self.count_of(row["task"])) for row in known]
+        answers = self.answerer.answer([row["task"] for row in known], picks, None) if known else None
+        for row, correct in zip(known, answers.correct if answers else (), strict=True):
+            row["scores"][f"accuracy/{CEILING}"] = [correct]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[NeedleTask]) -> dict[str, float]:
         """Means with intervals; raises RunError where no question was usable."""
         if tasks and not rows:
             self.encode(tasks)  # raises with the cause
         metrics = {"skipped": float(len(tasks) - len(rows))}
-        for name in rows[0]["scores"] if rows else ():
-            values = [row["scores"][name] for row in rows]
+        for name in dict.fromkeys(name for row in rows for name in row["scores"]):
+            values = [row["scores"].get(name, [float("nan")]) for row in rows]
             share = name.startswith("accuracy/")
             metrics |= with_interval(name, values, None if share else np.random.default_rng(self.seed))
         return metrics
@@ -132,3 +144,9 @@ class PickMeasure(Measure[NeedleTask]):
             return top_frames(similarity, count).tolist()
         choose = top_frames if self.evaluation.method == "topk" else bin_max_frames
         return choose(scores, count).tolist()
+
+
+def _of_needle(needle: np.ndarray, count: int) -> list[int]:
+    """At most so many frames of a needle, evenly spaced."""
+    places = np.flatnonzero(needle)
+    return places[uniform_frames(len(places), count).numpy()].tolist()  # type: ignore[no-any-return]

@@ -7,9 +7,11 @@ The drawing is in `mmrl.vlm.clips`; training and test clips use disjoint scans.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from mmrl.vlm import digits
 from mmrl.vlm.clips import Shot, first_frames, write_clip
 from mmrl.vlm.digits import scan_pool, scans_and_labels
 from mmrl.vlm.image_rows import write_media_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["QUESTIONS", "build_model", "build_needles", "build_readings"]
 
@@ -84,7 +89,15 @@ def build_needles(
 
 
 def build_readings(
-    path: str | Path, *, count: int = 2000, split: str = "train", picks: int = 8, frames: int = 96, seed: int = 0
+    path: str | Path,
+    *,
+    count: int = 2000,
+    split: str = "train",
+    picks: int = 8,
+    frames: int = 56,
+    decoys: int = 2,
+    per_clip: int = 4,
+    seed: int = 0,
 ) -> Path:
     """Write questions about a few frames of such clips, to teach a model to read what an agent picks.
 
@@ -95,41 +108,29 @@ def build_readings(
         count: number of questions.
         split: "train" or "test", which choose disjoint scans.
         picks: frames of a question.
-        frames: frames of a clip; each clip serves twenty questions.
+        frames: frames of a clip.
+        decoys: other digits that a clip shows.
+        per_clip: questions about each clip. They share its digit, so many of them are learnt by heart: with 20 a
+            model came to a loss of 0.01 in training and to 79 % on other clips.
         seed: seed of everything drawn.
 
     Returns:
         The file.
-    """
-    from PIL import Image
 
+    Raises:
+        ValueError: so many digits do not fit into so few frames.
+    """
     path = Path(path)
     rng = np.random.default_rng([seed, 9 if split == "test" else 8])
     pool = scan_pool(split)
-    clip: dict[str, Any] = {}
+    _check_room(frames, decoys)
+    clip: list[_Clip] = []
+    asked = itertools.count()
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
-        if not clip or clip["used"] == 20:
-            shots, needle = _draw_shots(rng, pool, frames, 5)
-            file = write_clip(folder / "clip.mp4", shots, fps=1.0, seed=int(rng.integers(2**31)))
-            index = read_index(file)
-            pictures = list(decode_frames(index, range(index.total)))
-            file.unlink()
-            clip.update(pictures=pictures, start=first_frames(shots)[needle], used=0)
-            clip["answer"] = str(scans_and_labels()[1][shots[needle + 1].scan])
-        clip["used"] += 1
-        names = []
-        for place, number in enumerate(_draw_reading(rng, clip["start"], frames, picks)):
-            Image.fromarray(clip["pictures"][number]).save(folder / f"{stem}-{place}.png", compress_level=1)
-            names.append(f"{path.with_suffix('').name}/{stem}-{place}.png")
-        answer = clip["answer"]
-        question = str(rng.choice(QUESTIONS))
-        return {
-            "problem": "<image>" * picks + question,
-            "answer": answer,
-            "completion": answer,
-            "images": names,
-        }
+        if next(asked) % per_clip == 0:
+            clip[:] = [_draw_clip(rng, pool, frames, decoys, folder / "clip.mp4")]
+        return _save_reading(rng, clip[0], picks, folder / stem, path.stem)
 
     return write_media_rows(path, count, save)
 
@@ -178,6 +179,39 @@ def _draw_shots(rng: np.random.Generator, pool: np.ndarray, frames: int, decoys:
 def _empty(frames: int) -> list[Shot]:
     whole, rest = divmod(frames, LONGEST_EMPTY)
     return [Shot(LONGEST_EMPTY)] * whole + ([Shot(rest)] if rest else [])
+
+
+@dataclass(frozen=True)
+class _Clip:
+    """A clip with all its frames, as they are after encoding."""
+
+    frames: list[NDArray[np.uint8]]
+    flash: int
+    answer: str
+
+
+def _draw_clip(rng: np.random.Generator, pool: np.ndarray, frames: int, decoys: int, file: Path) -> _Clip:
+    shots, flash = _draw_shots(rng, pool, frames, decoys)
+    index = read_index(write_clip(file, shots, fps=1.0, seed=int(rng.integers(2**31))))
+    pictures = list(decode_frames(index, range(index.total)))
+    file.unlink()
+    return _Clip(pictures, first_frames(shots)[flash], str(scans_and_labels()[1][shots[flash + 1].scan]))
+
+
+def _save_reading(rng: np.random.Generator, clip: _Clip, picks: int, file: Path, folder: str) -> dict[str, Any]:
+    from PIL import Image
+
+    names = []
+    for place, number in enumerate(_draw_reading(rng, clip.flash, len(clip.frames), picks)):
+        name = f"{file.name}-{place}.png"
+        Image.fromarray(clip.frames[number]).save(file.with_name(name), compress_level=1)
+        names.append(f"{folder}/{name}")
+    return {
+        "problem": "<image>" * picks + str(rng.choice(QUESTIONS)),
+        "answer": clip.answer,
+        "completion": clip.answer,
+        "images": names,
+    }
 
 
 def _draw_reading(rng: np.random.Generator, start: int, frames: int, picks: int) -> Sequence[int]:

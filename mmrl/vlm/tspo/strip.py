@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["pick_strip", "picked_strip"]
 
 CELL, BORDER, CAPTION, LINE = 84, 4, 14, 26
-COLUMNS = 8
+FEWEST_COLUMNS = 4
 GROUND, INK, TRACK = (24, 26, 30), (235, 235, 235), (70, 74, 82)
 INSIDE, OUTSIDE = (64, 190, 110), (200, 90, 80)
 SHOWN = 32
@@ -39,14 +40,15 @@ def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray
     from PIL import ImageDraw
 
     shown = np.unique(np.linspace(0, len(picks) - 1, min(len(picks), SHOWN)).round().astype(int)).tolist()
-    rows = -(-len(shown) // COLUMNS)
-    width, height = CELL * min(len(shown), COLUMNS), CELL + CAPTION
-    width = max(width, 4 * CELL)
+    # about square, since reports show pictures beside one another
+    columns = max(FEWEST_COLUMNS, math.ceil(math.sqrt(len(shown) * (CELL + CAPTION) / CELL)))
+    rows = -(-len(shown) // columns)
+    width, height = CELL * columns, CELL + CAPTION
     strip = Images.new("RGB", (width, LINE + rows * height), GROUND)
     draw = ImageDraw.Draw(strip)
     _draw_line(draw, width, picks, needle)
     for place, number in enumerate(shown):
-        left, top = (place % COLUMNS) * CELL, LINE + place // COLUMNS * height
+        left, top = (place % columns) * CELL, LINE + place // columns * height
         colour = INSIDE if needle[picks[number]] else OUTSIDE if needle.any() else TRACK
         draw.rectangle((left + 1, top, left + CELL - 2, top + CELL - 1), fill=colour)
         inner = CELL - 2 * BORDER

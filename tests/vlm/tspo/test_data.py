@@ -66,6 +66,13 @@ def test_readings_show_the_flash_before_the_digit(tmp_path):
     assert not list(tmp_path.rglob("*.mp4"))
 
 
+def test_readings_of_a_clip_share_its_digit_and_those_of_others_do_not(tmp_path):
+    build_readings(tmp_path / "r.jsonl", count=12, frames=26, decoys=0, per_clip=3)
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert answers == [answer for answer in answers[::3] for _ in range(3)]
+    assert len(set(answers)) > 1
+
+
 @pytest.mark.parametrize(
     ("fps", "most", "expected"),
     [

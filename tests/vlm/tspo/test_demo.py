@@ -1,0 +1,70 @@
+"""The video demonstration with everything in it made small: the chain of its stages and what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.training import stages
+from mmrl.training.record.samples import read_samples
+from mmrl.vlm.tspo import demo
+
+ROOT = Path(__file__).parents[3]
+MODEL = "{hidden: 32, layers: 1, vision_hidden: 32, vision_depth: 1, min_pixels: 3136, max_pixels: 3136}"
+CLIP = "{width: 16, hidden: 16, layers: 1, steps: 1, examples: 1}"
+SMALL = {
+    "needle_sft.yaml": [
+        *(f"model.build_options={MODEL}", "data.build_options.count=8", "trainer.warmup_steps=0"),
+        *("eval_data.readings.build_options.count=4",),
+    ],
+    "needle_tspo_vlm.yaml": [
+        *(f"features.build_options={CLIP}", "data.build_options={count: 4, split: train, frames: 26, decoys: 0}"),
+        "eval_data.heldout.build_options={count: 4, split: test, frames: 26, decoys: 0}",
+    ],
+}
+COMMON = [
+    *("trainer.steps=2", "trainer.tasks_per_step=2", "evaluation.every=1"),
+    *("tracking.quiet=true", "tracking.strict=true"),
+]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The demonstration's configurations with overrides that shrink them."""
+    monkeypatch.chdir(ROOT)
+
+    def finish(config, run_dir, overrides=()):
+        return stages.finish_run(config, run_dir, [*COMMON, *SMALL[config.name], *overrides])
+
+    monkeypatch.setattr(demo, "finish_run", finish)
+
+
+def test_the_demo_compares_ways_to_pick_and_shows_the_picks(tmp_path, small, monkeypatch):
+    lines = demo.run(tmp_path / "demo")
+    text = "\n".join(lines)
+    share = r"\d+\.\d % \[ *\d+\.\d, +\d+\.\d\]"
+    for words, strategy, _ in demo.ROWS:
+        recall = "–" if strategy == "needle" else share
+        assert re.search(rf"^{re.escape(words)} +{share} +{recall}$", text, re.MULTILINE), words
+    assert re.search(rf"^{re.escape(demo.NOTHING)} +{share} +–$", text, re.MULTILINE)
+    assert Path(lines[-1].removeprefix("report: ")).is_file()
+    for step in (0, 2):
+        assert all(record.outputs for record in read_samples(tmp_path / "demo/agent", step, "eval"))
+    monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
+    again = demo.run(tmp_path / "demo")
+    assert [line for line in again if "time of" not in line] == [line for line in lines if "time of" not in line]
+
+
+def test_who_never_looks_gives_the_usual_answer():
+    train = [{"query": "which?", "answer": answer} for answer in "3377737"]
+    held_out = [{"query": "which?", "answer": answer} for answer in "7371"]
+    assert demo._blind(train, held_out).startswith(" 50.0 %")
+
+
+def test_demo_needs_the_root_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="run the demo from the root of a checkout"):
+        demo.run(tmp_path / "demo")
