@@ -31,6 +31,7 @@ from mmrl.vlm.prompts import make_template
 from mmrl.vlm.task import TaskError, VlmTask
 
 __all__ = [
+    "CRITIQUE_ERRORS",
     "CRITIQUE_TEMPLATE",
     "build_false_answers",
     "build_pairs",
@@ -262,3 +263,9 @@ def _write_pairs(path: Path, rows: Sequence[tuple[VlmTask, str, float, str, floa
         return {**writer.row(task, task, folder), **sides}
 
     return write_media_rows(path, len(rows), save)
+
+
+CRITIQUE_ERRORS: dict[str, str] = {
+    "no_details": "An answer offers nothing that could be made false, or the user's function changed nothing.",
+}
+"""Kinds of `TaskError` that errors in answers add."""
