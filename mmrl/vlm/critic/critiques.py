@@ -185,7 +185,7 @@ def build_pairs(
 
         written = write_critiques(model, loaded.tasks, critiques, temperature, max_new_tokens, seed)
     rng = np.random.default_rng([seed, 22])
-    rows = []
+    rows: list[tuple[VlmTask, str, float, str, float]] = []
     for task, texts, scores in zip(loaded.tasks, written, _scores(loaded.tasks, written, judge), strict=True):
         different = dict(zip(texts, scores, strict=True))
         ranked = _shuffled(different, rng) if shuffle_scores else different
