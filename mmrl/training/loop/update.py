@@ -28,6 +28,8 @@ from mmrl.training.record.stopwatch import stopwatch
 __all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
 
 LOGGER = logging.getLogger("mmrl")
+FACTOR = "learning_rate_factor"
+"""Key of an optimiser group whose rate is another than the run's."""
 
 
 def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
@@ -52,12 +54,20 @@ def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
 
 
 def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not."""
-    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
+
+    A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate.
+    """
+    factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
+    trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for factor in dict.fromkeys((1.0, *factors.values())):
+        own = [p for name, p in trainable if factors.get(name.partition(".")[0], 1.0) == factor]
+        marked = {} if factor == 1 else {FACTOR: factor}
+        groups += [
+            {"params": [p for p in own if p.ndim >= 2], "weight_decay": config.weight_decay, **marked},
+            {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0, **marked},
+        ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
@@ -67,15 +77,17 @@ def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.Adam
     )
 
 
-def _check_precision(policy: nn.Module, learning_rate: float) -> None:
+def _check_precision(optimizer: torch.optim.Optimizer) -> None:
     """Refuse steps that the weights' own precision rounds away; raises UserError."""
-    low = {p.dtype for p in policy.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
-    if low and learning_rate < SMALLEST_LOW_PRECISION_STEP:
-        kind = str(low.pop()).removeprefix("torch.")
-        raise UserError(
-            f"the weights to be trained are {kind} and trainer.learning_rate is {learning_rate:g}: {kind} weights "
-            "round such steps away; use float32 weights with trainer.mixed_precision=bf16, or adapters (LoRA)"
-        )
+    for group in optimizer.param_groups:
+        low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
+        rate = group["lr"] * group.get(FACTOR, 1.0)
+        if low and rate < SMALLEST_LOW_PRECISION_STEP:
+            kind = str(low.pop()).removeprefix("torch.")
+            raise UserError(
+                f"the weights to be trained are {kind} and trainer.learning_rate is {rate:g}: {kind} weights "
+                "round such steps away; use float32 weights with trainer.mixed_precision=bf16, or adapters (LoRA)"
+            )
 
 
 class Updater:
@@ -97,8 +109,9 @@ class Updater:
         self.accelerator = accelerator
         self.reference = reference
         self.failures = failures
-        _check_precision(recipe.policy, self.config.learning_rate)
-        self.policy, self.optimizer = accelerator.prepare(recipe.policy, make_optimizer(recipe.policy, self.config))
+        optimizer = make_optimizer(recipe.policy, self.config)
+        _check_precision(optimizer)
+        self.policy, self.optimizer = accelerator.prepare(recipe.policy, optimizer)
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
         self.optimiser_step = 0
         self.skipped = 0
@@ -254,7 +267,7 @@ class Updater:
     def _set_rate(self) -> None:
         rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get(FACTOR, 1.0)
 
     def _current_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

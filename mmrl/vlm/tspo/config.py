@@ -101,6 +101,9 @@ class AnswererConfig:
     train: bool = False
     """vlm: train the model with the agent, its sampled tokens being decisions too; else it is frozen, answers with its
     likeliest tokens, and its ratio is 1."""
+    learning_rate: float = bounded(0.0, at_least=0)
+    """vlm: learning rate of the trained model, under the agent's schedule; 0 = that of the agent, too high for large
+    models."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=256))
     """vlm: length of answers, and of a trained model also temperature and truncation."""
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="choice"))
@@ -113,6 +116,10 @@ class AnswererConfig:
         if self.kind == "oracle" and (self.model.path or self.train):
             raise ValueError(
                 "answerer.kind is oracle, which has no model; set answerer.kind=vlm, or leave the rest out"
+            )
+        if self.learning_rate and not self.train:
+            raise ValueError(
+                "answerer.learning_rate is that of a trained model; set answerer.train=true, or leave it out"
             )
         if self.kind == "vlm" and not self.model.path:
             raise ValueError("answerer.kind is vlm but answerer.model.path is empty; give a model folder or hub id")

@@ -87,11 +87,15 @@ class TspoPolicy(nn.Module):
         agent: scores frames.
         settings: saved with it.
         reader: the language model if it is trained, else None.
+        reader_rate: learning rate of the language model over that of the agent.
     """
 
-    def __init__(self, agent: TemporalAgent, settings: AgentSettings, reader: VlmPolicy | None = None) -> None:
+    def __init__(
+        self, agent: TemporalAgent, settings: AgentSettings, reader: VlmPolicy | None = None, reader_rate: float = 1.0
+    ) -> None:
         super().__init__()
         self.agent, self.settings, self.reader = agent, settings, reader
+        self.learning_rate_factors = {"reader": reader_rate}  # read by `mmrl.training.loop.update.make_optimizer`
 
     @property
     def device(self) -> torch.device:

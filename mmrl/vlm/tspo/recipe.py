@@ -89,7 +89,9 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self.store = FeatureStore(ClipEncoder(features.path, features.batch), features.cache, features.memory_mb)
         reader = load_policy(config.answerer.model) if config.answerer.kind == "vlm" else None
         trained = reader if config.answerer.train else None
-        self.policy = TspoPolicy(_make_agent(config, self.store.encoder.width), self._settings(), trained)
+        agent = _make_agent(config, self.store.encoder.width)
+        rate = config.trainer.learning_rate
+        self.policy = TspoPolicy(agent, self._settings(), trained, (config.answerer.learning_rate or rate) / rate)
         with ExitStack() as undone:
             self.answerer: Answerer = _make_answerer(config, reader)
             undone.callback(self.answerer.close)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mmrl.core.aggregation import Denominators
+from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.training.runs import train
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.tspo.needles import build_model
 from mmrl.vlm.tspo.policy import TspoPayload
@@ -84,3 +86,26 @@ def test_picks_and_tokens_are_averaged_apart(tmp_path, model):
     recipe.policy.load_weights(tmp_path / "saved")
     assert torch.equal(recipe.policy.reader.network.lm_head.weight, before)
     recipe.close()
+
+
+def test_a_trained_reader_has_a_learning_rate_of_its_own(tmp_path, model):
+    config = reading_config(tmp_path, model, train=True)
+    config.trainer.steps, config.trainer.learning_rate, config.answerer.learning_rate = 1, 1e-2, 1e-5
+    config.trainer.weight_decay = 0.0
+    before = {name: weight.clone() for name, weight in TspoRecipe(config).policy.named_parameters()}
+    after = TspoRecipe(config).policy
+    after.load_weights(train(RECIPES["tspo"], config) / "checkpoints/step-000001/model")
+    moved = {"agent": 0.0, "reader": 0.0}
+    for name, weight in after.named_parameters():
+        part = name.partition(".")[0]
+        moved[part] = max(moved[part], float((weight - before[name]).detach().abs().max()))
+    # the first step of AdamW is its rate, times a sign
+    assert 0.5e-2 < moved["agent"] < 1.1e-2
+    assert 0.5e-5 < moved["reader"] < 1.1e-5
+
+
+def test_a_frozen_reader_has_no_learning_rate(tmp_path, model):
+    config = reading_config(tmp_path, model, train=False)
+    config.answerer.learning_rate = 1e-6
+    with pytest.raises(ValueError, match=r"set answerer.train=true"):
+        config.answerer.validate()
