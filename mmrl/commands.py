@@ -243,6 +243,19 @@ def sim(args: argparse.Namespace) -> int:
     return 0 if rooms.experts(args.name, args.episodes, args.options, say) else 1
 
 
+def serve(args: argparse.Namespace) -> int:
+    """Answer the observations of robots with action chunks, over a websocket that openpi's client speaks to."""
+    from mmrl.config import fill
+
+    rooms = importlib.import_module("robotics.serving")
+    config = fill(rooms.ServeConfig, args.overrides, "mmrl serve")
+    server = importlib.import_module("robotics.serving.server")
+    server.require_packages()
+    served = rooms.open_served_policy(args.folder, config, args.step)
+    server.PolicyServer(served, args.host or server.HOST, server.PORT if args.port is None else args.port).run()
+    return 0
+
+
 def gui(args: argparse.Namespace) -> int:
     """Screens for training, and checks of grounding benchmarks."""
     return int(args.run_gui(args, say))  # of the table in `mmrl.gui.commands`
@@ -364,6 +377,14 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", metavar="N", type=int, default=5, help="experts: of each task; default: 5")
 
 
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of a saved or exported policy")
+    _add_overrides(parser)
+    parser.add_argument("--host", metavar="HOST", help="address; default: 127.0.0.1, 0.0.0.0 for other machines")
+    parser.add_argument("--port", metavar="N", type=int, help="default: 8000; 0 for a free one")
+    parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(train, _add_training_arguments, takes_overrides=True),
     "sft": Command(sft, _add_training_arguments, takes_overrides=True),
@@ -378,5 +399,6 @@ COMMANDS: dict[str, Command] = {
     "bench": Command(bench, _add_bench_arguments),
     "select": Command(select, _add_select_arguments, takes_overrides=True),
     "sim": Command(sim, _add_sim_arguments),
+    "serve": Command(serve, _add_serve_arguments, takes_overrides=True),
     "gui": Command(gui, lambda parser: importlib.import_module("mmrl.gui.commands").add_arguments(parser)),
 }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mmrl.recipes import RecipeEntry
 
-__all__ = ["load", "load_run", "save", "to_container"]
+__all__ = ["fill", "load", "load_run", "save", "to_container"]
 
 ConfigT = TypeVar("ConfigT")
 
@@ -70,6 +70,23 @@ def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ())
     return filled
 
 
+def fill(defaults: Any, overrides: Sequence[str], where: str) -> Any:
+    """Apply dotted overrides to a dataclass or to an instance of one, without a file.
+
+    Args:
+        defaults: the dataclass, or an instance whose values are the defaults.
+        overrides: assignments such as `a.b=c`.
+        where: what the values are for, named in errors.
+
+    Returns:
+        The filled instance.
+
+    Raises:
+        UserError: unknown key (with a suggestion), wrong type, value out of bounds.
+    """
+    return _fill(defaults, _with_overrides({}, overrides), where)
+
+
 def save(config: Any, path: Path) -> None:
     """Write a configuration, as `load` returns it, to a YAML file."""
     from omegaconf import OmegaConf
@@ -83,15 +100,18 @@ def to_container(config: Any) -> dict[str, Any]:
 
 
 def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
+    return _with_overrides(_read_yaml(path, ()), overrides)
+
+
+def _with_overrides(values: Any, overrides: Sequence[str]) -> Any:
     from omegaconf import OmegaConf
 
-    merged = _read_yaml(path, ())
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"override '{text}' is not of the form a.b=c")
     try:
-        return OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+        return OmegaConf.merge(values, OmegaConf.from_dotlist(list(overrides)))
     except Exception as error:
         raise UserError(f"overrides {list(overrides)} cannot be read: {_first_line(error)}") from error
 

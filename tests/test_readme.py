@@ -48,8 +48,8 @@ def test_command_parses_and_names_what_exists(line):
         if text.endswith(".yaml"):
             assert (ROOT / text).is_file()
         if text.startswith("runs/"):
-            configs = [load_run(path)[1].output_dir for path in (ROOT / "configs/vlm").glob("*.yaml")]
-            assert text in configs
+            files = [path for room in ("vlm", "robotics") for path in (ROOT / "configs" / room).glob("*.yaml")]
+            assert text in [load_run(path)[1].output_dir for path in files]
     if arguments[0] in ("train", "sft"):
         entry, _ = load_run(ROOT / args.config, args.overrides)
         assert entry.supervised == (arguments[0] == "sft")

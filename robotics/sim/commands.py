@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmrl.errors import UserError
-from mmrl.fields import check_config
 
 __all__ = ["experts", "setup"]
 
@@ -45,20 +44,13 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
     Raises:
         UserError: an unknown simulator or option, or it has no experts.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+    from mmrl.config import fill
     from robotics.sim.expert_check import check_experts, summary_lines
     from robotics.sim.opening import SimConfig, open_sim
     from robotics.sim.tasks import TASKS
 
     base = SimConfig(kind=name, image_size=0, tasks=list(TASKS) if name == "tabletop" else [])
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(base), OmegaConf.from_dotlist(list(options)))
-        config: SimConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
-        check_config(config, "sim")
-    except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+    config: SimConfig = fill(base, options, "mmrl sim")
     if episodes < 1:
         raise UserError(f"--episodes is {episodes}; must be at least 1")
     sim = open_sim(config)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from robotics.vla.ensemble import TemporalEnsemble
     from robotics.vla.statistics import ActionStatistics
 
-__all__ = ["ActingSettings", "Episodes", "action_scale", "inputs_of", "replay_episode", "run_episodes"]
+__all__ = ["ActingSettings", "Episodes", "action_scale", "inputs_of", "replay_episode", "run_episodes", "sim_actions"]
 
 SCALES = ("none", "bounds_q99")
 
@@ -88,6 +88,11 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
             f"the policy's action statistics have {statistics.size} entries, its actions {policy.action_size}"
         )
     return statistics
+
+
+def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | None) -> NDArray[np.float32]:
+    """Convert a policy's actions (..., D) to the simulator's in -1..1, with what `action_scale` returned."""
+    return actions if statistics is None else statistics.unnormalise(actions).clip(-1, 1)
 
 
 def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
@@ -200,8 +205,7 @@ def _run_wave(
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
         actions = actions[:, : settings.n_action_steps or None] if blend is None else blend(actions, observation.rows)
-        if statistics is not None:
-            actions = statistics.unnormalise(actions).clip(-1, 1)
+        actions = sim_actions(actions, statistics)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
         recorder.add(observation, choice, actions, result)
         observation = result.observation

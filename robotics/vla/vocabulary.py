@@ -61,9 +61,13 @@ class Vocabulary:
             words = WORD.findall(text.lower())
             if not 0 < len(words) <= length:
                 raise UserError(f"the instruction {text!r} has {len(words)} words; must be 1 to {length}")
-            self.unknown.update(word for word in words if word not in self._number)
+            self.unknown.update(self.unknown_words(text))
             numbers[row, : len(words)] = torch.tensor([self._number.get(word, UNKNOWN) for word in words])
         return numbers
+
+    def unknown_words(self, text: str) -> list[str]:
+        """Words of a text that are not in the list, in order, with repetitions."""
+        return [word for word in WORD.findall(text.lower()) if word not in self._number]
 
     def save(self, path: Path | str) -> None:
         """Write the words as JSON."""

@@ -1,0 +1,134 @@
+"""Messages as openpi's client packs them: dictionaries in msgpack, arrays as bytes with their dtype and shape.
+
+An array is {b"__ndarray__": True, b"data": its bytes in row-major order, b"dtype": "<f4", b"shape": [K, D]}, a NumPy
+number {b"__npgeneric__": True, b"data": a number, b"dtype": "<f4"}. Booleans, integers and floats are read, nothing
+that would need pickle.
+
+Source: openpi-client 0.1.2, the format of its `msgpack_numpy`; it comes from lebedov/msgpack-numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+
+__all__ = ["LARGEST_MESSAGE", "BadMessageError", "Unreadable", "describe_value", "pack", "unpack"]
+
+LARGEST_MESSAGE = 64 * 2**20
+"""Bytes of a message; larger ones end the connection."""
+MOST_ENTRIES = 10_000
+"""Of a list or dictionary in a message."""
+DTYPE = re.compile(r"[<>|=]?[biuf]\d{1,2}")
+ARRAY, NUMBER = b"__ndarray__", b"__npgeneric__"
+
+
+class BadMessageError(UserError):
+    """A message that cannot be answered; says what was sent and what is expected."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """An array of a message that could not be read, so that the error can name its entry."""
+
+    reason: str
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Pack a dictionary of texts, numbers, lists, dictionaries and arrays."""
+    import msgpack
+
+    packed: bytes = msgpack.packb(message, default=_encode)
+    return packed
+
+
+def unpack(data: bytes | str) -> dict[str, Any]:
+    """Read a message.
+
+    Args:
+        data: what the websocket received.
+
+    Returns:
+        Its entries; those of dictionaries within it are joined with `/`. Arrays share the message's memory and are
+        read-only; one that cannot be read is `Unreadable`.
+
+    Raises:
+        BadMessageError: it is a text, not msgpack, or no dictionary.
+    """
+    import msgpack
+
+    if isinstance(data, str):
+        raise BadMessageError(
+            f"the message is the text {data[:80]!r}; expected bytes, a dictionary packed with msgpack"
+        )
+    limits = {"max_array_len": MOST_ENTRIES, "max_map_len": MOST_ENTRIES}
+    try:
+        message = msgpack.unpackb(data, object_hook=_decode, **limits)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise BadMessageError(
+            f"the message of {len(data)} bytes is not msgpack ({reason[:200]}); expected a dictionary packed with "
+            "openpi_client.msgpack_numpy"
+        ) from error
+    if not isinstance(message, dict):
+        raise BadMessageError(f"the message is {describe_value(message)}; expected a dictionary of observations")
+    return dict(_flattened(message))
+
+
+def describe_value(value: Any) -> str:
+    """What a message holds in an entry, in a few words."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    if isinstance(value, Unreadable):
+        return value.reason
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "nothing" if value is None else f"the {type(value).__name__} {str(value)[:40]}"
+
+
+def _flattened(message: Mapping[Any, Any], start: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in message.items():
+        name = f"{start}{key.decode('utf-8', 'replace') if isinstance(key, bytes) else key}"
+        name = name if name.isprintable() else ascii(name)[1:-1]  # it is logged
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{name}/")
+        else:
+            yield name, value
+
+
+def _encode(value: Any) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
+        raise TypeError(f"a message cannot hold {describe_value(value)}")
+    return {ARRAY: True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+
+
+def _decode(entries: dict[Any, Any]) -> Any:
+    if ARRAY in entries:
+        return _array(entries.get(b"data"), entries.get(b"dtype"), entries.get(b"shape"))
+    if NUMBER in entries:
+        return entries.get(b"data")
+    return entries
+
+
+def _array(data: Any, name: Any, shape: Any) -> Any:
+    try:
+        dtype = np.dtype(name) if isinstance(name, str) and DTYPE.fullmatch(name) else None
+    except TypeError:  # such as f3
+        dtype = None
+    if dtype is None:
+        return Unreadable(f"an array of the dtype {str(name)[:40]!r}, which is not read,")
+    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not whole or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
+        held = f"{len(data)} bytes" if isinstance(data, bytes) else describe_value(data)
+        return Unreadable(f"an array of the shape {str(shape)[:40]} and dtype {name} with {held}")
+    return np.frombuffer(data, dtype).reshape(shape)

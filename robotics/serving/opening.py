@@ -1,0 +1,164 @@
+"""The policy of a run, a checkpoint or an exported folder, ready to answer robots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from mmrl.config import load_run
+from mmrl.errors import UserError
+from mmrl.files import read_json_object
+from mmrl.recipes import RECIPES
+from mmrl.training.export import ABOUT_FILE, chosen_checkpoint
+from mmrl.training.loop.distributed import make_accelerator
+from robotics.serving.observations import ObservationFormat
+from robotics.serving.settings import ServeConfig
+from robotics.sim.opening import open_sim
+from robotics.vla.collect import ActingSettings, action_scale
+from robotics.vla.loading import load_action_policy
+from robotics.vla.policy import ActionPolicy, open_policy
+from robotics.vla.recipe import RobotConfig
+from robotics.vla.saved import is_saved_policy
+from robotics.vla.statistics import ActionStatistics
+from robotics.vla.vocabulary import Vocabulary
+
+__all__ = ["ServedPolicy", "open_served_policy"]
+
+ImageSize = tuple[int | None, int | None] | None
+ANY_SIZE: ImageSize = (None, None)
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """A policy and what its answers depend on."""
+
+    policy: ActionPolicy
+    """On the device that it runs on, in evaluation mode."""
+    format: ObservationFormat
+    """What it reads of a message."""
+    config: ServeConfig
+    """How it chooses actions."""
+    scale: ActionStatistics | None = None
+    """Statistics that convert its actions to the units of the data that it was cloned from; None = they need none."""
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where it comes from and what it was trained with, for the metadata."""
+    autocast: Callable[[], Any] = torch.no_grad
+    """Context in which it runs, with the numerical precision of its run."""
+
+    def unknown_words(self, instruction: str) -> list[str]:
+        """Words of an instruction that a policy with a vocabulary of its own has not learned."""
+        vocabulary = getattr(self.policy, "vocabulary", None)
+        found = vocabulary.unknown_words(instruction) if isinstance(vocabulary, Vocabulary) else []
+        return list(dict.fromkeys(found))
+
+    @classmethod
+    def from_policy(
+        cls, policy: ActionPolicy, config: ServeConfig, image_size: ImageSize, state_size: int | None
+    ) -> ServedPolicy:
+        """Serve a policy from Python.
+
+        Args:
+            policy: on the device that it is to run on.
+            config: options.
+            image_size: (H, W) of its images, None in it for any number; None without images.
+            state_size: entries of its state; None without a state.
+        """
+        scale = "none" if policy.statistics is None else "bounds_q99"
+        read = ObservationFormat(image_size, state_size, config)
+        return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)))
+
+
+def open_served_policy(folder: Path, config: ServeConfig, step: int | None = None) -> ServedPolicy:
+    """Open a policy.
+
+    Args:
+        folder: of a run, of which the best (else newest) checkpoint is taken, or of a saved or exported policy.
+        config: options.
+        step: take the run's checkpoint of this step.
+
+    Returns:
+        The policy, on the GPU where there is one.
+
+    Raises:
+        UserError: the folder holds no robot policy, or no such checkpoint.
+    """
+    if (folder / "config.yaml").is_file():
+        return _of_run(folder, config, step)
+    if step is not None:
+        raise UserError(f"--step is {step}, but {folder} is not a run folder: it holds no config.yaml")
+    if is_saved_policy(folder):
+        policy = open_policy(folder)
+        served = ServedPolicy.from_policy(policy, config, *_inputs(policy, ANY_SIZE))
+        exported = read_json_object(folder / ABOUT_FILE) if _is_export(folder) else {}
+        about = {name: exported[name] for name in ("recipe", "step") if name in exported}
+        return _placed(served, make_accelerator(), {"source": str(folder), **about})
+    also = (
+        f"; the module of your own that {ABOUT_FILE} names is served from its run folder" if _is_export(folder) else ""
+    )
+    raise UserError(f"{folder} is neither a run folder (config.yaml) nor a robot policy (policy.json){also}")
+
+
+def _of_run(run_dir: Path, config: ServeConfig, step: int | None) -> ServedPolicy:
+    entry, run = load_run(run_dir / "config.yaml")
+    if not isinstance(run, RobotConfig):
+        kinds = ", ".join(row.name for row in RECIPES.values() if _trains_robots(row))
+        raise UserError(f"{run_dir} is a run of the recipe {entry.name}; policies can be served of: {kinds}")
+    checkpoint = chosen_checkpoint(run_dir, step)
+    model = checkpoint / "model"
+    if run.trainer.threads:
+        torch.set_num_threads(run.trainer.threads)
+    if is_saved_policy(model):
+        policy = open_policy(model)
+        side = run.sim.image_size
+        image_size, state_size = _inputs(policy, (side, side) if side else None)
+    else:
+        policy, image_size, state_size = _users_policy(run, model)
+    served = ServedPolicy.from_policy(policy, config, image_size, state_size)
+    about = {
+        "source": str(checkpoint),
+        "recipe": entry.name,
+        "n_action_steps": run.acting.n_action_steps or policy.chunk,
+        "sim": {name: getattr(run.sim, name) for name in ("kind", "env", "arm", "camera", "state", "tasks")},
+    }
+    return _placed(served, make_accelerator(run.trainer.mixed_precision), about)
+
+
+def _users_policy(run: RobotConfig, model: Path) -> tuple[ActionPolicy, ImageSize, int | None]:
+    """A module of the user's own, whose sizes are those of the run's simulator."""
+    if ":" not in run.model.kind:
+        raise UserError(
+            f"{model} holds the weights of a module of your own, but the run's model.kind is '{run.model.kind}' and "
+            "names no function that builds it; serve it from Python with robotics.serving.PolicyServer"
+        )
+    sim = open_sim(run.sim)
+    try:
+        policy = load_action_policy(dataclasses.replace(run.model, path=str(model)), sim, run.seed)
+        return policy, sim.image_size, sim.state_size or None
+    finally:
+        sim.close()
+
+
+def _inputs(policy: ActionPolicy, image_size: ImageSize) -> tuple[ImageSize, int | None]:
+    """Sizes of what a saved policy reads; those of images are given where it takes any."""
+    config = getattr(policy, "config", None)
+    config = getattr(config, "encoder", config)
+    return getattr(config, "image_size", image_size), getattr(config, "state_size", None)
+
+
+def _placed(served: ServedPolicy, accelerator: Accelerator, about: dict[str, Any]) -> ServedPolicy:
+    served.policy.to(accelerator.device)
+    return dataclasses.replace(served, about=about, autocast=accelerator.autocast)
+
+
+def _is_export(folder: Path) -> bool:
+    return (folder / ABOUT_FILE).is_file()
+
+
+def _trains_robots(row: Any) -> bool:
+    return row.module.startswith("robotics.vla.")

@@ -1,0 +1,158 @@
+"""One policy for many robots: observations that wait at the same time are answered by one call of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mmrl.errors import RunError
+from robotics.serving.opening import ServedPolicy
+from robotics.vla.collect import sim_actions
+from robotics.vla.policy import PolicyInputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Chunk", "PolicyQueue", "choose_chunks"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A policy's answer to one observation."""
+
+    actions: NDArray[np.float32]
+    """(K, D)."""
+    infer_ms: float
+    """Duration of the call of the policy."""
+    batch_size: int
+    """Observations that it answered."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    inputs: PolicyInputs
+    generator: torch.Generator
+    answer: asyncio.Future[Chunk]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Rows of the same shape can be answered at once."""
+        return None if self.inputs.images is None else tuple(self.inputs.images.shape)
+
+
+class PolicyQueue:
+    """Observations that wait for the policy, which runs in a thread so that messages are read meanwhile.
+
+        robot 1  ──▶┐
+        robot 2  ──▶┤ waiting ──▶ the policy's thread: up to max_batch at once ──▶ answers
+        robot 3  ──▶┘
+
+    Nothing waits for others to come: a call takes what came in during the one before.
+
+    Args:
+        served: the policy.
+    """
+
+    def __init__(self, served: ServedPolicy) -> None:
+        self._served = served
+        self._waiting: deque[_Request] = deque()
+        self._filled = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "policy")
+
+    async def ask(self, inputs: PolicyInputs, generator: torch.Generator) -> Chunk:
+        """Wait for the answer to one observation.
+
+        Args:
+            inputs: one row.
+            generator: the robot's own random numbers.
+
+        Returns:
+            The chunk of actions.
+
+        Raises:
+            Exception: what the policy raised for this observation.
+        """
+        request = _Request(inputs, generator, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._filled.set()
+        return await request.answer
+
+    async def run(self) -> None:
+        """Answer observations until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._filled.wait()
+                batch = self._next_batch()
+                found = await loop.run_in_executor(self._thread, self._answers, batch)
+                for request, answer in zip(batch, found, strict=True):
+                    if request.answer.done():  # its robot has left
+                        continue
+                    if isinstance(answer, Exception):
+                        request.answer.set_exception(answer)
+                    else:
+                        request.answer.set_result(answer)
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next_batch(self) -> list[_Request]:
+        """Take the oldest request and those that can be answered with it."""
+        first = self._waiting[0]
+        batch = [request for request in self._waiting if request.shape == first.shape][: self._served.config.max_batch]
+        for request in batch:
+            self._waiting.remove(request)
+        if not self._waiting:
+            self._filled.clear()
+        return batch
+
+    def _answers(self, batch: list[_Request]) -> list[Chunk | Exception]:
+        """A chunk or an exception for each; where the policy raises, each is asked for alone to find the culprit."""
+        try:
+            inputs = PolicyInputs.concat([request.inputs for request in batch])
+            return list(choose_chunks(self._served, inputs, _joint_generator(batch)))
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+        return [answer for request in batch for answer in self._answers([request])]
+
+
+def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.Generator) -> list[Chunk]:
+    """Ask the policy once.
+
+    Args:
+        served: the policy.
+        inputs: B rows, on any device.
+        generator: for policies that draw random numbers.
+
+    Returns:
+        B chunks of actions, as evaluations execute them.
+
+    Raises:
+        RunError: an action is not finite.
+    """
+    policy, temperature = served.policy, served.config.temperature
+    began = time.perf_counter()
+    with torch.no_grad(), served.autocast():
+        choice = policy.act(
+            inputs.to(policy.device), generator, temperature=temperature or 1.0, greedy=temperature == 0
+        )
+    actions = sim_actions(choice.actions.float().cpu().numpy(), served.scale)
+    if not np.isfinite(actions).all():
+        raise RunError("the policy chose actions that are not finite")
+    elapsed = 1000 * (time.perf_counter() - began)
+    return [Chunk(row, elapsed, len(inputs)) for row in actions]
+
+
+def _joint_generator(batch: list[_Request]) -> torch.Generator:
+    """The robot's own where it is alone, else one that is seeded by a draw from each."""
+    if len(batch) == 1:
+        return batch[0].generator
+    seeds = [int(torch.randint(2**62, (), generator=request.generator)) for request in batch]
+    return torch.Generator().manual_seed(sum(seeds) % 2**62)

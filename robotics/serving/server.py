@@ -1,0 +1,329 @@
+"""The websocket server: metadata to each robot that connects, then an answer to each of its observations.
+
+What is sent and received is that of openpi's server, so that `openpi_client.WebsocketClientPolicy` can talk to it: the
+first message to a robot is the metadata; each message from it is an observation, each answer a dictionary with
+`actions` (K, D) float32, `server_timing` and `policy_timing`; a text in place of an answer is an error. `GET /healthz`
+answers 200.
+
+Differences: an error does not end the connection, the next message is answered; {"endpoint": "reset"} starts the
+robot's random numbers again.
+
+Source: openpi-client 0.1.2; Physical-Intelligence/openpi src/openpi/serving/websocket_policy_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import http
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import RunError, RunStopped, UserError
+from mmrl.training.loop.seeds import make_generator
+from robotics.serving.latencies import AnswerCounts
+from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, unpack
+from robotics.serving.opening import ServedPolicy
+from robotics.serving.queue import Chunk, PolicyQueue, choose_chunks
+
+if TYPE_CHECKING:
+    from websockets.asyncio.server import Server, ServerConnection
+    from websockets.http11 import Request, Response
+
+__all__ = ["HOST", "PORT", "PolicyServer", "require_packages"]
+
+LOGGER = logging.getLogger("mmrl")
+HOST, PORT = "127.0.0.1", 8000
+PROTOCOL = "openpi-client 0.1.2"
+FORMAT = 1
+"""Version of the metadata and of the entries of answers; grows when one changes its meaning."""
+CLOSE_TIMEOUT_S = 2.0
+ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
+"""What a close code says; openpi's client never closes, its program just ends."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PACKAGES = ("websockets", "msgpack")
+
+
+def require_packages() -> None:
+    """Check that the packages of the extra `serve` are there; raises UserError."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {' and '.join(missing)}, not installed here: pip install 'mmrl-suite[serve]'")
+
+
+class PolicyServer:
+    """Answers robots until it is stopped.
+
+        served = open_served_policy(Path("runs/tabletop-srpo"), ServeConfig())
+        PolicyServer(served, port=8001).run()
+
+    Args:
+        served: the policy.
+        host: address to listen at; 0.0.0.0 for robots on other machines.
+        port: 0 for any free one, see `port`.
+
+    Raises:
+        UserError: a package is missing, or the policy cannot answer.
+    """
+
+    def __init__(self, served: ServedPolicy, host: str = HOST, port: int = PORT) -> None:
+        require_packages()
+        self.host, self.port = host, port
+        self.counts = AnswerCounts()
+        """Over all robots."""
+        self.robots = 0
+        """Robots that have connected."""
+        self._served = served
+        self._present: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event
+        self._queue: PolicyQueue
+        self._metadata = pack(self._describe(_try_policy(served)))
+
+    def run(self) -> None:
+        """Answer until Ctrl-C, SIGTERM or SIGHUP, of which none that the process ignores counts.
+
+        Raises:
+            RunStopped: one of them ended it.
+            UserError: the address is taken or not of this machine.
+        """
+        found: list[int] = []
+
+        def stop(signum: int) -> None:
+            if found:  # a policy may not come back
+                os._exit(128 + signum)
+            found.append(signum)
+            self.stop()
+
+        def heed() -> None:
+            for signum in SIGNALS:
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                    asyncio.get_running_loop().add_signal_handler(signum, stop, signum)
+
+        asyncio.run(self.serve(heed))
+        if found:
+            raise RunStopped(found[0], f"{signal.Signals(found[0]).name}: no longer serving", resumable=False)
+
+    def stop(self) -> None:
+        """End `serve`; may be called from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def serve(self, started: Callable[[], object] = lambda: None) -> None:
+        """Answer until `stop` is called.
+
+        Args:
+            started: called when the server listens and `port` is its own.
+
+        Raises:
+            UserError: the address is taken or not of this machine.
+        """
+        self._loop, self._stopping, self._queue = asyncio.get_running_loop(), asyncio.Event(), PolicyQueue(self._served)
+        async with await self._listen() as server:
+            self.port = next(iter(server.sockets)).getsockname()[1]
+            self._log_start()
+            started()
+            tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._log_regularly())]
+            await self._stopping.wait()
+            server.close()
+            await server.wait_closed()  # robots that wait for an answer need the queue until then
+            for task in tasks:
+                task.cancel()
+        LOGGER.info("%d robots: %s", self.robots, self.counts.summary())
+
+    async def _listen(self) -> Server:
+        from websockets.asyncio.server import serve
+
+        silent = logging.getLogger("websockets.mmrl")
+        silent.setLevel(logging.CRITICAL + 1)  # else a traceback for each port scan
+        try:
+            return await serve(
+                self._talk,
+                self.host,
+                self.port,
+                compression=None,  # images hardly shrink, and the robot waits
+                max_size=LARGEST_MESSAGE,
+                process_request=_answer_health_check,
+                close_timeout=CLOSE_TIMEOUT_S,
+                logger=silent,
+            )
+        except (OSError, OverflowError) as error:
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            way = "another process has it; choose another --port, 0 for a free one" if taken else str(error)
+            raise UserError(f"cannot listen at {self.host}, port {self.port}: {way}") from error
+
+    async def _talk(self, connection: ServerConnection) -> None:
+        """Everything between a robot's coming and going."""
+        from websockets.exceptions import ConnectionClosed
+
+        self.robots += 1
+        robot = _Robot(self.robots, self._served.config.seed)
+        self._present.add(robot.number)
+        agent = connection.request.headers.get("User-Agent", "unknown client") if connection.request else "unknown"
+        LOGGER.info("%s connected from %s (%s)", robot, _address(connection), agent[:80])
+        try:
+            with contextlib.suppress(ConnectionClosed):
+                await connection.send(self._metadata)
+                async for data in connection:
+                    await self._answer(robot, connection, data)
+        finally:
+            self._present.discard(robot.number)
+            LOGGER.info("%s %s: %s", robot, _how_it_ended(connection), robot.counts.summary())
+
+    async def _answer(self, robot: _Robot, connection: ServerConnection, data: bytes | str) -> None:
+        began = time.perf_counter()
+        chunk: Chunk | None = None
+        try:
+            message = unpack(data)
+            if _asks_for_reset(message):
+                robot.reset()
+                reply: bytes | str = pack({"status": "reset successful"})
+            else:
+                inputs = self._served.format.read(message)
+                self._note_unread(robot, message, inputs.instructions[0])
+                chunk = await self._queue.ask(inputs, robot.generator)
+                reply = pack(_as_answer(chunk, robot.previous_ms, began))
+        except Exception as error:  # whatever a policy raises concerns this message only
+            reply = self._refuse(robot, error)
+        await connection.send(reply)
+        robot.previous_ms = 1000 * (time.perf_counter() - began)
+        if chunk is not None:
+            for counts in (robot.counts, self.counts):
+                counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size)
+
+    def _refuse(self, robot: _Robot, error: Exception) -> str:
+        """Count and log an error, with a traceback where it is none of the suite's; returns what the robot is told."""
+        expected = isinstance(error, UserError | RunError)
+        what = "message refused" if isinstance(error, BadMessageError) else "the policy gave no answer"
+        reason = " ".join(str(error).split())
+        text = f"{what}: {reason}" if expected else f"{what}: {type(error).__name__}: {reason}"
+        if self.counts.refuse(text) and not expected:
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                LOGGER.warning("%s", line)
+        if robot.counts.refuse(text):
+            LOGGER.warning("%s: %s", robot, text)
+        return text
+
+    def _note_unread(self, robot: _Robot, message: dict[str, Any], prompt: str) -> None:
+        """Log once what the policy does not see of a robot's messages."""
+        if robot.prompt is None:
+            unused = self._served.format.unused(message)
+            if unused:
+                LOGGER.info("%s sends %s, which the policy does not read", robot, ", ".join(unused)[:500])
+        if prompt != robot.prompt:
+            robot.prompt = prompt
+            unknown = self._served.unknown_words(prompt)
+            if unknown:
+                LOGGER.warning("%s: the policy does not know the words %s", robot, ", ".join(unknown)[:500])
+
+    async def _log_regularly(self) -> None:
+        seen = 0
+        while True:
+            await asyncio.sleep(self._served.config.log_every_s)
+            if self.counts.answers + self.counts.refused.total() > seen:
+                seen = self.counts.answers + self.counts.refused.total()
+                LOGGER.info("%d robots now, %d so far: %s", len(self._present), self.robots, self.counts.summary())
+
+    def _log_start(self) -> None:
+        versions = ", ".join(f"{name} {_version(name)}" for name in ("mmrl-suite", *PACKAGES))
+        LOGGER.info("%s; protocol of %s, format %d", versions, PROTOCOL, FORMAT)
+        place = f"[{self.host}]" if ":" in self.host else self.host
+        LOGGER.info(
+            "serving at ws://%s:%d, health at http://%s:%d/healthz; Ctrl-C ends", place, self.port, place, self.port
+        )
+
+    def _describe(self, chunk: Chunk) -> dict[str, Any]:
+        """The metadata."""
+        steps, size = chunk.actions.shape
+        about = {"n_action_steps": steps, **self._served.about}
+        LOGGER.info(
+            "observation: %s; actions: float32 (%d, %d)", _in_words(self._served.format.describe()), steps, size
+        )
+        return {
+            "server": "mmrl",
+            "version": _version("mmrl-suite"),
+            "protocol": PROTOCOL,
+            "format": FORMAT,
+            "observation": self._served.format.describe(),
+            "actions": {"dtype": "float32", "shape": [steps, size], "low": -1.0, "high": 1.0},
+            **about,
+        }
+
+
+class _Robot:
+    """A connection."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.number, self._seed = number, seed
+        self.counts = AnswerCounts()
+        self.previous_ms: float | None = None
+        """Duration of the answer before."""
+        self.prompt: str | None = None
+        """The last instruction."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin its random numbers anew; they do not depend on other robots."""
+        self.generator = make_generator(self._seed, "serve")
+
+    def __str__(self) -> str:
+        return f"robot {self.number}"
+
+
+def _try_policy(served: ServedPolicy) -> Chunk:
+    """Ask once with an observation of zeros: a policy that cannot answer is refused, and later calls are quick."""
+    try:
+        return choose_chunks(served, served.format.example(), make_generator(served.config.seed, "serve"))[0]
+    except UserError as error:
+        hint = "" if served.config.temperature else "; a policy without greedy actions needs temperature=1"
+        raise UserError(f"the policy does not answer an observation of zeros: {error}{hint}") from error
+
+
+def _asks_for_reset(message: dict[str, Any]) -> bool:
+    endpoint = message.pop("endpoint", "infer")
+    if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
+        raise BadMessageError(f"endpoint is {describe_value(endpoint)}; there are: infer (or none), reset")
+    return endpoint == "reset"
+
+
+def _as_answer(chunk: Chunk, previous_ms: float | None, began: float) -> dict[str, Any]:
+    previous = {} if previous_ms is None else {"prev_total_ms": previous_ms}
+    return {
+        "actions": chunk.actions,
+        "server_timing": {"infer_ms": 1000 * (time.perf_counter() - began), **previous},
+        "policy_timing": {"infer_ms": chunk.infer_ms, "batch_size": chunk.batch_size},
+    }
+
+
+def _answer_health_check(connection: ServerConnection, request: Request) -> Response | None:
+    return connection.respond(http.HTTPStatus.OK, "OK\n") if request.path == "/healthz" else None
+
+
+def _address(connection: ServerConnection) -> str:
+    address = connection.remote_address
+    return f"{address[0]}:{address[1]}" if address else "an unknown address"
+
+
+def _how_it_ended(connection: ServerConnection) -> str:
+    code, reason = connection.close_code, connection.close_reason
+    return ENDS.get(code) or f"was lost (code {code}{f', {reason}' if reason else ''})"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # a checkout that is on the path
+
+
+def _in_words(entries: dict[str, Any]) -> str:
+    shapes = {name: str(tuple(kind["shape"])) if "shape" in kind else "" for name, kind in entries.items()}
+    return ", ".join(f"{name} {kind['dtype']} {shapes[name]}".strip() for name, kind in entries.items())

@@ -1,0 +1,39 @@
+"""How a served policy reads observations and chooses actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmrl.fields import bounded
+
+__all__ = ["ServeConfig"]
+
+
+@dataclass
+class ServeConfig:
+    """Options of `mmrl serve`."""
+
+    temperature: float = bounded(0.0, at_least=0)
+    """Spread of sampled actions; 0 = the most likely ones, as `greedy` evaluates."""
+    seed: int = 0
+    """Seed of the random numbers of policies that draw some."""
+    max_batch: int = bounded(8, at_least=1)
+    """Observations that the policy answers at once where so many wait; 1 = one after the other."""
+    image_key: str = "observation/image"
+    """Entry of a message that holds the camera image. Nested entries are joined with `/`."""
+    state_key: str = "observation/state"
+    """Entry that holds the robot's state."""
+    prompt_key: str = "prompt"
+    """Entry that holds the instruction."""
+    prompt: str = ""
+    """Instruction for messages without one; empty = they are refused."""
+    log_every_s: float = bounded(60.0, above=0)
+    """Seconds between the lines with latencies."""
+
+    def validate(self) -> None:
+        """Check that the entries have different names; raises ValueError."""
+        keys = (self.image_key, self.state_key, self.prompt_key)
+        if len(set(keys)) < len(keys) or not all(keys):
+            raise ValueError(
+                f"image_key, state_key and prompt_key are {', '.join(map(repr, keys))}; name three entries"
+            )

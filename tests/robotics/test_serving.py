@@ -1,0 +1,304 @@
+"""`mmrl serve`: openpi's protocol over a real websocket, several robots, bad messages, a policy that raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("msgpack", reason="needs pip install 'mmrl-suite[serve]'")
+pytest.importorskip("websockets", reason="needs pip install 'mmrl-suite[serve]'")
+
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from mmrl.errors import UserError
+from robotics.serving import PolicyServer, ServeConfig
+from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError
+from robotics.serving.messages import pack as own_pack
+from robotics.serving.messages import unpack as own_unpack
+from robotics.serving.observations import ObservationFormat
+from robotics.serving.opening import ServedPolicy
+from robotics.vla.collect import ActingSettings, run_episodes
+from robotics.vla.encoder import EncoderConfig
+from robotics.vla.policy import ActionChoice, ActionPolicy
+from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+from robotics.vla.statistics import ActionStatistics
+from robotics.vla.tasks import EpisodeSetConfig, list_episodes
+from tests.robotics.line_sim import LineSim
+from tests.robotics.openpi_messages import pack, unpack
+
+ROOT = Path(__file__).parents[2]
+
+
+class StatePolicy(ActionPolicy):
+    """Chooses the first state entry as every action; a state of 9 makes it raise, one of 8 not a number."""
+
+    chunk, action_size, decisions = 3, 2, 1
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def act(self, batch, generator, temperature=1.0, greedy=False):
+        self.entered.set()
+        assert self.go_on.wait(30)
+        self.rows.append(len(batch))
+        if (batch.state == 9).any():
+            raise ZeroDivisionError("nine")
+        first = torch.where(batch.state[:, :1] == 8, torch.nan, batch.state[:, :1])
+        noise = 0 if greedy else torch.randn(len(batch), 1, generator=generator)
+        actions = (first + noise)[:, None].expand(-1, self.chunk, self.action_size)
+        return ActionChoice(actions, actions, torch.zeros(len(batch), 1))
+
+    def log_probs(self, batch, decisions, temperature=1.0):
+        raise NotImplementedError
+
+    bc_loss = save_pretrained = load_weights = log_probs
+
+
+def tiny_policy(sim):
+    encoder = EncoderConfig(image_size=(32, 32), state_size=2, width=32, heads=2, layers=1, channels=8, keypoints=4)
+    return SmallVlaPolicy.build(SmallVlaConfig(1, 4, encoder=encoder), sim.tasks().values())
+
+
+@contextlib.contextmanager
+def running(policy, *, image_size=None, state_size=2, **options):
+    served = ServedPolicy.from_policy(policy, ServeConfig(**options), image_size, state_size)
+    server, started = PolicyServer(served, port=0), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(started.set)))
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield server
+    finally:
+        if isinstance(policy, StatePolicy):
+            policy.go_on.set()
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def robot(server):
+    with connect(f"ws://127.0.0.1:{server.port}", compression=None, max_size=None) as connection:
+        connection.metadata = unpack(connection.recv(timeout=30))
+        yield connection
+
+
+def ask(connection, message):
+    connection.send(message if isinstance(message, bytes | str) else pack(message))
+    reply = connection.recv(timeout=30)
+    return reply if isinstance(reply, str) else unpack(reply)
+
+
+def seen(first=0.5, **changes):
+    message = {"observation/state": np.array([first, 0.0], np.float32), "prompt": "go right"} | changes
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def test_metadata_and_answers_are_those_of_openpi():
+    with running(StatePolicy()) as server, robot(server) as connection:
+        assert connection.metadata["observation"] == {
+            "observation/state": {"dtype": "float32", "shape": [2]},
+            "prompt": {"dtype": "text", "default": None},
+        }
+        assert connection.metadata["actions"] == {"dtype": "float32", "shape": [3, 2], "low": -1.0, "high": 1.0}
+        assert connection.metadata["n_action_steps"] == 3
+        first, second = ask(connection, seen(0.5)), ask(connection, seen(0.25))
+    assert first["actions"].dtype == np.float32
+    np.testing.assert_array_equal(first["actions"], np.full((3, 2), 0.5, np.float32))
+    np.testing.assert_array_equal(second["actions"], np.full((3, 2), 0.25, np.float32))
+    assert "prev_total_ms" not in first["server_timing"]
+    assert second["server_timing"]["prev_total_ms"] >= first["server_timing"]["infer_ms"]
+    assert second["server_timing"]["infer_ms"] >= second["policy_timing"]["infer_ms"] > 0
+    assert second["policy_timing"]["batch_size"] == 1
+
+
+def test_a_served_episode_is_that_of_an_evaluation():
+    sim = LineSim()
+    policy = tiny_policy(sim)
+    policy.statistics = ActionStatistics.from_arrays(np.linspace(-1.5, 0.9, 50)[:, None])
+    (episode,) = list_episodes(EpisodeSetConfig(tasks=["left"], layouts=1), sim.tasks(), sim.layouts())
+    settings = ActingSettings(scale="bounds_q99")
+    wanted = run_episodes(policy, sim, [episode], settings, torch.Generator(), greedy=True).actions[0]
+    observation = sim.reset([episode]).observation
+    with running(policy, image_size=(32, 32)) as server, robot(server) as connection:
+        while len(sim.live):
+            message = {
+                "observation": {"image": observation.images[0], "state": observation.state[0]},  # nested, too
+                "prompt": episode.instruction,
+            }
+            result = sim.step_chunk(ask(connection, message)["actions"][None])
+            observation = result.observation
+    assert len(wanted) == sim.elapsed[0]
+    np.testing.assert_array_equal(observation.state, run_to_end(sim, episode, wanted))
+
+
+def run_to_end(sim, episode, actions):
+    sim.reset([episode])
+    return sim.step_chunk(actions[None]).observation.state
+
+
+STATE = "observation/state"
+BAD = [
+    (seen(**{STATE: None}), "there is no observation/state; expected float32 (2,). The message has: prompt"),
+    (seen(**{STATE: np.zeros(3)}), "observation/state is float64 (3,); expected float32 (2,)"),
+    (seen(**{STATE: [0.0, 1.0]}), "observation/state is a list of 2; expected an array float32 (2,)"),
+    (seen(**{STATE: np.array([0, np.inf])}), "observation/state is not finite in the entries [1]"),
+    (seen(**{STATE: np.array(["a", "b"])}), "observation/state is an array of the dtype '<U1'"),
+    (seen(prompt=None), "there is no prompt; expected a text"),
+    (seen(prompt=7), "prompt is the int 7; expected a text"),
+    (seen(endpoint="fly"), "endpoint is the text 'fly'; there are: infer (or none), reset"),
+    ({}, "The message has: nothing"),
+    ([1, 2], "the message is a list of 2; expected a dictionary"),
+    (np.zeros(2), "the message is float64 (2,); expected a dictionary"),
+    ("hello", "the message is the text 'hello'; expected bytes"),
+    (b"\xc1", "the message of 1 bytes is not msgpack"),
+    (b"", "the message of 0 bytes is not msgpack"),
+    (pack(seen())[:-3], "is not msgpack"),
+    (
+        pack({STATE: {b"__ndarray__": True, b"data": b"1234", b"dtype": "<f4", b"shape": [2]}, "prompt": ""}),
+        "observation/state is an array of the shape [2] and dtype <f4 with 4 bytes",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with running(StatePolicy()) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("message", "said"), BAD, ids=[said[:50] for _, said in BAD])
+def test_bad_messages_are_refused_by_name_and_the_next_is_answered(shared, message, said):
+    with robot(shared) as connection:
+        reply = ask(connection, message)
+        assert isinstance(reply, str)
+        assert reply.startswith("message refused: ")
+        assert said in reply
+        assert ask(connection, seen(0.5))["actions"][0, 0] == 0.5
+
+
+def test_images_of_another_shape_are_refused():
+    read = ObservationFormat((32, 48), None, ServeConfig(image_key="images/front", prompt="go"))
+    good = np.zeros((32, 48, 3), np.uint8)
+    assert read.read({"images/front": good}).images.shape == (1, 32, 48, 3)
+    for image in (good.transpose(2, 0, 1), good[:16], good.astype(np.float32), good[..., :1]):
+        with pytest.raises(BadMessageError, match=r"images/front is \w+ \(.*; expected uint8 \(32, 48, 3\), RGB"):
+            read.read({"images/front": image})
+    any_size = ObservationFormat((None, None), None, ServeConfig(prompt="go"))
+    assert any_size.read({"observation/image": good[:7]}).images.shape == (1, 7, 48, 3)
+
+
+def test_own_messages_read_back_what_they_packed():
+    message = {"a": {"b": np.arange(6, dtype=">i2").reshape(2, 3)}, "t": "text", "x": 1.5, "e": np.zeros((0, 2))}
+    found = own_unpack(own_pack(message))
+    assert list(found) == ["a/b", "t", "x", "e"]
+    np.testing.assert_array_equal(found["a/b"], message["a"]["b"])
+    assert found["e"].shape == (0, 2)
+    assert own_unpack(own_pack({"n": {b"__npgeneric__": True, b"data": 3, b"dtype": "<i8"}})) == {"n": 3}
+
+
+def test_a_policy_that_raises_fails_its_own_message_only(caplog):
+    policy = StatePolicy()
+    with caplog.at_level("INFO", "mmrl"), running(policy) as server, robot(server) as one, robot(server) as other:
+        assert ask(one, seen(9)) == "the policy gave no answer: ZeroDivisionError: nine"
+        assert ask(one, seen(9)) == "the policy gave no answer: ZeroDivisionError: nine"
+        assert ask(one, seen(8)) == "the policy gave no answer: the policy chose actions that are not finite"
+        assert ask(other, seen(0.25))["actions"][0, 0] == 0.25
+        assert ask(one, seen(0.5))["actions"][0, 0] == 0.5
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged.count("robot 1: the policy gave no answer: ZeroDivisionError: nine") == 1
+    assert sum("raise ZeroDivisionError" in line for line in logged) == 1
+    assert any(line.startswith("robot 1 left: 1 answers, 3 refused; policy median") for line in logged)
+    assert any(line.startswith("2 robots: 2 answers, 3 refused") for line in logged)
+
+
+def test_robots_that_wait_together_are_answered_together_and_one_that_fails_fails_alone():
+    policy = StatePolicy()
+    firsts = [0.1, 0.2, 9, 0.4]
+    with running(policy, max_batch=3) as server, contextlib.ExitStack() as stack:
+        robots = [stack.enter_context(robot(server)) for _ in firsts]
+        policy.rows.clear()
+        policy.entered.clear()
+        policy.go_on.clear()
+        robots[0].send(pack(seen(firsts[0])))
+        assert policy.entered.wait(30)  # the policy is busy with the first; the others wait for it
+        for connection, first in zip(robots[1:], firsts[1:], strict=True):
+            connection.send(pack(seen(first)))
+        while len(server._queue._waiting) < 3:
+            time.sleep(0.01)
+        policy.go_on.set()
+        replies = [connection.recv(timeout=30) for connection in robots]
+    assert policy.rows == [1, 3, 1, 1, 1]
+    assert "ZeroDivisionError" in replies[2]
+    found = [unpack(reply)["actions"][0, 0] for place, reply in enumerate(replies) if place != 2]
+    np.testing.assert_array_equal(found, np.array([0.1, 0.2, 0.4], np.float32))
+
+
+def test_a_robot_that_leaves_while_it_waits_disturbs_nobody():
+    policy = StatePolicy()
+    with running(policy) as server, robot(server) as stays:
+        policy.entered.clear()
+        policy.go_on.clear()
+        with robot(server) as leaves:
+            leaves.send(pack(seen(0.1)))
+            assert policy.entered.wait(30)
+            leaves.close_socket()
+        policy.go_on.set()
+        assert ask(stays, seen(0.5))["actions"][0, 0] == 0.5
+
+
+def test_reset_starts_a_robots_random_numbers_again_whatever_others_draw():
+    with running(StatePolicy(), temperature=1.0) as server, robot(server) as one, robot(server) as other:
+        drawn = [ask(one, seen())["actions"][0, 0], ask(other, seen())["actions"][0, 0]]
+        drawn.append(ask(one, seen())["actions"][0, 0])
+        assert ask(one, {"endpoint": "reset"}) == {"status": "reset successful"}
+        again = [ask(one, seen())["actions"][0, 0] for _ in range(2)]
+    assert again == [drawn[0], drawn[2]]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_message_that_is_too_large_ends_its_own_connection_only(shared):
+    with robot(shared) as stays:
+        with robot(shared) as connection, pytest.raises(ConnectionClosed, match="1009"):
+            ask(connection, bytes(LARGEST_MESSAGE + 1))
+        assert ask(stays, seen(0.5))["actions"][0, 0] == 0.5
+
+
+def test_health_and_plain_http(shared):
+    for path, status in (("/healthz", 200), ("/", 426)):
+        client = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=30)
+        client.request("GET", path)
+        assert client.getresponse().status == status
+
+
+def test_what_the_policy_does_not_read_or_know_is_said_once(caplog):
+    sim = LineSim()
+    with caplog.at_level("INFO", "mmrl"), running(tiny_policy(sim), image_size=(32, 32)) as server:
+        observation = sim.reset(list_episodes(EpisodeSetConfig(layouts=1), sim.tasks(), sim.layouts())).observation
+        state, image = observation.state[0], observation.images[0]
+        with robot(server) as connection:
+            for _ in range(2):
+                message = {"observation/image": image, "observation/wrist_image": image, "observation/state": state}
+                assert ask(connection, message | {"prompt": "go upwards"})["actions"].shape == (4, 1)
+            assert "has 40 words; must be 1 to 32" in ask(connection, message | {"prompt": "go " * 40})
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged.count("robot 1 sends observation/wrist_image, which the policy does not read") == 1
+    assert logged.count("robot 1: the policy does not know the words upwards") == 1
+
+
+def test_a_taken_port_is_named(shared):
+    served = ServedPolicy.from_policy(StatePolicy(), ServeConfig(), None, 2)
+    with pytest.raises(UserError, match=f"port {shared.port}: another process has it; choose another --port"):
+        asyncio.run(PolicyServer(served, port=shared.port).serve())

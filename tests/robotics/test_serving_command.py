@@ -1,0 +1,186 @@
+"""`mmrl serve` from the command line: what it opens, what it refuses, Ctrl-C, and the real openpi-client."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("msgpack", reason="needs pip install 'mmrl-suite[serve]'")
+pytest.importorskip("websockets", reason="needs pip install 'mmrl-suite[serve]'")
+
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from mmrl.cli import main
+from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
+from mmrl.training.export import export_run
+from mmrl.training.runs import train
+from robotics.serving import ServeConfig, open_served_policy
+from robotics.vla.encoder import EncoderConfig
+from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+from tests.robotics.line_sim import LineSim
+from tests.robotics.test_robot_recipes import grpo
+from tests.robotics.test_serving import tiny_policy
+from tests.signals import start_program
+
+ROOT = Path(__file__).parents[2]
+REAL_CLIENT = os.environ.get("MMRL_OPENPI_PYTHON") or (
+    sys.executable if importlib.util.find_spec("openpi_client") else ""
+)
+"""Python of an environment with openpi-client (tried: 0.1.2 with numpy 1.26.4), mujoco and gymnasium."""
+
+
+def needs_real_client(test):
+    """For tests with the client of others, which asks for numpy below 2."""
+    missing = "needs pip install openpi-client mujoco gymnasium, here or for the Python in MMRL_OPENPI_PYTHON"
+    return pytest.mark.slow(pytest.mark.skipif(not REAL_CLIENT, reason=missing)(test))
+
+
+def test_run_export_and_checkpoint_open(tmp_path):
+    config = grpo(tmp_path / "run")
+    config.trainer.steps = 2
+    run = train(find_recipe("robot_grpo"), config)
+    served = open_served_policy(run, ServeConfig())  # a module of the user's own, its sizes from the simulator
+    assert served.format.describe().keys() == {"observation/image", "observation/state", "prompt"}
+    assert served.about["source"].endswith("step-000002")
+    assert open_served_policy(run, ServeConfig(), step=2).about["recipe"] == "robot_grpo"
+    export_run(find_recipe("robot_grpo"), config, run, tmp_path / "out")
+    with pytest.raises(UserError, match="is served from its run folder"):
+        open_served_policy(tmp_path / "out", ServeConfig())
+    tiny_policy(LineSim()).save_pretrained(tmp_path / "saved")
+    saved = open_served_policy(tmp_path / "saved", ServeConfig())
+    assert (saved.format.image_size, saved.format.state_size, saved.policy.training) == ((32, 32), 2, False)
+    with pytest.raises(UserError, match="not a run folder"):
+        open_served_policy(tmp_path / "saved", ServeConfig(), step=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere is neither a run folder (config.yaml) nor a robot policy (policy.json)"),
+        (["nowhere", "temprature=1"], "did you mean 'temperature'?"),
+        (["nowhere", "max_batch=0"], "max_batch"),
+        (["nowhere", "image_key=prompt"], "name three entries"),
+    ],
+)
+def test_usage_errors_are_one_line(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@dataclass
+class Served:
+    """`mmrl serve` in a process of its own."""
+
+    program: subprocess.Popen[str]
+    port: int
+    lines: list[str]
+    """What it printed before it was ready."""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Starts `mmrl serve` on the folder of a policy, as a user does."""
+    started = []
+
+    def start(policy) -> Served:
+        policy.save_pretrained(tmp_path / "saved")
+        arguments = [sys.executable, "-m", "mmrl.cli", "serve", str(tmp_path / "saved"), "--port", "0"]
+        program = start_program(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+        started.append(program)
+        lines = []
+        for line in program.stdout:
+            lines.append(line)
+            found = re.match(r"serving at ws://127\.0\.0\.1:(\d+),", line)
+            if found:
+                return Served(program, int(found[1]), lines)
+        raise AssertionError(program.communicate()[1])
+
+    yield start
+    for program in started:
+        program.kill()
+        program.communicate()
+
+
+def test_ctrl_c_sends_robots_away_and_exits_130(command):
+    served = command(tiny_policy(LineSim()))
+    with connect(f"ws://127.0.0.1:{served.port}") as connection:
+        connection.recv(timeout=30)
+        served.program.send_signal(signal.SIGINT)
+        with pytest.raises(ConnectionClosed, match="1001"):
+            connection.recv(timeout=30)
+    said, complaint = served.program.communicate(timeout=60)
+    assert served.program.returncode == 130
+    assert complaint.startswith("mmrl: SIGINT: no longer serving; start again with: mmrl serve ")
+    assert "Traceback" not in said + complaint
+    assert any("protocol of openpi-client" in line for line in served.lines)
+    assert "robot 1 was sent away: 0 answers" in said
+
+
+PROGRAM = """
+import sys
+import numpy as np
+from openpi_client.action_chunk_broker import ActionChunkBroker
+from openpi_client.websocket_client_policy import WebsocketClientPolicy
+
+client = WebsocketClientPolicy(host="127.0.0.1", port=int(sys.argv[1]))
+observation = {
+    "observation/image": np.zeros((32, 32, 3), np.uint8),
+    "observation/state": np.zeros(2, np.float32),
+    "prompt": "go left",
+}
+assert client.get_server_metadata()["actions"]["shape"] == [4, 1]
+broker = ActionChunkBroker(client, action_horizon=2)
+assert [broker.infer(observation)["actions"].shape for _ in range(3)] == [(1,)] * 3
+broker.reset()
+try:
+    client.infer({"observation/state": np.zeros(3)})
+except RuntimeError as error:
+    assert "there is no observation/image" in str(error)
+else:
+    raise AssertionError("not refused")
+answer = client.infer(observation)
+assert answer["actions"].shape == (4, 1) and answer["actions"].dtype == np.float32
+assert client.infer({"endpoint": "reset"}) == {"status": "reset successful"}
+print("ok")
+"""
+
+
+def run_real_client(program: str, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [REAL_CLIENT, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_real_client
+def test_the_real_client(command):
+    assert run_real_client(PROGRAM, str(command(tiny_policy(LineSim())).port)) == "ok\n"
+
+
+@needs_real_client
+def test_the_client_of_the_docs_drives_an_episode(command, backend):
+    """The environment is in the client's process."""
+    (text,) = re.findall(r"```python\n# my_client\.py\n(.*?)```", (ROOT / "docs/robotics.md").read_text(), re.S)
+    encoder = EncoderConfig(state_size=10, width=32, heads=2, layers=1, channels=8, keypoints=4)
+    policy = SmallVlaPolicy.build(SmallVlaConfig(5, 16, encoder=encoder), ["push the red cube to the green zone"])
+    served = command(policy)
+    said = run_real_client(text.replace("port=8000", f"port={served.port}"))
+    assert re.match(r"(not )?solved \{'infer_ms': .*'prev_total_ms': ", said)
