@@ -243,10 +243,9 @@ class PolicyServer:
     def _describe(self, chunk: Chunk) -> dict[str, Any]:
         """The metadata."""
         steps, size = chunk.actions.shape
-        about = {"n_action_steps": steps, **self._served.about}
-        LOGGER.info(
-            "observation: %s; actions: float32 (%d, %d)", _in_words(self._served.format.describe()), steps, size
-        )
+        about = self._served.about
+        LOGGER.info("policy: %s", about.get("source", type(self._served.policy).__name__))
+        LOGGER.info("observation: %s; actions: float32 %s", _in_words(self._served.format.describe()), (steps, size))
         return {
             "server": "mmrl",
             "version": _version("mmrl-suite"),

@@ -113,7 +113,6 @@ def test_metadata_and_answers_are_those_of_openpi():
             "prompt": {"dtype": "text", "default": None},
         }
         assert connection.metadata["actions"] == {"dtype": "float32", "shape": [3, 2], "low": -1.0, "high": 1.0}
-        assert connection.metadata["n_action_steps"] == 3
         first, second = ask(connection, seen(0.5)), ask(connection, seen(0.25))
     assert first["actions"].dtype == np.float32
     np.testing.assert_array_equal(first["actions"], np.full((3, 2), 0.5, np.float32))

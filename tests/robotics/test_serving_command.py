@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("msgpack", reason="needs pip install 'mmrl-suite[serve]'")
 pytest.importorskip("websockets", reason="needs pip install 'mmrl-suite[serve]'")
@@ -24,12 +25,18 @@ from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.export import export_run
 from mmrl.training.runs import train
+from mmrl.vlm.model_config import ModelConfig
 from robotics.serving import ServeConfig, open_served_policy
+from robotics.serving.queue import choose_chunks
 from robotics.vla.encoder import EncoderConfig
+from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
+from robotics.vla.policy import PolicyInputs
 from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
+from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import grpo
 from tests.robotics.test_serving import tiny_policy
+from tests.robotics.tiny_models import save_tiny_vlm
 from tests.signals import start_program
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +68,23 @@ def test_run_export_and_checkpoint_open(tmp_path):
     assert (saved.format.image_size, saved.format.state_size, saved.policy.training) == ((32, 32), 2, False)
     with pytest.raises(UserError, match="not a run folder"):
         open_served_policy(tmp_path / "saved", ServeConfig(), step=2)
+
+
+def test_flow_and_vision_language_policies_open_with_what_they_read(tmp_path):
+    texts = list(LineSim().tasks().values())
+    encoder = EncoderConfig(image_size=None, state_size=2, width=32, heads=2, layers=1)
+    flow = FlowActionPolicy.build(FlowPolicyConfig(1, 4, encoder=encoder), texts)
+    vlm = VlmActionPolicy.from_model(
+        ModelConfig(path=str(save_tiny_vlm(tmp_path / "tiny"))), VlmActionConfig(1, 4, bins=32)
+    )
+    for policy, image_size, state_size in ((flow, None, 2), (vlm, (None, None), None)):
+        folder = tmp_path / type(policy).__name__
+        policy.save_pretrained(folder)
+        served = open_served_policy(folder, ServeConfig(prompt=texts[0]))
+        assert (served.format.image_size, served.format.state_size) == (image_size, state_size)
+        rows = PolicyInputs.concat([served.format.example()] * 2)
+        chunks = choose_chunks(served, rows, torch.Generator().manual_seed(0))
+        assert [chunk.actions.shape for chunk in chunks] == [(4, 1)] * 2
 
 
 @pytest.mark.parametrize(
