@@ -96,8 +96,9 @@ def open_served_policy(folder: Path, config: ServeConfig, step: int | None = Non
         policy = open_policy(folder)
         served = ServedPolicy.from_policy(policy, config, *_inputs(policy, ANY_SIZE))
         exported = read_json_object(folder / ABOUT_FILE) if _is_export(folder) else {}
-        about = {name: exported[name] for name in ("recipe", "step") if name in exported}
-        return _placed(served, make_accelerator(), {"source": str(folder), **about})
+        about: dict[str, Any] = {"source": str(folder)}
+        about |= {name: exported[name] for name in ("recipe", "step") if name in exported}
+        return _placed(served, make_accelerator(), about)
     also = (
         f"; the module of your own that {ABOUT_FILE} names is served from its run folder" if _is_export(folder) else ""
     )

@@ -313,7 +313,7 @@ def _address(connection: ServerConnection) -> str:
 
 def _how_it_ended(connection: ServerConnection) -> str:
     code, reason = connection.close_code, connection.close_reason
-    return ENDS.get(code) or f"was lost (code {code}{f', {reason}' if reason else ''})"
+    return ENDS.get(code or 0) or f"was lost (code {code}{f', {reason}' if reason else ''})"
 
 
 def _version(package: str) -> str:
