@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from PIL import Image
@@ -20,9 +20,20 @@ from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.scoring import columns_of, score_texts
 from mmrl.vlm.task import TaskError, VlmTask
 from mmrl.vlm.tspo.config import AnswererConfig
+from mmrl.vlm.tspo.policy import VideoFeatures
 from mmrl.vlm.tspo.tasks import NeedleTask
 
-__all__ = ["Answerer", "Answers", "OracleAnswerer", "VlmAnswerer"]
+__all__ = [
+    "Answerer",
+    "Answers",
+    "OracleAnswerer",
+    "VlmAnswerer",
+    "correct_of",
+    "make_answerer",
+    "without_unreadable",
+]
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -139,6 +150,46 @@ class VlmAnswerer:
         options: SamplerConfig = replace(self.config.sampler, batch_rows=self.config.batch_rows)
         drawn = generator if generator is not None else torch.Generator()
         return sample(self.policy, prompts, 1, options, drawn, greedy=generator is None)
+
+
+def make_answerer(config: AnswererConfig, reader: VlmPolicy | None) -> Answerer:
+    """The rule, or the model that reads, which is frozen here unless it is trained."""
+    if reader is None:
+        return OracleAnswerer(config.min_frames)
+    if not config.train:
+        reader.eval().requires_grad_(False)
+    return VlmAnswerer(config, reader)
+
+
+def without_unreadable(
+    tasks: Sequence[NeedleTask],
+    features: Sequence[VideoFeatures],
+    attempt: Callable[[Sequence[NeedleTask], Sequence[VideoFeatures]], ResultT],
+    skip: Callable[[TaskError], None],
+) -> ResultT | None:
+    """What an attempt gives, repeated without each question whose picked frames cannot be read.
+
+    Features may have been kept of a video that is gone or damaged since.
+
+    Args:
+        tasks: questions.
+        features: theirs.
+        attempt: works on questions and their features; raises TaskError with the id of one of them.
+        skip: told of each question that is left out.
+
+    Returns:
+        The attempt's result; None where no question is left.
+    """
+    while tasks:
+        try:
+            return attempt(tasks, features)
+        except TaskError as error:
+            kept = [place for place, task in enumerate(tasks) if task.id != error.task_id]
+            if len(kept) == len(tasks):
+                raise
+            skip(error)
+            tasks, features = [tasks[place] for place in kept], [features[place] for place in kept]
+    return None
 
 
 def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[tuple[VlmTask, list[Image.Image]]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.hub.video_reading import VideoIndex, decode_frames, read_index
+from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 from mmrl.vlm.task import TaskError
 
 if TYPE_CHECKING:
@@ -43,9 +43,12 @@ class Candidates:
 
     @property
     def digest(self) -> str:
-        """Digest of the file's content and of which of its frames are candidates."""
-        state = os.stat(self.index.path)
-        content = _file_digest(self.index.path, state.st_size, state.st_mtime_ns)
+        """Digest of the file's content and of which of its frames are candidates; raises VideoError."""
+        try:
+            state = os.stat(self.index.path)
+            content = _file_digest(self.index.path, state.st_size, state.st_mtime_ns)
+        except OSError as error:
+            raise VideoError("missing_video", f"it cannot be read any more: {error}") from None
         return hashlib.blake2b(f"{content} {self.wanted_fps:g} {self.max_frames}".encode(), digest_size=16).hexdigest()
 
     def frames(self) -> Iterator[NDArray[np.uint8]]:

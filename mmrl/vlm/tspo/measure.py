@@ -7,7 +7,7 @@ can be expected to do better, and a model that fails there cannot read what is p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmrl.errors import RunError
 from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
-from mmrl.vlm.tspo.answering import Answerer
+from mmrl.vlm.task import TaskError
+from mmrl.vlm.tspo.answering import Answerer, without_unreadable
 from mmrl.vlm.tspo.config import TspoEvaluationConfig
 from mmrl.vlm.tspo.picking import bin_max_frames, top_frames, uniform_frames
 from mmrl.vlm.tspo.policy import TspoPolicy, VideoFeatures
@@ -70,6 +72,8 @@ class PickMeasure(Measure[NeedleTask]):
     """Frames that are picked for a question."""
     seed: int
     """Of the bootstrap."""
+    skip: Callable[[TaskError], None]
+    """Told of each question whose picked frames cannot be read."""
 
     @property
     def batch_size(self) -> int:
@@ -79,9 +83,13 @@ class PickMeasure(Measure[NeedleTask]):
     def run(self, batch: Sequence[Trial[NeedleTask]], start: int) -> list[Row]:
         """Pick and answer with every strategy; questions whose video cannot be decoded are left out."""
         usable, features = self.encode([trial.task for trial in batch], allow_none=True)
-        if not usable:
-            return []
         index_of = {id(trial.task): trial.index for trial in batch}
+        rows = without_unreadable(usable, features, lambda some, own: self._rows(some, own, index_of), self.skip)
+        return rows or []
+
+    def _rows(
+        self, usable: Sequence[NeedleTask], features: Sequence[VideoFeatures], index_of: Mapping[int, int]
+    ) -> list[Row]:
         scores = self.policy.logits(features, 1.0).cpu()
         rows: list[Row] = [{"index": index_of[id(task)], "repeat": 0, "task": task, "scores": {}} for task in usable]
         for strategy in STRATEGIES:
@@ -110,6 +118,7 @@ class PickMeasure(Measure[NeedleTask]):
         """Means with intervals; raises RunError where no question was usable."""
         if tasks and not rows:
             self.encode(tasks)  # raises with the cause
+            raise RunError(f"the picked frames of none of {len(tasks)} held-out videos can be read")
         metrics = {"skipped": float(len(tasks) - len(rows))}
         for name in dict.fromkeys(name for row in rows for name in row["scores"]):
             values = [row["scores"].get(name, [float("nan")]) for row in rows]

@@ -45,10 +45,9 @@ from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.data import DataConfig
 from mmrl.vlm.models import load_policy
-from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import TaskError
 from mmrl.vlm.tspo.agent import TemporalAgent
-from mmrl.vlm.tspo.answering import Answerer, Answers, OracleAnswerer, VlmAnswerer, correct_of
+from mmrl.vlm.tspo.answering import Answerer, Answers, correct_of, make_answerer, without_unreadable
 from mmrl.vlm.tspo.config import TspoConfig, objective_of
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
 from mmrl.vlm.tspo.measure import PickMeasure
@@ -93,7 +92,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         rate = config.trainer.learning_rate
         self.policy = TspoPolicy(agent, self._settings(), trained, (config.answerer.learning_rate or rate) / rate)
         with ExitStack() as undone:
-            self.answerer: Answerer = _make_answerer(config, reader)
+            self.answerer: Answerer = make_answerer(config.answerer, reader)
             undone.callback(self.answerer.close)
             for key, tasks in {"data": self.train_tasks, **_by_key(self.eval_tasks)}.items():
                 self.answerer.check(tasks, key)
@@ -106,6 +105,20 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         """Draw the frames of G rows for each question and have it answered from them."""
         with stopwatch("encode"):
             usable, features = self.encode(tasks)
+        drawn = without_unreadable(
+            usable, features, lambda some, own: self._draw(policy, some, own, generator), self._skip
+        )
+        if drawn is None:
+            raise NoUsableTasksError(f"the picked frames of none of {len(tasks)} videos can be read")
+        return drawn
+
+    def _draw(
+        self,
+        policy: TspoPolicy,
+        usable: Sequence[NeedleTask],
+        features: Sequence[VideoFeatures],
+        generator: torch.Generator,
+    ) -> Rollouts:
         size, scoring = self.config.trainer.samples_per_task, self.scoring
         group = torch.arange(len(usable)).repeat_interleave(size)
         logits = policy.logits(features, scoring.temperature).cpu()[group]
@@ -117,8 +130,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         with stopwatch("answer"):
             answers = self._answer(rows, picks, mask, generator if self.config.answerer.train else None)
         payload = TspoPayload(
-            tasks=usable,
-            features=features,
+            tasks=list(usable),
+            features=list(features),
             picks=picks,
             pick_mask=mask,
             texts=answers.texts,
@@ -160,6 +173,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             evaluation=self.config.evaluation,
             count_of=lambda task: self.config.evaluation.count or self.picks_of(task),
             seed=stream_seed(self.config.seed, "bootstrap", split),
+            skip=self._skip,
         )
         return evaluate_tasks([measure], self.eval_tasks[split], self.config.evaluation.records, accelerator)
 
@@ -218,15 +232,18 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
                 frames = self.store.frames(task.video)
             except VideoError as error:
                 last = error
-                if not self.skipped[error.kind]:
-                    LOGGER.warning("question skipped (%s): %s: %s", error.kind, task.id, error)
-                self.skipped[error.kind] += 1
+                self._skip(TaskError(error.kind, task.id, str(error)))
                 continue
             usable.append(task)
             features.append(VideoFeatures(frames, self.store.text(task.query)))
         if not usable and not allow_none:
             raise NoUsableTasksError(f"none of {len(tasks)} videos could be used; the last one: {last}")
         return usable, features
+
+    def _skip(self, error: TaskError) -> None:
+        if not self.skipped[error.kind]:
+            LOGGER.warning("question skipped (%s): %s", error.kind, error)
+        self.skipped[error.kind] += 1
 
     @property
     def scoring(self) -> Scoring:
@@ -272,10 +289,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self, rows: Sequence[NeedleTask], picks: Tensor, mask: Tensor, generator: torch.Generator | None
     ) -> Answers:
         chosen = [sorted(own[real > 0].tolist()) for own, real in zip(picks, mask, strict=True)]
-        try:
-            answers = self.answerer.answer(rows, chosen, generator)
-        except TaskError as error:
-            raise NoUsableTasksError(f"the picked frames cannot be read: {error}") from error
+        answers = self.answerer.answer(rows, chosen, generator)
         if answers.result is not None:
             self._errors.count(answers.result)
             if failure := failure_of(answers.result):
@@ -332,14 +346,6 @@ def _make_agent(config: TspoConfig, width: int) -> TemporalAgent:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "agent"))
         return TemporalAgent(width, config.agent.heads, config.agent.window)
-
-
-def _make_answerer(config: TspoConfig, reader: VlmPolicy | None) -> Answerer:
-    if reader is None:
-        return OracleAnswerer(config.answerer.min_frames)
-    if not config.answerer.train:
-        reader.eval().requires_grad_(False)
-    return VlmAnswerer(config.answerer, reader)
 
 
 def _by_key(splits: Mapping[str, Sequence[NeedleTask]]) -> dict[str, Sequence[NeedleTask]]:

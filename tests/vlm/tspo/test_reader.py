@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from accelerate import Accelerator
 
 from mmrl.core.aggregation import Denominators
+from mmrl.errors import RunError
+from mmrl.hub.video_reading import VideoError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
+from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.runs import train
 from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.tspo.candidates import Candidates
 from mmrl.vlm.tspo.needles import build_model
 from mmrl.vlm.tspo.policy import TspoPayload
 from mmrl.vlm.tspo.recipe import TspoRecipe
-from tests.vlm.tspo.builders import needle_config
+from tests.vlm.tspo.builders import data_folder, needle_config
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +60,51 @@ def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, mod
     assert not torch.equal(answers.prompts[0].pixel_values, answers.prompts[1].pixel_values)
     again = recipe.answerer.answer([task], [[0, 1, 2]], None)
     assert again.texts == answers.texts[:1]
+    recipe.close()
+
+
+def test_a_video_that_is_gone_in_the_middle_of_a_run_costs_its_question_alone(tmp_path, model, caplog):
+    shutil.copytree(data_folder(), tmp_path / "data")
+    config = reading_config(tmp_path, model, train=False)
+    config.data.path = str(tmp_path / "data" / "needles.jsonl")
+    recipe = TspoRecipe(config)
+    first, second = recipe.train_tasks[:2]
+    drawn(recipe)
+    Path(first.video.index.path).unlink()
+    rollouts = drawn(recipe)
+    assert [task.id for task in TspoPayload.of(rollouts).tasks] == [second.id]
+    assert torch.isfinite(rollouts.reward).all()
+    assert recipe.skipped == {"missing_video": 1}
+    assert first.id in caplog.text
+    Path(second.video.index.path).unlink()
+    with pytest.raises(NoUsableTasksError, match="none of 2 videos could be used"):
+        drawn(recipe)
+    recipe.close()
+
+
+def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, model, monkeypatch):
+    config = reading_config(tmp_path, model, train=False)
+    config.eval_data = {"heldout": config.data}
+    recipe = TspoRecipe(config)
+    first, second = recipe.train_tasks[:2]
+    broken = {first.video.index.path}
+    read = Candidates.pictures
+
+    def pictures(video, picks):
+        if video.index.path in broken:
+            raise VideoError("unreadable_video", "one of its frames is damaged")
+        return read(video, picks)
+
+    monkeypatch.setattr(Candidates, "pictures", pictures)
+    rollouts = drawn(recipe)
+    assert [task.id for task in TspoPayload.of(rollouts).tasks] == [second.id]
+    assert recipe.skipped == {"unreadable_video": 1}
+    assert recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True)).metrics["skipped"] == 1
+    broken |= {task.video.index.path for task in recipe.train_tasks}
+    with pytest.raises(NoUsableTasksError, match="picked frames of none of 2"):
+        drawn(recipe)
+    with pytest.raises(RunError, match="picked frames of none"):
+        recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True))
     recipe.close()
 
 
