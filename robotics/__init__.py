@@ -30,6 +30,7 @@ _NAMES = {
     "robotics.sim.tasks": ("TASKS",),
     "robotics.sim.subprocess_settings": ("SubprocessSettings",),
     "robotics.sim.subprocess_sim": ("SubprocessSim",),
+    "robotics.sim.vector_env": ("TabletopVectorEnv",),
     "robotics.vla.cloning": ("CloneConfig", "CloneRecipe"),
     "robotics.vla.collect": ("ActingSettings", "run_episodes"),
     "robotics.vla.flow_policy": ("FlowActionPolicy", "FlowPolicyConfig"),

@@ -9,6 +9,8 @@ _NAMES = {
     "mmrl.workers.run_code": ("CodeResult", "run_code"),
     "mmrl.workers.sandbox": ("Limits",),
     "mmrl.workers.wire": ("Message",),
+    "mmrl.workers.vector.env": ("PoolVectorEnv",),
+    "mmrl.workers.vector.settings": ("VectorSettings",),
     "mmrl.workers.worker": ("Answer", "Preparation", "Request"),
 }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
-__all__ = ["LoadError", "append_path", "check_arguments", "find_function"]
+__all__ = ["LoadError", "append_path", "check_arguments", "find_function", "names_function"]
 
 
 class LoadError(Exception):
@@ -27,6 +27,12 @@ class LoadError(Exception):
 
     for_user = True
     """See `mmrl.workers.serve.Service`."""
+
+
+def names_function(spec: str) -> bool:
+    """Whether a name means `module:function`, not an id of Gymnasium, which may have a `module:` in front too."""
+    place, _, name = spec.rpartition(":")
+    return bool(place) and name.isidentifier()
 
 
 def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:

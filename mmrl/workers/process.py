@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["LocalEngine", "WorkerProcess"]
 
 SCRIPT = Path(__file__).resolve().with_name("serve.py")
-READ_BYTES = 1 << 20
-READS_AT_ONCE = 64
+READ_BYTES = 1 << 16
+"""What a pipe holds; a larger buffer would be allocated for nothing at every read."""
+READS_AT_ONCE = 1024
 """Reads of one pipe in a row, so that a worker that writes without end does not keep this process from the others."""
 OUTPUT_BYTES = 8192
 """How much of a worker's output is kept."""
@@ -81,7 +82,7 @@ class WorkerProcess:
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
         self._decoder, self._outgoing, self._output = wire.Decoder(spec.max_reply_bytes), bytearray(), bytearray()
         self._inbox: list[wire.Message] = []
-        self._killed = False
+        self._killed = self._writing = False
         self.heard_at = self.taken_at = time.monotonic()
         self.loading_at = 0.0
         self.ending: Ending | None = None
@@ -104,8 +105,9 @@ class WorkerProcess:
     def flush(self) -> None:
         """Write as much of the queue as the pipe takes; waits do the rest."""
         self._write()
-        if self._outgoing:
+        if self._outgoing and not self._writing:
             self._serve(self._stdin, selectors.EVENT_WRITE, self._write)
+            self._writing = True
 
     def receive(self) -> list[wire.Message]:
         """Messages that arrived since the last call, oldest first."""
@@ -172,8 +174,9 @@ class WorkerProcess:
         except OSError:
             sent = len(self._outgoing)  # the end of its output tells why
         del self._outgoing[:sent]
-        if not self._outgoing:
+        if not self._outgoing and self._writing:
             self._forget(self._stdin)
+            self._writing = False
 
     def _read_messages(self) -> None:
         data, closed = _drain(self._stdout)
@@ -276,4 +279,6 @@ def _drain(fd: int) -> tuple[bytes, bool]:
         if not part:
             return b"".join(parts), True
         parts.append(part)
+        if len(part) < READ_BYTES:  # what came since wakes the next wait
+            break
     return b"".join(parts), False

@@ -1,8 +1,10 @@
 """Messages between a pool and its workers: JSON and arrays, nothing that could run code.
 
-A message is a prefix of fixed size (mark, version, lengths), a JSON object and the raw bytes of some arrays. A broken
-or hostile worker can at worst send wrong numbers. Both ends load this file, the worker by its path in whatever
-interpreter its service needs: it runs on Python 3.8 and imports numpy, 1 or 2, only when a message has arrays.
+A message is a prefix of fixed size (mark, version, lengths), a JSON object and the raw bytes of some arrays; a request
+or answer that says no more than its number is a prefix alone, because a step of a light environment takes less time
+than reading JSON. A broken or hostile worker can at worst send wrong numbers. Both ends load this file, the worker by
+its path in whatever interpreter its service needs: it runs on Python 3.8 and imports numpy, 1 or 2, only when a message
+has arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ __all__ = [
 ]
 
 MARK = b"MRLW"
-VERSION = 2
+SHORT_MARK = b"MRLS"
+"""Begins a message without body and arrays: a place in `SHORT_KINDS` and the number stand where lengths stand."""
+SHORT_KINDS = ("request", "result")
+VERSION = 3
 MAX_HEADER_BYTES = 256 << 20
 MAX_BODY_BYTES = 4 << 30
 MAX_AXES = 16
@@ -64,6 +69,8 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = No
     Raises:
         WireError: the fields are not JSON, an array has another dtype, or the message is too large.
     """
+    if not arrays and fields.keys() == {"kind", "id", "body"} and not fields["body"] and fields["kind"] in SHORT_KINDS:
+        return PREFIX.pack(SHORT_MARK, VERSION, SHORT_KINDS.index(fields["kind"]), fields["id"])
     plain = {name: _little_endian(name, array) for name, array in (arrays or {}).items()}
     layout = [[name, array.dtype.str, list(array.shape)] for name, array in plain.items()]
     try:
@@ -90,6 +97,8 @@ def read(stream: BinaryIO) -> Message | None:
     prefix = stream.read(PREFIX.size)
     if not prefix:
         return None
+    if prefix.startswith(SHORT_MARK) and len(prefix) == PREFIX.size:
+        return _short(prefix)
     header_bytes, body_bytes = _lengths(prefix)
     rest = stream.read(header_bytes + body_bytes)
     if len(rest) < header_bytes + body_bytes:
@@ -120,8 +129,15 @@ class Decoder:
             WireError: after the messages in front of them, bytes that are no message; nothing after them can be
                 decoded either.
         """
+        if not self._held and len(data) == PREFIX.size and data.startswith(SHORT_MARK):
+            yield _short(data)
+            return
         self._held += data
         while len(self._held) >= PREFIX.size:
+            if self._held.startswith(SHORT_MARK):
+                yield _short(bytes(self._held[: PREFIX.size]))
+                del self._held[: PREFIX.size]
+                continue
             header_bytes, body_bytes = _lengths(bytes(self._held[: PREFIX.size]))
             if header_bytes + body_bytes > self._max_bytes:
                 size = header_bytes + body_bytes
@@ -133,7 +149,8 @@ class Decoder:
             del self._held[:end]
             yield _unpack(header, body)
         # The first bytes alone tell garbage from a message that is still incomplete.
-        if not MARK.startswith(bytes(self._held[: len(MARK)])):
+        first = bytes(self._held[: len(MARK)])
+        if not (MARK.startswith(first) or SHORT_MARK.startswith(first)):
             raise WireError(_garbage(bytes(self._held)))
 
 
@@ -155,12 +172,24 @@ def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
     return little
 
 
+def _short(prefix: bytes) -> Message:
+    _, version, kind, number = PREFIX.unpack(prefix)
+    _check_version(version)
+    if kind >= len(SHORT_KINDS):
+        raise WireError(f"a short message has the kind {kind}; there are {len(SHORT_KINDS)}")
+    return Message({"kind": SHORT_KINDS[kind], "id": number, "body": {}}, {})
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise WireError(f"the other side uses version {version} of the messages, this one uses {VERSION}")
+
+
 def _lengths(prefix: bytes) -> tuple[int, int]:
     if len(prefix) < PREFIX.size or not prefix.startswith(MARK):
         raise WireError(_garbage(prefix))
     _, version, header_bytes, body_bytes = PREFIX.unpack(prefix)
-    if version != VERSION:
-        raise WireError(f"the other side uses version {version} of the messages, this one uses {VERSION}")
+    _check_version(version)
     _check_lengths(header_bytes, body_bytes)
     return header_bytes, body_bytes
 

@@ -78,7 +78,7 @@ class Worker:
         self.pending = deque([Pending(0, spec.start_timeout_s, "start", None)])
         """Requests without an answer, the oldest first; the start is the first of all."""
         self._number, self._since = 0, time.monotonic()
-        self._measured_at = 0.0
+        self._measured_at = self._look_at = 0.0
 
     def send(self, request: Request, timeout_s: float, stage: str = "answer", tag: Any = None) -> None:
         """Queue a request; `flush` sends it.
@@ -97,6 +97,7 @@ class Worker:
         self._number += 1
         if not self.pending:
             self._since = time.monotonic()
+            self._look_at = 0.0
         self.pending.append(Pending(self._number, timeout_s, stage, tag))
 
     def flush(self) -> None:
@@ -105,7 +106,8 @@ class Worker:
 
     def forget(self) -> None:
         """Drop requests whose answers nobody waits for any more, those of an interrupted call."""
-        self.pending = deque(pending for pending in self.pending if pending.stage == "start")
+        if self.pending:
+            self.pending = deque(pending for pending in self.pending if pending.stage == "start")
 
     @property
     def interrupted(self) -> bool:
@@ -114,12 +116,15 @@ class Worker:
 
     def collect(self) -> list[tuple[Pending, Answer]]:
         """Take what has come: answers in the order of the requests, up to the first failure."""
+        messages = self.handle.receive()
+        if not messages and self.handle.ending is None and time.monotonic() < self._look_at:
+            return []
         found: list[tuple[Pending, Answer]] = []
-        for message in self.handle.receive():
+        for message in messages:
             if not self.pending or message.fields.get("id") != self.pending[0].number:
                 continue  # the answer to a request that was forgotten
             pending = self.pending.popleft()
-            self._since = time.monotonic()
+            self._since, self._look_at = time.monotonic(), 0.0
             answer = _answer_in(message, pending.stage)
             found.append((pending, answer))
             if isinstance(answer, WorkerFailure):
@@ -136,7 +141,12 @@ class Worker:
 
     def patience_s(self) -> float:
         """Seconds after which to look at the worker again, if nothing comes from it before."""
-        return self.seconds_left() if self.spec.memory_bytes is None else min(self.seconds_left(), MEMORY_SECONDS)
+        now = time.monotonic()
+        if now >= self._look_at:
+            left_s = self.seconds_left()
+            # A deadline only ever moves away from here on, so none is missed until then.
+            self._look_at = now + (left_s if self.spec.memory_bytes is None else min(left_s, MEMORY_SECONDS))
+        return self._look_at - now
 
     def _deadline(self) -> float:
         # A request that is still being written has not begun.

@@ -18,6 +18,7 @@ from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from mmrl.errors import UserError
+from robotics.bench.light_steps import LIGHT, compare_light_steps
 from robotics.bench.throughput import compare_throughput
 
 __all__ = ["NAMES", "compare"]
@@ -152,11 +153,16 @@ def _physics(options: BenchOptions, backend: str) -> dict[str, Any]:
     )
 
 
+def _light(options: BenchOptions, backend: str, env: str) -> dict[str, Any]:
+    return compare_light_steps(options, env)  # nothing is drawn
+
+
 COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     **{f"images-{size}": partial(_images, size_px=size) for size in SIZES_PX},
     **{f"picture-{size}": partial(_picture, size_px=size) for size in SIZES_PX},
     "physics": _physics,
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),
+    **{f"light-{env}": partial(_light, env=env) for env in LIGHT},
 }
 NAMES = tuple(COMPARISONS)

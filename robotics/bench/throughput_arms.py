@@ -33,7 +33,7 @@ from robotics.sim.tasks import LAYOUTS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["throughput_arm"]
+__all__ = ["cpu_seconds", "throughput_arm"]
 
 TASK, ARM = "push", "panda"
 MOVED = 0.01
@@ -61,7 +61,7 @@ def throughput_arm(arm: dict[str, Any]) -> dict[str, Any]:
         def once(watch: Stopwatch) -> None:
             play()
 
-        measured = repeat(once, arm["repetitions"], cpu_clock=partial(_cpu_seconds, list(processes)))
+        measured = repeat(once, arm["repetitions"], cpu_clock=partial(cpu_seconds, list(processes)))
     return measured | {"counts": _counts(arm), "checks": checks}
 
 
@@ -213,7 +213,7 @@ def _physics_of(env: TabletopEnv) -> NDArray[np.float64]:
     return state
 
 
-def _cpu_seconds(processes: Sequence[int]) -> float:
+def cpu_seconds(processes: Sequence[int]) -> float:
     """CPU seconds so far of this process and of others; NaN where the system does not report those of others."""
     if processes and sys.platform != "linux":
         return float("nan")

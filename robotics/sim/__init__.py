@@ -22,6 +22,7 @@ _NAMES = {
     "robotics.sim.scenes": ("ReachCube", "load_arm_cubes"),
     "robotics.sim.suite_setup": ("open_suite", "setup_suite"),
     "robotics.sim.tasks": ("TASKS",),
+    "robotics.sim.vector_env": ("TabletopVectorEnv",),
     "mmrl.hub.video": ("VideoRecorder", "write_mp4"),
     "robotics.sim.subprocess_settings": ("SubprocessSettings",),
     "robotics.sim.subprocess_sim": ("SubprocessSim",),

@@ -24,7 +24,7 @@ from robotics.sim.object_poses import object_poses
 from robotics.sim.rendering import RenderSettings
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
-from robotics.sim.tasks import LAYOUTS, SPLITS, TabletopScene, find_task, layout_seed
+from robotics.sim.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -140,11 +140,37 @@ class TabletopBatch:
         self.live = np.arange(len(episodes))
         self._controller.reset(len(episodes))
         self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
-        output = self._empty(0)
+        output = self._empty(self.live, 0)
         commands = self._controller.commands(self.live)
         for group in self._groups:
             observation = group.rollout.reset([seeds[row] for row in group.rows])
             self._observe(group, observation, commands[group.rows], np.ones(len(group.rows), bool), output)
+        return output
+
+    def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
+        """Begin episodes in some rows while the others go on.
+
+        Args:
+            episodes: by row; each of the task and split that its row had at the last `reset`.
+
+        Returns:
+            Result of a chunk of no steps, for these rows.
+
+        Raises:
+            UserError: there is no such row, it has another task or split, or the layout does not exist.
+        """
+        rows = np.array(sorted(episodes), np.int64)
+        seeds = {row: layout_seed(episode.split, episode.layout) for row, episode in episodes.items()}
+        self._check_restart(episodes)
+        self.live = np.union1d(self.live, rows)
+        self._controller.restart(rows)
+        output = self._empty(rows, 0)
+        for group in self._groups:
+            scenes = np.flatnonzero(np.isin(group.rows, rows))
+            if len(scenes):
+                begun = group.rows[scenes]
+                observation = group.rollout.restart(scenes, [seeds[row] for row in begun])
+                self._observe(group, observation, self._controller.commands(begun), np.ones(len(begun), bool), output)
         return output
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
@@ -168,7 +194,7 @@ class TabletopBatch:
         moves = check_actions(actions, len(self.live))
         live = self.live
         plan = self._controller.plan(live, moves)
-        output = self._empty(moves.shape[1])
+        output = self._empty(live, moves.shape[1])
         frames: dict[int, NDArray[np.uint8]] = {}
         for group in self._groups:
             rows = group.rows[group.rollout.live]
@@ -236,7 +262,8 @@ class TabletopBatch:
         for row, episode in enumerate(episodes):
             if episode.task not in self._tasks:
                 raise UserError(
-                    f"episode {row} has the task {episode.task!r}; this simulator runs {', '.join(self._tasks)}"
+                    f"episode {row} has the task {episode.task!r}; this simulator runs {', '.join(self._tasks)}. There "
+                    f"are {', '.join(TASKS)}"
                 )
             rows.setdefault((episode.task, episode.split), []).append(row)
         return [self._group(key, np.array(found)) for key, found in rows.items()]
@@ -260,9 +287,20 @@ class TabletopBatch:
             )
         return _Group(scene, known, rows)
 
-    def _empty(self, length: int) -> ChunkResult:
-        output = ChunkResult.empty(self.live, length, self.state_size, self.image_size)
-        return replace(output, object_poses=np.full((len(self.live), 4, 4), np.nan))
+    def _check_restart(self, episodes: Mapping[int, EpisodeSpec]) -> None:
+        kinds = {int(row): (group.scene.task.name, group.scene.split) for group in self._groups for row in group.rows}
+        for row, episode in episodes.items():
+            if row not in kinds:
+                raise UserError(f"there is no row {row}; the last reset began {len(kinds)} episodes")
+            if (episode.task, episode.split) != kinds[row]:
+                raise UserError(
+                    f"row {row} runs the task {kinds[row][0]} of the split {kinds[row][1]}, not {episode.task} of "
+                    f"{episode.split}; reset all rows to change that"
+                )
+
+    def _empty(self, rows: NDArray[np.int64], length: int) -> ChunkResult:
+        output = ChunkResult.empty(rows, length, self.state_size, self.image_size)
+        return replace(output, object_poses=np.full((len(rows), 4, 4), np.nan))
 
     def _observe(
         self,

@@ -95,6 +95,11 @@ class CartesianController:
         self._joint_rad = np.tile(self._home, (rows, 1))
         self._command = np.tile(self.home_command, (rows, 1))
 
+    def restart(self, rows: ArrayLike) -> None:
+        """Put some rows back home, with the gripper open."""
+        chosen = np.asarray(rows, np.int64)
+        self._joint_rad[chosen], self._command[chosen] = self._home, self.home_command
+
     def commands(self, rows: ArrayLike) -> NDArray[np.float64]:
         """(L, 5) command of each of some rows as it stands."""
         return self._command[np.asarray(rows, np.int64)]

@@ -24,9 +24,10 @@ class EpisodeSpec:
     """One episode to run; equal specifications start from the same state, bit for bit."""
 
     task: str
-    """Name of a task of the simulator."""
+    """Name of a task of the simulator, a key of `sim.tasks()`: one of `TASKS` (reach, push, ...) that `TabletopBatch`
+    was made for, the id of a Gymnasium environment, or a task of a suite."""
     instruction: str
-    """Language instruction."""
+    """Language instruction; may be empty."""
     layout: int
     """Number of the initial state within its split."""
     split: str = "train"

@@ -8,6 +8,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
+from mmrl.workers.loading import names_function
 from robotics.sim.episodes import RobotSim
 
 __all__ = ["SIMULATORS", "SimConfig", "open_sim"]
@@ -97,8 +98,7 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
     options = dict(config.options)
     adapter = dict(options.pop("adapter", {}))
     settings = dict(options.pop("settings", {}))
-    module, _, name = config.env.rpartition(":")
-    by_id = not (module and name.isidentifier())  # `module:Name-v0` is an id too, gymnasium imports the module first
+    by_id = not names_function(config.env)
     if by_id:
         options["id"] = config.env
     if config.horizon:

@@ -204,19 +204,36 @@ class ImageRollout:
         if not 1 <= len(seeds) <= self.scenes:
             raise UserError(f"{len(seeds)} seeds for {self.scenes} scenes")
         self.live = np.arange(len(seeds))
-        self._elapsed[:] = 0
-        observation = self._allocate(self.live)
+        return self._begin(self.live, seeds)
+
+    def restart(self, scenes: ArrayLike, seeds: Sequence[int]) -> Observation:
+        """Begin an episode in some scenes while the others go on.
+
+        Args:
+            scenes: (R,) their numbers, ascending.
+            seeds: R, one each.
+
+        Returns:
+            Observation of these scenes.
+        """
+        chosen = np.asarray(scenes, np.int64)
+        self.live = np.union1d(self.live, chosen)
+        return self._begin(chosen, seeds)
+
+    def _begin(self, scenes: NDArray[np.int64], seeds: Sequence[int]) -> Observation:
+        self._elapsed[scenes] = 0
+        observation = self._allocate(scenes)
 
         def begin(worker: _Worker, row: int) -> None:
             import mujoco
 
-            data = self._data[row]
+            data = self._data[scenes[row]]
             mujoco.mj_resetData(self.model, data)
             self.task.reset(self.model, data, np.random.default_rng(seeds[row]))
             mujoco.mj_forward(self.model, data)
             _observe(worker, data, data.sensordata, observation, row)
 
-        self._in_parallel(begin, len(seeds))
+        self._in_parallel(begin, len(scenes))
         return observation
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> Chunk:

@@ -237,7 +237,10 @@ class SubprocessSim:
         tasks, layouts = self._hello["tasks"], self._hello["layouts"]
         for episode in episodes:
             if episode.task not in tasks:
-                raise UserError(f"there is no task {episode.task!r}; there are: {', '.join(sorted(tasks))}")
+                raise UserError(
+                    f"there is no task {episode.task!r}; tasks() has: {', '.join(sorted(tasks))}. The adapter's option "
+                    "task names the only task of a Gymnasium environment"
+                )
             if episode.split not in layouts:
                 raise UserError(f"there is no split {episode.split!r}; there are: {', '.join(sorted(layouts))}")
             count = layouts[episode.split]

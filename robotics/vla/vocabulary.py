@@ -51,16 +51,19 @@ class Vocabulary:
             length: largest number of words of a text.
 
         Returns:
-            (N, length) int64, padded on the right with 0.
+            (N, length) int64, padded on the right with 0. A text without words is one unknown word.
 
         Raises:
-            UserError: a text has more words, or none.
+            UserError: a text has more words.
         """
         numbers = torch.full((len(texts), length), PADDING)
         for row, text in enumerate(texts):
             words = WORD.findall(text.lower())
-            if not 0 < len(words) <= length:
-                raise UserError(f"the instruction {text!r} has {len(words)} words; must be 1 to {length}")
+            if len(words) > length:
+                raise UserError(f"the instruction {text!r} has {len(words)} words; at most {length} are possible")
+            if not words:  # attention needs something to attend to
+                numbers[row, 0] = UNKNOWN
+                continue
             self.unknown.update(self.unknown_words(text))
             numbers[row, : len(words)] = torch.tensor([self._number.get(word, UNKNOWN) for word in words])
         return numbers

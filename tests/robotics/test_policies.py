@@ -404,6 +404,13 @@ def test_unknown_words_are_counted_and_known_ones_are_not():
     assert dict(policy.vocabulary.unknown) == {"purple": 1}
 
 
+def test_a_task_without_words_is_an_instruction_too():
+    policy, batch = SmallVlaPolicy.build(SmallVlaConfig(D, K, encoder=EncoderConfig(**ENCODER)), [""]), make_inputs()
+    logits = policy.logits(PolicyInputs(batch.images, batch.state, ("", *TEXTS[1:])))
+    assert torch.isfinite(logits).all()
+    assert policy.vocabulary.unknown.total() == sum(len(text.split()) for text in TEXTS[1:])
+
+
 def test_states_are_scaled_by_the_data_sets_statistics():
     policy, batch = make_small(), make_inputs()
     mean, std = np.arange(S, dtype=float), np.array([1.0, 2.0, 3.0, 4.0, 0.0])
@@ -433,7 +440,7 @@ def test_a_policy_may_see_only_a_state_or_only_pictures():
         (make_inputs(64), r"images of \(32, 32\) pixels, got \(64, 64\)"),
         (PolicyInputs(None, torch.zeros(1, S), TEXTS[:1]), "got none"),
         (PolicyInputs(make_inputs().images, torch.zeros(B, 2), TEXTS), f"state of {S} entries, got 2"),
-        (PolicyInputs(make_inputs().images[:1], torch.zeros(1, S), ("word " * 33,)), "33 words; must be 1 to 32"),
+        (PolicyInputs(make_inputs().images[:1], torch.zeros(1, S), ("word " * 33,)), "33 words; at most 32"),
     ],
 )
 def test_observations_that_do_not_fit_are_named(batch, message):

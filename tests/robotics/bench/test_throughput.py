@@ -117,15 +117,15 @@ def test_seeds_draw_the_layouts_that_the_batch_is_given():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the CPU time of other processes")
 def test_cpu_seconds_count_other_processes():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        before, own = throughput_arms._cpu_seconds([busy.pid]), time.process_time()
+        before, own = throughput_arms.cpu_seconds([busy.pid]), time.process_time()
         deadline = time.monotonic() + 10.0
-        while throughput_arms._cpu_seconds([busy.pid]) - before < 0.2 and time.monotonic() < deadline:
+        while throughput_arms.cpu_seconds([busy.pid]) - before < 0.2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        spent, own = throughput_arms._cpu_seconds([busy.pid]) - before, time.process_time() - own
+        spent, own = throughput_arms.cpu_seconds([busy.pid]) - before, time.process_time() - own
         busy.kill()
     assert spent >= 0.2
     assert own < spent, "mostly asleep meanwhile"
-    before, found, after = time.process_time(), throughput_arms._cpu_seconds([]), time.process_time()
+    before, found, after = time.process_time(), throughput_arms.cpu_seconds([]), time.process_time()
     assert before <= found <= after
 
 

@@ -245,7 +245,7 @@ def test_an_instruction_that_clip_would_cut_is_refused(pretrained):
     observation = dataclasses.replace(clip.observation, instruction=long)
     with pytest.raises(UserError, match="would be dropped"):
         model.predict(observation, clip.points)
-    with pytest.raises(UserError, match="has 61 words; must be 1 to 24"):
+    with pytest.raises(UserError, match="has 61 words; at most 24"):
         tiny_model().check_instructions([long])
 
 

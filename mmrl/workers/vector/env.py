@@ -1,0 +1,407 @@
+"""A pool of workers as Gymnasium's `VectorEnv`, for the training loops of others.
+
+    envs = PoolVectorEnv("CartPole-v1", 8)
+    observations, infos = envs.reset(seed=0)
+    observations, rewards, terminations, truncations, infos = envs.step(actions)
+
+Seeds, autoreset, `final_obs` and `infos` are those of `gymnasium.vector.AsyncVectorEnv`. What differs: nothing is
+copied from this process or pickled, so environments are named and not given; an environment that raises, hangs or dies
+costs its own episode, and another process takes its place; actions are cast to the dtype of their space. Actions,
+observations, rewards and flags lie in shared memory, and a step is one short message to each process and one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from mmrl.errors import RunError, UserError
+from mmrl.fields import check_config
+from mmrl.workers import values
+from mmrl.workers.failure_log import FailureLog
+from mmrl.workers.failures import WorkerFailure, one_line
+from mmrl.workers.loading import names_function
+from mmrl.workers.pool import WorkerPool
+from mmrl.workers.vector import spaces
+from mmrl.workers.vector.board import Board
+from mmrl.workers.vector.gym_spaces import build_space
+from mmrl.workers.vector.resets import fresh_seed, row_seeds, rows_to_reset
+from mmrl.workers.vector.settings import VectorSettings
+from mmrl.workers.wire import Message
+from mmrl.workers.worker import Answer, Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PoolVectorEnv"]
+
+STEP = Request({})
+Step = tuple[Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]]
+
+
+class PoolVectorEnv(VectorEnv[Any, Any, Any]):
+    """N environments in worker processes.
+
+    With `NEXT_STEP`, Gymnasium's default, the step after the end of an episode ignores its action and returns the first
+    observation of the next episode, with reward 0. With `SAME_STEP` the step that ends an episode already returns that
+    observation, and `infos` has `final_obs` and `final_info`. With `DISABLED` the caller resets, see `reset`.
+
+    An environment that breaks (raises, hangs, dies, gives a reward that is not finite or an observation that is NaN)
+    ends its episode with `truncations` True, reward `settings.failed_reward`, its last sound observation, and `failed`
+    and `failure`, the reason, in its info. Where its process is lost, the next episode runs in a fresh one, seeded from
+    the first seed and the number of failures so far.
+
+    Args:
+        env: id of a registered environment, with a prefix `module:` for the module that registers it, or
+            `module:function` or `path/to/file.py:function` that returns an environment.
+        num_envs: N.
+        kwargs: keyword arguments of the environment, or a list of them, one an environment; JSON and NumPy arrays.
+        autoreset_mode: when the next episode begins.
+        settings: processes, time limits and failures.
+
+    Raises:
+        UserError: there is no such environment, its spaces have no fixed size or differ, or a setting is out of range.
+        RunError: an environment cannot be started; the message holds its traceback.
+    """
+
+    closed = True  # until the processes run; `__del__` closes what is not closed
+
+    def __init__(
+        self,
+        env: str,
+        num_envs: int,
+        *,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        settings: VectorSettings | None = None,
+    ) -> None:
+        self.settings = settings or VectorSettings()
+        check_config(self.settings)
+        if num_envs < 1:
+            raise UserError(f"num_envs is {num_envs}; must be at least 1")
+        self.num_envs, self.autoreset_mode = num_envs, AutoresetMode(autoreset_mode)
+        self.failures = FailureLog(env)
+        """Reasons of failures; tracebacks are written once its `folder` is set."""
+        workers = min(self.settings.workers or num_envs, num_envs)
+        self._rows = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
+        """Of each worker."""
+        self._made = _what_to_make(env, num_envs, kwargs)
+        goal = f"episode of {env} that came to its end"
+        spec = self.settings.worker_spec(f"the environment {env}")
+        self._pool = WorkerPool(spec, workers, max_restarts=self.settings.max_restarts, goal=goal)
+        self._lost: set[int] = set()
+        self._over = np.ones(num_envs, bool)
+        self._failed = np.zeros(num_envs, np.int64)
+        self._seeds: list[int | None] = [None] * num_envs
+        try:
+            self._learn_spaces()
+        except BaseException:
+            self._pool.close()
+            raise
+        self.closed = False
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Failures of workers by kind, and restarts."""
+        return self._pool.counts
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begin episodes.
+
+        Args:
+            seed: of the first environment, which counts up; a list with a seed or None for each; None for none.
+            options: for the environments; `reset_mask`, (N,) bool, chooses those that begin an episode.
+
+        Returns:
+            Observations of all environments, and infos of those that were reset.
+
+        Raises:
+            UserError: seed or mask do not fit, or an environment refuses its options.
+            RunError: an environment does not begin an episode; the message holds its traceback.
+        """
+        self._check_open()
+        seeds = row_seeds(seed, self.num_envs)
+        mask, options = rows_to_reset(options, self.num_envs)
+        for row in np.flatnonzero(mask):
+            self._seeds[row] = seeds[row] if seeds[row] is not None else self._seeds[row]
+        infos = self._begin(np.flatnonzero(mask).tolist(), seeds, options)
+        return self._look(), self._join(infos)
+
+    def step(self, actions: Any) -> Step:
+        """Act for one step in every environment.
+
+        Args:
+            actions: value of `action_space`: a row for each environment.
+
+        Returns:
+            Observations, (N,) rewards, (N,) terminations, (N,) truncations, infos.
+
+        Raises:
+            UserError: the actions do not fit, or an episode has to be begun first.
+            RunError: no episode comes to an end any more, only restarts happen.
+        """
+        self._check_open()
+        self._check_begun()
+        try:
+            spaces.write_batch(self._action, self._board.arrays, "action", actions)
+        except spaces.SpaceError as error:
+            raise UserError(str(error)) from None
+        restarting = sorted(self._lost)
+        asked = self._all if not restarting else {slot: STEP for slot in self._all if slot not in self._lost}
+        infos = self._gather(self._pool.ask(asked, self.settings.step_timeout_s))
+        if restarting:
+            infos.update(self._restart(restarting))
+        return self._finish(infos)
+
+    def render(self) -> tuple[Any, ...] | None:
+        """What `render` of each environment returns; None without a render mode."""
+        return tuple(self._ask_all("render", {})) if self.render_mode is not None else None
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every environment, or read an attribute; plain data and arrays only."""
+        return tuple(self._ask_all("call", {"name": name, "args": list(args), "kwargs": kwargs}))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Read an attribute of every environment; plain data and arrays only."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every environment, to one value or to a list with a value for each."""
+        given = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
+        if len(given) != self.num_envs:
+            raise UserError(f"{len(given)} values for {self.num_envs} environments")
+        self._ask_all("set", {"name": name}, given)
+
+    def processes(self) -> list[int]:
+        """Numbers of the processes that run now."""
+        return self._pool.processes()
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """End all processes; arguments, which are for other vector environments, change nothing."""
+        self.failures.summary()
+        self._pool.close()
+
+    def _learn_spaces(self) -> None:
+        """Start the workers and make the shared memory for what their environments take and give."""
+        self._start_workers()
+        said = self._ask_slots("describe", {slot: {} for slot in range(len(self._rows))}, self.settings.start_timeout_s)
+        first = said[0]
+        self._observation, self._action = first["observation"][0], first["action"][0]
+        self.single_observation_space = _common_space("observation", said)
+        self.single_action_space = _common_space("action", said)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.metadata = {**first["metadata"], "autoreset_mode": self.autoreset_mode}
+        self.render_mode = first["render_mode"]
+        self.spec = gymnasium.registry.get(first["id"])
+        layout = spaces.leaves(self._observation, "observation", self.num_envs)
+        self._seen_names = [name for name, *_ in layout]
+        layout += spaces.leaves(self._observation, "final", self.num_envs)
+        layout += spaces.leaves(self._action, "action", self.num_envs)
+        layout += [["reward", "<f8", [self.num_envs]]]
+        layout += [[name, "|b1", [self.num_envs]] for name in ("terminated", "truncated", "failed")]
+        self._board = Board.create(layout)
+        self._all = dict.fromkeys(range(len(self._rows)), STEP)
+        self._look()
+
+    def _start_workers(self) -> None:
+        hello = self._pool.start()
+        if isinstance(hello, WorkerFailure):
+            raise self._error("did not start", hello)
+
+    def _begin(
+        self, rows: Iterable[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
+    ) -> dict[int, Any]:
+        """Begin episodes in some rows; returns their infos."""
+        wanted, contents = set(rows), {}
+        for slot, members in enumerate(self._rows):
+            chosen = [row for row in members if row in wanted]
+            if chosen:
+                # A fresh process knows nothing of the environments that the others of its kind were in the midst of.
+                chosen = members if slot in self._lost else chosen
+                contents[slot] = {
+                    "places": [row - members[0] for row in chosen],
+                    "seeds": [seeds[row] for row in chosen],
+                    "options": options,
+                    "path": self._board.path,
+                    "layout": self._board.layout,
+                }
+        whole = all(len(content["places"]) == len(self._rows[slot]) for slot, content in contents.items())
+        answers = self._pool.ask_with_retries(
+            self._requests("reset", contents),
+            self.settings.reset_timeout_s,
+            self.settings.reset_retries if whole else 0,
+        )
+        infos: dict[int, Any] = {}
+        for slot, answer in answers.items():
+            if isinstance(answer, WorkerFailure):
+                raise self._error("did not begin an episode", answer)
+            self._lost.discard(slot)
+            found = _content(answer)
+            begun = [self._rows[slot][place] for place in contents[slot]["places"]]
+            infos.update({row: found[row - self._rows[slot][0]] if found else {} for row in begun})
+            self._over[begun] = False
+        return infos
+
+    def _gather(self, answers: Mapping[int, Answer]) -> dict[int, Any]:
+        """Infos by row of a step; rows whose worker failed are written as failed."""
+        infos: dict[int, Any] = {}
+        for slot, answer in answers.items():
+            if isinstance(answer, WorkerFailure):
+                infos.update(self._lose(slot, answer))
+            elif answer.fields:
+                infos.update(zip(self._rows[slot], _content(answer), strict=True))
+        if self.autoreset_mode is AutoresetMode.SAME_STEP and self._lost:
+            after = self._restart(sorted(self._lost), keep=True)
+            infos.update({row: {"final_info": infos[row], **info} for row, info in after.items()})
+        elif self._lost:
+            self._pool.start_missing()  # its start overlaps with what the caller does next
+        return infos
+
+    def _lose(self, slot: int, failure: WorkerFailure) -> dict[int, Any]:
+        self._lost.add(slot)
+        rows, arrays = self._rows[slot], self._board.arrays
+        arrays["terminated"][rows], arrays["truncated"][rows], arrays["failed"][rows] = False, True, True
+        self.failures.note(failure)
+        return {row: {"failed": True, "failure": f"{failure.kind}: {failure.reason}"} for row in rows}
+
+    def _restart(self, slots: Sequence[int], *, keep: bool = False) -> dict[int, Any]:
+        """Begin episodes in fresh processes; the flags of the step stay where they tell of the failure."""
+        rows = [row for slot in slots for row in self._rows[slot]]
+        if not keep:
+            for name in ("reward", "terminated", "truncated", "failed"):
+                self._board.arrays[name][rows] = 0
+        self._failed[rows] += 1
+        seeds = [fresh_seed(seed, int(count)) for seed, count in zip(self._seeds, self._failed, strict=True)]
+        return self._begin(rows, seeds, None)
+
+    def _finish(self, infos: Mapping[int, Any]) -> Step:
+        arrays = self._board.arrays
+        rewards, terminations, truncations = (arrays[name].copy() for name in ("reward", "terminated", "truncated"))
+        over = terminations | truncations
+        found = dict(infos)
+        if over.any():
+            self._settle(rewards, over, found)
+        self._over = over if self.autoreset_mode is AutoresetMode.DISABLED else self._over
+        return self._look(), rewards, terminations, truncations, self._join(found)
+
+    def _settle(self, rewards: NDArray[np.float64], over: NDArray[np.bool_], infos: dict[int, Any]) -> None:
+        """Enter what is special about steps that ended an episode, broken ones among them."""
+        arrays, failed = self._board.arrays, self._board.arrays["failed"]
+        same = self.autoreset_mode is AutoresetMode.SAME_STEP
+        for row in np.flatnonzero(failed).tolist():
+            rewards[row] = self.settings.failed_reward
+            for name in self._seen_names:
+                shown = name.replace("observation", "final", 1) if same else name
+                arrays[shown][row] = self._seen[name][row]
+            told = infos[row]["final_info"] if same else infos[row]
+            if told["failure"].startswith("diverged: "):
+                self.failures.note(WorkerFailure("diverged", one_line(told["failure"].removeprefix("diverged: "))))
+        if (over & ~failed).any():
+            self._pool.note_success()
+        if same:
+            for row in np.flatnonzero(over).tolist():
+                last = spaces.read(self._observation, arrays, "final", row)
+                infos[row] = {"final_info": {}, **infos.get(row, {}), "final_obs": last}
+
+    def _look(self) -> Any:
+        """Copy the observations out of the shared memory."""
+        self._seen = {name: self._board.arrays[name].copy() for name in self._seen_names}
+        return spaces.read(self._observation, self._seen, "observation")
+
+    def _join(self, infos: Mapping[int, Any]) -> dict[str, Any]:
+        joined: dict[str, Any] = {}
+        for row in sorted(infos):
+            joined = self._add_info(joined, infos[row], row)
+        return joined
+
+    def _requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
+        requests = {}
+        for slot, content in contents.items():
+            rows = self._rows[slot]
+            kwargs = [self._made["kwargs"][row] for row in rows]
+            make = {
+                "factory": self._made["factory"],
+                "kwargs": kwargs,
+                "first": rows[0],
+                "mode": self.autoreset_mode.value,
+            }
+            try:
+                tree, arrays = values.encode({**content, "make": make})
+            except TypeError as error:
+                raise UserError(f"options of an environment: {error}") from None
+            requests[slot] = Request({"kind": kind, "content": tree}, arrays)
+        return requests
+
+    def _ask_slots(self, kind: str, contents: Mapping[int, Mapping[str, Any]], timeout_s: float) -> list[Any]:
+        answers = self._pool.ask(self._requests(kind, contents), timeout_s)
+        for answer in answers.values():
+            if isinstance(answer, WorkerFailure):
+                raise self._error("did not start" if kind == "describe" else f"failed at {kind}", answer)
+        return [_content(answer) for answer in answers.values() if isinstance(answer, Message)]
+
+    def _ask_all(self, kind: str, content: Mapping[str, Any], each: Sequence[Any] | None = None) -> list[Any]:
+        """Answers of all environments, in their order."""
+        self._check_open()
+        contents = {}
+        for slot, rows in enumerate(self._rows):
+            contents[slot] = {**content, "values": [each[row] for row in rows] if each is not None else []}
+        found = self._ask_slots(kind, contents, self.settings.step_timeout_s)
+        return [value for part in found for value in part or ()]
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("this PoolVectorEnv has been closed")
+
+    def _check_begun(self) -> None:
+        if self._over.any():
+            row = int(np.flatnonzero(self._over)[0])
+            raise UserError(
+                f"no episode runs in environment {row}; reset it first, some environments alone with "
+                "options={'reset_mask': (N,) bools}"
+            )
+
+    def _error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
+        if failure.for_user:
+            return UserError(failure.reason)
+        return RunError(
+            f"the environment {self.failures.name} {what}; it {failure.kind}: {failure.reason}\n{failure.evidence}"
+        )
+
+
+def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Space[Any]:
+    """The space that all environments say they have."""
+    found = [build_space(tree) for one in said for tree in one[name]]
+    for row, space in enumerate(found):
+        if space != found[0]:
+            raise UserError(f"environment {row} has the {name} space {space}; environment 0 has {found[0]}")
+    return found[0]
+
+
+def _content(answer: Answer) -> Any:
+    """What a worker says; broken content is the worker's failure."""
+    if isinstance(answer, WorkerFailure) or not answer.fields:
+        return None
+    try:
+        return values.decode(answer.fields["content"], answer.arrays)
+    except Exception as error:
+        raise RunError(f"an environment's worker sent something that cannot be read: {error!r:.200}") from None
+
+
+def _what_to_make(
+    env: str, num_envs: int, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    each = [dict(kwargs or {})] * num_envs if kwargs is None or isinstance(kwargs, Mapping) else [*map(dict, kwargs)]
+    if len(each) != num_envs:
+        raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one for each environment")
+    if names_function(env):
+        return {"factory": env, "kwargs": each}
+    return {"factory": "gymnasium:make", "kwargs": [{"id": env, **options} for options in each]}

@@ -1,0 +1,14 @@
+import pytest
+
+from mmrl.bench.harness import BenchOptions
+from robotics.bench import comparisons, light_steps
+
+
+@pytest.mark.parametrize("name", list(light_steps.LIGHT))
+def test_every_way_sees_what_the_environments_alone_show(name):
+    assert f"light-{name}" in comparisons.NAMES
+    found = light_steps.compare_light_steps(BenchOptions(quick=True), name)
+    assert not [arm for arm in found["arms"].values() if "error" in arm]
+    assert len(found["checks"]) == 2 * (4 if name == "pendulum" else 3)
+    assert all(entry["passed"] for entry in found["checks"].values())
+    assert all(entry["median"] > 0 for entry in found["ratios"].values())
