@@ -167,7 +167,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             infos = self._enter(result, rewards, flags)
         if ended:
             infos.update(self._begin(ended, [None] * self.num_envs))
-        over = flags.any(axis=0)
+        over = flags[0] | flags[1]
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
             infos.update(self._begin_next(np.flatnonzero(over).tolist(), infos))
         else:

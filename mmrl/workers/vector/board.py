@@ -34,10 +34,12 @@ class Board:
     """
 
     def __init__(self, layout: Sequence[Sequence[Any]], descriptor: int, path: str) -> None:
-        self.layout = [[str(name), str(dtype), [int(size) for size in shape]] for name, dtype, shape in layout]
+        self.layout: list[tuple[str, str, list[int]]] = [
+            (str(name), str(dtype), [int(size) for size in shape]) for name, dtype, shape in layout
+        ]
         self.path = path
         self._memory = mmap.mmap(descriptor, _bytes_of(self.layout))
-        self.arrays = {}
+        self.arrays: dict[str, np.ndarray] = {}
         start = 0
         for name, dtype, shape in self.layout:
             self.arrays[name] = np.ndarray(shape, dtype, self._memory, start)

@@ -12,7 +12,7 @@ observations, rewards and flags lie in shared memory, and a step is one short me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -21,19 +21,16 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.workers import values
 from mmrl.workers.failure_log import FailureLog
 from mmrl.workers.failures import WorkerFailure, one_line
-from mmrl.workers.loading import names_function
-from mmrl.workers.pool import WorkerPool
 from mmrl.workers.vector import spaces
 from mmrl.workers.vector.board import Board
+from mmrl.workers.vector.environments import Environments, content_of
 from mmrl.workers.vector.gym_spaces import build_space
 from mmrl.workers.vector.resets import fresh_seed, row_seeds, rows_to_reset
 from mmrl.workers.vector.settings import VectorSettings
-from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Request
 
 if TYPE_CHECKING:
@@ -88,13 +85,8 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.num_envs, self.autoreset_mode = num_envs, AutoresetMode(autoreset_mode)
         self.failures = FailureLog(env)
         """Reasons of failures; tracebacks are written once its `folder` is set."""
-        workers = min(self.settings.workers or num_envs, num_envs)
-        self._rows = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
-        """Of each worker."""
-        self._made = _what_to_make(env, num_envs, kwargs)
-        goal = f"episode of {env} that came to its end"
-        spec = self.settings.worker_spec(f"the environment {env}")
-        self._pool = WorkerPool(spec, workers, max_restarts=self.settings.max_restarts, goal=goal)
+        self._envs = Environments(env, num_envs, kwargs, self.autoreset_mode.value, self.settings)
+        self._pool, self._rows = self._envs.pool, self._envs.rows
         self._lost: set[int] = set()
         self._over = np.ones(num_envs, bool)
         self._failed = np.zeros(num_envs, np.int64)
@@ -163,11 +155,13 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def render(self) -> tuple[Any, ...] | None:
         """What `render` of each environment returns; None without a render mode."""
-        return tuple(self._ask_all("render", {})) if self.render_mode is not None else None
+        self._check_open()
+        return tuple(self._envs.ask_all("render", {})) if self.render_mode is not None else None
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or read an attribute; plain data and arrays only."""
-        return tuple(self._ask_all("call", {"name": name, "args": list(args), "kwargs": kwargs}))
+        self._check_open()
+        return tuple(self._envs.ask_all("call", {"name": name, "args": list(args), "kwargs": kwargs}))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Read an attribute of every environment; plain data and arrays only."""
@@ -178,7 +172,8 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         given = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(given) != self.num_envs:
             raise UserError(f"{len(given)} values for {self.num_envs} environments")
-        self._ask_all("set", {"name": name}, given)
+        self._check_open()
+        self._envs.ask_all("set", {"name": name}, given)
 
     def processes(self) -> list[int]:
         """Numbers of the processes that run now."""
@@ -191,8 +186,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _learn_spaces(self) -> None:
         """Start the workers and make the shared memory for what their environments take and give."""
-        self._start_workers()
-        said = self._ask_slots("describe", {slot: {} for slot in range(len(self._rows))}, self.settings.start_timeout_s)
+        said = self._envs.start()
         first = said[0]
         self._observation, self._action = first["observation"][0], first["action"][0]
         self.single_observation_space = _common_space("observation", said)
@@ -212,44 +206,41 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._all = dict.fromkeys(range(len(self._rows)), STEP)
         self._look()
 
-    def _start_workers(self) -> None:
-        hello = self._pool.start()
-        if isinstance(hello, WorkerFailure):
-            raise self._error("did not start", hello)
-
     def _begin(
         self, rows: Iterable[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> dict[int, Any]:
         """Begin episodes in some rows; returns their infos."""
-        wanted, contents = set(rows), {}
-        for slot, members in enumerate(self._rows):
-            chosen = [row for row in members if row in wanted]
-            if chosen:
-                # A fresh process knows nothing of the environments that the others of its kind were in the midst of.
-                chosen = members if slot in self._lost else chosen
-                contents[slot] = {
-                    "places": [row - members[0] for row in chosen],
-                    "seeds": [seeds[row] for row in chosen],
-                    "options": options,
-                    "path": self._board.path,
-                    "layout": self._board.layout,
-                }
-        whole = all(len(content["places"]) == len(self._rows[slot]) for slot, content in contents.items())
-        answers = self._pool.ask_with_retries(
-            self._requests("reset", contents),
-            self.settings.reset_timeout_s,
-            self.settings.reset_retries if whole else 0,
-        )
+        chosen = self._choose(set(rows))
+        contents = {
+            slot: {
+                "places": [row - self._rows[slot][0] for row in begun],
+                "seeds": [seeds[row] for row in begun],
+                "options": options,
+                "path": self._board.path,
+                "layout": self._board.layout,
+            }
+            for slot, begun in chosen.items()
+        }
+        # In a fresh process those environments that are not to be reset would have to begin again.
+        whole = all(begun == self._rows[slot] for slot, begun in chosen.items())
+        retries = self.settings.reset_retries if whole else 0
+        requests = self._envs.requests("reset", contents)
+        answers = self._pool.ask_with_retries(requests, self.settings.reset_timeout_s, retries)
         infos: dict[int, Any] = {}
         for slot, answer in answers.items():
             if isinstance(answer, WorkerFailure):
-                raise self._error("did not begin an episode", answer)
+                self._lost.add(slot)
+                raise self._envs.error("did not begin an episode", answer)
             self._lost.discard(slot)
-            found = _content(answer)
-            begun = [self._rows[slot][place] for place in contents[slot]["places"]]
-            infos.update({row: found[row - self._rows[slot][0]] if found else {} for row in begun})
-            self._over[begun] = False
+            found = content_of(answer)
+            infos.update({row: found[row - self._rows[slot][0]] if found else {} for row in chosen[slot]})
+            self._over[chosen[slot]] = False
         return infos
+
+    def _choose(self, rows: Container[int]) -> dict[int, list[int]]:
+        """Rows to begin by worker: those wanted, and of a fresh process all."""
+        chosen = {slot: [row for row in members if row in rows] for slot, members in enumerate(self._rows)}
+        return {slot: self._rows[slot] if slot in self._lost else some for slot, some in chosen.items() if some}
 
     def _gather(self, answers: Mapping[int, Answer]) -> dict[int, Any]:
         """Infos by row of a step; rows whose worker failed are written as failed."""
@@ -258,7 +249,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
             if isinstance(answer, WorkerFailure):
                 infos.update(self._lose(slot, answer))
             elif answer.fields:
-                infos.update(zip(self._rows[slot], _content(answer), strict=True))
+                infos.update(zip(self._rows[slot], content_of(answer), strict=True))
         if self.autoreset_mode is AutoresetMode.SAME_STEP and self._lost:
             after = self._restart(sorted(self._lost), keep=True)
             infos.update({row: {"final_info": infos[row], **info} for row, info in after.items()})
@@ -323,40 +314,6 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
             joined = self._add_info(joined, infos[row], row)
         return joined
 
-    def _requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
-        requests = {}
-        for slot, content in contents.items():
-            rows = self._rows[slot]
-            kwargs = [self._made["kwargs"][row] for row in rows]
-            make = {
-                "factory": self._made["factory"],
-                "kwargs": kwargs,
-                "first": rows[0],
-                "mode": self.autoreset_mode.value,
-            }
-            try:
-                tree, arrays = values.encode({**content, "make": make})
-            except TypeError as error:
-                raise UserError(f"options of an environment: {error}") from None
-            requests[slot] = Request({"kind": kind, "content": tree}, arrays)
-        return requests
-
-    def _ask_slots(self, kind: str, contents: Mapping[int, Mapping[str, Any]], timeout_s: float) -> list[Any]:
-        answers = self._pool.ask(self._requests(kind, contents), timeout_s)
-        for answer in answers.values():
-            if isinstance(answer, WorkerFailure):
-                raise self._error("did not start" if kind == "describe" else f"failed at {kind}", answer)
-        return [_content(answer) for answer in answers.values() if isinstance(answer, Message)]
-
-    def _ask_all(self, kind: str, content: Mapping[str, Any], each: Sequence[Any] | None = None) -> list[Any]:
-        """Answers of all environments, in their order."""
-        self._check_open()
-        contents = {}
-        for slot, rows in enumerate(self._rows):
-            contents[slot] = {**content, "values": [each[row] for row in rows] if each is not None else []}
-        found = self._ask_slots(kind, contents, self.settings.step_timeout_s)
-        return [value for part in found for value in part or ()]
-
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError("this PoolVectorEnv has been closed")
@@ -369,13 +326,6 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
                 "options={'reset_mask': (N,) bools}"
             )
 
-    def _error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
-        if failure.for_user:
-            return UserError(failure.reason)
-        return RunError(
-            f"the environment {self.failures.name} {what}; it {failure.kind}: {failure.reason}\n{failure.evidence}"
-        )
-
 
 def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Space[Any]:
     """The space that all environments say they have."""
@@ -384,24 +334,3 @@ def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Spa
         if space != found[0]:
             raise UserError(f"environment {row} has the {name} space {space}; environment 0 has {found[0]}")
     return found[0]
-
-
-def _content(answer: Answer) -> Any:
-    """What a worker says; broken content is the worker's failure."""
-    if isinstance(answer, WorkerFailure) or not answer.fields:
-        return None
-    try:
-        return values.decode(answer.fields["content"], answer.arrays)
-    except Exception as error:
-        raise RunError(f"an environment's worker sent something that cannot be read: {error!r:.200}") from None
-
-
-def _what_to_make(
-    env: str, num_envs: int, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-) -> dict[str, Any]:
-    each = [dict(kwargs or {})] * num_envs if kwargs is None or isinstance(kwargs, Mapping) else [*map(dict, kwargs)]
-    if len(each) != num_envs:
-        raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one for each environment")
-    if names_function(env):
-        return {"factory": env, "kwargs": each}
-    return {"factory": "gymnasium:make", "kwargs": [{"id": env, **options} for options in each]}

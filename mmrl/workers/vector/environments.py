@@ -1,0 +1,126 @@
+"""The processes of a vector environment: which environments each has, and how they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError
+from mmrl.workers import values
+from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.loading import names_function
+from mmrl.workers.pool import WorkerPool
+from mmrl.workers.vector.settings import VectorSettings
+from mmrl.workers.worker import Answer, Request
+
+__all__ = ["Environments", "content_of"]
+
+
+class Environments:
+    """Workers that each have some of N environments; arguments as for `PoolVectorEnv`.
+
+    Args:
+        env: id or function.
+        num_envs: N.
+        kwargs: of the environments.
+        mode: value of Gymnasium's AutoresetMode.
+        settings: processes, time limits and failures.
+
+    Raises:
+        UserError: there are not as many kwargs as environments.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        num_envs: int,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        mode: str,
+        settings: VectorSettings,
+    ) -> None:
+        self.name, self._mode, self._settings = env, mode, settings
+        self._factory, self._kwargs = _what_to_make(env, num_envs, kwargs)
+        workers = min(settings.workers or num_envs, num_envs)
+        self.rows = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
+        """Numbers of the environments of each worker."""
+        goal, spec = f"episode of {env} that came to its end", settings.worker_spec(f"the environment {env}")
+        self.pool = WorkerPool(spec, workers, max_restarts=settings.max_restarts, goal=goal)
+
+    def start(self) -> list[dict[str, Any]]:
+        """Start all workers; returns what each says of its environments.
+
+        Raises:
+            UserError: an environment says that it was asked for something impossible.
+            RunError: one cannot be started; the message holds its traceback.
+        """
+        hello = self.pool.start()
+        if isinstance(hello, WorkerFailure):
+            raise self.error("did not start", hello)
+        return self._ask("describe", {slot: {} for slot in range(len(self.rows))}, self._settings.start_timeout_s)
+
+    def requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
+        """Requests by worker, each with what a fresh process has to make before it can answer.
+
+        Raises:
+            UserError: something in them cannot be sent.
+        """
+        requests = {}
+        for slot, content in contents.items():
+            rows = self.rows[slot]
+            kwargs = [self._kwargs[row] for row in rows]
+            make = {"factory": self._factory, "kwargs": kwargs, "first": rows[0], "mode": self._mode}
+            try:
+                tree, arrays = values.encode({**content, "make": make})
+            except TypeError as error:
+                raise UserError(f"options of an environment: {error}") from None
+            requests[slot] = Request({"kind": kind, "content": tree}, arrays)
+        return requests
+
+    def ask_all(self, kind: str, content: Mapping[str, Any], each: Sequence[Any] | None = None) -> list[Any]:
+        """Answers of all environments, in their order; `each` has a value for every environment."""
+        contents = {}
+        for slot, rows in enumerate(self.rows):
+            contents[slot] = {**content, "values": [each[row] for row in rows] if each is not None else []}
+        found = self._ask(kind, contents, self._settings.step_timeout_s)
+        return [value for part in found for value in part or ()]
+
+    def error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
+        """The exception for a failure after which nothing can go on."""
+        if failure.for_user:
+            return UserError(failure.reason)
+        return RunError(f"the environment {self.name} {what}; it {failure.kind}: {failure.reason}\n{failure.evidence}")
+
+    def _ask(self, kind: str, contents: Mapping[int, Mapping[str, Any]], timeout_s: float) -> list[Any]:
+        answers = self.pool.ask(self.requests(kind, contents), timeout_s)
+        for answer in answers.values():
+            if isinstance(answer, WorkerFailure):
+                raise self.error("did not start" if kind == "describe" else f"failed at {kind}", answer)
+        return [content_of(answer) for answer in answers.values()]
+
+
+def content_of(answer: Answer) -> Any:
+    """What a worker says; None where it says nothing.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    if isinstance(answer, WorkerFailure) or not answer.fields:
+        return None
+    try:
+        return values.decode(answer.fields["content"], answer.arrays)
+    except Exception as error:
+        raise RunError(f"an environment's worker sent something that cannot be read: {error!r:.200}") from None
+
+
+def _what_to_make(
+    env: str, num_envs: int, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """A factory, and the arguments with which each environment calls it."""
+    each = [dict(kwargs or {})] * num_envs if kwargs is None or isinstance(kwargs, Mapping) else [*map(dict, kwargs)]
+    if len(each) != num_envs:
+        raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one for each environment")
+    if names_function(env):
+        return env, each
+    return "gymnasium:make", [{"id": env, **options} for options in each]
