@@ -32,7 +32,7 @@ __all__ = ["LocalEngine", "WorkerProcess"]
 SCRIPT = Path(__file__).resolve().with_name("serve.py")
 READ_BYTES = 1 << 16
 """What a pipe holds; a larger buffer would be allocated for nothing at every read."""
-READS_AT_ONCE = 1024
+READS_AT_ONCE = 64
 """Reads of one pipe in a row, so that a worker that writes without end does not keep this process from the others."""
 OUTPUT_BYTES = 8192
 """How much of a worker's output is kept."""
