@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.calling import FAILURE_KINDS, Batch, Failure, Outcome, Signature
 from mmrl.workers.engine import WorkerSpec
 from mmrl.workers.failures import WorkerFailure
-from mmrl.workers.memory import machine_bytes
+from mmrl.workers.memory import machine_bytes, usable_cores
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.sandbox import Limits, require_strict
 from mmrl.workers.values import encode
@@ -34,8 +34,7 @@ REPLY_BYTES = 64 << 20
 
 def default_workers() -> int:
     """Return how many workers are started at most: half of the usable cores, 1 to 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(1, cores // 2))
+    return min(8, max(1, usable_cores() // 2))
 
 
 class RewardWorkers:

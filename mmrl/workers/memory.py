@@ -1,11 +1,11 @@
-"""How much memory this machine, or the container around this process, has."""
+"""How much memory and how many cores this machine, or the container around this process, has."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["machine_bytes"]
+__all__ = ["machine_bytes", "usable_cores"]
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -23,3 +23,8 @@ def machine_bytes() -> int | None:
         except (OSError, ValueError):  # no such controller, or "max"
             continue
     return min(found)
+
+
+def usable_cores() -> int:
+    """Return the number of cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

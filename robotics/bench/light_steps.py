@@ -26,7 +26,7 @@ __all__ = ["LIGHT", "compare_light_steps", "light_arm"]
 ARM_FUNCTION = "robotics.bench.light_steps:light_arm"
 FULL: dict[str, Any] = {"environments": 4, "steps": 1000}
 QUICK: dict[str, Any] = {"environments": 2, "steps": 10}
-THEIRS, OURS, SHARED, CHUNKS = "AsyncVectorEnv", "PoolVectorEnv", "PoolVectorEnv, half the processes", "SubprocessSim"
+THEIRS, OURS, EACH, CHUNKS = "AsyncVectorEnv", "PoolVectorEnv", "PoolVectorEnv, a process each", "SubprocessSim"
 SLOWER = 1.2
 """Times that a step may take of what it takes with `AsyncVectorEnv`."""
 LIGHT = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}
@@ -46,19 +46,20 @@ def compare_light_steps(options: BenchOptions, name: str) -> dict[str, Any]:
     """
     common: dict[str, Any] = (QUICK if options.quick else FULL) | {"env": LIGHT[name]}
     common |= {"repetitions": options.repetitions}
-    ways = [THEIRS, OURS, SHARED, *([CHUNKS] if name == "pendulum" else [])]  # it has continuous actions only
+    ways = [THEIRS, OURS, EACH, *([CHUNKS] if name == "pendulum" else [])]  # it has continuous actions only
     arms = [Arm(way, ARM_FUNCTION, common | {"way": way}, memory=False) for way in ways]
     runs = run_arms(f"light steps, {name}", arms, options)
     found: dict[str, Any] = {}
     for way in ways[1:]:
-        least = 1 / SLOWER if way != CHUNKS else None
+        least = 1 / SLOWER if way == OURS else None
         found[f"{way}, steps per second over {THEIRS}"] = ratio(runs, THEIRS, way, "wall_s", minimum=least)
         found[f"{way}, steps per CPU second over {THEIRS}"] = ratio(runs, THEIRS, way)
     timed = {way: run for way, run in runs.items() if "wall_s" in run}
     steps = {way: run["counts"]["steps"] / run["wall_s"]["total"] for way, run in timed.items()}
     notes = [
-        f"{common['environments']} environments of {LIGHT[name]}, {common['steps']} steps of each, a process an "
-        "environment, or a process for two; the reset before the steps is timed too",
+        f"{common['environments']} environments of {LIGHT[name]}, {common['steps']} steps of each, in a process an "
+        f"environment; those of {OURS} share as many processes as there are usable cores, its default; the reset is "
+        "timed too",
         f"a ratio of at least {1 / SLOWER:.2f} is a step that takes at most {SLOWER} times as long",
     ]
     return comparison(runs, ratios=found, floor={"environment_steps_per_second": steps}, notes=notes)
@@ -121,7 +122,7 @@ def _pool(arm: dict[str, Any]) -> Iterator[Player]:
     from mmrl.workers import PoolVectorEnv, VectorSettings
 
     options = _env_options(arm)
-    count = arm["environments"] // (2 if arm["way"] == SHARED else 1)
+    count = arm["environments"] if arm["way"] == EACH else None
     envs = PoolVectorEnv(options.pop("id"), arm["environments"], kwargs=options, settings=VectorSettings(workers=count))
     yield partial(_play, envs), envs.processes()
     envs.close()
@@ -164,6 +165,6 @@ def _actions(arm: dict[str, Any]) -> NDArray[Any]:
 WAYS: dict[str, Callable[[dict[str, Any]], AbstractContextManager[Player]]] = {
     THEIRS: _async,
     OURS: _pool,
-    SHARED: _pool,
+    EACH: _pool,
     CHUNKS: _subprocess_sim,
 }

@@ -9,6 +9,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.workers.loading import names_function
+from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim
 
 __all__ = ["SIMULATORS", "SimConfig", "open_sim"]
@@ -113,7 +114,7 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
             kwargs=options,
             adapter=adapter,
             images=bool(config.image_size),
-            workers=config.workers or _cores(),
+            workers=config.workers or usable_cores(),
             **_known("sim.options.settings", settings, POOL_SETTINGS),
         )
     )
@@ -127,7 +128,9 @@ def _open_suite(config: SimConfig) -> RobotSim:
     settings = _known("sim.options.settings", dict(options.pop("settings", {})), POOL_SETTINGS)
     chosen = {"horizon": config.horizon, "size": config.image_size, "tasks": config.tasks, "camera": config.camera}
     options |= {name: value for name, value in chosen.items() if value}
-    found = suite_settings(config.kind, options, workers=config.workers or _cores(), images=bool(config.image_size))
+    found = suite_settings(
+        config.kind, options, workers=config.workers or usable_cores(), images=bool(config.image_size)
+    )
     return SubprocessSim(replace(found, **settings))
 
 
@@ -136,12 +139,6 @@ def _known(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[st
     if unknown:
         raise UserError(f"{where} has {', '.join(unknown)}; allowed: {', '.join(names) or 'nothing'}")
     return given
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 POOL_SETTINGS = (

@@ -13,7 +13,6 @@ loop goes on from a reset state, while here the scene has failed and is dropped.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 
@@ -161,7 +161,7 @@ class ImageRollout:
         workers: int | None = None,
         backend: str | None = None,
     ) -> None:
-        count = workers if workers is not None else min(_usable_cores(), scenes)
+        count = workers if workers is not None else min(usable_cores(), scenes)
         for name, value in (("scenes", scenes), ("substeps", substeps), ("workers", count), ("horizon", horizon)):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; must be at least 1")
@@ -500,7 +500,3 @@ def _observe(
     observation.sensordata[row] = sensors
     if observation.frames is not None:
         worker.draw(data, observation.frames[row])
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -49,7 +49,7 @@ def actions(count, rows=3, seed=0):
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-@pytest.mark.parametrize(("workers", "nested"), [(None, False), (2, True)])
+@pytest.mark.parametrize(("workers", "nested"), [(3, False), (2, True)])
 def test_steps_are_those_of_gymnasium(mode, workers, nested):
     theirs = SyncVectorEnv([partial(Walk, nested=nested)] * 3, autoreset_mode=mode)
     settings = VectorSettings(workers=workers)
@@ -99,7 +99,7 @@ def test_discrete_actions_and_tuples_are_those_of_processes():
 @pytest.mark.parametrize("breaks", ["raise", "die", "hang", "reward"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_an_environment_that_breaks_ends_its_own_episode(breaks, mode):
-    settings = VectorSettings(step_timeout_s=1.5 if breaks == "hang" else 60.0)
+    settings = VectorSettings(workers=2, step_timeout_s=1.5 if breaks == "hang" else 60.0)
     kwargs = [{"limit": 30}, {"limit": 30, "breaks": breaks}]
     envs = PoolVectorEnv(WALK, 2, kwargs=kwargs, autoreset_mode=mode, settings=settings)
     alone = Walk(limit=30)

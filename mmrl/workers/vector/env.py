@@ -6,8 +6,9 @@
 
 Seeds, autoreset, `final_obs` and `infos` are those of `gymnasium.vector.AsyncVectorEnv`. What differs: nothing is
 copied from this process or pickled, so environments are named and not given; an environment that raises, hangs or dies
-costs its own episode, and another process takes its place; actions are cast to the dtype of their space. Actions,
-observations, rewards and flags lie in shared memory, and a step is one short message to each process and one back.
+costs the episodes of its process, and another process takes over; actions are cast to the dtype of their space.
+Actions, observations, rewards and flags lie in shared memory, and a step is one short message to each process and one
+back.
 """
 
 from __future__ import annotations

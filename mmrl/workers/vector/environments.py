@@ -11,6 +11,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.workers import values
 from mmrl.workers.failures import WorkerFailure
 from mmrl.workers.loading import names_function
+from mmrl.workers.memory import usable_cores
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.vector.settings import VectorSettings
 from mmrl.workers.worker import Answer, Request
@@ -42,7 +43,7 @@ class Environments:
     ) -> None:
         self.name, self._mode, self._settings = env, mode, settings
         self._factory, self._kwargs = _what_to_make(env, num_envs, kwargs)
-        workers = min(settings.workers or num_envs, num_envs)
+        workers = min(settings.workers or usable_cores(), num_envs)
         self.rows = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
         """Numbers of the environments of each worker."""
         goal, spec = f"episode of {env} that came to its end", settings.worker_spec(f"the environment {env}")

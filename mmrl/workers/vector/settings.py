@@ -22,8 +22,8 @@ class VectorSettings:
     """How environments are spread over processes, and what happens when one breaks."""
 
     workers: int | None = bounded(None, at_least=1)
-    """Processes; one an environment when None. Fewer are faster where a step takes microseconds, but the environments
-    of a process break together."""
+    """Processes; as many as there are usable cores when None, at most one an environment. The environments of a process
+    step one after the other and break together; a process each is `workers=num_envs`."""
     failed_reward: float = math.nan
     """Reward of the step in which an environment broke. It has none, so this is NaN; a training loop that cannot leave
     such a step out needs a number."""
