@@ -32,7 +32,7 @@ class Walk(gymnasium.Env):
         place = self.place.astype(np.float32)
         if not self.nested:
             return place
-        return {"place": place, "image": np.full((2, 2, 3), self.steps, np.uint8), "count": self.steps}
+        return {"place": place, "image": np.full((2, 2, 3), self.steps, np.uint8), "count": np.int64(self.steps)}
 
     def step(self, action):
         self.steps += 1
