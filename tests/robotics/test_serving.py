@@ -291,7 +291,7 @@ def test_what_the_policy_does_not_read_or_know_is_said_once(caplog):
             for _ in range(2):
                 message = {"observation/image": image, "observation/wrist_image": image, "observation/state": state}
                 assert ask(connection, message | {"prompt": "go upwards"})["actions"].shape == (4, 1)
-            assert "has 40 words; must be 1 to 32" in ask(connection, message | {"prompt": "go " * 40})
+            assert "has 40 words; at most 32" in ask(connection, message | {"prompt": "go " * 40})
     logged = [record.getMessage() for record in caplog.records]
     assert logged.count("robot 1 sends observation/wrist_image, which the policy does not read") == 1
     assert logged.count("robot 1: the policy does not know the words upwards") == 1
