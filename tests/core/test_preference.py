@@ -148,9 +148,10 @@ def test_each_decision_can_be_a_pair_of_its_own():
 
 
 def test_the_reference_and_the_scores_are_constants():
-    m = 3
-    leaves = [torch.randn(m, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-    scores = torch.rand(m).double(), torch.rand(m).double()
+    generator, m = torch.Generator().manual_seed(0), 3
+    # small, since diffusion_dpo multiplies margins by thousands and a sigmoid that is 1 has no gradient
+    leaves = [(1e-3 * torch.randn(m, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(4)]
+    scores = torch.rand(2, m, generator=generator, dtype=torch.float64)
     for name in PREFERENCES:
         loss = get_preference(name).loss(Pairs(*leaves, *scores)).sum()
         chosen, rejected, *reference = torch.autograd.grad(loss, leaves, allow_unused=True)
