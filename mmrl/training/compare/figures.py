@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison_figure", "draw", "work_figure"]
 
+CHARACTERS_BESIDE = 60
+"""Characters of the names of columns that fit side by side below a panel."""
+
 Line = tuple[Sequence[float], Sequence[float]]
 """Positions and values of one run."""
 
@@ -154,10 +157,20 @@ def _draw_pairs(axes: Axes, values: Mapping[str, Mapping[int, float]], metric: s
         if finished:
             mean = float(np.mean(finished))
             axes.hlines(mean, index - 0.22, index + 0.22, color=colours[arm], linewidth=2.5, zorder=3)
-    axes.set_xticks(range(len(arms)), arms)
+    _name_columns(axes, arms)
     axes.set_xlim(-0.5, len(arms) - 0.5)
     axes.set_title("each seed, and the mean", fontsize=10, color=INK)
     axes.set_ylabel(metric, color=INK)
+
+
+def _name_columns(axes: Axes, names: Sequence[str]) -> None:
+    """Names below the columns, slanted where they would run into each other."""
+    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
+    if len(names) * longest <= CHARACTERS_BESIDE:
+        axes.set_xticks(range(len(names)), names)
+    else:
+        flat = [name.replace("\n", " ") for name in names]
+        axes.set_xticks(range(len(names)), flat, rotation=30, ha="right", rotation_mode="anchor")
 
 
 def _draw_differences(
@@ -173,7 +186,7 @@ def _draw_differences(
             axes.errorbar(
                 [index + 0.12], [found.mean], yerr=reach, color=colours[arm], marker="D", capsize=5, linewidth=2
             )
-    axes.set_xticks(range(len(differences)), [f"{arm}\n− {baseline}" for arm in differences])
+    _name_columns(axes, [f"{arm}\n− {baseline}" for arm in differences])
     axes.set_xlim(-0.5, max(len(differences), 1) - 0.5)
     axes.set_title("paired differences, mean with 95 % interval", fontsize=10, color=INK)
 
