@@ -303,7 +303,7 @@ def test_the_expert_of_the_environment_is_asked(calm):
 @pytest.mark.parametrize(
     ("episode", "message"),
     [
-        (EpisodeSpec("fly", "", 0), "no task 'fly'; there are: chatty, die"),
+        (EpisodeSpec("fly", "", 0), r"no task 'fly'; tasks\(\) has: chatty, die"),
         (EpisodeSpec("walk", "", 0, "test"), "no split 'test'; there are: held_out, train"),
         (EpisodeSpec("walk", "", 50), "no layout 50 of train; there are 0 to 49"),
         (EpisodeSpec("walk", "", -1), "no layout -1"),
