@@ -15,7 +15,7 @@ help:
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with SRPO, with videos; about 10 minutes"
 	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with films; about 10 minutes"
-	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 8 minutes"
+	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 7 minutes"
 	@echo "make test            lint, then the test suite"
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"

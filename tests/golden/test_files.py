@@ -13,8 +13,8 @@ from tests.golden.numbers import FOLDER, PAPERS, load
 SHARED = {"flow_grpo_fast": "flow_grpo"}
 """Rows that differ from another one in constants only."""
 WITHOUT_PROGRAM = {"reg_grpo": "the authors' code could not be had, and no other program computes it"}
-"""Rows that no program was run for; tests/core/reference.py computes them from the paper's text, and a finite difference
-checks the gradient."""
+"""Rows that no program was run for: tests/core/reference.py computes them from the paper's text, and a finite
+difference checks the gradient."""
 
 
 @pytest.mark.parametrize("name", [*CATALOGUE, *PREFERENCES])
