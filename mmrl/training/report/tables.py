@@ -130,8 +130,9 @@ def _part_groups(points: Sequence[EvaluationPoint], metric: str) -> list[dict[st
         {name for outcome in outcomes for name in outcome.scores if name.endswith(f"/{protocol}")} - {metric}
     )
     if terms:
-        rows = [_part_row(points, name, "", "") | {"label": name.split("/")[1]} for name in terms]
-        groups.append({"heading": "other reward terms of the answers", "rows": rows})
+        names = {name: name.rpartition("/")[0].removeprefix("terms/") for name in terms}
+        rows = [_part_row(points, name, "", "") | {"label": shown} for name, shown in names.items()]
+        groups.append({"heading": "other scores", "rows": rows})
     everything = {"heading": "", "rows": [_part_row(points, metric, "", "") | {"label": "all"}]}
     return [everything, *groups] if groups else []
 
@@ -168,7 +169,10 @@ def _paired_cell(found: Mapping[str, float], before: Mapping[str, float]) -> Cel
 def _estimate_of(values: Sequence[float]) -> Estimate:
     if set(values) <= {0.0, 1.0}:
         return (sum(values) / len(values), *wilson_interval(sum(values), len(values)))
-    return mean_interval(values)[:3]
+    mean, low, high = mean_interval(values)[:3]
+    if min(values) >= 0 and max(values) <= 1:  # of shares; NaN bounds stay
+        low, high = (low if math.isnan(low) else max(low, 0.0)), (high if math.isnan(high) else min(high, 1.0))
+    return mean, low, high
 
 
 def _paired_change(found: Mapping[str, float], before: Mapping[str, float]) -> Estimate | None:

@@ -32,7 +32,22 @@ def test_changes_are_those_of_the_same_questions_and_rows_by_column(tmp_path):
     assert "test, greedy tasks before training step 0 after training step 9 change all 40 60.0 % [44.6, 73.7]" in text
     assert "by hint none 20 100.0 % [83.9, 100.0] 100.0 % [83.9, 100.0] +0.0 [+0.0, +0.0] wrong 20 20.0 %" in text
     assert "+60.0 [+36.5, +83.5]" in text
-    assert "other reward terms of the answers reads 40 100.0 %" in text
+    assert "other scores reads 40 100.0 %" in text
+
+
+def test_a_mean_of_shares_is_named_and_its_interval_stays_between_0_and_100(tmp_path):
+    for step, low in ((0, 0.25), (9, 0.875)):
+        values = [low] + [1.0] * 5
+        write_outcomes(
+            tmp_path,
+            step,
+            "test",
+            [Outcome(f"q{n}", {"accuracy/agent": 1.0, "recall/agent": x}) for n, x in enumerate(values)],
+        )
+        metrics = {"n": 6, "accuracy/agent": 1.0, "accuracy/agent/low": 0.6, "accuracy/agent/high": 1.0}
+        Tracker(tmp_path).evaluation(step, "during", "test", metrics)
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "other scores recall 6 87.5 % [55.4, 100.0] 97.9 % [92.6, 100.0]" in text
 
 
 def test_other_questions_have_no_paired_change(tmp_path):
