@@ -52,8 +52,8 @@ class GroupRegression(Clip):
 
     Gradient: through rho, its mean and its standard deviation; the advantage is constant.
 
-    Source: DeepVideo-R1, arXiv 2506.07464, section 4 (Reg-GRPO). The paper does not state eps and ddof; eps is that of
-        TRL's advantages.
+    Source: DeepVideo-R1, arXiv 2506.07464, section 3.2 and appendix A.4. The paper does not state eps and ddof; eps is
+        that of TRL's advantages.
     """
 
     kind = "group_regression"
