@@ -1,7 +1,13 @@
 """The policy-optimisation core: blocks, objectives and plain functions on tensors, without a model and without I/O."""
 
 from mmrl.core.aggregation import Denominators, count, masked_mean, masked_sum
-from mmrl.core.blocks.advantage import group_mean, group_mean_global_std, group_mean_std, leave_one_out
+from mmrl.core.blocks.advantage import (
+    group_mean,
+    group_mean_global_std,
+    group_mean_std,
+    group_outcome_std,
+    leave_one_out,
+)
 from mmrl.core.blocks.clip import clipped_loss, policy_loss
 from mmrl.core.blocks.value import value_loss
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES, get, get_preference
@@ -52,6 +58,7 @@ __all__ = [
     "group_mean",
     "group_mean_global_std",
     "group_mean_std",
+    "group_outcome_std",
     "group_std",
     "k1",
     "k1p",

@@ -18,7 +18,8 @@ _NAMES = {
         "make_latent",
         "state_statistics",
     ),
-    "robotics.vla.progress": ("ProgressOutcome", "ProgressSettings", "SuccessMemory", "progress_rewards"),
+    "robotics.vla.progress": ("ProgressOutcome", "SuccessMemory", "progress_rewards"),
+    "robotics.vla.progress_settings": ("ProgressSettings",),
     "robotics.vla.video_encoder": ("VideoEncoder", "VideoEncoderConfig", "VideoTraining", "train_video_encoder"),
 }
 

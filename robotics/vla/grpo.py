@@ -31,10 +31,10 @@ from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.record.stopwatch import stopwatch
 from robotics.sim.episodes import RobotSim
+from robotics.vla.agreement import rank_agreement
 from robotics.vla.flow_following import FlowFollowing, FlowRewardConfig
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.progress import rank_agreement
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 
 __all__ = ["RobotGrpoConfig", "RobotGrpoRecipe"]

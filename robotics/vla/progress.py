@@ -1,30 +1,34 @@
 """SRPO's reward: a failure is rewarded by how close it comes to the same policy's successes at the task.
 
-Trajectories are points in the latent space of a frozen world model. Successes of a task are clustered, a failure's
-distance to the nearest cluster's centre is normalised over the task's failures and mapped to a reward between 0 and
-`alpha` < 1; a success has reward 1. If a task has no success to compare with, its failures have reward 0.
+Trajectories are points in the latent space of a frozen world model. Successes of a task, or of an initial state, are
+clustered, a failure's distance to the nearest cluster's centre is normalised and mapped to a reward between 0 and
+`alpha` < 1; a success has reward 1. Where there is no success to compare with, failures have reward 0.
 
-Paper: SRPO, arXiv 2511.15605. Defaults are the constants of the released code, sii-research/siiRL
-siirl/utils/reward_score/embodied.py. Differences from it:
+Paper: SRPO, arXiv 2511.15605. The preset "published" is the released code, sii-research/siiRL
+siirl/utils/reward_score/embodied.py. What the others and single options change:
 
 - `eps_mode="per_sqrt_dim"`: two standardised successes are about sqrt(2 E) apart, so the released radius of 0.5 never
   finds a cluster in E = 64 entries or more; here it grows with the root of the number of entries that vary.
-  "absolute" is the released one.
 - `invalid="nan"`: a trajectory that could not be embedded has no reward, where the code gives 0, even to a success.
-- `norm="zscore"` is the paper's form, of the distance's deviation from its mean; `squared` its squared distance.
-  "absolute" also tells whether all failures are far away or all are close, which the other two cannot.
+- `references="initial_state"`: successes from other layouts of a task lie elsewhere in the latent space, and so does
+  their mean, whatever the failure achieved.
 - `memory` adds successes of earlier batches as references; the code has only those of the batch.
+- `norm="initial"` measures progress from the episode's own first frame, so an episode in which nothing happened earns
+  nothing; minmax and zscore always share out the whole range among the failures, however little they differ.
+- `norm="zscore"` is the paper's form, of the distance's deviation from its mean; `squared` its squared distance.
+  "absolute" also tells whether all failures are far away or all are close, which minmax and zscore cannot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mmrl.fields import bounded, check_fields, choice
+from mmrl.fields import check_fields
+from robotics.vla.progress_settings import ProgressSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,49 +38,18 @@ if TYPE_CHECKING:
     _Floats = NDArray[np.float64]
 
 __all__ = [
-    "EPS_MODES",
-    "INVALID",
     "NORMS",
     "ProgressOutcome",
     "ProgressSettings",
     "SuccessMemory",
     "cluster_labels",
     "progress_rewards",
-    "rank_agreement",
+    "shuffled_failures",
 ]
 
 SMALLEST_RANGE = 1e-6
 MIDDLE = 0.5
-FEWEST_RANKED = 3
 CONSTANT_ENTRY = 1e-7
-EPS_MODES = ("per_sqrt_dim", "absolute")
-INVALID = ("nan", "zero")
-
-
-@dataclass
-class ProgressSettings:
-    """Constants of the progress reward; the defaults are the released code's except for `eps_mode` and `invalid`."""
-
-    alpha: float = bounded(0.6, above=0, below=1)
-    """Largest reward of a failure; below 1, so that what only looks like a success is worth less than one."""
-    steepness: float = bounded(10.0, above=0, finite=True)
-    """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
-    offset: float = bounded(0.5, finite=True)
-    """Normalised distance with a reward of alpha / 2; norms minmax and absolute."""
-    eps: float = bounded(0.5, above=0, finite=True)
-    """Radius of DBSCAN over the standardised successes; see `eps_mode`."""
-    eps_mode: str = choice("per_sqrt_dim", EPS_MODES)
-    """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute uses it unchanged."""
-    min_samples: int = bounded(2, at_least=1)
-    """Successes within the radius, itself included, that make a success a core point of a cluster."""
-    norm: str = choice("minmax", lambda: NORMS)
-    """minmax over the task's failures (code), zscore over them (paper), absolute against the successes' own spread."""
-    squared: bool = False
-    """Whether distances are squared before they are normalised."""
-    memory: int = bounded(0, at_least=0)
-    """Latest successes of a task that are kept as references for later batches; 0 = those of the batch only."""
-    invalid: str = choice("nan", INVALID)
-    """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code)."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +61,22 @@ class ProgressOutcome:
     distance: NDArray[np.float32]
     """(B,) distance of each failure to the nearest centre, squared with `settings.squared`; NaN without a reference."""
     centres: Mapping[Hashable, NDArray[np.float32]]
-    """(C, E) by task, for tasks with both failures and references."""
+    """(C, E) by label, for labels with both failures and references."""
     clusters: float
-    """Mean number of clusters of these tasks; a task without a cluster counts 0, and its only centre is the mean of all
-    its references. 0 without such tasks."""
+    """Mean number of clusters of these labels; one without a cluster counts 0, and its only centre is the mean of all
+    its references. 0 without such labels."""
     noise_fraction: float
-    """Share of these tasks' references that lie in no cluster; 0 without such tasks."""
+    """Share of these labels' references that lie in no cluster; 0 without such labels."""
     tasks_without_reference: int
-    """Tasks of the batch whose failures have reward 0 because there is no success to compare with."""
+    """Labels of the batch whose failures have reward 0 because there is no success to compare with."""
     tasks: int
-    """Tasks of the batch."""
+    """Labels of the batch, tasks or initial states."""
     invalid: int
     """Rows that could not be embedded."""
 
     @property
     def fraction_without_reference(self) -> float:
-        """Share of the batch's tasks without a reference."""
+        """Share of the batch's labels without a reference."""
         return self.tasks_without_reference / max(self.tasks, 1)
 
 
@@ -114,26 +87,29 @@ def progress_rewards(
     tasks: Sequence[Hashable],
     settings: ProgressSettings,
     references: Mapping[Hashable, ArrayLike] | None = None,
+    first: ArrayLike | None = None,
 ) -> ProgressOutcome:
-    """Reward successes with 1 and failures by their distance to the successes of their task.
+    """Reward successes with 1 and failures by their distance to the successes of their label.
 
-    All rows of a task share one set of references, whatever initial state they started from; give the whole batch, not
-    one process's share. For a failure at distance d of the nearest centre (squared where asked for):
+    All rows of a label, the task or the initial state, share one set of references; give the whole batch, not one
+    process's share. For a failure at distance d of the nearest centre (squared where asked for):
 
         minmax    u = (d - min d) / (max d - min d)     reward = alpha sigmoid(steepness (offset - u))
         absolute  u = d / (d + s)                       the same; s = mean distance of the references to their centres
         zscore    z = (d - mean d) / std d              reward = alpha sigmoid(-z)
+        initial   p = 1 - d / d_0                       reward = alpha clip(p, 0, 1); d_0 = that of the first frame
 
-    over the failures of the task. Where their distances differ by less than 1e-6, u is 0.5 and z is 0. Where s is 0
-    (a single reference), absolute falls back to minmax.
+    over the failures of the label. Where their distances differ by less than 1e-6, u is 0.5 and z is 0. Where s is 0
+    (a single reference), absolute falls back to minmax. An episode that begins at a centre (d_0 < 1e-6) has p = 0.
 
     Args:
         latents: (B, E) float32; invalid rows are not used.
         success: (B,) bool, whether the episode succeeded.
         valid: (B,) bool, whether it ran and could be embedded.
-        tasks: (B,) labels.
+        tasks: (B,) labels, of tasks or of initial states; `settings.references` is the caller's to follow.
         settings: constants and options.
-        references: (M, E) further successes by task, as `SuccessMemory.references` gives them.
+        references: (M, E) further successes by label, as `SuccessMemory.references` gives them.
+        first: (B, E) latents of the episodes' first frames alone; needed by the norm initial.
 
     Returns:
         Rewards and how they were obtained.
@@ -142,14 +118,16 @@ def progress_rewards(
 
     Raises:
         UserError: a setting is out of range.
-        ValueError: shapes do not fit, or a valid latent is not finite.
+        ValueError: shapes do not fit, a valid latent is not finite, or `first` is missing.
 
     Source: sii-research/siiRL siirl/utils/reward_score/embodied.py; the paper's form: SRPO, arXiv 2511.15605.
     """
     check_fields(settings, "progress")
+    form = settings.form
     points, won, sound = _check_rows(latents, success, valid, tasks)
+    begun = _check_first(first, points, sound, form.norm)
     places = _places_by_task(tasks)
-    reward = np.where(sound, won.astype(np.float64), np.nan if settings.invalid == "nan" else 0.0)
+    reward = np.where(sound, won.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
     distance = np.full(len(points), np.nan)
     centres: dict[Hashable, NDArray[np.float32]] = {}
     labels: list[NDArray[np.int64]] = []
@@ -164,8 +142,12 @@ def progress_rewards(
         found = _find_centres(reference, labels[-1])
         centres[task] = found.astype(np.float32)
         distance[failures] = _nearest(points[failures], found, settings.squared)
-        spread = float(_nearest(reference, found, settings.squared).mean())
-        reward[failures] = settings.alpha * NORMS[settings.norm](distance[failures], spread, settings)
+        far = _Distances(
+            end=distance[failures],
+            first=_nearest(begun[failures], found, settings.squared),
+            spread=float(_nearest(reference, found, settings.squared).mean()),
+        )
+        reward[failures] = settings.alpha * NORMS[form.norm](far, settings)
     return ProgressOutcome(
         reward=reward.astype(np.float32),
         distance=distance.astype(np.float32),
@@ -196,53 +178,50 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
     mean, std = points.mean(0), points.std(0)
     varies = std > CONSTANT_ENTRY * np.maximum(np.abs(mean), 1.0)
     standard = np.where(varies, (points - mean) / np.where(varies, std, 1.0), 0.0)
-    growth = np.sqrt(max(int(varies.sum()), 1)) if settings.eps_mode == "per_sqrt_dim" else 1.0
+    growth = np.sqrt(max(int(varies.sum()), 1)) if settings.form.eps_mode == "per_sqrt_dim" else 1.0
     found = DBSCAN(eps=settings.eps * growth, min_samples=settings.min_samples).fit(standard)
     return np.asarray(found.labels_, np.int64)
 
 
-def rank_agreement(reward: ArrayLike, progress: ArrayLike, group: ArrayLike) -> float:
-    """Agreement of rewards with another measure of progress on the order of a group's failures.
+def shuffled_failures(
+    reward: ArrayLike, success: ArrayLike, group: ArrayLike, generator: np.random.Generator
+) -> NDArray[np.float32]:
+    """Deal the rewards of a group's failures out among them at random, the control of a progress reward.
 
-    Group-normalised advantages keep the order within a group but not the level of its rewards, so the order is what
-    makes a latent useful.
+    The rewards of each group stay the same and with them the size of its advantages; what they said of the episodes is
+    lost.
 
     Args:
-        reward: (F,) rewards of failures; NaN for those without one.
-        progress: (F,) a hand-written measure, such as a simulator's dense reward; NaN where unknown.
-        group: (F,) labels of their groups.
+        reward: (B,), NaN where there is none; such rows keep it.
+        success: (B,) bool; successes keep their rewards.
+        group: (B,) labels.
+        generator: of the permutations.
 
     Returns:
-        Spearman's rank correlation, mean over groups weighted by their failures; groups with fewer than 3 of them, or
-        whose values are all equal, do not count. NaN if no group counts.
+        (B,).
     """
-    from scipy.stats import spearmanr
-
-    mine, other, labels = np.asarray(reward, np.float64), np.asarray(progress, np.float64), np.asarray(group)
-    known = np.isfinite(mine) & np.isfinite(other)
-    found, weights = [], []
+    dealt, labels = np.array(reward, np.float32), np.asarray(group)
+    open_rows = ~np.asarray(success, np.bool_) & np.isfinite(dealt)
     for label in np.unique(labels):
-        rows = known & (labels == label)
-        if rows.sum() >= FEWEST_RANKED and np.ptp(mine[rows]) > 0 and np.ptp(other[rows]) > 0:
-            found.append(float(spearmanr(mine[rows], other[rows]).statistic))
-            weights.append(int(rows.sum()))
-    return float(np.average(found, weights=weights)) if found else float("nan")
+        rows = np.flatnonzero(open_rows & (labels == label))
+        dealt[rows] = dealt[generator.permutation(rows)]
+    return dealt
 
 
 @dataclass
 class SuccessMemory:
-    """The latest success latents of each task.
+    """The latest success latents of each task or initial state.
 
     Args:
-        keep: latents of a task at most; 0 keeps none.
+        keep: latents of a label at most; 0 keeps none.
     """
 
     keep: int
     latents: dict[Hashable, NDArray[np.float32]] = field(default_factory=dict)
-    """(M, E) by task, oldest first."""
+    """(M, E) by label, oldest first."""
 
     def references(self) -> Mapping[Hashable, NDArray[np.float32]]:
-        """What is kept, by task."""
+        """What is kept, by label."""
         return dict(self.latents)
 
     def add(self, latents: ArrayLike, success: ArrayLike, tasks: Sequence[Hashable]) -> None:
@@ -293,6 +272,18 @@ def _check_rows(
     return points, won, sound
 
 
+def _check_first(first: ArrayLike | None, points: _Floats, sound: NDArray[np.bool_], norm: str) -> _Floats:
+    """(B, E) latents of first frames; those of the episodes, which nothing reads, where the norm does not need any."""
+    if norm != "initial":
+        return points
+    if first is None:
+        raise ValueError("progress.norm is 'initial', which needs the latents of first frames; give `first`")
+    begun = np.asarray(first, np.float64)
+    if begun.shape != points.shape or not np.isfinite(begun[sound]).all():
+        raise ValueError(f"latents of first frames are {begun.shape}; expected {points.shape}, finite in valid rows")
+    return begun
+
+
 def _places_by_task(tasks: Sequence[Hashable]) -> dict[Hashable, NDArray[np.int64]]:
     places: dict[Hashable, list[int]] = {}
     for row, task in enumerate(tasks):
@@ -327,26 +318,44 @@ def _sigmoid(x: _Floats) -> _Floats:
     return np.asarray(0.5 * (1 + np.tanh(x / 2)))
 
 
-def _by_range(distance: _Floats, spread: float, settings: ProgressSettings) -> _Floats:
-    span = distance.max() - distance.min()
+class _Distances(NamedTuple):
+    """Distances of the F failures of a label to the nearest centre, squared where asked for."""
+
+    end: _Floats
+    """(F,) of the episodes."""
+    first: _Floats
+    """(F,) of their first frames."""
+    spread: float
+    """Mean of the references."""
+
+
+def _by_range(far: _Distances, settings: ProgressSettings) -> _Floats:
+    distance, span = far.end, np.ptp(far.end)
     share = np.full(len(distance), MIDDLE) if span < SMALLEST_RANGE else (distance - distance.min()) / span
     return _sigmoid(settings.steepness * (settings.offset - share))
 
 
-def _by_deviation(distance: _Floats, spread: float, settings: ProgressSettings) -> _Floats:
+def _by_deviation(far: _Distances, settings: ProgressSettings) -> _Floats:
+    distance = far.end
     if np.ptp(distance) < SMALLEST_RANGE:
         return np.full(len(distance), MIDDLE)
     return _sigmoid((distance.mean() - distance) / distance.std())
 
 
-def _by_spread(distance: _Floats, spread: float, settings: ProgressSettings) -> _Floats:
-    if spread < SMALLEST_RANGE:
-        return _by_range(distance, spread, settings)
-    return _sigmoid(settings.steepness * (settings.offset - distance / (distance + spread)))
+def _by_spread(far: _Distances, settings: ProgressSettings) -> _Floats:
+    if far.spread < SMALLEST_RANGE:
+        return _by_range(far, settings)
+    return _sigmoid(settings.steepness * (settings.offset - far.end / (far.end + far.spread)))
 
 
-NORMS: dict[str, Callable[[_Floats, float, ProgressSettings], _Floats]] = {
+def _from_first(far: _Distances, settings: ProgressSettings) -> _Floats:
+    moved = far.first >= SMALLEST_RANGE
+    return np.where(moved, (1 - far.end / np.where(moved, far.first, 1.0)).clip(0, 1), 0.0)
+
+
+NORMS: dict[str, Callable[[_Distances, ProgressSettings], _Floats]] = {
     "minmax": _by_range,
     "zscore": _by_deviation,
     "absolute": _by_spread,
+    "initial": _from_first,
 }

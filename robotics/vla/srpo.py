@@ -9,15 +9,23 @@ policy's successes at the same task in the same batch.
 
 References are common to a task, advantages to an initial state. The batch is that of all processes.
 
-Differences from the public code: DBSCAN's radius grows with the square root of the latent's size (at the published 0.5
-no cluster is ever found; `progress.eps_mode: absolute` is the published one); images belong to one episode (there the
-samples of a prompt share a buffer); an episode without a latent is counted and left out instead of getting 0; groups
-in which all fail stay if their task has a reference, because there the reward tells most (`filter.key: success` with
-bounds drops them as the release does). V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained
-on the demonstrations' own images.
+`progress.preset: published` is the public code's reward. The default differs in DBSCAN's radius, which grows with the
+square root of the latent's size (at the published 0.5 no cluster is ever found), and in an episode without a latent,
+which is counted and left out instead of getting 0. In both, images belong to one episode (in the public code the
+samples of a prompt share a buffer), and groups in which all fail stay if their task has a reference, because there the
+reward tells most (`filter.key: success` with bounds drops them as the release does).
 
-`srpo/agreement` measures a latent: Spearman's rank correlation of the reward with the environment's own reward over the
-failures of an initial state. It is NaN where the environment's reward is the same for all failures, as success is.
+`progress.preset: initial_state` is for initial states that come back, as in LIBERO's suites: references are the last 32
+successes of the same initial state, kept from step to step, and a failure earns 0.6 clip(1 - d_i / d_i0, 0, 1) with
+d_i0 the distance of its own first frame. `objective.advantage.kind: group_outcome_std` scales advantages by the
+deviation of success alone, so that a rare success keeps its weight beside failures that earn something.
+
+V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained on the demonstrations' own images.
+
+Two metrics compare the reward with the environment's own, both NaN where that is the same for all failures, as success
+is: `srpo/agreement`, Spearman's rank correlation over the failures of an initial state, and
+`srpo/advantage_correlation`, between the advantages and those that the environment's reward would give.
+`shuffle_failures` is the control: the rewards of an initial state's failures are dealt out among them at random.
 """
 
 from __future__ import annotations
@@ -29,21 +37,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
-from mmrl.training.loop.distributed import sum_over_processes
+from mmrl.training.loop.distributed import global_advantages, merge_lists, sum_over_processes
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.record.stopwatch import stopwatch
-from robotics.sim.episodes import RobotSim
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.vla.agreement import advantage_correlation, rank_agreement
 from robotics.vla.latents import LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.progress import ProgressOutcome, ProgressSettings, SuccessMemory, progress_rewards, rank_agreement
+from robotics.vla.progress import ProgressOutcome, SuccessMemory, progress_rewards, shuffled_failures
+from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.recipe import RobotConfig, RobotRecipe
+from robotics.vla.tasks import episode_id
 
 __all__ = ["SrpoConfig", "SrpoRecipe"]
 
@@ -58,6 +70,8 @@ class SrpoConfig(RobotConfig):
     """How distances become rewards."""
     latent: LatentConfig = field(default_factory=LatentConfig)
     """Latent by which episodes are compared."""
+    shuffle_failures: bool = False
+    """Deal the rewards of an initial state's failures out among them at random: the control for experiments."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation."""
 
@@ -81,10 +95,11 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}; the simulator's "
                 f"state has {self.sim.state_size}"
             )
-        self.memory = SuccessMemory(config.progress.memory)
+        self.form = config.progress.form
+        self.memory = SuccessMemory(self.form.memory)
         self.invalid = self._invalid_now = 0
         self.outcome: ProgressOutcome | None = None
-        self.agreement = math.nan
+        self.agreement = self.advantage_correlation = math.nan
         self._first_reason = ""
 
     @property
@@ -96,20 +111,33 @@ class SrpoRecipe(RobotRecipe):
         """1 for success, else the progress reward."""
         payload = EpisodePayload.of(rollouts)
         with stopwatch("latents"):
-            latents, valid = self._embed(payload)
+            latents, first, valid = self._embed(payload)
         groups = rollouts.group.cpu().numpy()
         mine = self._progress_rewards(
             _Rows(
                 latents=latents,
+                first=first,
                 valid=valid,
                 success=payload.success.cpu().numpy(),
-                tasks=np.array([payload.episodes[group].task for group in groups.tolist()]),
+                labels=np.array([self._label(payload.episodes[group]) for group in groups.tolist()]),
                 env_reward=payload.progress.cpu().numpy(),
                 groups=groups,
             )
         )
         progress = torch.from_numpy(mine).to(rollouts.reward)
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
+
+    def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Those of the objective; their correlation with those of the environment's own reward is noted."""
+        found = super().advantages(rollouts, accelerator)
+        payload = EpisodePayload.of(rollouts)
+        own = rollouts.replace(reward=torch.where(torch.isfinite(rollouts.reward), payload.progress, torch.nan))
+        other = global_advantages(self.objective.compute_advantages, own, accelerator)
+        failed = (~payload.success).to(rollouts.mask)
+        columns = [_row_means(part.advantage, rollouts.loss_mask) for part in (found, other)]
+        rows = merge_lists([torch.stack([*columns, payload.progress, failed]).cpu().numpy()], accelerator)
+        self.advantage_correlation = advantage_correlation(*np.concatenate(rows, axis=1))
+        return found
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Clusters, tasks without a reference, missing latents and agreement, with those of every robot recipe."""
@@ -123,6 +151,7 @@ class SrpoRecipe(RobotRecipe):
             "srpo/noise_fraction": float(self.outcome.noise_fraction),
             "srpo/tasks_without_reference": self.outcome.fraction_without_reference,
             "srpo/agreement": self.agreement,
+            "srpo/advantage_correlation": self.advantage_correlation,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,24 +164,33 @@ class SrpoRecipe(RobotRecipe):
         self.memory.load_state_dict(state["memory"])
         self.invalid = int(state["invalid"])
 
-    def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray]:
-        """Latents (B, E) and which rows have one."""
-        rows = len(payload.steps)
-        sound = [row for row in range(rows) if not bool(payload.failed[row])]
-        found = self.latent.embed([payload.frames_of(row) for row in sound], [payload.path(row) for row in sound])
-        latents = np.zeros((rows, found.latents.shape[1]), np.float32)
-        valid = np.zeros(rows, bool)
-        latents[sound], valid[sound] = found.latents, found.valid
-        self._invalid_now += int((~found.valid).sum())
-        if found.reasons and not self._first_reason:
-            self._first_reason = next(iter(found.reasons.values()))
+    def _label(self, episode: EpisodeSpec) -> str:
+        """With whose successes an episode is compared."""
+        return episode.task if self.form.references == "task" else episode_id(episode)
+
+    def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Latents (B, E), those of the first frames alone where the norm needs them, and which rows have them."""
+        sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
+        films, paths = [payload.frames_of(row) for row in sound], [payload.path(row) for row in sound]
+        found = self.latent.embed(films, paths)
+        begun = found
+        if self.form.norm == "initial":
+            films = [None if film is None else film[:1] for film in films]
+            begun = self.latent.embed(films, [path[:1] for path in paths])
+        latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
+        valid = np.zeros(len(payload.steps), bool)
+        latents[sound], first[sound], valid[sound] = found.latents, begun.latents, found.valid & begun.valid
+        self._invalid_now += int((~(found.valid & begun.valid)).sum())
+        reasons = found.reasons or begun.reasons
+        if reasons and not self._first_reason:
+            self._first_reason = next(iter(reasons.values()))
             LOGGER.warning("an episode has no latent and is left out of the update: %s", self._first_reason)
-        return latents, valid
+        return latents, first, valid
 
     def _progress_rewards(self, mine: _Rows) -> np.ndarray:
         """Rewards (B,) of these rows among those of all processes.
 
-        A failure is compared with the successes of its task on any process, so the rows of all processes are gathered,
+        A failure is compared with the successes of its label on any process, so the rows of all processes are gathered,
         their groups numbered anew, and all rewards computed on every process, which then keeps its own part.
         """
         state = PartialState()
@@ -166,15 +204,31 @@ class SrpoRecipe(RobotRecipe):
                 f"no episode of this step has a latent: {self._first_reason or 'see the log of the first process'}; "
                 f"latent.kind is {self.config.latent.kind}"
             )
-        names = rows.tasks.tolist()
+        labels = rows.labels.tolist()
         self.outcome = progress_rewards(
-            rows.latents, rows.success, rows.valid, names, self.config.progress, self.memory.references()
+            rows.latents,
+            rows.success,
+            rows.valid,
+            labels,
+            self.config.progress,
+            self.memory.references(),
+            rows.first if self.form.norm == "initial" else None,
         )
-        self.memory.add(rows.latents, rows.success & rows.valid, names)
+        self.memory.add(rows.latents, rows.success & rows.valid, labels)
+        reward = self.outcome.reward
+        if self.config.shuffle_failures:
+            draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", self.step))
+            reward = shuffled_failures(reward, rows.success, rows.groups, draws)
         failures = ~rows.success & np.isfinite(self.outcome.distance)
-        self.agreement = rank_agreement(self.outcome.reward[failures], rows.env_reward[failures], rows.groups[failures])
+        self.agreement = rank_agreement(reward[failures], rows.env_reward[failures], rows.groups[failures])
         start = sum(len(part.valid) for part in parts[:rank])
-        return self.outcome.reward[start : start + len(mine.valid)]
+        return reward[start : start + len(mine.valid)]
+
+
+def _row_means(advantage: Tensor | None, mask: Tensor) -> Tensor:
+    """(B,) mean advantage over the decisions that are trained; NaN where there are none."""
+    assert advantage is not None
+    return (advantage * mask).sum(1) / torch.where(mask.sum(1) > 0, mask.sum(1), torch.nan)
 
 
 class _Rows(NamedTuple):
@@ -182,12 +236,14 @@ class _Rows(NamedTuple):
 
     latents: np.ndarray
     """(B, E)."""
+    first: np.ndarray
+    """(B, E) of the first frames alone; read by the norm initial."""
     valid: np.ndarray
     """(B,) bool, whether there is a latent."""
     success: np.ndarray
     """(B,) bool."""
-    tasks: np.ndarray
-    """(B,) names."""
+    labels: np.ndarray
+    """(B,) names of tasks or initial states."""
     env_reward: np.ndarray
     """(B,) the environment's own reward at the last step."""
     groups: np.ndarray

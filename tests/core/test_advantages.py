@@ -52,6 +52,38 @@ def test_group_mean_global_std_of_equal_rewards_is_exactly_zero():
     assert (mixed == 0).all()
 
 
+def test_group_outcome_std_by_hand():
+    # Success alone: mean 1/4, std 1/2 (ddof 1), so 1.5 and -0.5; failures 0.2, 0.5, 0.2 deviate by -0.1, 0.2, -0.1.
+    advantage = estimate("group_outcome_std", rows([1, 0.2, 0.5, 0.2]), eps=0.0)[:, 0].tolist()
+    assert advantage == pytest.approx([1.5, (-0.25 - 0.1) / 0.5, (-0.25 + 0.2) / 0.5, (-0.25 - 0.1) / 0.5])
+    # All fail: the deviation of one success among four, 1/2, stands in; 0.1 and 0.3 deviate by 0.1 from their mean.
+    failed = estimate("group_outcome_std", rows([0.1, 0.3, 0.1, 0.3]), eps=0.0)[:, 1].tolist()
+    assert failed == pytest.approx([-0.2, 0.2, -0.2, 0.2])
+    # With ddof 0 that deviation is sqrt(3) / 4.
+    wide = estimate("group_outcome_std", rows([0.1, 0.3, 0.1, 0.3]), eps=0.0, ddof=0)[:, 0].tolist()
+    assert wide == pytest.approx([x * 2 / 3**0.5 for x in failed])
+
+
+def test_group_outcome_std_keeps_the_weight_of_a_lone_success():
+    reward = [1.0, *torch.linspace(0.02, 0.6, 15, dtype=torch.float64).tolist()]
+    alone = estimate("group_mean_std", rows([1.0] + [0.0] * 15), eps=0.0)[:, 0]
+    assert alone[0] == pytest.approx(3.75)
+    assert estimate("group_mean_std", rows(reward), eps=0.0)[0, 0] < 2.7
+    kept = estimate("group_outcome_std", rows(reward), eps=0.0)[:, 0]
+    assert kept[0] == pytest.approx(3.75)
+    assert kept.sum() == pytest.approx(0, abs=1e-12)
+    assert kept[1:].tolist() == sorted(kept[1:].tolist())
+
+
+def test_group_outcome_std_of_outcomes_alone_is_group_mean_std():
+    rewards, group = [1.0, 0, 0, 1, 0, 1, 1, 0, 0, 0], [0] * 4 + [1] * 6
+    usual = estimate("group_mean_std", rows(rewards, group=group))
+    torch.testing.assert_close(estimate("group_outcome_std", rows(rewards, group=group)), usual)
+    # with another bound for success
+    halved = rows([x / 2 for x in rewards], group=group)
+    torch.testing.assert_close(estimate("group_outcome_std", halved, solved=0.5), usual)
+
+
 def test_leave_one_out_by_hand():
     # 3 against the mean of 1 and 2, and so on.
     assert estimate("leave_one_out", rows([3, 1, 2]))[:, 0].tolist() == [1.5, -1.5, 0.0]

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from mmrl.core import PolicyOutputs, Rollouts, get
-from robotics.vla.progress import ProgressSettings, progress_rewards
+from robotics.vla.progress import progress_rewards
+from robotics.vla.progress_settings import ProgressSettings
 from tests.golden.numbers import assert_agrees, inputs_of, load
 
 
@@ -15,8 +16,7 @@ def test_progress_rewards_are_those_of_the_public_code():
     (peer,) = file.peers
     latents = np.array(file.inputs["embedding"])
     valid = (latents != 0).any(1)
-    # the public code takes the radius as it is and gives 0 to an episode without an embedding
-    settings = ProgressSettings(eps_mode="absolute", invalid="zero")
+    settings = ProgressSettings(preset="published")
     found = progress_rewards(latents, np.array(file.inputs["success"]), valid, file.inputs["task"], settings)
     assert found.reward.dtype == np.float32
     np.testing.assert_allclose(found.reward, np.array(peer["progress"], np.float32), rtol=2**-23)

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from robotics.vla.progress import (
-    NORMS,
-    ProgressSettings,
-    SuccessMemory,
-    cluster_labels,
-    progress_rewards,
-    rank_agreement,
-)
+from robotics.vla.agreement import advantage_correlation, rank_agreement
+from robotics.vla.progress import NORMS, SuccessMemory, cluster_labels, progress_rewards, shuffled_failures
+from robotics.vla.progress_settings import NORM_NAMES, PRESETS, ProgressForm, ProgressSettings
 
 NEAREST = 0.6 / (1 + math.exp(-5))
 FARTHEST = 0.6 / (1 + math.exp(5))
@@ -82,7 +77,7 @@ def test_a_single_failure_gets_half_of_alpha():
 @pytest.mark.parametrize("norm", list(NORMS))
 def test_without_success_nothing_is_earned(norm):
     latents, success, valid, tasks = on_a_line([1.0, 2.0], successes=0)
-    outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm=norm))
+    outcome = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm=norm), first=latents)
     assert outcome.reward.tolist() == [0, 0]
     assert (outcome.tasks_without_reference, outcome.fraction_without_reference, outcome.clusters) == (1, 1.0, 0.0)
 
@@ -125,10 +120,12 @@ def test_agrees_with_a_plain_implementation(seed):
 def test_the_order_of_rows_does_not_matter(norm, squared):
     rng = np.random.default_rng(3)
     latents, success, valid, tasks = random_batch(rng)
+    first = rng.normal(size=latents.shape)
     settings = ProgressSettings(norm=norm, squared=squared)
-    straight = progress_rewards(latents, success, valid, tasks, settings)
+    straight = progress_rewards(latents, success, valid, tasks, settings, first=first)
     order = rng.permutation(len(tasks))
-    mixed = progress_rewards(latents[order], success[order], valid[order], [tasks[i] for i in order], settings)
+    labels = [tasks[i] for i in order]
+    mixed = progress_rewards(latents[order], success[order], valid[order], labels, settings, first=first[order])
     np.testing.assert_allclose(mixed.reward, straight.reward[order], rtol=1e-5)
     assert mixed.noise_fraction == pytest.approx(straight.noise_fraction)
 
@@ -138,7 +135,8 @@ def test_a_nearer_failure_always_earns_more_and_none_as_much_as_alpha(norm):
     distances = np.sort(np.random.default_rng(0).uniform(0.1, 9, 12))
     latents, success, valid, tasks = on_a_line(distances, successes=2)
     latents[:2, 0] = [-1, 1]
-    earned = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm=norm)).reward[2:]
+    first = np.full_like(latents, 8)
+    earned = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm=norm), first=first).reward[2:]
     assert (np.diff(earned) < 0).all()
     assert earned.min() > 0
     assert earned.max() < 0.6
@@ -171,6 +169,64 @@ def test_the_absolute_norm_does_not_depend_on_the_other_failures():
     # A single success has no spread to measure by.
     single = progress_rewards(*on_a_line([2.0, 8.0]), ProgressSettings(norm="absolute")).reward[1:]
     np.testing.assert_allclose(single, [NEAREST, FARTHEST], rtol=1e-6)
+
+
+def test_the_initial_norm_counts_the_share_of_the_way_from_the_first_frame():
+    latents, success, valid, tasks = on_a_line([1.0, 4.0, 6.0, 3.0])
+    first = np.zeros_like(latents)
+    first[1:, 1] = [4.0, 4.0, 4.0, 0.0]
+    reward = progress_rewards(latents, success, valid, tasks, ProgressSettings(norm="initial"), first=first).reward
+    # three quarters of the way; no step; further away than at the start; and one that began at the goal and left it
+    np.testing.assert_allclose(reward, [1, 0.6 * 0.75, 0, 0, 0], rtol=1e-6)
+    squared = ProgressSettings(norm="initial", squared=True)
+    again = progress_rewards(latents, success, valid, tasks, squared, first=first).reward
+    np.testing.assert_allclose(again, [1, 0.6 * 15 / 16, 0, 0, 0], rtol=1e-6)
+
+
+def test_the_initial_norm_does_not_depend_on_the_other_failures():
+    latents, success, valid, tasks = on_a_line([1.0, 2.0, 9.0])
+    first = np.full_like(latents, 3)
+    settings = ProgressSettings(norm="initial")
+    whole = progress_rewards(latents, success, valid, tasks, settings, first=first).reward
+    valid[[2, 3]] = False
+    alone = progress_rewards(latents, success, valid, tasks, settings, first=first).reward
+    assert whole[1] == alone[1] > 0
+    # an invalid row's first frame may be anything
+    first[[2, 3]] = np.nan
+    assert progress_rewards(latents, success, valid, tasks, settings, first=first).reward[1] == alone[1]
+
+
+def test_the_initial_norm_needs_first_frames():
+    latents, success, valid, tasks = on_a_line([1.0, 2.0])
+    settings = ProgressSettings(norm="initial")
+    with pytest.raises(ValueError, match="needs the latents of first frames; give `first`"):
+        progress_rewards(latents, success, valid, tasks, settings)
+    for first in (latents[:2], np.where(latents > 1, np.nan, latents)):
+        with pytest.raises(ValueError, match=r"latents of first frames are .*; expected \(3, 3\), finite"):
+            progress_rewards(latents, success, valid, tasks, settings, first=first)
+
+
+def test_presets_decide_what_is_left_open():
+    assert set(NORM_NAMES) == set(NORMS)
+    assert ProgressSettings(preset="published").form == ProgressForm("task", 0, "minmax", "absolute", "zero")
+    assert ProgressSettings().form == ProgressForm("task", 0, "minmax", "per_sqrt_dim", "nan")
+    assert ProgressSettings(preset="initial_state").form == PRESETS["initial_state"]
+    own = ProgressSettings(preset="initial_state", memory=0, norm="zscore", invalid="zero").form
+    assert own == ProgressForm("initial_state", 0, "zscore", "per_sqrt_dim", "zero")
+
+
+def test_shuffled_failures_keep_every_groups_rewards():
+    rng = np.random.default_rng(0)
+    reward = rng.random(40).astype(np.float32)
+    reward[[3, 17]] = np.nan
+    success, group = rng.random(40) < 0.3, np.arange(40) // 10
+    dealt = shuffled_failures(reward, success, group, np.random.default_rng(1))
+    np.testing.assert_array_equal(dealt[success], reward[success])
+    np.testing.assert_array_equal(np.isnan(dealt), np.isnan(reward))
+    for label in range(4):
+        np.testing.assert_array_equal(np.sort(dealt[group == label]), np.sort(reward[group == label]))
+    assert (dealt != reward)[~success & np.isfinite(reward)].mean() > 0.5
+    np.testing.assert_array_equal(dealt, shuffled_failures(reward, success, group, np.random.default_rng(1)))
 
 
 def test_the_nearest_of_several_centres_counts():
@@ -266,7 +322,9 @@ def test_memory_survives_a_checkpoint():
         ({"offset": math.inf}, "offset"),
         ({"min_samples": 0}, "min_samples is 0; must be at least 1"),
         ({"memory": -1}, "memory"),
-        ({"norm": "rank"}, "minmax, zscore, absolute"),
+        ({"norm": "rank"}, "minmax, zscore, absolute, initial"),
+        ({"preset": "paper"}, "preset is 'paper'; allowed: published, task, initial_state"),
+        ({"references": "batch"}, "references is 'batch'; allowed: task, initial_state"),
         ({"eps_mode": "auto"}, "per_sqrt_dim, absolute"),
         ({"invalid": "one"}, "nan, zero"),
     ],
@@ -307,3 +365,17 @@ def test_groups_without_an_order_do_not_count():
     assert np.isnan(rank_agreement(reward, [0] * 8, group))  # a reward of success alone
     assert np.isnan(rank_agreement([nan, *reward[1:]], [1, 2, 3, 9, 1, 1, 2, 3], group))
     assert np.isnan(rank_agreement([], [], []))
+
+
+def test_advantage_correlation_is_pearsons_over_all_rows():
+    mine, other, told = [3.0, -1.0, -1.0, -1.0], [2.0, 0.0, -1.0, -1.0], [1.0, 0.4, 0.1, 0.2]
+    failed = [0, 1, 1, 1]
+    # deviations: 3, -1, -1, -1 and 2, 0, -1, -1, so the sum of products is 8 and those of squares are 12 and 6
+    assert advantage_correlation(mine, other, told, failed) == pytest.approx(8 / math.sqrt(72))
+    nan = float("nan")
+    assert advantage_correlation([*mine, nan], [*other, 9], [*told, 0], [*failed, 1]) == pytest.approx(
+        8 / math.sqrt(72)
+    )
+    assert np.isnan(advantage_correlation(mine, other, [1, 0, 0, 0], failed))  # a reward of success alone
+    assert np.isnan(advantage_correlation([0] * 4, other, told, failed))
+    assert np.isnan(advantage_correlation([], [], [], []))

@@ -14,11 +14,14 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.loop.distributed import make_accelerator
+from mmrl.training.record.checkpoint import Checkpoints
 from mmrl.training.runs import train
 from robotics.vla.latents import LatentConfig
 from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.progress import ProgressSettings
+from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.srpo import SrpoRecipe
+from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_robot_recipes import SCALE, collected, srpo, trainer
 from tests.robotics.tiny_models import save_tiny_video_encoder, save_tiny_vjepa2
@@ -143,13 +146,66 @@ def test_a_latent_of_other_states_is_refused_at_the_start(tmp_path):
         SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="state", options=scale)))
 
 
-def test_remembered_successes_survive_an_interruption(tmp_path):
-    changes = {"progress": ProgressSettings(memory=8)}
+BY_STATE = ProgressSettings(preset="initial_state", min_samples=10_000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rewards_from_the_first_frame_with_references_of_the_initial_state(tmp_path, folders, kind):
+    """Every latent; the references are those of the batch and, at the second batch, those of the first too."""
+    recipe = SrpoRecipe(srpo(tmp_path, latent=latent_of(kind, folders), progress=BY_STATE))
+    kept = {}
+    for seed in (0, 1):
+        rollouts = collected(recipe, seed=seed)
+        payload, groups = rollouts.payload, rollouts.group.numpy()
+        films, paths = zip(*((payload.frames_of(row), payload.path(row)) for row in range(len(groups))), strict=True)
+        ends = recipe.latent.embed(films, paths).latents.astype(np.float64)
+        begins = recipe.latent.embed([film[:1] for film in films], [path[:1] for path in paths]).latents
+        success = payload.success.numpy()
+        for group in range(4):
+            won, lost = (np.flatnonzero((groups == group) & (success == told)) for told in (True, False))
+            kept[group] = np.concatenate([kept.get(group, ends[:0]), ends[won]])
+            expected = np.zeros(len(lost))
+            if len(kept[group]):
+                gaps = (np.linalg.norm(part[lost] - kept[group].mean(0), axis=1) for part in (ends, begins))
+                expected = 0.6 * (1 - np.divide(*gaps)).clip(0, 1)
+            np.testing.assert_allclose(rollouts.reward[torch.from_numpy(lost)], expected, atol=1e-4)
+    names = [f"right/train/{episode.layout}" for episode in payload.episodes]
+    assert {name: len(found) for name, found in recipe.memory.references().items()} == {
+        name: len(kept[group]) for group, name in enumerate(names) if len(kept[group])
+    }
+    assert sum(map(len, kept.values())) > len(ends[success])
+
+
+def test_progress_from_the_first_frame_agrees_with_the_simulator_and_shuffled_rewards_do_not(tmp_path):
+    recipes = [
+        SrpoRecipe(srpo(tmp_path, progress=BY_STATE, trainer=trainer(samples_per_task=30), shuffle_failures=shuffle))
+        for shuffle in (False, True)
+    ]
+    accelerator = make_accelerator()
+    plain, shuffled = (recipe.advantages(collected(recipe), accelerator) for recipe in recipes)
+    found, control = (recipe.step_metrics(each) for recipe, each in zip(recipes, (plain, shuffled), strict=True))
+    assert found["srpo/agreement"] > 0.7
+    assert abs(control["srpo/agreement"]) < 0.5
+    assert found["srpo/advantage_correlation"] > control["srpo/advantage_correlation"] + 0.01
+    torch.testing.assert_close(plain.reward[plain.payload.success], shuffled.reward[plain.payload.success])
+    assert not torch.equal(plain.reward, shuffled.reward)
+    torch.testing.assert_close(plain.reward.sort().values, shuffled.reward.sort().values)
+
+
+@pytest.mark.parametrize("progress", [ProgressSettings(memory=8), BY_STATE], ids=["task", "initial_state"])
+def test_remembered_successes_survive_an_interruption(tmp_path, progress):
+    changes = {"progress": progress, "shuffle_failures": True, "data": EpisodeSetConfig(tasks=["right"], layouts=4)}
     whole = train(find_recipe("srpo"), srpo(tmp_path / "a", trainer=trainer(steps=2), **changes))
     train(find_recipe("srpo"), srpo(tmp_path / "b", trainer=trainer(steps=1), **changes))
     resumed = train(find_recipe("srpo"), srpo(tmp_path / "b", trainer=trainer(steps=2), **changes), resume=True)
     weights = [path / "checkpoints" / "step-000002" / "model" / "model.safetensors" for path in (whole, resumed)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    memories = [
+        Checkpoints.load_state(path / "checkpoints" / "step-000002")["recipe"]["memory"] for path in (whole, resumed)
+    ]
+    assert memories[0]["tasks"] == memories[1]["tasks"]
+    assert sum(map(len, memories[0]["latents"])) > 0
+    assert all(torch.equal(*pair) for pair in zip(memories[0]["latents"], memories[1]["latents"], strict=True))
 
 
 @pytest.mark.parametrize(

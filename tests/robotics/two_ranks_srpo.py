@@ -14,7 +14,7 @@ import torch
 from mmrl.training.loop.distributed import leave, make_accelerator
 from mmrl.training.loop.trainer import Trainer
 from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.progress import ProgressSettings
+from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.srpo import SrpoRecipe
 from tests.robotics.test_robot_recipes import collected, srpo, trainer
 

@@ -6,6 +6,7 @@ from mmrl.core.blocks.advantage import (
     GroupMeanBatchStd,
     GroupMeanGlobalStd,
     GroupMeanStd,
+    GroupOutcomeStd,
     LeaveOneOut,
 )
 from mmrl.core.blocks.aggregation import (
@@ -72,6 +73,7 @@ __all__ = [
     "GroupMeanBatchStd",
     "GroupMeanGlobalStd",
     "GroupMeanStd",
+    "GroupOutcomeStd",
     "GroupRegression",
     "GspoClip",
     "K1StraightThrough",
@@ -101,6 +103,7 @@ ADVANTAGES: dict[str, type[Advantage]] = {
     block.kind: block
     for block in (
         GroupMeanStd,
+        GroupOutcomeStd,
         GroupMean,
         LeaveOneOut,
         WhitenedReturns,

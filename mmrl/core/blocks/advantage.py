@@ -22,10 +22,12 @@ __all__ = [
     "GroupMeanBatchStd",
     "GroupMeanGlobalStd",
     "GroupMeanStd",
+    "GroupOutcomeStd",
     "LeaveOneOut",
     "group_mean",
     "group_mean_global_std",
     "group_mean_std",
+    "group_outcome_std",
     "leave_one_out",
 ]
 
@@ -84,6 +86,46 @@ def group_mean_global_std(
     valid = _all_rows(reward, valid)
     std = group_std(reward, torch.zeros_like(group), valid, ddof) + eps
     return group_center(reward, group, valid) / torch.where(std > 0, std, 1.0)
+
+
+def group_outcome_std(
+    reward: Tensor,
+    group: Tensor,
+    *,
+    solved: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Centre and scale outcomes as if they were the only reward; rewards beyond them rank rows of equal outcome.
+
+        s_i = 1 where R_i >= solved, else 0
+        A_i = (s_i - mean s + R_i - mean of R over rows with the outcome s_i) / (max(std s, floor) + eps)
+
+    With partial rewards for failures, the standard deviation of all rewards shrinks the weight of a rare success, and
+    where all fail it enlarges the smallest differences to full size. Here a success has the advantage that it has with
+    success alone (3.75 for one of 16), and partial rewards only shift weight between failures. In a group of n rows of
+    one outcome the floor stands in, the deviation of n - 1 failures and one success: 1 / sqrt(n) with ddof 1.
+
+    Args:
+        reward: (B,) float.
+        group: (B,) int64, 0..N-1.
+        solved: Smallest reward of a success.
+        ddof: 1 divides the variance by n - 1, 0 by n.
+        eps: Added to the standard deviation.
+        valid: (B,) bool, rows that take part; None takes all.
+
+    Returns:
+        (B,); 0 in groups whose rewards are all equal and on rows that do not take part.
+    """
+    valid = _all_rows(reward, valid)
+    won = reward >= solved
+    outcome = won.to(reward.dtype)
+    within = group_center(reward, group, valid & won) + group_center(reward, group, valid & ~won)
+    number = group_count(group, valid).clamp(min=2).to(reward.dtype)
+    floor = ((number - 1) / (number * (number - ddof))).sqrt()
+    std = torch.maximum(group_std(outcome, group, valid, ddof), floor)
+    return (group_center(outcome, group, valid) + within) / (std + eps)
 
 
 @dataclass(frozen=True)
@@ -211,6 +253,37 @@ class GroupMeanGlobalStd(Advantage):
     def formula(self) -> str:
         """See `Block`."""
         rule = f"(R_i - mean_g R) / (std of all R + {self.eps:g}), std with ddof {self.ddof}"
+        return _group_formula(rule, self.singleton)
+
+
+@dataclass(frozen=True)
+class GroupOutcomeStd(Advantage):
+    """See `group_outcome_std`."""
+
+    kind = "group_outcome_std"
+    needs = frozenset({"samples"})
+    singleton: str = choice("zero", SINGLETONS)
+    """As in `GroupMeanStd`."""
+    solved: float = 1.0
+    """Smallest reward of a success; what is less is a failure's."""
+    ddof: int = choice(1, (0, 1))
+    """1 divides the variance by n - 1, 0 by n."""
+    eps: float = bounded(1e-6, at_least=0)
+    """Added to the standard deviation."""
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """See `Advantage`."""
+        usual = group_outcome_std(
+            rollouts.reward, rollouts.group, solved=self.solved, ddof=self.ddof, eps=self.eps, valid=rollouts.scored
+        )
+        return _spread(usual, rollouts, self.singleton)
+
+    def formula(self) -> str:
+        """See `Block`."""
+        rule = (
+            f"(s_i - mean_g s + R_i - mean_g of R with outcome s_i) / (std_g s + {self.eps:g}), s = R >= "
+            f"{self.solved:g}, std with ddof {self.ddof}"
+        )
         return _group_formula(rule, self.singleton)
 
 
