@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -65,7 +65,17 @@ class TrajectoryLatent(Protocol):
 
 
 class RowLatent(ABC):
-    """Embeds the rows that it can, with a cache, and gives the reason for the others."""
+    """Embeds the rows that it can, with a cache, and gives the reason for the others.
+
+    A latent that has to be fitted first says by `fit_episodes` to how many episodes of the run, and `ready` is False
+    until then.
+    """
+
+    needs_images: ClassVar[bool] = True
+    """Whether it looks at images."""
+    looks_at: ClassVar[str] = "robot"
+    """What the states are that it is given: those of the robot, or positions (F, 3) of the object."""
+    fit_episodes: int = 0
 
     def __init__(self, size: int, batch_size: int = 1, cache: int = 0) -> None:
         self.size = size
@@ -73,15 +83,61 @@ class RowLatent(ABC):
         self._batch, self._room = batch_size, cache
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can embed."""
+        return True
+
+    def fit(
+        self,
+        frames: Sequence[NDArray[np.uint8] | None],
+        states: Sequence[NDArray[np.float32]],
+        labels: Sequence[Hashable],
+    ) -> None:
+        """Fit what the latent depends on to the first episodes of a run; equal episodes give an equal latent.
+
+        Args:
+            frames: (F_i, H, W, 3) uint8 images of each, in order; None without images.
+            states: (P_i, S) float32 states of each.
+            labels: their initial states.
+
+        Raises:
+            UserError: too little can be learned from these episodes.
+            TypeError: nothing of this latent is fitted.
+        """
+        raise TypeError(f"{type(self).__name__} is not fitted to episodes")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `fit` found, for a checkpoint; empty where nothing is fitted."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; raises ValueError for the state of a latent of another kind."""
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} is not fitted; the checkpoint has {', '.join(state)} of its latent"
+            )
+
     def embed(
-        self, frames: Sequence[NDArray[np.uint8] | None], states: Sequence[NDArray[np.float32]]
+        self,
+        frames: Sequence[NDArray[np.uint8] | None],
+        states: Sequence[NDArray[np.float32]],
+        *,
+        one_by_one: bool = False,
     ) -> EmbeddedTrajectories:
-        """Embed trajectories of any lengths; see `TrajectoryLatent.embed`."""
+        """Embed trajectories of any lengths; see `TrajectoryLatent.embed`.
+
+        Args:
+            frames: see there.
+            states: see there.
+            one_by_one: run each alone, so that what comes back from the cache is what would be computed anew, bit for
+                bit; for inputs that come back, in runs that may be resumed.
+        """
         if len(frames) != len(states):
             raise ValueError(f"{len(frames)} trajectories of frames and {len(states)} of states")
         latents = np.full((len(frames), self.size), np.nan, np.float32)
         inputs, rows, reasons = self._sort(frames, states)
-        outcomes = self._run(inputs)
+        outcomes = self._run(inputs, 1 if one_by_one else self._batch)
         for key, places in rows.items():
             outcome = outcomes[key]
             if isinstance(outcome, str):
@@ -110,13 +166,13 @@ class RowLatent(ABC):
             rows.setdefault(key, []).append(row)
         return inputs, rows, reasons
 
-    def _run(self, inputs: Mapping[bytes, NDArray[Any]]) -> dict[bytes, NDArray[np.float32] | str]:
+    def _run(self, inputs: Mapping[bytes, NDArray[Any]], batch: int) -> dict[bytes, NDArray[np.float32] | str]:
         """Latents of distinct inputs, or the reason why there is none."""
         outcomes: dict[bytes, NDArray[np.float32] | str] = {key: self._kept[key] for key in inputs if key in self._kept}
         self.counts["reused"] += len(outcomes)
         new = [key for key in inputs if key not in outcomes]
-        for start in range(0, len(new), self._batch):
-            part = new[start : start + self._batch]
+        for start in range(0, len(new), batch):
+            part = new[start : start + batch]
             outcomes |= dict(zip(part, self._attempt([inputs[key] for key in part]), strict=True))
         for key, outcome in outcomes.items():
             if not isinstance(outcome, str):

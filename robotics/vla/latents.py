@@ -1,9 +1,11 @@
 """Latents by which episodes are compared: one vector for each whole trajectory.
 
-    vjepa2   mean over all tokens of a V-JEPA 2 encoder, as SRPO's released code does it
-    video    the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own images
-    pixels   ablation: small images, their mean over time beside the last one
-    state    ablation: the state at fixed shares of the episode and at its end
+    vjepa2       mean over all tokens of a V-JEPA 2 encoder, as SRPO's released code does it
+    video        the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own images
+    contrastive  a small encoder of what the episode changed in the scene, trained on the run's first episodes
+    pixels       ablation: small images, their mean over time beside the last one
+    state        ablation: the state at fixed shares of the episode and at its end
+    object       ceiling: where the object ends, from the simulator
 
 A trajectory that cannot be embedded is invalid, with a reason; its latent is NaN, not zeros that could be mistaken for
 a latent. Latents of networks are cached by the content of their images.
@@ -11,7 +13,7 @@ a latent. Latents of networks are cached by the content of their images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +23,22 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice
+from robotics.vla.contrastive_latent import ContrastiveLatent, ContrastiveSettings
 from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_frames, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
 from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, crop_clip, sample_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
 __all__ = [
     "LATENTS",
+    "ContrastiveLatent",
+    "ContrastiveSettings",
     "EmbeddedTrajectories",
     "LatentConfig",
+    "ObjectLatent",
+    "ObjectSettings",
     "PixelLatent",
     "PixelSettings",
     "StateLatent",
@@ -57,9 +62,10 @@ class LatentConfig:
     """Latent by which episodes are compared."""
 
     kind: str = choice("video", lambda: LATENTS)
-    """A name of `LATENTS`: vjepa2, video, pixels or state."""
+    """A name of `LATENTS`: vjepa2, video, contrastive, pixels, state or object."""
     path: str = ""
-    """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale."""
+    """vjepa2: model folder or hub id; video, contrastive: folder of the encoder; state: LeRobotDataset that sets the
+    scale. Without one, contrastive and state take the first episodes of the run."""
     build: str | None = None
     """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +75,7 @@ class LatentConfig:
     options: dict[str, Any] = by_kind(
         lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
     )
-    """Settings of the kind, see its settings class; state needs `mean` and `std` if there is no path."""
+    """Settings of the kind, see its settings class."""
 
     def validate(self) -> None:
         """Check the options of the kind; raises UserError."""
@@ -111,19 +117,25 @@ class StateSettings:
     """Settings of the state latent."""
 
     mean: list[float] = field(default_factory=list)
-    """(S,) means of the states of a dataset; see `state_statistics`."""
+    """(S,) means of the states of a dataset, see `state_statistics`; empty = those of the path's dataset, or without a
+    path of the run's first step."""
     std: list[float] = bounded([], at_least=0)
     """(S,) standard deviations; where one is 0 the entry is only centred."""
     points: int = bounded(8, at_least=1)
     """Moments at equal shares of the episode, both ends included, between which states are interpolated."""
 
     def validate(self) -> None:
-        """Check that each entry of the state has a mean and a deviation; raises UserError."""
-        if not self.mean or len(self.mean) != len(self.std):
+        """Check that each entry of the state has a mean and a deviation, or none has; raises UserError."""
+        if len(self.mean) != len(self.std):
             raise UserError(
-                f"latent.kind=state needs the mean and std of the states, one number an entry; mean has "
+                f"latent.kind=state takes the mean and std of the states, one number an entry; mean has "
                 f"{len(self.mean)} and std {len(self.std)}. `state_statistics(states)` computes both from trajectories"
             )
+
+
+@dataclass
+class ObjectSettings:
+    """Settings of the latent of the object's position: none."""
 
 
 class VideoLatent(RowLatent):
@@ -185,19 +197,50 @@ class StateLatent(RowLatent):
     """Standardised states at `points` equal shares of the episode, then the last state again.
 
     Args:
-        settings: statistics of the states and number of points.
+        settings: statistics of the states and number of points; without statistics they are fitted to the first
+            episodes.
 
     Raises:
         UserError: a setting is out of range.
     """
 
+    needs_images = False
+
     def __init__(self, settings: StateSettings) -> None:
         check_config(settings, "latent")
-        std = np.asarray(settings.std, np.float64)
         self.settings = settings
-        self._mean, self._std = np.asarray(settings.mean, np.float64), np.where(std > SMALLEST_STD, std, 1.0)
-        self.state_size = len(settings.mean)
-        super().__init__((settings.points + 1) * self.state_size)
+        self.fit_episodes = 0 if settings.mean else 1
+        super().__init__(0)
+        self._standardise_by(settings.mean, settings.std)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are statistics."""
+        return self.state_size > 0
+
+    def fit(
+        self,
+        frames: Sequence[NDArray[np.uint8] | None],
+        states: Sequence[NDArray[np.float32]],
+        labels: Sequence[Hashable],
+    ) -> None:
+        """Take the statistics of these states; see `RowLatent.fit`."""
+        self._standardise_by(*state_statistics(states))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics that were fitted."""
+        return {"mean": self._mean.tolist(), "std": self._std.tolist()} if self.fit_episodes else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        if state:
+            self._standardise_by(state["mean"], state["std"])
+
+    def _standardise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._mean = np.asarray(mean, np.float64)
+        self._std = np.where(np.asarray(std, np.float64) > SMALLEST_STD, std, 1.0)
+        self.state_size = len(mean)
+        self.size = (self.settings.points + 1) * self.state_size
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
         path = np.asarray(states, np.float64)
@@ -215,7 +258,30 @@ class StateLatent(RowLatent):
         return np.stack(given)
 
 
-def make_latent(config: LatentConfig) -> TrajectoryLatent:
+class ObjectLatent(RowLatent):
+    """Where the object that the task acts on ends, in metres: the most that a latent of the scene could tell.
+
+    Args:
+        settings: none.
+    """
+
+    needs_images = False
+    looks_at = "object"
+
+    def __init__(self, settings: ObjectSettings | None = None) -> None:
+        super().__init__(3)
+
+    def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
+        places = np.asarray(states, np.float32)
+        if places.ndim != 2 or not len(places) or places.shape[1] != self.size:
+            raise ValueError(f"positions of the object are {places.shape}; expected (F >= 1, 3)")
+        return places[-1]
+
+    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
+        return np.stack(given)
+
+
+def make_latent(config: LatentConfig) -> RowLatent:
     """Build the latent of a configuration.
 
     Args:
@@ -232,11 +298,10 @@ def make_latent(config: LatentConfig) -> TrajectoryLatent:
     check_config(config, "latent")
     build_if_missing(config, "latent")
     settings = _settings_of(config)
-    if isinstance(settings, StateSettings) and not settings.mean:
+    if isinstance(settings, StateSettings) and config.path and not settings.mean:
         mean, std = _scale_of(config.path)
         settings = replace(settings, mean=mean, std=std)
-    latent: TrajectoryLatent = LATENTS[config.kind][1](settings)
-    return latent
+    return LATENTS[config.kind][1](settings)
 
 
 def state_statistics(states: Sequence[NDArray[np.float32]]) -> tuple[list[float], list[float]]:
@@ -274,9 +339,11 @@ def _scale_of(folder: str) -> tuple[list[float], list[float]]:
     return state_statistics([episode.state for episode in LeRobotReader(folder)])
 
 
-LATENTS: dict[str, tuple[type[Any], Callable[[Any], TrajectoryLatent]]] = {
+LATENTS: dict[str, tuple[type[Any], type[RowLatent]]] = {
     "vjepa2": (Vjepa2Settings, Vjepa2Latent),
     "video": (VideoSettings, VideoLatent),
+    "contrastive": (ContrastiveSettings, ContrastiveLatent),
     "pixels": (PixelSettings, PixelLatent),
     "state": (StateSettings, StateLatent),
+    "object": (ObjectSettings, ObjectLatent),
 }

@@ -71,3 +71,8 @@ class EpisodePayload(Payload):
         """States (F, S) of an episode, before each chunk and at the end."""
         taken = int((self.steps[row] > 0).sum())
         return torch.cat([self.states[row, :taken], self.last_state[row][None]]).cpu().numpy()
+
+    def object_path(self, row: int) -> NDArray[np.float32] | None:
+        """Positions (F, 3) in metres of the object, before each chunk and at the end; None where that is not known."""
+        poses = self.object_poses[row] if self.object_poses else None
+        return None if poses is None else poses[:, :3, 3].astype(np.float32)

@@ -70,7 +70,7 @@ class ProgressSettings:
         return ProgressForm(**{name: getattr(preset, name) if value is None else value for name, value in own.items()})
 
 
-PRESETS = {
+PRESETS: dict[str, ProgressForm] = {
     "published": ProgressForm("task", 0, "minmax", "absolute", "zero"),
     "task": ProgressForm("task", 0, "minmax", "per_sqrt_dim", "nan"),
     "initial_state": ProgressForm("initial_state", 32, "initial", "per_sqrt_dim", "nan"),

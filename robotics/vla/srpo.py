@@ -21,6 +21,8 @@ d_i0 the distance of its own first frame. `objective.advantage.kind: group_outco
 deviation of success alone, so that a rare success keeps its weight beside failures that earn something.
 
 V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained on the demonstrations' own images.
+`contrastive` is trained on the first episodes of the run: until then failures earn 0, and the successes among these
+episodes are references from then on.
 
 Two metrics compare the reward with the environment's own, both NaN where that is the same for all failures, as success
 is: `srpo/agreement`, Spearman's rank correlation over the failures of an initial state, and
@@ -38,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
@@ -49,7 +51,8 @@ from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.record.stopwatch import stopwatch
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.vla.agreement import advantage_correlation, rank_agreement
-from robotics.vla.latents import LatentConfig, StateLatent, make_latent
+from robotics.vla.first_episodes import FirstEpisode, FirstEpisodes
+from robotics.vla.latents import LATENTS, LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.progress import ProgressOutcome, SuccessMemory, progress_rewards, shuffled_failures
@@ -83,13 +86,14 @@ class SrpoRecipe(RobotRecipe):
 
     def __init__(self, config: SrpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
-        if config.latent.kind != "state" and self.sim.image_size is None:
+        if LATENTS[config.latent.kind][1].needs_images and self.sim.image_size is None:
             raise UserError(
                 f"latent.kind is '{config.latent.kind}', but the simulator renders no images; set sim.image_size, or "
                 "use latent.kind=state"
             )
         self.latent = make_latent(config.latent)
-        if isinstance(self.latent, StateLatent) and self.latent.state_size != self.sim.state_size:
+        self.first_episodes = FirstEpisodes()
+        if isinstance(self.latent, StateLatent) and self.latent.state_size not in (0, self.sim.state_size):
             source = config.latent.path or "latent.options"
             raise UserError(
                 f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}; the simulator's "
@@ -105,14 +109,16 @@ class SrpoRecipe(RobotRecipe):
     @property
     def needs_every_frame(self) -> bool:
         """Whether the latent is computed from the images of all control steps."""
-        return self.config.latent.frames == "step" and self.config.latent.kind != "state"
+        return self.config.latent.frames == "step" and self.latent.needs_images
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """1 for success, else the progress reward."""
-        payload = EpisodePayload.of(rollouts)
+        payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
         with stopwatch("latents"):
+            if not self._fit_latent(payload, groups.tolist()):
+                alone = payload.success.to(rollouts.reward)
+                return alone, {"progress": torch.where(payload.success, torch.nan, alone)}
             latents, first, valid = self._embed(payload)
-        groups = rollouts.group.cpu().numpy()
         mine = self._progress_rewards(
             _Rows(
                 latents=latents,
@@ -155,28 +161,81 @@ class SrpoRecipe(RobotRecipe):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and remembered successes."""
-        return super().state_dict() | {"memory": self.memory.state_dict(), "invalid": self.invalid}
+        """Counts, remembered successes, and what the latent was or is to be fitted to."""
+        return super().state_dict() | {
+            "memory": self.memory.state_dict(),
+            "invalid": self.invalid,
+            "latent": self.latent.state_dict(),
+            "first_episodes": self.first_episodes.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         super().load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
         self.invalid = int(state["invalid"])
+        self.latent.load_state_dict(state["latent"])
+        self.first_episodes.load_state_dict(state["first_episodes"])
 
     def _label(self, episode: EpisodeSpec) -> str:
         """With whose successes an episode is compared."""
         return episode.task if self.form.references == "task" else episode_id(episode)
 
+    def _fit_latent(self, payload: EpisodePayload, groups: list[int]) -> bool:
+        """Fit the latent once all processes have run the episodes that it needs; whether it can embed."""
+        if self.latent.ready:
+            return True
+        films, paths, sound = self._films_and_paths(payload)
+        starts = [payload.episodes[groups[row]] for row in sound]
+        success = payload.success[sound].tolist()
+        mine = [
+            FirstEpisode(film, path, episode_id(start), self._label(start), won)
+            for film, path, start, won in zip(films, paths, starts, success, strict=True)
+        ]
+        state = PartialState()
+        earlier = list(self.first_episodes.rows)
+        self.first_episodes.add(mine if state.num_processes == 1 else list(gather_object(mine)))
+        rows = self.first_episodes.rows
+        if len(rows) < self.latent.fit_episodes:
+            return False
+        # every process fits, so that an error is everybody's; rounding may differ between machines
+        self.latent.fit([row.frames for row in rows], [row.states for row in rows], [row.state_label for row in rows])
+        if state.num_processes > 1:
+            self.latent.load_state_dict(broadcast_object_list([self.latent.state_dict()])[0])
+        self._remember(earlier)
+        self.first_episodes.clear()
+        return True
+
+    def _remember(self, earlier: list[FirstEpisode]) -> None:
+        """Successes from before the latent was fitted are references too."""
+        won = [row for row in earlier if row.success]
+        if won:
+            found = self.latent.embed([row.frames for row in won], [row.states for row in won])
+            self.memory.add(found.latents, found.valid, [row.label for row in won])
+
+    def _films_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
+        """Films and states of the rows whose environment did not fail, as the latent wants them, and these rows."""
+        sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
+        films = [payload.frames_of(row) if self.latent.needs_images else None for row in sound]
+        if self.latent.looks_at == "robot":
+            return films, [payload.path(row) for row in sound], sound
+        places = [payload.object_path(row) for row in sound]
+        known = [place for place in places if place is not None]
+        if len(known) < len(places):
+            raise UserError(
+                f"latent.kind is '{self.config.latent.kind}', but this simulator does not tell where the object is; "
+                "use another latent"
+            )
+        return films, known, sound
+
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Latents (B, E), those of the first frames alone where the norm needs them, and which rows have them."""
-        sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
-        films, paths = [payload.frames_of(row) for row in sound], [payload.path(row) for row in sound]
+        films, paths, sound = self._films_and_paths(payload)
         found = self.latent.embed(films, paths)
         begun = found
         if self.form.norm == "initial":
             films = [None if film is None else film[:1] for film in films]
-            begun = self.latent.embed(films, [path[:1] for path in paths])
+            begun = self.latent.embed(films, [path[:1] for path in paths], one_by_one=True)
         latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
         valid = np.zeros(len(payload.steps), bool)
         latents[sound], first[sound], valid[sound] = found.latents, begun.latents, found.valid & begun.valid

@@ -189,6 +189,38 @@ def test_states_of_one_moment_and_their_statistics():
         state_statistics([])
 
 
+def test_statistics_of_the_first_episodes():
+    paths = [np.float32([[0, 1], [2, 1]]), np.float32([[4, 1]])]
+    latent = make_latent(LatentConfig("state", options={"points": 2}))
+    assert not latent.ready
+    assert latent.fit_episodes == 1
+    latent.fit([None, None], paths, ["a", "b"])
+    given = StateLatent(StateSettings(*state_statistics(paths), points=2))
+    np.testing.assert_array_equal(latent.embed([None], paths[:1]).latents, given.embed([None], paths[:1]).latents)
+    restored = make_latent(LatentConfig("state", options={"points": 2}))
+    restored.load_state_dict(latent.state_dict())
+    assert (restored.ready, restored.size) == (True, 6)
+    both = [each.embed([None] * 2, paths).latents for each in (latent, restored)]
+    np.testing.assert_array_equal(*both)
+    assert given.state_dict() == {}
+
+
+def test_only_some_latents_are_fitted():
+    pixels = PixelLatent(PixelSettings())
+    with pytest.raises(TypeError, match="PixelLatent is not fitted"):
+        pixels.fit(films(2), [NO_STATES], ["a"])
+    pixels.load_state_dict({})
+    with pytest.raises(ValueError, match="PixelLatent is not fitted; the checkpoint has mean of its latent"):
+        pixels.load_state_dict({"mean": [0.0]})
+
+
+def test_the_position_of_the_object_is_the_last_one():
+    latent = make_latent(LatentConfig("object"))
+    outcome = latent.embed([None] * 3, [np.eye(3, dtype=np.float32), np.ones((1, 3), np.float32), NO_STATES])
+    assert outcome.latents[:2].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert outcome.reasons == {2: "positions of the object are (1, 2); expected (F >= 1, 3)"}
+
+
 def test_what_cannot_be_embedded_is_invalid_with_its_reason(video_encoder):
     latent = VideoLatent(VideoSettings(), video_encoder)
     good = films(5)[0]
@@ -254,6 +286,15 @@ def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
     assert sum(computed) == 4
 
 
+def test_one_by_one_does_not_depend_on_the_others_bit_for_bit(video_encoder):
+    given = films(4, 5, 6, 4, 5)
+    together, alone = (embed(VideoLatent(VideoSettings(), video_encoder), part) for part in (given, given[:1]))
+    np.testing.assert_allclose(together.latents[:1], alone.latents, rtol=1e-5)
+    latent = VideoLatent(VideoSettings(cache=0), video_encoder)
+    single = latent.embed(given, [NO_STATES] * 5, one_by_one=True).latents
+    np.testing.assert_array_equal(single[:1], alone.latents)
+
+
 def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
     assert embed(VideoLatent(VideoSettings(), video_encoder), []).latents.shape == (0, 16)
 
@@ -261,7 +302,7 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LatentConfig("jepa"), "allowed: vjepa2, video, pixels, state"),
+        (LatentConfig("jepa"), "allowed: vjepa2, video, contrastive, pixels, state, object"),
         (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig("pixels", options={"side": 0}), "at least 1"),
         (LatentConfig("pixels", frames="all"), "allowed: step, chunk"),
@@ -269,7 +310,10 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
         (LatentConfig("vjepa2"), "latent.kind=vjepa2 needs latent.path"),
         (LatentConfig("vjepa2", options={"path": "x", "pad": "zero"}), "cycle, edge"),
         (LatentConfig("video", options={"path": "x", "batch_size": 0}), "batch_size is 0; must be at least 1"),
-        (LatentConfig("state"), "needs the mean and std"),
+        (LatentConfig("state", options={"mean": [0.0]}), "takes the mean and std .*; mean has 1 and std 0"),
+        (LatentConfig("contrastive", options={"episodes": 3}), "episodes is 3; must be at least 4"),
+        (LatentConfig("contrastive", path="nowhere"), "nowhere"),
+        (LatentConfig("object", options={"side": 4}), "latent.options has side; options of object are: "),
         (LatentConfig("state", options={"mean": [0.0], "std": [-1.0]}), r"std is \[-1.0\]; must be at least 0"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,79 @@ def test_a_latent_of_other_states_is_refused_at_the_start(tmp_path):
 
 
 BY_STATE = ProgressSettings(preset="initial_state", min_samples=10_000)
+FITTED = {
+    "contrastive": LatentConfig(kind="contrastive", frames="chunk", options={"episodes": 48, "steps": 2, "seeds": 2}),
+    "state": LatentConfig(kind="state", frames="chunk"),
+}
+
+
+@pytest.mark.parametrize(("kind", "after"), [("contrastive", 2), ("state", 1)])
+def test_a_latent_is_fitted_to_the_first_episodes_and_then_frozen(tmp_path, kind, after):
+    recipe = SrpoRecipe(srpo(tmp_path, latent=FITTED[kind], progress=BY_STATE))
+    earlier = 0
+    for step in range(1, after):
+        rollouts = collected(recipe, seed=step)
+        assert not recipe.latent.ready
+        torch.testing.assert_close(rollouts.reward, rollouts.payload.success.float())
+        assert "srpo/agreement" not in recipe.step_metrics(rollouts)
+        earlier += int(rollouts.payload.success.sum())
+    rollouts = collected(recipe, seed=after)
+    assert recipe.latent.ready
+    assert recipe.first_episodes.rows == []
+    # successes from before are references as well
+    kept = recipe.memory.references().values()
+    assert sum(map(len, kept)) == earlier + int(rollouts.payload.success.sum()) > earlier
+    assert (rollouts.reward[~rollouts.payload.success] > 0).any()
+    found = recipe.latent.state_dict()
+    collected(recipe, seed=after + 1)
+    for name, values in recipe.latent.state_dict().items():
+        assert (
+            all(torch.equal(values[key], found[name][key]) for key in values)
+            if kind == "contrastive"
+            else (values == found[name])
+        )
+
+
+@pytest.mark.parametrize("kind", FITTED)
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_latent_that_is_fitted_survives_an_interruption(tmp_path, kind, cut):
+    """Before and after it is fitted."""
+    changes = {"latent": FITTED[kind], "progress": BY_STATE, "data": EpisodeSetConfig(tasks=["right"], layouts=4)}
+    whole = train(find_recipe("srpo"), srpo(tmp_path / "a", trainer=trainer(steps=3), **changes))
+    train(find_recipe("srpo"), srpo(tmp_path / "b", trainer=trainer(steps=cut), **changes))
+    resumed = train(find_recipe("srpo"), srpo(tmp_path / "b", trainer=trainer(steps=3), **changes), resume=True)
+    weights = [path / "checkpoints" / "step-000003" / "model" / "model.safetensors" for path in (whole, resumed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+class PosedLineSim(LineSim):
+    """Tells where the point is, as the object that the task acts on."""
+
+    def _result(self, rows, rewards, steps):
+        poses = np.tile(np.eye(4), (len(rows), 1, 1))
+        poses[:, 0, 3] = self.place[rows]
+        return replace(super()._result(rows, rewards, steps), object_poses=poses)
+
+
+def test_the_true_position_as_a_latent(tmp_path):
+    config = srpo(tmp_path, latent=LatentConfig(kind="object"), progress=BY_STATE)
+    recipe = SrpoRecipe(config, sim=PosedLineSim())
+    rollouts = collected(recipe)
+    payload, groups = rollouts.payload, rollouts.group.numpy()
+    success, place = payload.success.numpy(), payload.last_state[:, 0].numpy()
+    assert rollouts.payload.frames == []
+    for group in range(4):
+        won, lost = (np.flatnonzero((groups == group) & (success == told)) for told in (True, False))
+        if len(won):
+            centre = place[won].mean()
+            share = 1 - np.abs(place[lost] - centre) / centre  # every episode begins at 0
+            np.testing.assert_allclose(rollouts.reward[torch.from_numpy(lost)], 0.6 * share.clip(0, 1), atol=1e-5)
+
+
+def test_a_simulator_that_does_not_tell_positions_is_named(tmp_path):
+    recipe = SrpoRecipe(srpo(tmp_path, latent=LatentConfig(kind="object")))
+    with pytest.raises(UserError, match=r"latent\.kind is 'object', but this simulator does not tell where the object"):
+        collected(recipe)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,7 +285,7 @@ def test_remembered_successes_survive_an_interruption(tmp_path, progress):
 @pytest.mark.parametrize(
     ("latent", "message"),
     [
-        (LatentConfig(kind="smell"), "latent.kind is 'smell'; allowed: vjepa2, video, pixels, state"),
+        (LatentConfig(kind="smell"), "latent.kind is 'smell'; allowed: vjepa2, video, contrastive, pixels, state"),
         (LatentConfig(kind="pixels", options={"sides": 3}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig(kind="video"), "latent.kind=video needs latent.path"),
         (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; allowed: step, chunk"),

@@ -24,6 +24,8 @@ PATIENCE = 5
 LITTLE_AGREEMENT = 0.1
 """Size of a mean rank correlation below which it is as good as none."""
 WARNINGS_FILE = "warnings.jsonl"
+NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise"}
+"""Streaks that are not of one reward, and the warnings that they lead to."""
 
 
 @dataclass
@@ -82,6 +84,8 @@ class RunWarnings:
         agreement = metrics.get("srpo/agreement", math.nan)
         if math.isfinite(agreement):
             self._agreement = [*self._agreement, agreement][-PATIENCE:]
+        if "srpo/noise_fraction" in metrics:
+            self._count("all_noise", metrics["srpo/noise_fraction"] == 1, 0, math.nan)
         for kind, message in self._due().items():
             self.say(step, kind, message)
         return {f"warnings/{kind}": float(count) for kind, count in self._counts().items() if kind in self.said}
@@ -120,10 +124,10 @@ class RunWarnings:
     def _due(self) -> dict[str, str]:
         due = {}
         for name, streak in self._streaks.items():
-            if name == "groups" or streak.steps < PATIENCE:
+            if name in NOT_REWARDS or streak.steps < PATIENCE:
                 continue
             label = "the total reward" if name == "reward" else f"reward {name!r}"
-            due[f"constant_{name.replace('/', '.')}"] = (
+            due[_constant(name)] = (
                 f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it teaches "
                 "nothing; look at the samples in the report, and at what the reward expects"
             )
@@ -132,6 +136,12 @@ class RunWarnings:
                 f"for {self._streaks['groups'].steps} steps the samples of every task have had equal rewards, so "
                 "advantages within a task are 0 and nothing is learned; more samples_per_task, a higher temperature, "
                 "easier or harder tasks or a finer reward would tell them apart"
+            )
+        if self._streaks.get("all_noise", _Streak()).steps >= PATIENCE:
+            due["all_noise"] = (
+                f"for {PATIENCE} steps no two successes lay close enough to form a cluster (srpo/noise_fraction is 1), "
+                "so failures are compared with the mean of all successes; a larger progress.eps, or progress.memory to "
+                "keep more of them, may find clusters"
             )
         if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:
             due["no_agreement"] = (
@@ -142,9 +152,12 @@ class RunWarnings:
         return due
 
     def _counts(self) -> dict[str, int]:
-        counts = {f"constant_{name.replace('/', '.')}": streak.steps for name, streak in self._streaks.items()}
-        counts["equal_groups"] = counts.pop("constant_groups", 0)
-        return counts
+        counts = {NOT_REWARDS.get(name, _constant(name)): streak.steps for name, streak in self._streaks.items()}
+        return {"equal_groups": 0} | counts
+
+
+def _constant(name: str) -> str:
+    return f"constant_{name.replace('/', '.')}"
 
 
 def read_warnings(run_dir: Path) -> list[str]:

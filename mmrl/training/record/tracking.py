@@ -462,7 +462,7 @@ METRICS: dict[str, str] = {
     "srpo/noise_fraction": "Share of the successes that lie in no cluster.",
     "srpo/tasks_without_reference": "Share of the step's tasks (or initial states) without a success to compare with.",
     "srpo/agreement": "Spearman's rank correlation of the reward with the simulator's own, over failures of one start.",
-    "srpo/advantage_correlation": "Correlation of the advantages with those that the simulator's own reward would give.",
+    "srpo/advantage_correlation": "Correlation of the advantages with those that the simulator's reward would give.",
     "srpo/invalid_latents": "Episodes so far that could not be embedded; they are not trained on.",
     "time/latents": "Seconds of embedding episodes.",
     "time/flow": "Seconds of predicting flows and comparing episodes with them.",

@@ -73,6 +73,14 @@ def test_little_agreement_of_srpo(values, said, tmp_path):
     assert [("srpo/agreement was" in message) for message in read_warnings(tmp_path)] == [True] * said
 
 
+@pytest.mark.parametrize(("shares", "said"), [((1.0,), True), ((1.0, 1.0, 0.9), False), ((math.nan,), False)])
+def test_successes_that_never_cluster(shares, said, tmp_path):
+    metrics = [{"srpo/noise_fraction": share} for share in shares]
+    _, rows = run(tmp_path, [batch([0.0, 1.0, 0.5, 1.0])] * (2 * PATIENCE), metrics)
+    assert [("srpo/noise_fraction is 1" in message) for message in read_warnings(tmp_path)] == [True] * said
+    assert rows[-1] == ({"warnings/all_noise": 2 * PATIENCE} if said else {})
+
+
 def test_a_resumed_run_says_what_an_uninterrupted_one_does(tmp_path):
     steps = [batch([1.0] * 4)] * (PATIENCE + 3)
     _, whole = run(tmp_path / "whole", steps)
