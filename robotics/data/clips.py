@@ -1,9 +1,9 @@
-"""Images of an episode: cut out of a video that holds many episodes, or as PNG."""
+"""Images of an episode: cut out of a video that holds many episodes, or as PNG, and TIFF for depth."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,12 @@ from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_i
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["decode_png", "describe_video", "encode_png", "read_clip"]
+__all__ = ["decode_depth", "decode_png", "describe_video", "encode_png", "read_clip"]
 
 
 def read_clip(
-    path: Path, start_s: float, length: int, fps: float, size: Sequence[int]
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    path: Path, start_s: float, length: int, fps: float, size: Sequence[int], pixels: str = "rgb24"
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Decode one episode's part of a video.
 
     Args:
@@ -29,16 +29,18 @@ def read_clip(
         length: T, frames of the episode.
         fps: frames a second.
         size: (H, W) pixels of the images; what the video has beyond them is padding.
+        pixels: rgb24, or gray12le for the codes of depth.
 
     Returns:
-        (T, H, W, 3) uint8 and (T,) whether a frame could be decoded; one that could not repeats the one before it, or
-        the first that could.
+        (T, H, W, 3) uint8, or (T, H, W) uint16 of gray12le, and (T,) whether a frame could be decoded; one that could
+        not repeats the one before it, or the first that could.
 
     Raises:
         UserError: the file is missing, is no video, is smaller than the images, or no frame of the part decodes.
     """
     height, width = size
-    frames = np.zeros((length, height, width, 3), np.uint8)
+    shape, kind = PIXELS[pixels]
+    frames = np.zeros((length, height, width, *shape), kind)
     decoded = np.zeros(length, np.bool_)
     for time_s, frame in _timed_frames(path, start_s):
         place = round((time_s - start_s) * fps)
@@ -48,7 +50,7 @@ def read_clip(
             continue
         if frame.height < height or frame.width < width:
             raise UserError(f"{path} is {frame.width}x{frame.height}; the features say {width}x{height}")
-        frames[place] = frame.to_ndarray(format="rgb24")[:height, :width]
+        frames[place] = frame.to_ndarray(format=pixels)[:height, :width]
         decoded[place] = True
     if not decoded.any():
         raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")
@@ -56,11 +58,12 @@ def read_clip(
     return frames[np.where(latest < 0, decoded.argmax(), latest)], decoded
 
 
-def describe_video(path: Path) -> dict[str, Any]:
+def describe_video(path: Path, depth: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What `meta/info.json` says of the videos of a feature.
 
     Args:
         path: of one of them.
+        depth: how its codes stand for depth, under the names of `DepthCodes.to_info`; None for colours.
 
     Returns:
         Size, codec, pixel format and rate under lerobot's names.
@@ -75,10 +78,11 @@ def describe_video(path: Path) -> dict[str, Any]:
             "video.width": video.width,
             "video.codec": video.codec.canonical_name,
             "video.pix_fmt": video.pix_fmt,
-            "video.is_depth_map": False,
             "video.fps": int(rate) if rate else None,
-            "video.channels": 3,
+            "video.channels": 3 if depth is None else 1,
             "has_audio": False,
+            **(depth or {}),
+            "is_depth_map": depth is not None,
         }
 
 
@@ -113,6 +117,23 @@ def decode_png(content: bytes, size: Sequence[int]) -> NDArray[np.uint8] | None:
     except (OSError, ValueError):
         return None
     return frame if frame.shape[:2] == tuple(size) else None
+
+
+def decode_depth(content: bytes, size: Sequence[int]) -> NDArray[Any] | None:
+    """Unpack depth.
+
+    Args:
+        content: of a TIFF or a PNG of 16 bits, or of a TIFF of floats.
+        size: (H, W) that it should have.
+
+    Returns:
+        (H, W) in the stored unit and type; None where it cannot be read, has another size, colours or 8 bits.
+    """
+    try:
+        depth = np.asarray(decode_image(content, size[0] * size[1]))
+    except (OSError, ValueError):
+        return None
+    return depth if depth.shape == tuple(size) and depth.dtype.itemsize >= 2 else None
 
 
 def _timed_frames(path: Path, start_s: float) -> Iterator[tuple[float, Any]]:
@@ -161,3 +182,7 @@ def _decode(packet: Any) -> Sequence[Any]:
         return [frame for frame in packet.decode() if not frame.is_corrupt]
     except av.error.FFmpegError:
         return []
+
+
+PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}
+"""Channels and type of a pixel in each format."""

@@ -1,11 +1,11 @@
-"""LeRobotDataset v3.0 as files: names, columns, features and the small JSON files.
+"""LeRobotDataset v3.0 as files: their names and the small JSON files.
 
 A dataset is a folder. `meta/info.json` names the features and the file patterns, `meta/tasks.parquet` the instructions,
 `meta/episodes/` holds a row for each episode that says where its frames lie, `data/` the frames without images and
 `videos/<feature>/` the images; a file holds many episodes, in their order.
 
-This follows lerobot 0.4.4 (codebase version v3.0), whose default limits are 100 MB for data and 200 MB for videos.
-Beyond it every dataset has the feature `next.success` and the episode column `success`.
+This follows lerobot 0.4.4 to 0.6.1 (codebase version v3.0), whose default limits are 100 MB for data and 200 MB for
+videos. Beyond it every dataset made here has the feature `next.success` and the episode column `success`.
 
 Source: huggingface/lerobot, src/lerobot/datasets/utils.py, lerobot_dataset.py; docs/source/lerobot-dataset-v3.mdx.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,16 @@ from mmrl.errors import UserError
 from mmrl.files import is_file, write_atomically
 
 __all__ = [
-    "ACTION",
     "DATA_PATH",
     "EPISODES_PATH",
     "INFO_PATH",
-    "STATE",
     "STATS_PATH",
-    "SUCCESS",
     "TASKS_PATH",
     "VERSION",
     "VIDEO_PATH",
-    "camera_features",
-    "camera_name",
-    "complete_features",
     "dataset_file",
     "numbered_files",
     "read_json",
-    "robot_features",
     "write_json",
 ]
 
@@ -50,73 +42,6 @@ TASKS_PATH = "meta/tasks.parquet"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-
-STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
-IMAGE_PREFIX = "observation.images."
-
-
-def robot_features(
-    state: int | Sequence[str], action: int | Sequence[str], cameras: Mapping[str, tuple[int, int]], video: bool = True
-) -> dict[str, Any]:
-    """Describe the features of a robot that has a state, an action and cameras.
-
-    Args:
-        state: entries of the state, or their names.
-        action: entries of the action, or their names.
-        cameras: (H, W) pixels of each camera.
-        video: whether images become mp4, with some loss; else PNG inside the data files, without.
-
-    Returns:
-        Features as `EpisodeWriter` takes and `meta/info.json` shows them.
-    """
-    features = {STATE: _vector(state), ACTION: _vector(action)}
-    for camera, (height, width) in cameras.items():
-        features[IMAGE_PREFIX + camera] = {
-            "dtype": "video" if video else "image",
-            "shape": [height, width, 3],
-            "names": ["height", "width", "channels"],
-        }
-    return features
-
-
-def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Check features and add those that every dataset here has.
-
-    Args:
-        features: name -> dtype, shape and names, as in `meta/info.json`.
-
-    Returns:
-        The same with shapes as lists, then `next.success` and the five columns of bookkeeping.
-
-    Raises:
-        UserError: a name, type or shape that this writer does not store.
-    """
-    complete = {}
-    for key, feature in features.items():
-        dtype, shape = feature.get("dtype"), [int(size) for size in feature.get("shape", ())]
-        is_image = dtype in IMAGES
-        if "/" in key:
-            raise UserError(f"feature {key!r} has a '/' in its name; the format keeps it for columns, use a '.'")
-        if not is_image and dtype not in DTYPES:
-            raise UserError(f"feature {key!r} has dtype {dtype!r}; known are {', '.join((*IMAGES, *DTYPES))}")
-        if (
-            min(shape, default=0) < 1
-            or (is_image and (len(shape), shape[-1]) != (3, 3))
-            or (not is_image and shape[1:])
-        ):
-            raise UserError(f"feature {key!r} has shape {shape}; expected {'[H, W, 3]' if is_image else '[n], n >= 1'}")
-        complete[key] = {"dtype": dtype, "shape": shape, "names": feature.get("names")}
-    return complete | {key: dict(feature) for key, feature in COLUMNS.items()}
-
-
-def camera_features(features: Mapping[str, Any], dtypes: Sequence[str] = ("video", "image")) -> list[str]:
-    """Names of the features that are stored as one of `dtypes`, in their order."""
-    return [key for key, feature in features.items() if feature["dtype"] in dtypes]
-
-
-def camera_name(key: str) -> str:
-    """What a camera is called here: the name of its feature without `observation.images.`."""
-    return key.removeprefix(IMAGE_PREFIX)
 
 
 def numbered_files(folder: Path, suffix: str) -> list[Path]:
@@ -191,20 +116,3 @@ def read_json(path: Path) -> Any:
 def write_json(content: Any, path: Path) -> None:
     """Write a JSON file, replacing what is there in one step."""
     write_atomically(path, json.dumps(content, indent=4, ensure_ascii=False))
-
-
-def _vector(entries: int | Sequence[str]) -> dict[str, Any]:
-    names = None if isinstance(entries, int) else list(entries)
-    return {"dtype": "float32", "shape": [entries if isinstance(entries, int) else len(entries)], "names": names}
-
-
-IMAGES = ("video", "image")
-DTYPES = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-COLUMNS: dict[str, dict[str, Any]] = {
-    SUCCESS: {"dtype": "bool", "shape": [1], "names": None},
-    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
-    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
-    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
-    "index": {"dtype": "int64", "shape": [1], "names": None},
-    "task_index": {"dtype": "int64", "shape": [1], "names": None},
-}

@@ -77,6 +77,8 @@ def _check_feature(name: str, feature: Any, path: Path) -> None:
         raise UserError(f"{where} has shape {shape!r:.80}; expected a list of whole numbers")
     if not isinstance(feature.get("names"), list | dict | None):
         raise UserError(f"{where} has names {feature['names']!r:.80}; expected a list")
+    if not isinstance(feature.get("info"), dict | None):
+        raise UserError(f"{where} has info {feature['info']!r:.80}; expected an object")
     if feature["dtype"] in ("video", "image"):
         if len(shape) != 3:
             raise UserError(f"{where} has shape {shape}; an image has three sizes")

@@ -1,6 +1,6 @@
 """Reading of LeRobotDataset v3.0, whoever wrote it: episodes, frames with action chunks, statistics.
 
-Images are decoded when they are looked at. Followed is lerobot 0.4.4; see `robotics.data.layout`.
+Images are decoded when they are looked at. Followed is lerobot 0.4.4 to 0.6.1; see `robotics.data.layout`.
 """
 
 from __future__ import annotations
@@ -8,26 +8,36 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.data.clips import decode_png, read_clip
-from robotics.data.layout import (
+from robotics.data.clips import decode_depth, decode_png, read_clip
+from robotics.data.depth import DepthCodes, metres_of
+from robotics.data.episodes import EpisodeData, FrameSample, LazyImages, action_chunks
+from robotics.data.features import (
     ACTION,
+    BOOKKEPT,
+    DTYPES,
+    IMAGES,
+    STATE,
+    SUCCESS,
+    camera_features,
+    camera_name,
+    depth_features,
+    image_size,
+    is_depth,
+)
+from robotics.data.layout import (
     DATA_PATH,
     INFO_PATH,
-    STATE,
     STATS_PATH,
-    SUCCESS,
     TASKS_PATH,
     VERSION,
     VIDEO_PATH,
-    camera_features,
-    camera_name,
     dataset_file,
     numbered_files,
     read_json,
@@ -40,54 +50,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = ["EpisodeData", "FrameSample", "LeRobotReader", "action_chunks"]
+__all__ = ["LeRobotReader"]
 
 TIME_TOLERANCE_S = 1e-4
-
-
-@dataclass(frozen=True)
-class EpisodeData:
-    """One episode of T frames."""
-
-    number: int
-    """Of the episode."""
-    state: NDArray[np.float32]
-    """(T, S) before each action; (T, 0) where the dataset has none."""
-    action: NDArray[np.float32]
-    """(T, A); (T, 0) where the dataset has none."""
-    images: Mapping[str, NDArray[np.uint8]]
-    """(T, H, W, 3) RGB by camera, decoded anew with each look."""
-    task: str
-    """Instruction."""
-    success: bool | None
-    """Whether the task was done; None where the dataset does not say."""
-    timestamp_s: NDArray[np.float32]
-    """(T,) seconds since the first frame."""
-    extra: Mapping[str, NDArray]
-    """(T, ...) the other features by name, such as `next.reward`."""
-
-    def __len__(self) -> int:
-        return len(self.action)
-
-
-@dataclass(frozen=True)
-class FrameSample:
-    """A frame and the actions around it."""
-
-    episode: int
-    """Number of the episode."""
-    frame: int
-    """Number of the frame within the episode."""
-    state: NDArray[np.float32]
-    """(S,)."""
-    action: NDArray[np.float32]
-    """(K, A) an action for each time asked for; the nearest of the episode beyond its ends."""
-    valid: NDArray[np.bool_]
-    """(K,) False where the time lies beyond the episode's ends."""
-    images: Mapping[str, NDArray[np.uint8]]
-    """(H, W, 3) by camera, of those asked for."""
-    task: str
-    """Instruction."""
 
 
 class LeRobotReader:
@@ -136,6 +101,11 @@ class LeRobotReader:
         return [camera_name(key) for key in camera_features(self.info["features"])]
 
     @property
+    def depth_cameras(self) -> list[str]:
+        """Names of the depth cameras, without `observation.images.`."""
+        return [camera_name(key) for key in depth_features(self.info["features"])]
+
+    @property
     def num_episodes(self) -> int:
         """Number of episodes."""
         return len(self.episodes)
@@ -166,19 +136,29 @@ class LeRobotReader:
     def _read_episode(self, number: int) -> EpisodeData:
         row = self.episodes[number]
         table = self._frames_of(row)
-        columns = {name: column_array(table[name]) for name in table.column_names if self._is_number(name)}
+        columns = {name: self._values(name, table) for name in table.column_names if self._is_number(name)}
         length = len(table)
-        places = {camera_name(key): key for key in camera_features(self.info["features"])}
+        tasks = [self._task(int(one)) for one in columns["task_index"]]
         return EpisodeData(
-            number,
-            _matrix(columns.pop(STATE, None), length),
-            _matrix(columns.pop(ACTION, None), length),
-            _Images({name: self._decoder(key, row, table) for name, key in places.items()}),
-            self._task(int(columns["task_index"][0])),
-            _success(row, columns.get(SUCCESS)),
-            np.asarray(columns["timestamp"], np.float32),
-            {name: values for name, values in columns.items() if name not in BOOKKEPT},
+            number=number,
+            state=_matrix(columns.pop(STATE, None), length),
+            action=_matrix(columns.pop(ACTION, None), length),
+            images=self._images(camera_features(self.info["features"]), row, table),
+            depth_m=self._images(depth_features(self.info["features"]), row, table),
+            task=tasks[0],
+            frame_tasks=tasks,
+            success=_success(row, columns.get(SUCCESS)),
+            timestamp_s=np.asarray(columns["timestamp"], np.float32),
+            extra={name: values for name, values in columns.items() if name not in BOOKKEPT},
         )
+
+    def _images(self, keys: Sequence[str], row: Mapping[str, Any], table: pa.Table) -> LazyImages:
+        return LazyImages({camera_name(key): self._decoder(key, row, table) for key in keys})
+
+    def _values(self, name: str, table: pa.Table) -> NDArray:
+        values, declared = column_array(table[name]), self.info["features"][name]["dtype"]
+        same_kind = declared in DTYPES and np.dtype(declared).kind == values.dtype.kind
+        return values.astype(declared, copy=False) if same_kind else values
 
     def images(self, number: int, camera: str) -> NDArray[np.uint8]:
         """Decode the images of an episode.
@@ -247,8 +227,8 @@ class LeRobotReader:
             images = {camera: episode.images[camera] for camera in cameras}
             for frame in range(len(episode)):
                 seen = {camera: frames[frame] for camera, frames in images.items()}
-                state = episode.state[frame]
-                yield FrameSample(number, frame, state, actions[frame], valid[frame], seen, episode.task)
+                state, task = episode.state[frame], episode.frame_tasks[frame]
+                yield FrameSample(number, frame, state, actions[frame], valid[frame], seen, task)
 
     def _check_cameras(self, cameras: Sequence[str]) -> None:
         unknown = [camera for camera in cameras if camera not in self.cameras]
@@ -311,17 +291,29 @@ class LeRobotReader:
             )
         return table
 
-    def _decoder(self, key: str, row: Mapping[str, Any], table: pa.Table) -> Callable[[], NDArray[np.uint8]]:
+    def _decoder(self, key: str, row: Mapping[str, Any], table: pa.Table) -> Callable[[], NDArray[Any]]:
         feature = self.info["features"][key]
-        size = _image_size(feature)
+        size, depth, info = image_size(feature), is_depth(feature), feature.get("info") or {}
         if feature["dtype"] == "image":
-            return lambda: self._decode_images(table[key].to_pylist(), size)
+            unpack = decode_depth if depth else decode_png
+            unit = info.get("depth_unit")
+            read = partial(self._decode_images, table[key].to_pylist(), size, unpack)
+            return (lambda: metres_of(read(), unit)) if depth else read
         path = self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
-        start = row[f"videos/{key}/from_timestamp"]
-        return lambda: self._counted(*read_clip(path, start, row["length"], self.fps, size))
+        start, pixels = row[f"videos/{key}/from_timestamp"], "gray12le" if depth else "rgb24"
+        read = partial(self._decode_clip, path, start, row["length"], size, pixels)
+        return (lambda: DepthCodes.from_info(info).decode(read())) if depth else read
 
-    def _decode_images(self, cells: Sequence[Mapping[str, Any]], size: Sequence[int]) -> NDArray[np.uint8]:
-        frames = [decode_png(content, size) for content in self._contents(cells)]
+    def _decode_clip(self, path: Path, start_s: float, length: int, size: Sequence[int], pixels: str) -> NDArray[Any]:
+        return self._counted(*read_clip(path, start_s, length, self.fps, size, pixels))
+
+    def _decode_images(
+        self,
+        cells: Sequence[Mapping[str, Any]],
+        size: Sequence[int],
+        unpack: Callable[[bytes, Sequence[int]], NDArray[Any] | None],
+    ) -> NDArray[Any]:
+        frames = [unpack(content, size) for content in self._contents(cells)]
         good = [frame for frame in frames if frame is not None]
         if not good:
             raise UserError(f"no image of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
@@ -334,7 +326,7 @@ class LeRobotReader:
     def _contents(self, cells: Sequence[Mapping[str, Any]]) -> list[bytes]:
         return [cell["bytes"] or self._image_file(cell["path"]).read_bytes() for cell in cells]
 
-    def _counted(self, frames: NDArray[np.uint8], decoded: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    def _counted(self, frames: NDArray[Any], decoded: NDArray[np.bool_]) -> NDArray[Any]:
         self.counts["corrupt_frames"] += int((~decoded).sum())
         return frames
 
@@ -350,58 +342,14 @@ class LeRobotReader:
 
     def _is_number(self, name: str) -> bool:
         feature = self.info["features"].get(name)
-        return feature is not None and feature["dtype"] not in ("video", "image")
-
-
-def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, NDArray[np.bool_]]:
-    """Actions around each frame of an episode.
-
-    Args:
-        actions: (T, A).
-        offsets: K frames from the current one, 0 is its own action.
-
-    Returns:
-        (T, K, A) actions, the first or last of the episode beyond its ends, and (T, K) whether there was one.
-    """
-    places = np.arange(len(actions))[:, None] + np.asarray(offsets, np.int64)
-    inside = np.clip(places, 0, len(actions) - 1)
-    return actions[inside], inside == places
-
-
-class _Images(Mapping[str, "NDArray[np.uint8]"]):
-    """Images by camera, decoded when one asks."""
-
-    def __init__(self, decoders: Mapping[str, Callable[[], NDArray[np.uint8]]]) -> None:
-        self._decoders = decoders
-
-    def __getitem__(self, camera: str) -> NDArray[np.uint8]:
-        if camera not in self._decoders:
-            raise KeyError(f"no camera {camera!r}; there are: {', '.join(self._decoders) or 'none'}")
-        with named_errors(f"the images of camera {camera!r} of an episode"):
-            return self._decoders[camera]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._decoders)
-
-    def __len__(self) -> int:
-        return len(self._decoders)
+        return feature is not None and feature["dtype"] not in IMAGES
 
 
 def _matrix(values: NDArray | None, length: int) -> NDArray[np.float32]:
     return np.zeros((length, 0), np.float32) if values is None else values.astype(np.float32).reshape(length, -1)
 
 
-def _image_size(feature: Mapping[str, Any]) -> tuple[int, int]:
-    shape, names = feature["shape"], feature.get("names") or ()
-    # Datasets ported from elsewhere may give (channel, height, width).
-    first = str(names[0]) if names else ""
-    return (shape[1], shape[2]) if first.startswith("c") else (shape[0], shape[1])
-
-
 def _success(row: Mapping[str, Any], reached: NDArray | None) -> bool | None:
     if row.get("success") is not None:
         return bool(row["success"])
     return None if reached is None else bool(np.any(reached))
-
-
-BOOKKEPT = ("timestamp", "frame_index", "episode_index", "index", "task_index")

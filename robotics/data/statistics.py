@@ -5,7 +5,7 @@ quantiles of an episode are exact. Episodes are aggregated as lerobot does it, w
 that is not the quantile of all frames (the 1 % one of episodes that differ is too high), so `EpisodeWriter` computes
 the numbers of all features but images anew from all frames when it finishes.
 
-Source: huggingface/lerobot 0.4.4, src/lerobot/datasets/compute_stats.py.
+Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/compute_stats.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["QUANTILES", "Statistics", "aggregate_statistics", "image_statistics", "vector_statistics"]
+__all__ = [
+    "QUANTILES",
+    "Statistics",
+    "aggregate_statistics",
+    "depth_statistics",
+    "image_statistics",
+    "vector_statistics",
+]
 
 
 Statistics: TypeAlias = "dict[str, NDArray]"
@@ -29,17 +36,15 @@ def vector_statistics(values: ArrayLike) -> Statistics:
     """Statistics over frames.
 
     Args:
-        values: (T, n) or (T,) numbers or booleans, T >= 1.
+        values: (T, n), (T,) or (T, ..., n) numbers or booleans, T >= 1.
 
     Returns:
-        min and max of the type of the values, mean, std and quantiles as float64, each (n,) or (1,); count (1,).
+        min, max, mean, std and quantiles as float64, each (n,) or (1,), for arrays of more axes over all but the last,
+        as lerobot has them; count (1,), the frames.
     """
     table = np.asarray(values)
-    table = table[:, None] if table.ndim == 1 else table
-    numbers = table.astype(np.float64)
-    statistics = {"min": table.min(axis=0), "max": table.max(axis=0)}
-    statistics |= {"mean": numbers.mean(axis=0), "std": numbers.std(axis=0), "count": np.array([len(table)])}
-    return statistics | dict(zip(QUANTILES, np.quantile(numbers, list(QUANTILES.values()), axis=0), strict=True))
+    numbers = (table[:, None] if table.ndim == 1 else table.reshape(-1, table.shape[-1])).astype(np.float64)
+    return _array_statistics(numbers) | {"count": np.array([len(table)])}
 
 
 def image_statistics(frames: NDArray[np.uint8]) -> Statistics:
@@ -51,16 +56,28 @@ def image_statistics(frames: NDArray[np.uint8]) -> Statistics:
     Returns:
         Each (3, 1, 1) float64 in 0..1; count (1,), the number of frames used.
     """
-    length, height, width, _ = frames.shape
-    chosen = frames[np.round(np.linspace(0, length - 1, sampled_frames(length))).astype(int)]
-    step = int(max(height, width) / THINNED_SIZE) if max(height, width) >= LARGE_SIZE else 1
-    pixels = chosen[:, ::step, ::step].reshape(-1, 3)
+    chosen = _sampled_pixels(frames)
+    pixels = chosen.reshape(-1, 3)
     channels = [_level_statistics(np.bincount(pixels[:, channel], minlength=256)) for channel in range(3)]
     statistics = {
         name: np.array([one[name] for one in channels]).reshape(3, 1, 1) / 255.0
         for name in ("min", "max", "mean", "std", *QUANTILES)
     }
     return statistics | {"count": np.array([len(chosen)])}
+
+
+def depth_statistics(frames: NDArray) -> Statistics:
+    """Statistics of depth over the pixels of some frames, chosen as those of colours are.
+
+    Args:
+        frames: (T, H, W) in the unit of the feature, T >= 1.
+
+    Returns:
+        Each (1, 1, 1) float64 in the same unit; count (1,), the number of frames used.
+    """
+    chosen = _sampled_pixels(frames)
+    found = _array_statistics(chosen.reshape(-1, 1).astype(np.float64))
+    return {name: one.reshape(1, 1, 1) for name, one in found.items()} | {"count": np.array([len(chosen)])}
 
 
 def sampled_frames(length: int) -> int:
@@ -94,6 +111,19 @@ def aggregate_statistics(parts: Sequence[Statistics]) -> Statistics:
     }
     shared = [name for name in QUANTILES if all(name in part for part in parts)]
     return statistics | {name: mean([part[name] for part in parts]) for name in shared}
+
+
+def _array_statistics(numbers: NDArray[np.float64]) -> Statistics:
+    statistics = {"min": numbers.min(axis=0), "max": numbers.max(axis=0)}
+    statistics |= {"mean": numbers.mean(axis=0), "std": numbers.std(axis=0)}
+    return statistics | dict(zip(QUANTILES, np.quantile(numbers, list(QUANTILES.values()), axis=0), strict=True))
+
+
+def _sampled_pixels(frames: NDArray) -> NDArray:
+    length, height, width = frames.shape[:3]
+    chosen = frames[np.round(np.linspace(0, length - 1, sampled_frames(length))).astype(int)]
+    step = int(max(height, width) / THINNED_SIZE) if max(height, width) >= LARGE_SIZE else 1
+    return chosen[:, ::step, ::step]
 
 
 def _level_statistics(histogram: NDArray[np.int64]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import is_file, replaced
 from robotics.data.clips import encode_png
+from robotics.data.depth import encode_tiff
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +25,7 @@ __all__ = [
     "count_rows",
     "data_schema",
     "episode_table",
+    "read_schema",
     "read_table",
     "task_table",
     "task_texts",
@@ -51,10 +53,8 @@ def data_schema(features: Mapping[str, Any]) -> pa.Schema:
             columns.append((key, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
             described[key] = {"_type": "Image"}
             continue
-        kind, length = pa.type_for_alias(feature["dtype"]), feature["shape"][0]
-        value: dict[str, Any] = {"dtype": feature["dtype"], "_type": "Value"}
-        columns.append((key, kind if length == 1 else pa.list_(kind, length)))
-        described[key] = value if length == 1 else {"feature": value, "length": length, "_type": "Sequence"}
+        columns.append((key, _column_type(pa.type_for_alias(feature["dtype"]), feature["shape"])))
+        described[key] = _described(feature["dtype"], feature["shape"])
     return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": described}})})
 
 
@@ -62,7 +62,7 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
     """Frames of an episode as they lie in a data file.
 
     Args:
-        columns: (T, ...) by feature; images (T, H, W, 3) uint8 become PNG, videos are left out.
+        columns: (T, ...) by feature; images (T, H, W, 3) uint8 become PNG, depth (T, H, W) TIFF; videos are left out.
         features: of the dataset.
 
     Returns:
@@ -75,20 +75,31 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
 
 
 def column_array(column: pa.ChunkedArray) -> NDArray:
-    """Numbers of a column.
+    """Values of a column in their own type.
 
     Args:
-        column: of numbers or of lists of one length, nested to any depth.
+        column: of numbers, truths or texts, or of lists of one length, nested to any depth; else of anything.
 
     Returns:
-        (T,) or (T, n, ...).
+        (T,) or (T, n, ...); texts and anything else as objects.
+
+    Raises:
+        ValueError: the lists differ in length.
     """
     import pyarrow as pa
 
-    whole = column.combine_chunks()
-    if pa.types.is_nested(whole.type) or isinstance(whole.type, pa.ExtensionType):
-        return np.array(whole.to_pylist())
-    return whole.to_numpy(zero_copy_only=False)
+    whole, shape = column.combine_chunks(), [len(column)]
+    if isinstance(whole, pa.ExtensionArray):  # matrices, where the library datasets is imported
+        whole = whole.storage
+    if _has_structs(whole.type):
+        cells = np.empty(len(whole), object)
+        for place, content in enumerate(whole.to_pylist()):
+            cells[place] = content
+        return cells
+    while pa.types.is_nested(whole.type):
+        shape.append(_list_length(whole))
+        whole = whole.flatten()
+    return whole.to_numpy(zero_copy_only=False).reshape(shape)
 
 
 def task_table(tasks: Sequence[str]) -> pa.Table:
@@ -151,7 +162,12 @@ def count_rows(path: Path) -> int:
 
 def column_names(path: Path) -> list[str]:
     """Names of the columns of a parquet file; raises UserError where it cannot be read."""
-    return list(_description(path).schema.to_arrow_schema().names)
+    return list(read_schema(path).names)
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """Columns of a parquet file and their types; raises UserError where it cannot be read."""
+    return _description(path).schema.to_arrow_schema()
 
 
 def write_table(tables: pa.Table | Sequence[pa.Table], path: Path) -> None:
@@ -196,8 +212,61 @@ def _arrow(values: NDArray, kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
-        encoded = [{"bytes": encode_png(frame), "path": f"frame-{at:06d}.png"} for at, frame in enumerate(values)]
+        encode, suffix = (encode_png, "png") if values.ndim == 4 else (encode_tiff, "tiff")
+        encoded = [{"bytes": encode(frame), "path": f"frame-{at:06d}.{suffix}"} for at, frame in enumerate(values)]
         return pa.array(encoded, type=kind)
-    inner = kind.value_type if pa.types.is_fixed_size_list(kind) else kind
-    flat = pa.array(values.reshape(-1).astype(inner.to_pandas_dtype()), type=inner)
-    return flat if inner is kind else pa.FixedSizeListArray.from_arrays(flat, type=kind)
+    return _nested(values, kind) if pa.types.is_nested(kind) else _flat(values.reshape(-1), kind)
+
+
+def _nested(values: NDArray, kind: pa.DataType) -> pa.Array:
+    import pyarrow as pa
+
+    inner = kind.value_type
+    below = values.reshape(-1, *values.shape[2:])
+    flat = _nested(below, inner) if pa.types.is_nested(inner) else _flat(below, inner)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+    ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), flat, type=kind)
+
+
+def _flat(values: NDArray, kind: pa.DataType) -> pa.Array:
+    import pyarrow as pa
+
+    if pa.types.is_string(kind):
+        return pa.array(values.tolist(), type=kind)
+    return pa.array(values.astype(kind.to_pandas_dtype()), type=kind)
+
+
+def _has_structs(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return bool(pa.types.is_nested(kind))
+
+
+def _list_length(lists: pa.Array) -> int:
+    import pyarrow.compute as pc
+
+    lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
+    if len(lengths) > 1 or lengths == [None]:
+        raise ValueError(f"its lists have the lengths {sorted(lengths, key=str)}; expected one length")
+    return int(lengths[0]) if lengths else 0
+
+
+def _column_type(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:
+    import pyarrow as pa
+
+    if len(shape) == 1:
+        return kind if shape[0] == 1 else pa.list_(kind, shape[0])
+    for _ in shape:
+        kind = pa.list_(kind)
+    return kind
+
+
+def _described(dtype: str, shape: Sequence[int]) -> dict[str, Any]:
+    value: dict[str, Any] = {"dtype": dtype, "_type": "Value"}
+    if len(shape) == 1:
+        return value if shape[0] == 1 else {"feature": value, "length": shape[0], "_type": "Sequence"}
+    return {"shape": list(shape), "dtype": dtype, "_type": f"Array{len(shape)}D"}

@@ -6,65 +6,47 @@ the first, the rows of `meta/episodes` are replaced to point to it, and only the
 of a kill, `LeRobotReader` finds each finished episode once; lerobot's own reader, which takes all files it sees, does
 so after `finish`, or after the dataset was opened for writing again, which removes what was left over.
 
-Deviations from lerobot 0.4.4: H.264 at crf 18 instead of AV1 at crf 30, for it plays everywhere and every PyAV encodes
-it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; success is always stored.
+Deviations from lerobot 0.6.1: H.264 at crf 18 instead of AV1 at crf 30, for it plays everywhere and every PyAV encodes
+it; `meta/stats.json` has the quantiles of all frames instead of the mean of the episodes'; a dataset made here stores
+success. One that lerobot made is appended to as it is, and lerobot appends to one that was made here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.hub.video import VideoSettings, copy_video, write_mp4
+from mmrl.hub.video import copy_video, write_mp4
+from robotics.data.appending import aligned_rows, check_appendable, remove_joined, remove_leftovers, row_schema
 from robotics.data.clips import describe_video
-from robotics.data.layout import (
-    ACTION,
-    DATA_PATH,
-    INFO_PATH,
-    STATE,
-    STATS_PATH,
-    SUCCESS,
-    TASKS_PATH,
-    VERSION,
-    VIDEO_PATH,
-    camera_features,
-    camera_name,
-    complete_features,
-    numbered_files,
-    write_json,
-)
+from robotics.data.columns import bookkeeping, by_feature, checked_columns, frame_tasks
+from robotics.data.depth import DepthCodes, depth_unit_of, metres_of, write_depth_mp4
+from robotics.data.features import ACTION, DTYPES, IMAGES, STATE, SUCCESS, complete_features, is_depth
+from robotics.data.layout import INFO_PATH, STATS_PATH, TASKS_PATH, numbered_files, write_json
 from robotics.data.reader import LeRobotReader
 from robotics.data.series import FileSeries
-from robotics.data.statistics import Statistics, aggregate_statistics, image_statistics, vector_statistics
-from robotics.data.tables import column_array, count_rows, episode_table, read_table, task_table, write_table
+from robotics.data.statistics import (
+    Statistics,
+    aggregate_statistics,
+    depth_statistics,
+    image_statistics,
+    vector_statistics,
+)
+from robotics.data.storage import StorageSettings, kept_settings, new_info
+from robotics.data.tables import column_array, episode_table, read_table, task_table, write_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EpisodeWriter", "StorageSettings"]
+__all__ = ["EpisodeWriter"]
 
 MEGABYTE = 1024**2
-
-
-@dataclass(frozen=True)
-class StorageSettings:
-    """How a dataset is cut into files; the defaults are lerobot's."""
-
-    data_mb: float = 100
-    """Size that a data or metadata file does not exceed, unless a single episode does."""
-    video_mb: float = 200
-    """The same for videos."""
-    files_per_chunk: int = 1000
-    """Files in a folder chunk-XXX."""
-    video: VideoSettings = field(default_factory=lambda: VideoSettings(gop=2))
-    """Encoder; lerobot's two frames between key frames make single frames quick to read."""
 
 
 class EpisodeWriter:
@@ -74,43 +56,60 @@ class EpisodeWriter:
         with EpisodeWriter("demos", fps=20, features=features, robot_type="panda") as writer:
             writer.add_episode(states, actions, {"front": frames}, task="stack the cubes", success=True)
 
-    One process writes at a time. A dataset that exists keeps the limits it was made with.
+    One process writes at a time. A dataset that exists keeps the limits it was made with, whoever made it:
+    `EpisodeWriter("demos")` appends to it.
 
     Args:
         folder: of the dataset; made when missing.
-        fps: frames a second, a whole number.
-        features: from `robot_features`, with more of them if wanted.
-        robot_type: name of the robot.
+        fps: frames a second, a whole number; that of the dataset when None.
+        features: from `robot_features`, with more of them if wanted; those of the dataset when None.
+        robot_type: name of the robot; that of the dataset when None.
         settings: sizes of files and the encoder; `StorageSettings()` when None.
 
     Raises:
-        UserError: fps or a feature is not possible, or the dataset that is there has others.
+        UserError: fps or a feature is not possible or missing, or the dataset that is there has others.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        fps: int,
-        features: Mapping[str, Any],
+        fps: int | None = None,
+        features: Mapping[str, Any] | None = None,
         robot_type: str | None = None,
         settings: StorageSettings | None = None,
     ) -> None:
-        if fps != int(fps) or fps < 1:
+        if fps is not None and (fps != int(fps) or fps < 1):
             raise UserError(f"fps is {fps}; the format takes a whole number of at least 1")
-        self.folder, self.fps = Path(folder), int(fps)
+        self.folder = Path(folder)
         self.settings = settings or StorageSettings()
-        self.features = complete_features(features)
-        self._info = _new_info(self.fps, self.features, robot_type, self.settings)
         self._tasks: list[str] = []
         self._stats: dict[str, Statistics] = {}
         self._rows: list[dict[str, Any]] = []
+        self._row_schema: pa.Schema | None = None
         self._frames: dict[str, list[Any]] = {}
         self._finished = False
-        self._open_series()
         if (self.folder / INFO_PATH).exists():
-            self._continue(LeRobotReader(self.folder))
+            reader = LeRobotReader(self.folder)
+            check_appendable(self.folder, reader.info, fps, features, robot_type)
+            self._info = dict(reader.info)
+            self._continue(reader)
+        elif fps is None or features is None:
+            raise UserError(f"there is no dataset in {self.folder}; a new one needs fps and features")
         else:
+            self._info = new_info(int(fps), complete_features(features), robot_type, self.settings)
+            self._open_series()
             write_json(self._info, self.folder / INFO_PATH)
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Features of the dataset, as `meta/info.json` shows them."""
+        features: dict[str, Any] = self._info["features"]
+        return features
+
+    @property
+    def fps(self) -> int:
+        """Frames a second."""
+        return int(self._info["fps"])
 
     @property
     def episodes(self) -> int:
@@ -129,25 +128,25 @@ class EpisodeWriter:
         Args:
             state: (S,) what the robot saw before the action; None where the dataset has no state.
             action: (A,) what it did.
-            images: (H, W, 3) uint8 by camera, seen before the action.
+            images: (H, W, 3) uint8 by camera, seen before the action; depth (H, W) as in `add_episode`.
             extra: values of the other features by name.
 
         Raises:
             ValueError: the frame has other parts than those before it.
         """
-        frame = {STATE: state, ACTION: action, **_by_feature(self.features, images or {}), **(extra or {})}
+        frame = {STATE: state, ACTION: action, **by_feature(self.features, images or {}), **(extra or {})}
         frame = {key: np.array(value) for key, value in frame.items() if value is not None}
         if self._frames and set(frame) != set(self._frames):
             raise ValueError(f"the frame has {sorted(frame)}; those before it have {sorted(self._frames)}")
         for key, value in frame.items():
             self._frames.setdefault(key, []).append(value)
 
-    def save_episode(self, task: str, success: bool) -> int:
+    def save_episode(self, task: str | Sequence[str], success: bool | None) -> int:
         """Write the frames kept by `add_frame` as an episode.
 
         Args:
-            task: instruction.
-            success: whether the task was done in the end.
+            task: instruction, or one for each frame.
+            success: whether the task was done in the end; as in `add_episode`.
 
         Returns:
             Number of the episode.
@@ -168,9 +167,9 @@ class EpisodeWriter:
         self,
         states: ArrayLike | None,
         actions: ArrayLike,
-        images: Mapping[str, NDArray[np.uint8]] | None,
-        task: str,
-        success: bool,
+        images: Mapping[str, NDArray[Any]] | None,
+        task: str | Sequence[str],
+        success: bool | None,
         extra: Mapping[str, ArrayLike] | None = None,
     ) -> int:
         """Write an episode; it is in the dataset when this returns.
@@ -178,18 +177,21 @@ class EpisodeWriter:
         Args:
             states: (T, S) what the robot saw before each action; None where the dataset has no state.
             actions: (T, A).
-            images: (T, H, W, 3) uint8 by camera, seen before each action.
-            task: instruction.
-            success: whether the task was done in the end; `next.success` is true in the last frame then.
-            extra: (T, n) or (T,) values of the other features by name.
+            images: (T, H, W, 3) uint8 by camera, seen before each action; by depth camera (T, H, W) uint16 millimetres
+                or float32 metres, the same in all episodes.
+            task: instruction, or T of them, one for each frame.
+            success: whether the task was done in the end; `next.success` is true in the last frame then. None where
+                the dataset, made elsewhere, does not store it.
+            extra: (T, ...) values of the other features by name; (T,) where a frame has one.
 
         Returns:
             Number of the episode.
 
         Raises:
-            ValueError: a feature is missing, unknown or of another shape or number of frames, or a value is not finite.
+            ValueError: a feature is missing, unknown or of another shape, type or number of frames, a value is not
+                finite, or success is given or not given against what the dataset stores.
         """
-        given = {STATE: states, ACTION: actions, **_by_feature(self.features, images or {}), **(extra or {})}
+        given = {STATE: states, ACTION: actions, **by_feature(self.features, images or {}), **(extra or {})}
         columns = {key: np.asarray(value) for key, value in given.items() if value is not None}
         return self._add(columns, task, success)
 
@@ -209,14 +211,18 @@ class EpisodeWriter:
     def __exit__(self, *exception: object) -> None:
         self.finish()
 
-    def _add(self, columns: dict[str, NDArray], task: str, success: bool) -> int:
+    def _add(self, given: dict[str, NDArray], task: str | Sequence[str], success: bool | None) -> int:
         if self._finished:
             raise ValueError(f"the writer of {self.folder} is finished; a new one on the folder appends")
-        length = self._check(columns)
+        columns = checked_columns(given, self.features)
+        self._check_success(success)
         number, first = self.episodes, int(self._info["total_frames"])
-        columns |= self._columns(length, task, success)
-        row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": length, "success": bool(success)}
-        row |= {"dataset_from_index": first, "dataset_to_index": first + length}
+        length = len(next(iter(columns.values())))
+        tasks = frame_tasks(task, length)
+        numbers = [self._task_number(one) for one in tasks]
+        columns |= bookkeeping(self.features, number, first, self.fps, success, numbers)
+        row: dict[str, Any] = {"episode_index": number, "tasks": list(dict.fromkeys(tasks)), "length": length}
+        row |= {"success": success, "dataset_from_index": first, "dataset_to_index": first + length}
         try:
             self._write(row, columns)
         except BaseException:
@@ -227,54 +233,41 @@ class EpisodeWriter:
             self._seal()
         return number
 
-    def _check(self, columns: Mapping[str, NDArray]) -> int:
-        wanted = {key: feature for key, feature in self.features.items() if key not in BOOKKEPT}
-        if set(columns) != set(wanted):
-            raise ValueError(f"the episode has {sorted(columns)}; the dataset has {sorted(wanted)}")
-        first = columns[next(iter(wanted))]
-        length = len(first) if first.ndim else 0
-        for key, feature in wanted.items():
-            values, shape = columns[key], (length, *feature["shape"])
-            is_image = feature["dtype"] in ("video", "image")
-            if not length or (values.shape != shape and (*values.shape, 1) != shape):
-                raise ValueError(f"{key} has shape {values.shape}; expected {shape} with at least one frame")
-            if is_image and values.dtype != np.uint8:
-                raise ValueError(f"{key} has type {values.dtype}; images are uint8")
-            if not is_image and not np.isfinite(values.astype(np.float64)).all():
-                raise ValueError(f"{key} has values that are not finite")
-        return length
+    def _check_success(self, success: bool | None) -> None:
+        stored = SUCCESS in self.features or self._row_schema is None or "success" in self._row_schema.names
+        if stored and success is None:
+            raise ValueError(f"success is None; {self.folder} stores whether the task was done: True or False")
+        if not stored and success is not None:
+            raise ValueError(f"{self.folder} was made without {SUCCESS} and does not store success; give None")
 
-    def _columns(self, length: int, task: str, success: bool) -> dict[str, NDArray]:
+    def _task_number(self, task: str) -> int:
         if task not in self._tasks:
             self._tasks.append(task)
             write_table(task_table(self._tasks), self.folder / TASKS_PATH)
-        frames, reached = np.arange(length), np.zeros(length, np.bool_)
-        reached[-1] = success
-        return {
-            SUCCESS: reached,
-            "timestamp": (frames / self.fps).astype(np.float32),
-            "frame_index": frames,
-            "episode_index": np.full(length, self.episodes),
-            "index": frames + int(self._info["total_frames"]),
-            "task_index": np.full(length, self._tasks.index(task)),
-        }
-
-    def _statistics(self, key: str, values: NDArray) -> Statistics:
-        dtype = self.features[key]["dtype"]
-        return image_statistics(values) if dtype in ("video", "image") else vector_statistics(values.astype(dtype))
+        return self._tasks.index(task)
 
     def _write(self, row: dict[str, Any], columns: Mapping[str, NDArray]) -> None:
         for key, series in self._videos.items():
-            write_mp4(series.path(series.number), columns[key], self.fps, self.settings.video)
+            self._write_video(key, columns[key], series.path(series.number))
             self._place(series, row)
         write_table(episode_table(columns, self.features), self._data.path(self._data.number))
         self._place(self._data, row)
-        statistics = {key: self._statistics(key, values) for key, values in columns.items()}
+        statistics = {key: _statistics(self.features[key], one) for key, one in columns.items() if self._measured(key)}
         row |= {f"stats/{key}/{name}": one.tolist() for key, part in statistics.items() for name, one in part.items()}
         row |= self._meta.pointers(self._meta.number)
-        write_table(_row_table([row]), self._meta.path(self._meta.number))
+        write_table(_row_table([row], self._row_schema), self._meta.path(self._meta.number))
         self._meta.append(row)
-        self._commit(row, statistics)
+        self._commit(row, statistics, columns)
+
+    def _write_video(self, key: str, frames: NDArray, path: Path) -> None:
+        if is_depth(self.features[key]):
+            codes = DepthCodes.from_info(self.features[key].get("info"))
+            write_depth_mp4(path, metres_of(frames), self.fps, codes)
+        else:
+            write_mp4(path, frames, self.fps, self.settings.video)
+
+    def _measured(self, key: str) -> bool:
+        return self.features[key]["dtype"] != "string"
 
     def _place(self, series: FileSeries, row: dict[str, Any]) -> None:
         written = series.path(series.number)
@@ -285,21 +278,33 @@ class EpisodeWriter:
             written.replace(target)
         series.append(row)
 
-    def _commit(self, row: dict[str, Any], statistics: Mapping[str, Statistics]) -> None:
+    def _commit(
+        self, row: dict[str, Any], statistics: Mapping[str, Statistics], columns: Mapping[str, NDArray]
+    ) -> None:
         known = self._stats
-        stats = {
+        stats = known | {
             key: aggregate_statistics([known[key], part]) if key in known else part for key, part in statistics.items()
         }
         self._write_stats(stats)
         episodes = row["episode_index"] + 1
         info = self._info | {"total_episodes": episodes, "total_frames": row["dataset_to_index"]}
         info |= {"total_tasks": len(self._tasks), "splits": {"train": f"0:{episodes}"}}
-        for key, series in self._videos.items():
-            if "info" not in self.features[key]:
-                self.features[key]["info"] = describe_video(series.tail[-1].path)
+        for key, feature in self.features.items():
+            if feature["dtype"] in IMAGES:
+                self._describe(key, feature, columns[key])
         write_json(info, self.folder / INFO_PATH)
         self._info, self._stats = info, stats
         self._rows.append(row)
+
+    def _describe(self, key: str, feature: dict[str, Any], frames: NDArray) -> None:
+        about = dict(feature.get("info") or {})
+        if is_depth(feature):
+            about.setdefault("depth_unit", depth_unit_of(frames))
+        if feature["dtype"] == "video" and "video.codec" not in about:
+            codes = DepthCodes.from_info(about).to_info() if is_depth(feature) else None
+            about |= describe_video(self._videos[key].tail[-1].path, codes)
+        if about:
+            feature["info"] = about
 
     def _join(self, several: Iterable[FileSeries]) -> None:
         stale = [path for series in several for path in series.close()]
@@ -309,7 +314,7 @@ class EpisodeWriter:
         number = self._meta.number - 1
         for row in self._rows:
             row |= self._meta.pointers(number)
-        write_table(_row_table(self._rows), self._meta.path(number))
+        write_table(_row_table(self._rows, self._row_schema), self._meta.path(number))
         self._meta.number = number
         # One file of all rows of this writer, to be written again with the next join.
         self._meta.append(self._rows[0])
@@ -325,7 +330,7 @@ class EpisodeWriter:
         files = numbered_files(self.folder / "data", ".parquet")
         found = {}
         for key, feature in self.features.items():
-            if feature["dtype"] not in ("video", "image"):
+            if feature["dtype"] in DTYPES:
                 parts = [column_array(read_table(path, columns=[key])[key]) for path in files]
                 found[key] = vector_statistics(np.concatenate(parts))
         return found
@@ -341,96 +346,31 @@ class EpisodeWriter:
         self._meta = FileSeries(self.folder, "meta/episodes", ".parquet", data, chunk)
         self._videos = {
             key: FileSeries(self.folder, f"videos/{key}", ".mp4", video, chunk, copy_video, self.fps)
-            for key in camera_features(self.features, ["video"])
+            for key, feature in self.features.items()
+            if feature["dtype"] == "video"
         }
 
     def _continue(self, reader: LeRobotReader) -> None:
-        theirs = {key: _essence(feature) for key, feature in reader.info["features"].items()}
-        ours = {key: _essence(feature) for key, feature in self.features.items()}
-        if theirs != ours:
-            different = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
-            raise UserError(f"{self.folder} has other features than asked for: {', '.join(different)}")
-        for key in ("fps", "robot_type"):
-            if reader.info.get(key) != self._info[key]:
-                raise UserError(f"{self.folder} has {key} {reader.info.get(key)!r}, not {self._info[key]!r}")
-        self._info, self._tasks, self._stats = dict(reader.info), list(reader.tasks), dict(reader.stats)
-        self.features = self._info["features"]
-        self.settings = _kept_settings(self._info, self.settings)
+        self._tasks, self._stats, self._row_schema = list(reader.tasks), dict(reader.stats), row_schema(self.folder)
+        self.settings = kept_settings(self._info, self.settings)
         self._open_series()
         for series in (self._data, self._meta, *self._videos.values()):
-            _remove_leftovers(series, reader.episodes)
+            remove_leftovers(series, reader.episodes)
             series.number = max((series.number_in(row) + 1 for row in reader.episodes), default=0)
-        _remove_joined(self._data, reader.episodes)
+        remove_joined(self._data, reader.episodes)
 
 
-def _new_info(fps: int, features: dict[str, Any], robot: str | None, settings: StorageSettings) -> dict[str, Any]:
-    return {
-        "codebase_version": VERSION,
-        "robot_type": robot,
-        "total_episodes": 0,
-        "total_frames": 0,
-        "total_tasks": 0,
-        "chunks_size": settings.files_per_chunk,
-        "data_files_size_in_mb": settings.data_mb,
-        "video_files_size_in_mb": settings.video_mb,
-        "fps": fps,
-        "splits": {},
-        "data_path": DATA_PATH,
-        "video_path": VIDEO_PATH if camera_features(features, ["video"]) else None,
-        "features": features,
-    }
-
-
-def _by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
-    cameras = {camera_name(key): key for key in camera_features(features)}
-    unknown = [name for name in images if name not in cameras]
-    if unknown:
-        raise ValueError(f"no camera {', '.join(unknown)}; the dataset has {', '.join(cameras) or 'none'}")
-    return {cameras[name]: frames for name, frames in images.items()}
-
-
-def _row_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+def _row_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> pa.Table:
     import pyarrow as pa
 
-    return pa.Table.from_pylist(list(rows))
+    return aligned_rows(pa.Table.from_pylist(list(rows)), schema)
+
+
+def _statistics(feature: Mapping[str, Any], values: NDArray) -> Statistics:
+    if feature["dtype"] not in IMAGES:
+        return vector_statistics(values.astype(feature["dtype"]))
+    return depth_statistics(values) if is_depth(feature) else image_statistics(values)
 
 
 def _join_tables(paths: Sequence[Path], target: Path) -> None:
     write_table([read_table(path) for path in paths], target)
-
-
-def _essence(feature: Mapping[str, Any]) -> tuple[str, list[int]]:
-    return feature["dtype"], list(feature["shape"])
-
-
-def _kept_settings(info: Mapping[str, Any], settings: StorageSettings) -> StorageSettings:
-    return StorageSettings(
-        data_mb=info.get("data_files_size_in_mb", settings.data_mb),
-        video_mb=info.get("video_files_size_in_mb", settings.video_mb),
-        files_per_chunk=info.get("chunks_size", settings.files_per_chunk),
-        video=settings.video,
-    )
-
-
-def _remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
-    # An interruption leaves files that no row points to; readers that take all files would take them for frames.
-    folder = series.folder / series.prefix
-    used = {series.path(series.number_in(row)) for row in rows}
-    for path in [*numbered_files(folder, series.suffix), *folder.glob("chunk-*/.*.partial.*")]:
-        if path not in used:
-            path.unlink()
-
-
-def _remove_joined(data: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
-    # Between a join and the rows that point to it, the episodes lie in the joined file and in their own. More images
-    # than a video needs do no harm, but readers count on the place of a frame among all frames.
-    held: dict[Path, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        held.setdefault(data.path(data.number_in(row)), []).append(row)
-    for path, episodes in held.items():
-        if count_rows(path) > sum(row["length"] for row in episodes):
-            numbers = [row["episode_index"] for row in episodes]
-            write_table(read_table(path, filters=[("episode_index", "in", numbers)]), path)
-
-
-BOOKKEPT = (SUCCESS, "timestamp", "frame_index", "episode_index", "index", "task_index")

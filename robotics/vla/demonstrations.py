@@ -83,9 +83,11 @@ class Demonstrations:
     images: list[NDArray[np.uint8]] | None
     """(T, H, W, 3) of each episode; None without a camera."""
     instructions: list[str]
-    """Of each episode."""
+    """Of each episode, at its first step."""
     skipped: int = 0
     """Episodes that were left out: failures, or without a required entry."""
+    changing_instructions: dict[int, list[str]] = field(default_factory=dict)
+    """T texts by number of the episode, for episodes in which the instruction changes."""
 
     @property
     def moments(self) -> list[Moment]:
@@ -96,7 +98,9 @@ class Demonstrations:
         """Digest of all states, actions and instructions, and of the first images of some episodes."""
         shown = self.images or []
         step = max(1, len(shown) // IMAGES_READ)
-        return content_digest([self.states, self.actions, self.instructions, [images[:1] for images in shown[::step]]])
+        changing = [sorted(self.changing_instructions.items())] if self.changing_instructions else []
+        texts = [self.instructions, *changing]
+        return content_digest([self.states, self.actions, *texts, [images[:1] for images in shown[::step]]])
 
     def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
         """Distribution of the actions.
@@ -142,8 +146,12 @@ class Demonstrations:
         if self.images is not None:
             images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))
         states = np.stack([self.states[moment.episode][moment.step] for moment in moments])
-        instructions = tuple(self.instructions[moment.episode] for moment in moments)
+        instructions = tuple(self._instruction(moment) for moment in moments)
         return PolicyInputs(images=images, state=torch.from_numpy(states), instructions=instructions)
+
+    def _instruction(self, moment: Moment) -> str:
+        changing = self.changing_instructions.get(moment.episode)
+        return changing[moment.step] if changing else self.instructions[moment.episode]
 
     def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Actions from some moments on.
@@ -192,6 +200,8 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
             continue
         found.states.append(episode.state)
         found.actions.append(episode.action)
+        if len(set(episode.frame_tasks)) > 1:
+            found.changing_instructions[len(found.instructions)] = list(episode.frame_tasks)
         found.instructions.append(episode.task)
         if found.images is not None:
             found.images.append(_images(episode, reader, config))

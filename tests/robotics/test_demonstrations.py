@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from robotics.data import LeRobotReader
+from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.sim.batch import BatchSettings, TabletopBatch
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.experts import Expert
@@ -176,3 +176,16 @@ def test_chunks_repeat_the_last_action_and_say_so():
     chunks, mask = found.chunks([Moment(0, 0), Moment(0, 2), Moment(1, 1)], 3)
     assert chunks[..., 0].tolist() == [[0, 1, 2], [2, 3, 3], [8, 8, 8]]
     assert mask.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
+
+
+def test_an_instruction_may_change_within_an_episode(tmp_path):
+    with EpisodeWriter(tmp_path, 10, robot_features(1, 1)) as writer:
+        writer.add_episode(np.zeros((3, 1)), np.zeros((3, 1)), None, ["open", "open", "close"], True)
+        writer.add_episode(np.zeros((2, 1)), np.zeros((2, 1)), None, "push", True)
+    found = load_demonstrations(DemonstrationConfig(path=str(tmp_path), camera=""))
+    assert found.instructions == ["open", "push"]
+    seen = found.observations(found.moments).instructions
+    assert seen == ("open", "open", "close", "push", "push")
+    before = found.digest()
+    found.changing_instructions[0][1] = "close"
+    assert found.digest() != before

@@ -169,7 +169,7 @@ def test_info_has_the_keys_of_the_format(written):
         "video.width": 24,
         "video.codec": "h264",
         "video.pix_fmt": "yuv420p",
-        "video.is_depth_map": False,
+        "is_depth_map": False,
         "video.fps": FPS,
         "video.channels": 3,
         "has_audio": False,
@@ -462,8 +462,11 @@ def test_wrong_episodes_are_refused_whole(tmp_path, changes, words):
     [
         ({"a/b": {"dtype": "float32", "shape": [1]}}, "'/'"),
         ({"a": {"dtype": "complex64", "shape": [1]}}, "complex64.*known are"),
-        ({"a": {"dtype": "float32", "shape": [2, 2]}}, r"\[2, 2\]"),
+        ({"a": {"dtype": "float32", "shape": [2, 0]}}, r"shape \[2, 0\].*sizes of at least 1"),
+        ({"a": {"dtype": "float32", "shape": [1] * 6}}, r"1 to 5 sizes"),
         ({"a": {"dtype": "float32", "shape": []}}, r"shape \[\]"),
+        ({"a": {"dtype": "string", "shape": [2]}}, r"shape \[2\]; expected \[1\]"),
+        ({"a": {"dtype": "image", "shape": [8, 8, 1]}}, "is_depth_map"),
         ({"a": {"dtype": "video", "shape": [8, 8]}}, r"\[H, W, 3\]"),
     ],
 )

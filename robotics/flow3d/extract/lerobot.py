@@ -1,7 +1,8 @@
 """Episodes of a LeRobotDataset as RGB-D videos.
 
 Such a dataset stores no intrinsics, so they have to be given: with wrong ones every distance across the picture is
-wrong. Depth is an image feature of 16-bit PNG, or a feature of numbers of H x W a frame; video has too few bits for it.
+wrong. Depth is a depth camera's (`is_depth_map`), an image feature of 16-bit PNG, or a feature of numbers of H x W a
+frame; a video of colours has too few bits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.hub.images import ImageError, decode_image
-from robotics.data.layout import camera_name
+from robotics.data.depth import DepthCodes
+from robotics.data.episodes import EpisodeData
+from robotics.data.features import camera_name, is_depth
 from robotics.data.metadata import named_errors
 from robotics.data.reader import LeRobotReader
 from robotics.flow3d.extract.folder import depth_of
@@ -38,12 +41,12 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         camera: name of the camera in colour.
         depth: name of the camera or feature with the depth of that camera; None where a depth model estimates it.
         K: (3, 3) intrinsics in pixels of the stored pictures.
-        depth_unit_m: metres of one unit, where depth is stored in whole numbers.
+        depth_unit_m: metres of one unit, where depth is stored in whole numbers and not as a depth camera's.
         T_world_cam: (4, 4) pose of the camera, or (L, 4, 4) of one that moves; the identity when None.
 
     Raises:
         RejectedVideo: K is not given.
-        UserError: there is no such camera or depth, depth is stored as video, or the dataset is damaged.
+        UserError: there is no such camera or depth, depth is stored as a video of colours, or the dataset is damaged.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         rgb = episode.images[self._camera]
         return RgbdVideo(
             rgb=rgb,
-            depth_m=None if self._depth is None else self._read_depth(episode.number, episode.extra, rgb.shape[:3]),
+            depth_m=None if self._depth is None else self._read_depth(episode, rgb.shape[:3]),
             K=self._K,
             T_world_cam=self._T[0] if moving else self._T,
             T_world_cams=self._T if moving else None,
@@ -100,21 +103,26 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         found = [key for key in features if name in (key, camera_name(key))]
         if not found:
             raise UserError(f"no depth {name!r}; {self._reader.folder} has {', '.join(features)}")
-        if features[found[0]]["dtype"] == "video":
+        if features[found[0]]["dtype"] == "video" and not is_depth(features[found[0]]):
             raise UserError(
                 f"{found[0]} is stored as video, whose 8 bits are no depth; store it as images of 16 bits or as numbers"
             )
         return found[0]
 
-    def _read_depth(self, number: int, extra: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def _read_depth(self, episode: EpisodeData, shape: tuple[int, ...]) -> NDArray[np.float32]:
         assert self._depth is not None
-        feature, where = self._reader.info["features"][self._depth], f"{self._depth} of episode {number}"
+        feature, where = self._reader.info["features"][self._depth], f"{self._depth} of episode {episode.number}"
+        if is_depth(feature):
+            depth_m = episode.depth_m[camera_name(self._depth)]
+            # A video clips what was not measured to the nearest depth that it has a code for.
+            nearest = DepthCodes.from_info(feature.get("info")).depth_min if feature["dtype"] == "video" else 0.0
+            return np.where(depth_m > nearest, depth_m, np.float32(0))
         if feature["dtype"] == "image":
-            frames = [_picture(content, where) for content in self._reader.image_contents(number, self._depth)]
+            frames = [_picture(content, where) for content in self._reader.image_contents(episode.number, self._depth)]
             return np.stack([depth_of(frame, self._unit_m, where) for frame in frames])
         with named_errors(where):
             # One channel may stand last, and numbers may be stored flat.
-            return depth_of(np.asarray(extra[self._depth]).reshape(shape), self._unit_m, where)
+            return depth_of(np.asarray(episode.extra[self._depth]).reshape(shape), self._unit_m, where)
 
 
 def _picture(content: bytes, where: str) -> NDArray[Any]:

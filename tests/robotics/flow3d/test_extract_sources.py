@@ -103,6 +103,20 @@ def write_dataset(folder, metres):
     return folder, rgb
 
 
+@pytest.mark.parametrize("video", [True, False])
+def test_a_depth_camera_is_depth_in_metres(video, tmp_path):
+    metres = np.random.default_rng(1).uniform(0.5, 2, (4, 48, 64)).astype(np.float32)
+    metres[:, :4] = 0  # not measured
+    features = robot_features(None, 1, {"front": (48, 64)}, video, depth={"front_depth": (48, 64)})
+    with EpisodeWriter(tmp_path, fps=10, features=features) as writer:
+        images = {"front": np.zeros((4, 48, 64, 3), np.uint8), "front_depth": metres}
+        writer.add_episode(None, np.zeros((4, 1)), images, task="Lift it", success=True)
+    found = LeRobotVideos(tmp_path, camera="front", depth="front_depth", K=K)[0].depth_m
+    # A code of the video stands for 1.35 / 4095 of depth + 3.5 m.
+    np.testing.assert_allclose(found, metres, atol=1.35 / 4095 * 5.5 / 2 if video else 0)
+    assert not found[:, :4].any()
+
+
 def png(metres):
     buffer = io.BytesIO()
     Image.fromarray(np.rint(metres * 1000).astype(np.uint16)).save(buffer, format="PNG")

@@ -1,0 +1,104 @@
+"""Opening a dataset that is there for appending, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+from robotics.data.features import DTYPES, IMAGES, SUCCESS, complete_features
+from robotics.data.layout import DATA_PATH, INFO_PATH, VIDEO_PATH, numbered_files
+from robotics.data.series import FileSeries
+from robotics.data.tables import count_rows, read_schema, read_table, write_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+__all__ = ["aligned_rows", "check_appendable", "remove_joined", "remove_leftovers", "row_schema"]
+
+
+def check_appendable(
+    folder: Path, info: Mapping[str, Any], fps: int | None, features: Mapping[str, Any] | None, robot_type: str | None
+) -> None:
+    """Refuse to append where the dataset has other things than asked for.
+
+    Args:
+        folder: of the dataset.
+        info: content of its `meta/info.json`.
+        fps: wanted; any when None.
+        features: wanted, which need not name `next.success`; any when None.
+        robot_type: wanted; any when None.
+
+    Raises:
+        UserError: something differs, or the dataset has parts that this writer does not write.
+    """
+    theirs = {key: _essence(feature) for key, feature in info["features"].items()}
+    ours = theirs if features is None else {key: _essence(one) for key, one in complete_features(features).items()}
+    different = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key != SUCCESS]
+    if different:
+        raise UserError(f"{folder} has other features than asked for: {', '.join(different)}")
+    for key, wanted in (("fps", fps), ("robot_type", robot_type)):
+        if wanted is not None and info.get(key) != wanted:
+            raise UserError(f"{folder} has {key} {info.get(key)!r}, not {wanted!r}")
+    unknown = [key for key, (dtype, _) in theirs.items() if dtype not in (*IMAGES, *DTYPES, "string")]
+    if unknown:
+        raise UserError(
+            f"{folder} has {unknown[0]} of dtype {theirs[unknown[0]][0]!r}, which this writer does not write"
+        )
+    for key, pattern in (("data_path", DATA_PATH), ("video_path", VIDEO_PATH)):
+        if (info.get(key) or pattern) != pattern:
+            raise UserError(f"{folder / INFO_PATH} has {key} {info[key]!r}; this writer appends to {pattern!r} only")
+
+
+def row_schema(folder: Path) -> pa.Schema | None:
+    """Columns of the rows in `meta/episodes`; None where there are none.
+
+    Those of the first file: lerobot reads all files with the columns of the first.
+    """
+    files = numbered_files(folder / "meta/episodes", ".parquet")
+    return read_schema(files[0]).remove_metadata() if files else None
+
+
+def aligned_rows(table: pa.Table, schema: pa.Schema | None) -> pa.Table:
+    """Rows with the columns and types of those that are there; what is lacking is null."""
+    import pyarrow as pa
+
+    if schema is None:
+        return table
+    for column in schema:
+        if column.name not in table.column_names:
+            table = table.append_column(column.name, pa.nulls(len(table), column.type))
+    return table.select(schema.names).cast(schema)
+
+
+def remove_leftovers(series: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Remove files that no row points to.
+
+    An interruption leaves them; readers that take all files would take them for frames.
+    """
+    folder = series.folder / series.prefix
+    used = {series.path(series.number_in(row)) for row in rows}
+    for path in [*numbered_files(folder, series.suffix), *folder.glob("chunk-*/.*.partial.*")]:
+        if path not in used:
+            path.unlink()
+
+
+def remove_joined(data: FileSeries, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Remove frames from joined files whose rows do not point there yet.
+
+    Between a join and the rows that point to it, the episodes lie in the joined file and in their own. More images
+    than a video needs do no harm, but readers count on the place of a frame among all frames.
+    """
+    held: dict[Path, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        held.setdefault(data.path(data.number_in(row)), []).append(row)
+    for path, episodes in held.items():
+        if count_rows(path) > sum(row["length"] for row in episodes):
+            numbers = [row["episode_index"] for row in episodes]
+            write_table(read_table(path, filters=[("episode_index", "in", numbers)]), path)
+
+
+def _essence(feature: Mapping[str, Any]) -> tuple[str, list[int]]:
+    return feature["dtype"], list(feature["shape"])

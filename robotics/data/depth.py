@@ -1,0 +1,162 @@
+"""Depth of a LeRobotDataset: TIFF without loss, or a video of 12-bit codes.
+
+An image holds whole millimetres (uint16) or metres (float32), as `depth_unit` of the feature says. A video holds codes
+q = 0..4095, by default spread over the logarithm, which is finer near the camera: with a shift s and the bounds a and
+b in metres, d = exp(log(a + s) + q / 4095 (log(b + s) - log(a + s))) - s. With lerobot's a = 0.01, b = 10 and s = 3.5 a
+step is 1.2 mm near and 4.4 mm far away. What lies beyond the bounds, such as 0 for "not measured", is clipped to them.
+The codes themselves are encoded without loss, HEVC in gray12le.
+
+Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/depth_utils.py, src/lerobot/configs/video.py.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.files import replaced
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["DEPTH_DTYPES", "DepthCodes", "depth_unit_of", "encode_tiff", "metres_of", "write_depth_mp4"]
+
+DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
+"""Type of the values by the unit that a feature's info calls `depth_unit`."""
+MOST = 4095
+ENCODER, PIXELS = "libx265", "gray12le"
+GOP = 2
+
+
+@dataclass(frozen=True)
+class DepthCodes:
+    """How metres become the 12-bit codes of a video, and back."""
+
+    depth_min: float = 0.01
+    """Metres of code 0."""
+    depth_max: float = 10.0
+    """Metres of code 4095."""
+    shift: float = 3.5
+    """Metres added before the logarithm; the larger, the more even are the steps."""
+    use_log: bool = True
+    """Whether the codes are spread over the logarithm; else over the metres."""
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any] | None) -> Self:
+        """Those that a feature's info names; lerobot's defaults where it does not.
+
+        Raises:
+            UserError: bounds without a code for each depth between them.
+        """
+        given = {name: (info or {}).get(f"video.{name}") for name in cls.__dataclass_fields__}
+        codes = cls(**{name: value for name, value in given.items() if value is not None})
+        numbers = (codes.depth_min, codes.depth_max, codes.shift)
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+            raise UserError(f"the depth video has {codes}; its bounds and shift must be numbers of metres")
+        if not codes.depth_min < codes.depth_max or (codes.use_log and codes.depth_min + codes.shift <= 0):
+            raise UserError(f"the depth video has {codes}; needs depth_min < depth_max and depth_min + shift > 0")
+        return codes
+
+    def to_info(self) -> dict[str, Any]:
+        """Its part of a feature's info."""
+        return {f"video.{name}": getattr(self, name) for name in self.__dataclass_fields__}
+
+    def encode(self, depth_m: NDArray[np.float32]) -> NDArray[np.uint16]:
+        """Codes of metres, of any shape; clipped to the bounds."""
+        low, high = self._ends()
+        clipped = np.clip(depth_m.astype(np.float64), self.depth_min, self.depth_max)
+        spread = np.log(clipped + self.shift) if self.use_log else clipped
+        return np.rint((spread - low) / (high - low) * MOST).astype(np.uint16)
+
+    def decode(self, codes: NDArray[np.uint16]) -> NDArray[np.float32]:
+        """Metres of codes, of any shape."""
+        low, high = self._ends()
+        spread = low + codes.astype(np.float64) * ((high - low) / MOST)
+        depth_m = np.exp(spread) - self.shift if self.use_log else spread
+        return np.clip(depth_m, self.depth_min, self.depth_max).astype(np.float32)
+
+    def _ends(self) -> tuple[float, float]:
+        if not self.use_log:
+            return self.depth_min, self.depth_max
+        return math.log(self.depth_min + self.shift), math.log(self.depth_max + self.shift)
+
+
+def depth_unit_of(values: NDArray[Any]) -> str | None:
+    """Unit of depth by its type: "mm" for uint16, "m" for float32; None for other types."""
+    return next((unit for unit, dtype in DEPTH_DTYPES.items() if values.dtype == dtype), None)
+
+
+def metres_of(values: NDArray[Any], unit: str | None = None) -> NDArray[np.float32]:
+    """Metres of stored depth.
+
+    Args:
+        values: whole millimetres or metres, of any shape.
+        unit: "mm" or "m", as the feature's info says; by the type where it says nothing.
+
+    Returns:
+        The same shape.
+    """
+    metres = unit == "m" if unit else np.issubdtype(values.dtype, np.floating)
+    return values.astype(np.float32) if metres else (values * 0.001).astype(np.float32)
+
+
+def encode_tiff(depth: NDArray[Any]) -> bytes:
+    """Pack depth without loss.
+
+    Args:
+        depth: (H, W) uint16 millimetres or float32 metres.
+
+    Returns:
+        Content of a TIFF file.
+    """
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(depth)).save(buffer, format="TIFF", compression="raw")
+    return buffer.getvalue()
+
+
+def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes: DepthCodes) -> Path:
+    """Write depth as a video of codes; under its name there is never half of one.
+
+    Args:
+        path: of the file; missing folders are made.
+        depth_m: (T, H, W) metres.
+        fps: frames a second.
+        codes: how metres become codes.
+
+    Returns:
+        Path of the video.
+
+    Raises:
+        UserError: this PyAV has no encoder for 12 bits, or the images are too small for it.
+    """
+    import av
+
+    options = {"g": str(GOP), "bf": "0", "x265-params": "lossless=1:log-level=none"}
+    rate = Fraction(fps).limit_denominator(1001)
+    with replaced(path) as draft, av.open(str(draft), "w", format="mp4", options={"movflags": "faststart"}) as output:
+        try:
+            stream: Any = output.add_stream(ENCODER, rate=rate, options=options)
+            stream.height, stream.width, stream.pix_fmt = *depth_m.shape[1:], PIXELS
+            stream.codec_context.thread_count = 1  # the bytes would depend on the number of threads
+            for place, frame in enumerate(codes.encode(depth_m)):
+                picture = av.VideoFrame.from_ndarray(frame, format=PIXELS)
+                picture.pts, picture.time_base = place, 1 / rate
+                output.mux(stream.encode(picture))
+            output.mux(stream.encode())
+        except (ValueError, av.error.FFmpegError) as error:
+            height, width = depth_m.shape[1:]
+            raise UserError(
+                f"depth of {width}x{height} cannot be encoded: this PyAV lacks {ENCODER} with {PIXELS}, or it takes no "
+                "images this small; store it as images, robot_features(..., video=False)"
+            ) from error
+    return path
