@@ -40,7 +40,7 @@ def read_clip(
     """
     height, width = size
     shape, kind = PIXELS[pixels]
-    frames = np.zeros((length, height, width, *shape), kind)
+    frames: NDArray[Any] = np.zeros((length, height, width, *shape), kind)
     decoded = np.zeros(length, np.bool_)
     for time_s, frame in _timed_frames(path, start_s):
         place = round((time_s - start_s) * fps)
