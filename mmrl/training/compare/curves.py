@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mmrl.training.compare.experiment import ExperimentConfig
@@ -26,12 +27,12 @@ __all__ = [
 
 
 class Curve(NamedTuple):
-    """A run's metric at its evaluations and what it had spent by then."""
+    """A run's metric at its evaluations, or over its steps, and what it had spent by then."""
 
     values: list[float]
-    """Metric at each evaluation; NaN where it is no number."""
+    """Metric at each point; NaN where it is no number."""
     costs: dict[str, list[float]]
-    """Cost by name at each evaluation, in its own unit; never falling."""
+    """Cost by name at each point, in its own unit; never falling."""
 
 
 Curves = Mapping[str, Mapping[int, Curve]]
@@ -48,10 +49,14 @@ def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, A
 def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
     """A metric at a finished run's last evaluation, or at its first where its arm reads that.
 
-    A secondary metric may also come from its last step, or as `split/name` from another task set.
+    A secondary metric may also come from its last step, or as `split/name` from another task set. The compared metric
+    is the mean over the steps where `metric_over` says so.
     """
     if not is_finished(plan):
         return None
+    if experiment.metric_over == "steps" and metric == experiment.metric:
+        known = [value for row in _steps(plan) if math.isfinite(value := _number(row, metric))]
+        return sum(known) / len(known) if known else None
     counted = slice(0, 1) if plan.reads == "start" else slice(-1, None)
     sources = [(record, metric) for record in evaluations(experiment, plan)[counted]]
     if metric in experiment.secondary_metrics:
@@ -96,19 +101,22 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
     """A run's curve, or why it has none."""
     assert experiment.work is not None
     metric, _ = work_metric(experiment)
-    records = evaluations(experiment, plan)
+    over = experiment.work.steps
+    records, source = (_steps(plan), "steps") if over else (evaluations(experiment, plan), "evaluations")
     known = ", ".join(sorted({name for record in records for name in record}))
     values = [_number(record, metric) for record in records]
     if not any(map(math.isfinite, values)):
-        return f"'{metric}' is no number in any of its evaluations, which have: {known}"
+        return f"'{metric}' is no number in any of its {source}, which have: {known}"
+    if over:
+        values, records = _running_means(values, over), records[over - 1 :]
     costs = {}
     for name, weights in experiment.work.costs.items():
         for counter in weights:
             spent = [_number(record, counter) for record in records]
             if not all(map(math.isfinite, spent)):
-                return f"cost '{name}': '{counter}' is no number in some of its evaluations, which have: {known}"
+                return f"cost '{name}': '{counter}' is no number in some of its {source}, which have: {known}"
             if spent != sorted(spent):
-                return f"cost '{name}': '{counter}' falls from one evaluation to the next: {spent}"
+                return f"cost '{name}': '{counter}' falls from one of its {source} to the next: {spent}"
         costs[name] = [sum(weight * record[counter] for counter, weight in weights.items()) for record in records]
     return Curve(values, costs)
 
@@ -121,9 +129,9 @@ def target_of(experiment: ExperimentConfig, baseline: Curve) -> float | str:
     last = experiment.work.baseline_last
     final = baseline.values[-last:]
     if len(final) < last:
-        return f"it has {len(final)} evaluations, `work.baseline_last` asks for the mean of {last}"
+        return f"its curve has {len(final)} points, `work.baseline_last` asks for the mean of {last}"
     if not all(map(math.isfinite, final)):
-        return f"'{work_metric(experiment)[0]}' is no number in the last {last} evaluations, which set the target"
+        return f"'{work_metric(experiment)[0]}' is no number in the last {last} points of its curve, which set the target"
     return experiment.work.baseline_share * sum(final) / last
 
 
@@ -148,6 +156,21 @@ def _all_evaluations(plan: RunPlan) -> list[dict[str, Any]]:
     # `mmrl evaluate` appends to the same file later, possibly at an older step: not part of the run
     records = [record for record in read_evaluations(plan.run_dir) if record.get("tag") != "evaluate"]
     return [record | {name: record[own] for name, own in plan.metrics.items() if own in record} for record in records]
+
+
+def _steps(plan: RunPlan) -> list[dict[str, Any]]:
+    """Steps of a run, in order, with the counters of its costs that they tell."""
+    rows = read_metrics(plan.run_dir)
+    seconds = accumulate(_number(row, "time/step") for row in rows)
+    return [
+        row | {"cost/samples": row.get("samples/total"), "cost/seconds": spent}
+        for row, spent in zip(rows, seconds, strict=True)
+    ]
+
+
+def _running_means(values: list[float], count: int) -> list[float]:
+    """Mean of each value and the `count` - 1 before it, for those that have as many; NaN where one is no number."""
+    return [sum(values[end - count : end]) / count for end in range(count, len(values) + 1)]
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:

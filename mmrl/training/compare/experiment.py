@@ -33,6 +33,7 @@ __all__ = [
 BASELINE_FINAL = "baseline_final"
 MIN_OF_ARMS_FINAL = "min_of_arms_final"
 BASELINE_SPENDS = ("reach", "all")
+METRIC_OVER = ("last_evaluation", "steps")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -99,6 +100,9 @@ class WorkConfig:
     """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
     baseline_share: float = bounded(1.0, above=0, at_most=1)
     """Share of the baseline's final value that is the target."""
+    steps: int = bounded(0, at_least=0)
+    """Training steps whose mean is a point of the curve, of a metric that steps log themselves, such as
+    episode/success; 0 reads the evaluations."""
     baseline_spends: str = choice("reach", BASELINE_SPENDS)
     """What the baseline's cost is in the ratios: reach, until its own curve has the target, or all of its run."""
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -150,7 +154,10 @@ class ExperimentConfig:
     seeds: list[int] = field(default_factory=list)
     """Seeds of the comparison; each runs once in every arm."""
     metric: str = MISSING
-    """Compared metric of the last evaluation."""
+    """Compared metric, see `metric_over`."""
+    metric_over: str = choice("last_evaluation", METRIC_OVER)
+    """last_evaluation, or steps: the mean over all training steps of a metric that they log themselves, such as
+    episode/success, the success of the policy's own episodes over the whole budget."""
     base: str | None = None
     """Configuration file of arms that name none."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -188,6 +195,7 @@ class ExperimentConfig:
         self._check_arms()
         _check_seeds("seeds", self.seeds)
         self._check_sweep()
+        self._check_metric()
         self._check_work()
         self._check_reserved()
 
@@ -231,6 +239,11 @@ class ExperimentConfig:
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:
             raise ValueError(f"seeds {shared} are in `seeds` and in `sweep.seeds`; the comparison needs fresh seeds")
+
+    def _check_metric(self) -> None:
+        first = [arm for arm in self.arms if self.arm(arm).reads == "start"]
+        if self.metric_over == "steps" and first:
+            raise ValueError(f"`metric_over` is steps, but arms.{first[0]} reads the start, which has no steps")
 
     def _check_work(self) -> None:
         if self.work is not None:

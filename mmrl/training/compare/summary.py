@@ -356,6 +356,8 @@ def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
     """Why a finished run lacks the compared metric; None where it has it or is not finished."""
     if not is_finished(plan) or last_value(experiment, plan, experiment.metric) is not None:
         return None
+    if experiment.metric_over == "steps":
+        return f"'{experiment.metric}' is no number in any of its steps; see {plan.run_dir / 'metrics.jsonl'}"
     known = sorted({name for record in evaluations(experiment, plan)[-1:] for name in record})
     return f"'{experiment.metric}' is no number in its last evaluation, which has: {', '.join(known)}"
 

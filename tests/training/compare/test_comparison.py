@@ -167,7 +167,7 @@ def test_the_target_can_be_the_mean_of_the_last_evaluations(lab):
     assert images["arms"]["awm"]["never"] == [2]
     assert any("mean of the last 2 evaluations" in line for line in lab.report())
     too_many = lab.summary({"flow": FLOW, "awm": AWM}, work={**work, "baseline_last": 9})
-    assert "it has 3 evaluations, `work.baseline_last` asks for the mean of 9" in too_many["failures"][0]["reason"]
+    assert "its curve has 3 points, `work.baseline_last` asks for the mean of 9" in too_many["failures"][0]["reason"]
     assert too_many["work"]["costs"]["images"]["ratios"]["awm"]["missing_seeds"] == [1, 2]
 
 
@@ -186,6 +186,37 @@ def test_the_baseline_can_be_charged_for_its_whole_run(lab):
     images = summary["work"]["costs"]["images"]
     assert images["ratios"]["awm"]["per_seed"] == {1: pytest.approx([200 / 80] * 2), 2: pytest.approx([1.0, 1.0])}
     assert any("flow's being that of its whole run" in line for line in lab.report())
+
+
+def step_rows(values):
+    """Steps of 10 samples and 2 seconds."""
+    rows = [
+        {"step": number, "episode/success": value, "samples/total": 10.0 * number, "time/step": 2.0}
+        for number, value in enumerate(values, start=1)
+    ]
+    return "\n".join(map(json.dumps, rows)) + "\n"
+
+
+def test_the_metric_can_be_the_mean_over_the_steps_and_work_a_running_mean_of_them(lab):
+    """Success 0.1, 0.3, 0.3, 0.5 has means of two of 0.2, 0.3, 0.4 at 20, 30 and 40 episodes; 0.25 is met at 25."""
+    costs = {"episodes": {"cost/samples": 1}, "seconds": {"cost/seconds": 1}}
+    experiment = lab.experiment(
+        metric="episode/success", metric_over="steps", work={"target": 0.25, "steps": 2, "costs": costs}
+    )
+    lab.fill({"flow": FLOW, "awm": AWM}, experiment)
+    steps = {("flow", 1): [0.1, 0.3, 0.3, 0.5], ("flow", 2): [0.1] * 4, ("awm", 1): [0.3] * 4}
+    for arm, by_seed in plan_comparison(experiment, lab.output).items():
+        for seed, plan in by_seed.items():
+            (plan.run_dir / "metrics.jsonl").write_text(step_rows(steps.get((arm, seed), [math.nan])))
+    summary = summarise(experiment, lab.output).as_dict()
+    assert summary["arms"]["flow"]["values"] == pytest.approx({1: 0.3, 2: 0.1})
+    assert summary["differences"]["awm"]["per_seed"] == pytest.approx({1: 0.0}, abs=1e-12)
+    needed = {cost: found["arms"]["flow"]["needed"] for cost, found in summary["work"]["costs"].items()}
+    assert needed["episodes"][1] == pytest.approx(25)
+    assert needed["seconds"][1] == pytest.approx(5)
+    assert summary["work"]["costs"]["episodes"]["arms"]["flow"]["never"] == [2]
+    (failure,) = summary["failures"]
+    assert "'episode/success' is no number in any of its steps" in failure["reason"]
 
 
 def test_lower_can_be_better(lab):
@@ -209,7 +240,7 @@ def test_failed_runs_and_runs_without_counters_are_missing_by_name(lab):
     assert {failure["run"] for failure in broken["failures"]} >= {"runs/awm/seed-1", "runs/flow/seed-2"}
     assert "cost 'model_evaluations': 'cost/train_rows' is no number" in broken["failures"][0]["reason"]
     falling = lab.summary({"flow": FLOW, "awm": AWM}, columns={"cost/seconds": [0.0, 9.0, 5.0]})
-    assert "falls from one evaluation to the next" in falling["failures"][0]["reason"]
+    assert "falls from one of its evaluations to the next" in falling["failures"][0]["reason"]
 
 
 def test_values_at_the_cost_that_every_arm_has_spent(lab):
