@@ -59,6 +59,8 @@ FEWEST_EPISODES = 2
 class ContrastiveEncoderConfig:
     """Sizes of a contrastive encoder; the defaults have 17 thousand parameters."""
 
+    side: int = bounded(32, at_least=8)
+    """Longer side in pixels to which larger frames are reduced, by averages over areas."""
     channels: int = bounded(16, at_least=1, multiple_of=NORM_GROUPS)
     """Channels after the first convolution, a multiple of 4; the next two have twice as many."""
     keypoints: int = bounded(8, at_least=1)
@@ -77,8 +79,9 @@ class ContrastiveTraining:
     """Optimiser steps of each seed."""
     batch: int = bounded(32, at_least=FEWEST_EPISODES)
     """Episodes a step, all of one initial state."""
-    late: float = bounded(0.3, above=0, at_most=1)
-    """Share of an episode, at its end, that late frames are taken from; at least two frames."""
+    late: float = bounded(0.6, above=0, at_most=1)
+    """Share of an episode, at its end, that late frames are taken from; at least two frames. With the last third alone
+    the arm hardly moves between them, and encoders learned its pose by heart."""
     seeds: int = bounded(3, at_least=1)
     """Encoders that are trained, of which one is kept."""
     held_out: float = bounded(0.2, above=0, below=1)
@@ -153,10 +156,17 @@ class ContrastiveEncoder(nn.Module):
         Returns:
             (B, size) float32.
         """
-        now, begun = (part.permute(0, 3, 1, 2).float() / 255 for part in (frames, first))
+        now, begun = (self._reduced(part.permute(0, 3, 1, 2).float() / 255) for part in (frames, first))
         seen = torch.cat([2 * now - 1, 2 * (now - begun)], 1)
         found: Tensor = self.head(expected_places(self.maps(self.features(seen))))
         return found
+
+    def _reduced(self, images: Tensor) -> Tensor:
+        height, width = images.shape[2:]
+        share = self.config.side / max(height, width)
+        if share >= 1:
+            return images
+        return functional.adaptive_avg_pool2d(images, (max(1, round(share * height)), max(1, round(share * width))))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights and sizes; the folder is created if it is missing."""

@@ -43,7 +43,7 @@ class ContrastiveSettings:
     """Encoders that are trained; the one with the lowest loss on held-out episodes is kept."""
     seed: int = 0
     """The first of them."""
-    late: float = bounded(0.3, above=0, at_most=1)
+    late: float = bounded(0.6, above=0, at_most=1)
     """Share of an episode, at its end, that training takes frames from."""
     batch_size: int = bounded(64, at_least=1)
     """Trajectories at once."""

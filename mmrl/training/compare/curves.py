@@ -131,7 +131,9 @@ def target_of(experiment: ExperimentConfig, baseline: Curve) -> float | str:
     if len(final) < last:
         return f"its curve has {len(final)} points, `work.baseline_last` asks for the mean of {last}"
     if not all(map(math.isfinite, final)):
-        return f"'{work_metric(experiment)[0]}' is no number in the last {last} points of its curve, which set the target"
+        return (
+            f"'{work_metric(experiment)[0]}' is no number in the last {last} points of its curve, which set the target"
+        )
     return experiment.work.baseline_share * sum(final) / last
 
 

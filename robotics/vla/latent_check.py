@@ -1,0 +1,267 @@
+"""How well a progress reward ranks a policy's failures, before anything is trained on it.
+
+    python -m robotics.vla.latent_check configs/robotics/tabletop_srpo.yaml data.layouts=4 --latents video,pixels,object
+
+Runs episodes of the configuration's policy from its initial states, deals them out into the batches of training steps
+several times over, and prints for each latent and each form of the reward the agreement with the simulator's own reward
+(`srpo/agreement`) and the correlation of the advantages (`srpo/advantage_correlation`), means over steps. The latent of
+the configuration's own kind has its settings; others have their defaults. Latents that are fitted to first episodes get
+episodes of their own. Needs a simulator whose reward tells failures apart, as the tabletop's does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mmrl.core.objective import Objective
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_fields
+from mmrl.training.loop.seeds import make_generator
+from robotics.vla.agreement import advantage_correlation, rank_agreement
+from robotics.vla.latent_rows import RowLatent
+from robotics.vla.latents import LATENTS, LatentConfig, make_latent
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.progress import SuccessMemory, progress_rewards
+from robotics.vla.progress_settings import ProgressSettings
+from robotics.vla.srpo import SrpoConfig, SrpoRecipe
+from robotics.vla.tasks import episode_id
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["FORMS", "CheckOptions", "CheckedEpisode", "Score", "check_latents", "score_latent"]
+
+FORMS: dict[str, ProgressSettings] = {
+    "published": ProgressSettings(preset="published"),
+    "task": ProgressSettings(),
+    "task, initial": ProgressSettings(norm="initial"),
+    "initial_state, minmax": ProgressSettings(preset="initial_state", norm="minmax"),
+    "initial_state": ProgressSettings(preset="initial_state"),
+}
+"""Forms of the reward by name: presets, and one with the norm of another."""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is simulated."""
+
+    episodes: int = bounded(256, at_least=1)
+    """Episodes of the policy."""
+    deals: int = bounded(10, at_least=1)
+    """Times that they are dealt out into batches."""
+    seed: int = 0
+    """Of the episodes and the deals."""
+
+
+class CheckedEpisode(NamedTuple):
+    """What is compared of an episode."""
+
+    frames: NDArray[np.uint8] | None
+    """(F, H, W, 3)."""
+    states: NDArray[np.float32]
+    """(P, S) of the robot."""
+    places: NDArray[np.float32] | None
+    """(P, 3) of the object; None where the simulator does not tell."""
+    task: str
+    state_label: str
+    """Name of the initial state."""
+    success: bool
+    progress: float
+    """The simulator's reward at the end."""
+
+    def path(self, latent: RowLatent) -> NDArray[np.float32]:
+        """What a latent takes as states; raises UserError where the simulator does not tell."""
+        if latent.looks_at == "robot":
+            return self.states
+        if self.places is None:
+            raise UserError("this simulator does not tell where the object is; leave that latent out")
+        return self.places
+
+
+class Score(NamedTuple):
+    """How a latent does with a form of the reward."""
+
+    agreement: float
+    advantage_correlation: float
+
+
+def check_latents(recipe: SrpoRecipe, kinds: Sequence[str], options: CheckOptions) -> Iterator[tuple[str, str, Score]]:
+    """Score latents on episodes of a recipe's policy.
+
+    Args:
+        recipe: policy, simulator, initial states, sizes of a step, and objective.
+        kinds: names of `LATENTS`.
+        options: what is simulated.
+
+    Yields:
+        Kind, form and score.
+
+    Raises:
+        UserError: no such kind, or a latent that the simulator cannot serve.
+    """
+    check_fields(options, "latent_check")
+    unknown = sorted(set(kinds) - set(LATENTS))
+    if unknown:
+        raise UserError(f"there is no latent {', '.join(unknown)}; there are: {', '.join(LATENTS)}")
+    own = recipe.config.latent
+    latents = {kind: make_latent(own if own.kind == kind else LatentConfig(kind=kind)) for kind in kinds}
+    rows = _run(recipe, options.episodes, options.seed, "check")
+    needed = max(latent.fit_episodes for latent in latents.values())
+    first = _run(recipe, needed, options.seed, "fit") if needed else []
+    for kind, latent in latents.items():
+        if not latent.ready:
+            paths = [row.path(latent) for row in first]
+            latent.fit([row.frames for row in first], paths, [row.state_label for row in first])
+        for form, settings in FORMS.items():
+            samples = recipe.config.trainer.samples_per_task
+            yield kind, form, score_latent(latent, rows, settings, recipe.objective, samples, options)
+
+
+def score_latent(
+    latent: RowLatent,
+    rows: Sequence[CheckedEpisode],
+    settings: ProgressSettings,
+    objective: Objective,
+    samples: int,
+    options: CheckOptions,
+) -> Score:
+    """Score a latent with one form of the reward, over simulated steps with the memory that they would have.
+
+    Args:
+        latent: ready to embed.
+        rows: episodes, at least `samples` of each initial state.
+        settings: form of the reward.
+        objective: estimates the advantages.
+        samples: episodes of an initial state in a step.
+        options: deals and their seed.
+
+    Returns:
+        Means over the steps that tell.
+    """
+    films, paths = [row.frames for row in rows], [row.path(latent) for row in rows]
+    ends = latent.embed(films, paths)
+    begins = latent.embed(
+        [None if film is None else film[:1] for film in films], [path[:1] for path in paths], one_by_one=True
+    )
+    valid = ends.valid & begins.valid
+    labels = [row.task if settings.form.references == "task" else row.state_label for row in rows]
+    success, told = np.array([row.success for row in rows]), np.array([row.progress for row in rows], np.float32)
+    found = []
+    for deal in range(options.deals):
+        memory = SuccessMemory(settings.form.memory)
+        for places, groups in _steps(rows, samples, np.random.default_rng([options.seed, deal])):
+            names = [labels[place] for place in places]
+            outcome = progress_rewards(
+                ends.latents[places],
+                success[places],
+                valid[places],
+                names,
+                settings,
+                memory.references(),
+                begins.latents[places],
+            )
+            memory.add(ends.latents[places], success[places] & valid[places], names)
+            failed = ~success[places]
+            lost = failed & np.isfinite(outcome.distance)
+            agreement = rank_agreement(outcome.reward[lost], told[places][lost], groups[lost])
+            own, other = (_advantages(objective, reward, groups) for reward in (outcome.reward, told[places]))
+            found.append((agreement, advantage_correlation(own, other, told[places], failed)))
+    columns = np.array(found, float).reshape(-1, 2).T
+    return Score(
+        *(float(np.mean(column[np.isfinite(column)])) if np.isfinite(column).any() else np.nan for column in columns)
+    )
+
+
+def _run(recipe: SrpoRecipe, count: int, seed: int, purpose: str) -> list[CheckedEpisode]:
+    """At least `count` episodes, equally many from the initial states of a step."""
+    rows: list[CheckedEpisode] = []
+    recipe.policy.eval()
+    while len(rows) < count:
+        generator = make_generator(seed, purpose, len(rows))
+        with torch.no_grad():
+            tasks = recipe.train_tasks[: recipe.config.trainer.tasks_per_step]
+            rollouts = recipe.rollout(recipe.policy, tasks, generator)
+        payload = EpisodePayload.of(rollouts)
+        for row in range(rollouts.num_rows):
+            if not bool(payload.failed[row]):
+                rows.append(_episode(payload, row, int(rollouts.group[row])))
+    return rows
+
+
+def _episode(payload: EpisodePayload, row: int, group: int) -> CheckedEpisode:
+    start = payload.episodes[group]
+    return CheckedEpisode(
+        frames=payload.frames_of(row),
+        states=payload.path(row),
+        places=payload.object_path(row),
+        task=start.task,
+        state_label=episode_id(start),
+        success=bool(payload.success[row]),
+        progress=float(payload.progress[row]),
+    )
+
+
+def _steps(
+    rows: Sequence[CheckedEpisode], samples: int, draws: np.random.Generator
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Rows and groups of steps with `samples` episodes of every initial state."""
+    by_label: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        by_label.setdefault(row.state_label, []).append(place)
+    dealt = [draws.permutation(places) for places in by_label.values()]
+    fewest = min(map(len, dealt))
+    if fewest < samples:
+        raise UserError(f"an initial state has {fewest} episodes and a step takes {samples}; run more episodes")
+    for start in range(0, fewest - samples + 1, samples):
+        yield (
+            np.concatenate([places[start : start + samples] for places in dealt]),
+            np.repeat(np.arange(len(dealt)), samples),
+        )
+
+
+def _advantages(objective: Objective, reward: NDArray[np.float32], groups: NDArray[np.int64]) -> NDArray[np.float32]:
+    mask = torch.ones(len(reward), 1)
+    batch = Rollouts(torch.from_numpy(groups), mask, torch.zeros_like(mask), torch.from_numpy(reward))
+    found = objective.compute_advantages(batch).advantage
+    assert found is not None
+    return np.asarray(found[:, 0].numpy(), np.float32)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the scores as a table."""
+    from mmrl.config import load
+
+    parser = argparse.ArgumentParser(prog="python -m robotics.vla.latent_check", description=__doc__)
+    parser.add_argument("config", help="an SRPO configuration, whose policy, simulator and initial states are used")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace the file's")
+    parser.add_argument("--episodes", type=int, default=CheckOptions.episodes, help="episodes of the policy")
+    parser.add_argument("--latents", default="", help="kinds, by comma; the configuration's own if empty")
+    parser.add_argument("--deals", type=int, default=CheckOptions.deals, help="times they are dealt out into batches")
+    parser.add_argument("--seed", type=int, default=0, help="of the episodes and the deals")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        config = load(given.config, SrpoConfig, given.overrides)
+        recipe = SrpoRecipe(replace(config, eval_data={}))
+        options = CheckOptions(given.episodes, given.deals, given.seed)
+        kinds = given.latents.split(",") if given.latents else [config.latent.kind]
+        sys.stdout.write(f"{'latent':<12} {'reward':<22} agreement  correlation of advantages\n")
+        for kind, form, score in check_latents(recipe, kinds, options):
+            row = f"{kind:<12} {form:<22} {score.agreement:>9.2f}  {score.advantage_correlation:.2f}"
+            sys.stdout.write(f"{row}\n")
+            sys.stdout.flush()
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
