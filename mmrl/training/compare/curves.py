@@ -55,7 +55,7 @@ def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> floa
     if not is_finished(plan):
         return None
     if experiment.metric_over == "steps" and metric == experiment.metric:
-        known = [value for row in _steps(plan) if math.isfinite(value := _number(row, metric))]
+        known = [number for row in _steps(plan) if math.isfinite(number := _number(row, metric))]
         return sum(known) / len(known) if known else None
     counted = slice(0, 1) if plan.reads == "start" else slice(-1, None)
     sources = [(record, metric) for record in evaluations(experiment, plan)[counted]]

@@ -362,6 +362,12 @@ def test_bands_are_the_mean_of_joined_lines_where_all_seeds_have_costs():
         ({"at": {"value": 3}}, r"'at\.cost' must be given"),
         ({"collapse": {"metric": "heldout/eye", "below": 1.5}}, r"collapse\.below is 1\.5; must be in \(0, 1\]"),
         ({"collapse": {"below": 0.5}}, r"'collapse\.metric' must be given"),
+        ({"metric_over": "all"}, "metric_over is 'all'; allowed: last_evaluation, steps"),
+        (
+            {"metric_over": "steps", "arms": {"flow": None, "s": {"runs_of": "flow", "reads": "start"}}},
+            "arms.s reads the",
+        ),
+        ({"work": {"costs": COSTS, "steps": -1}}, r"work\.steps is -1; must be at least 0"),
     ],
 )
 def test_bad_sections_are_refused_by_name(lab, changes, message):
