@@ -325,6 +325,9 @@ def test_references_come_from_all_processes(tmp_path):
     assert winner["metrics"]["episode/success"] == pytest.approx(success.mean())
     assert winner["metrics"]["sim/raised"] == 0
     assert winner["metrics"]["srpo/agreement"] > 0.5  # of the failures, which the first process has none of
+    assert winner["fitted"] == loser["fitted"]
+    whole = np.concatenate([winner["paths"], loser["paths"]]).astype(np.float64)
+    np.testing.assert_allclose(winner["fitted"]["mean"], whole.mean(0), rtol=1e-9)
     assert torch.equal(winner["weights"], loser["weights"])
     assert not torch.equal(winner["weights"], winner["start"])
     for found in (winner, loser):

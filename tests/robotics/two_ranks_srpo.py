@@ -6,6 +6,7 @@ The policy of the first process always reaches its goal, that of the others neve
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from mmrl.training.loop.distributed import leave, make_accelerator
 from mmrl.training.loop.trainer import Trainer
+from robotics.vla.latents import LatentConfig
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.srpo import SrpoRecipe
@@ -46,6 +48,10 @@ def main(output: Path) -> None:
         "metrics": recipe.step_metrics(rollouts),
         "memory": {task: np.asarray(kept) for task, kept in recipe.memory.references().items()},
     }
+    own_scale = SrpoRecipe(replace(config, latent=LatentConfig(kind="state")), recipe.policy)
+    seen = collected(own_scale, tasks=2 + rank, seed=rank).payload
+    found["fitted"] = own_scale.latent.state_dict()
+    found["paths"] = np.concatenate([seen.path(row) for row in range(len(seen.success))])
     last.data.fill_(0.1)
     found["start"] = flat(recipe.policy)
     Trainer(recipe, config, output.parent, accelerator, None).train_step()
