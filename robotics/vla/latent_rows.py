@@ -124,6 +124,7 @@ class RowLatent(ABC):
         states: Sequence[NDArray[np.float32]],
         *,
         one_by_one: bool = False,
+        reuse: bool = True,
     ) -> EmbeddedTrajectories:
         """Embed trajectories of any lengths; see `TrajectoryLatent.embed`.
 
@@ -132,12 +133,14 @@ class RowLatent(ABC):
             states: see there.
             one_by_one: run each alone, so that what comes back from the cache is what would be computed anew, bit for
                 bit; for inputs that come back, in runs that may be resumed.
+            reuse: take latents from the cache and keep them there. Up to rounding it changes nothing, but a resumed run
+                begins with an empty cache.
         """
         if len(frames) != len(states):
             raise ValueError(f"{len(frames)} trajectories of frames and {len(states)} of states")
         latents = np.full((len(frames), self.size), np.nan, np.float32)
         inputs, rows, reasons = self._sort(frames, states)
-        outcomes = self._run(inputs, 1 if one_by_one else self._batch)
+        outcomes = self._run(inputs, 1 if one_by_one else self._batch, reuse)
         for key, places in rows.items():
             outcome = outcomes[key]
             if isinstance(outcome, str):
@@ -166,16 +169,19 @@ class RowLatent(ABC):
             rows.setdefault(key, []).append(row)
         return inputs, rows, reasons
 
-    def _run(self, inputs: Mapping[bytes, NDArray[Any]], batch: int) -> dict[bytes, NDArray[np.float32] | str]:
+    def _run(
+        self, inputs: Mapping[bytes, NDArray[Any]], batch: int, reuse: bool
+    ) -> dict[bytes, NDArray[np.float32] | str]:
         """Latents of distinct inputs, or the reason why there is none."""
-        outcomes: dict[bytes, NDArray[np.float32] | str] = {key: self._kept[key] for key in inputs if key in self._kept}
+        kept = self._kept if reuse else {}
+        outcomes: dict[bytes, NDArray[np.float32] | str] = {key: kept[key] for key in inputs if key in kept}
         self.counts["reused"] += len(outcomes)
         new = [key for key in inputs if key not in outcomes]
         for start in range(0, len(new), batch):
             part = new[start : start + batch]
             outcomes |= dict(zip(part, self._attempt([inputs[key] for key in part]), strict=True))
         for key, outcome in outcomes.items():
-            if not isinstance(outcome, str):
+            if reuse and not isinstance(outcome, str):
                 self._keep(key, outcome)
         self.counts["embedded"] += sum(not isinstance(outcomes[key], str) for key in new)
         return outcomes

@@ -174,8 +174,8 @@ class SrpoRecipe(RobotRecipe):
         super().load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
         self.invalid = int(state["invalid"])
-        self.latent.load_state_dict(state["latent"])
-        self.first_episodes.load_state_dict(state["first_episodes"])
+        self.latent.load_state_dict(state.get("latent", {}))
+        self.first_episodes.load_state_dict(state.get("first_episodes", {"rows": []}))
 
     def _label(self, episode: EpisodeSpec) -> str:
         """With whose successes an episode is compared."""
@@ -210,7 +210,7 @@ class SrpoRecipe(RobotRecipe):
         """Successes from before the latent was fitted are references too."""
         won = [row for row in earlier if row.success]
         if won:
-            found = self.latent.embed([row.frames for row in won], [row.states for row in won])
+            found = self.latent.embed([row.frames for row in won], [row.states for row in won], reuse=False)
             self.memory.add(found.latents, found.valid, [row.label for row in won])
 
     def _films_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
@@ -231,7 +231,7 @@ class SrpoRecipe(RobotRecipe):
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Latents (B, E), those of the first frames alone where the norm needs them, and which rows have them."""
         films, paths, sound = self._films_and_paths(payload)
-        found = self.latent.embed(films, paths)
+        found = self.latent.embed(films, paths, reuse=False)
         begun = found
         if self.form.norm == "initial":
             films = [None if film is None else film[:1] for film in films]

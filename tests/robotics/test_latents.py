@@ -286,6 +286,17 @@ def test_a_trajectory_is_embedded_once(video_encoder, monkeypatch):
     assert sum(computed) == 4
 
 
+def test_without_the_cache_everything_is_computed_anew(video_encoder):
+    latent = VideoLatent(VideoSettings(), video_encoder)
+    given = films(4, 5)
+    embed(latent, given[:1])
+    for _ in range(2):
+        latent.embed(given, [NO_STATES] * 2, reuse=False)
+    assert dict(latent.counts) == {"reused": 0, "embedded": 5, "invalid": 0}
+    embed(latent, given)
+    assert dict(latent.counts) == {"reused": 1, "embedded": 6, "invalid": 0}
+
+
 def test_one_by_one_does_not_depend_on_the_others_bit_for_bit(video_encoder):
     given = films(4, 5, 6, 4, 5)
     together, alone = (embed(VideoLatent(VideoSettings(), video_encoder), part) for part in (given, given[:1]))
