@@ -20,10 +20,11 @@ __all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
 
 def _option_classes() -> dict[str, type[Any]]:
     from robotics.vla.flow_policy import FlowPolicyConfig
+    from robotics.vla.lerobot_policy import LeRobotPolicyConfig
     from robotics.vla.small import SmallVlaConfig
     from robotics.vla.vlm_policy import VlmActionConfig
 
-    return {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
+    return {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig, "lerobot": LeRobotPolicyConfig}
 
 
 @dataclass
@@ -33,10 +34,11 @@ class ActionPolicyConfig:
     path: str = ""
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
     kind: str = choice("small", lambda: POLICIES, or_function=True)
-    """Kind of a new policy: small, flow, vlm, or module:function that returns an ActionPolicy or a module with act and
-    log_probs. With a path it matters only for a user's function, which builds the module whose weights are loaded."""
+    """Kind of a new policy: small, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction), or
+    module:function that returns an ActionPolicy or a module with act and log_probs. With a path it matters only for a
+    user's function, which builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
-    """K, control steps that a new policy predicts at once; a saved policy keeps its own."""
+    """K, control steps that a new policy predicts at once; a saved policy and LeRobot's keep their own."""
     options: dict[str, Any] = by_kind(_option_classes, without=("action_size", "chunk"))
     """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
     changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
@@ -112,6 +114,13 @@ def _vlm(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: 
     return VlmActionPolicy.from_model(model, VlmActionConfig(**head))
 
 
+def _lerobot(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
+
+    _check_known("model.options", config.options, LeRobotPolicyConfig)
+    return LeRobotPolicy(LeRobotPolicyConfig(**config.options), seed)
+
+
 def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
     """A configuration from plain entries, checked like a file's; later entries replace earlier ones."""
     from omegaconf import OmegaConf
@@ -183,4 +192,5 @@ POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int],
     "small": _small,
     "flow": _flow,
     "vlm": _vlm,
+    "lerobot": _lerobot,
 }

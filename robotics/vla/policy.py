@@ -496,5 +496,6 @@ SAVED_POLICIES = {
     "small": "robotics.vla.small:SmallVlaPolicy",
     "flow": "robotics.vla.flow_policy:FlowActionPolicy",
     "vlm": "robotics.vla.vlm_policy:VlmActionPolicy",
+    "lerobot": "robotics.vla.lerobot_policy:LeRobotPolicy",
 }
 """Classes of policies that can be saved, by kind."""

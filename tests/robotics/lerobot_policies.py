@@ -1,0 +1,87 @@
+"""Tiny random policies that the package lerobot builds and saves; run with its interpreter.
+
+    python -m tests.robotics.lerobot_policies FOLDER
+
+writes `act` and `diffusion`, for the observations of `tests.robotics.line_sim`, and `expected.npz`, the actions that
+lerobot chooses for `observations`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+
+def observations() -> dict[str, np.ndarray]:
+    """Three observations: (3, 32, 32, 3) images and (3, 2) states."""
+    images = (np.arange(3 * 32 * 32 * 3) * 7 % 256).astype(np.uint8).reshape(3, 32, 32, 3)
+    return {"images": images, "state": np.array([[0.0, 0.5], [-0.2, 0.3], [0.4, -0.6]], np.float32)}
+
+
+def main(folder: Path) -> None:
+    """Build, save and ask both policies."""
+    import torch
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.act.configuration_act import ACTConfig
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+    inputs = {
+        "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
+        "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
+    }
+    shared = {"input_features": inputs, "output_features": {"action": PolicyFeature(FeatureType.ACTION, (1,))}}
+    shared |= {"device": "cpu", "pretrained_backbone_weights": None, "push_to_hub": False}
+    small = {"dim_model": 16, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1, "n_vae_encoder_layers": 1}
+    unet = {"down_dims": (8, 16), "n_groups": 4, "diffusion_step_embed_dim": 8, "use_group_norm": True}
+    configs = {
+        "act": ACTConfig(chunk_size=6, n_action_steps=6, latent_dim=4, **small, **shared),
+        "diffusion": DiffusionConfig(horizon=8, n_action_steps=4, num_train_timesteps=4, **unet, **shared),
+    }
+    statistics = {
+        "observation.images.front": {name: torch.full((3, 1, 1), 0.5) for name in ("mean", "std", "max")},
+        "observation.state": _statistics([0.1, -0.1], [0.5, 0.4]),
+        "action": _statistics([0.2], [0.3]),
+    }
+    statistics["observation.images.front"]["min"] = torch.zeros(3, 1, 1)
+    expected = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        policy = get_policy_class(name)(config)
+        before, after = make_pre_post_processors(config, dataset_stats=statistics)
+        for part in (policy, before, after):
+            part.save_pretrained(folder / name)
+        expected[name] = _selected(policy.eval(), before, after)
+    np.savez(folder / "expected.npz", **expected)
+
+
+def _selected(policy, before, after) -> np.ndarray:
+    """The first actions of an episode that stands still, by lerobot's `select_action`."""
+    import torch
+
+    seen = observations()
+    policy.reset()
+    torch.manual_seed(5)
+    actions = []
+    for _ in range(4):
+        batch = {
+            "observation.images.front": torch.from_numpy(seen["images"]).permute(0, 3, 1, 2).float() / 255,
+            "observation.state": torch.from_numpy(seen["state"]),
+            "task": ["go"] * 3,
+        }
+        with torch.inference_mode():
+            actions.append(after(policy.select_action(before(batch))).numpy())
+    return np.stack(actions, 1)
+
+
+def _statistics(mean: list[float], spread: list[float]) -> dict:
+    import torch
+
+    centre, width = torch.tensor(mean), torch.tensor(spread)
+    return {"mean": centre, "std": width, "min": centre - width, "max": centre + width}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

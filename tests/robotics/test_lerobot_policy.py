@@ -1,0 +1,192 @@
+"""Policies of LeRobot: the Gaussian around them with a service that stands in for lerobot, and lerobot's own.
+
+The slow test needs an environment with lerobot, see `test_lerobot_peer.py`; diffusion policies need diffusers there:
+
+    lerobot-env/bin/pip install 'lerobot[dataset,diffusion]==0.6.1'
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal
+
+from mmrl.cli import main
+from mmrl.errors import RunError, UserError
+from robotics.vla import lerobot_policy
+from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
+from robotics.vla.policy import PolicyInputs, open_policy
+from tests.robotics.lerobot_policies import observations
+
+PROJECT = Path(__file__).resolve().parents[2]
+STATES = torch.tensor([[0.0, 0.5], [0.1, -0.4], [0.3, 0.31]])
+RUN = """
+recipe: robot_grpo
+output_dir: {run}
+sim: {{kind: "tests.robotics.line_sim:open_line"}}
+model: {{kind: lerobot, options: {{folder: {folder}, python: {python}, std: 0.4}}}}
+acting: {{n_action_steps: 4}}
+data: {{tasks: [right, left], layouts: 8}}
+eval_data: {{held_out: {{tasks: [right, left], split: held_out, layouts: 4}}}}
+evaluation: {{every: 0, greedy: true, samples: 0, videos: 0}}
+trainer: {{steps: {steps}, tasks_per_step: 4, samples_per_task: 8, learning_rate: 1.0e-2, threads: 1}}
+tracking: {{quiet: true, tensorboard: false}}
+"""
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def inputs(states=STATES):
+    return PolicyInputs(None, states, ("go",) * len(states))
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr(lerobot_policy, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
+
+
+@pytest.fixture
+def policy(served):
+    made = LeRobotPolicy(LeRobotPolicyConfig("anything", std=0.3), seed=1)
+    yield made
+    made.close()
+
+
+def moved(policy):
+    """The policy with a correction that is not zero."""
+    with torch.no_grad():
+        policy.correction[2].weight.normal_(std=0.3, generator=seeded(3))
+        policy.log_std.fill_(-0.5)
+    return policy
+
+
+def test_greedy_actions_are_those_of_the_frozen_policy(policy):
+    choice = policy.act(inputs(), seeded(), greedy=True)
+    assert choice.actions.shape == (3, 4, 1)
+    np.testing.assert_allclose(choice.actions[:, :, 0], [[0.12] * 4, [-0.12] * 4, [0.12] * 4], atol=0.01)
+    assert torch.equal(choice.actions, policy.act(inputs(), seeded(), greedy=True).actions)
+    assert not torch.equal(choice.actions, policy.act(inputs(), seeded(1), greedy=True).actions)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_scores_are_those_of_torch(policy, temperature):
+    choice = moved(policy).act(inputs(), seeded(), temperature)
+    logp, entropy = policy.log_probs(inputs(), choice.decisions, temperature)
+    drawn, base = choice.decisions.split(1, -1)
+    seen = torch.cat([STATES, base.flatten(1)], 1)
+    normal = Normal(base + policy.correction(seen).reshape(3, 4, 1), policy.log_std.exp() * temperature)
+    torch.testing.assert_close(logp, normal.log_prob(drawn).sum(-1))
+    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
+    torch.testing.assert_close(choice.logp, logp.detach())
+    torch.testing.assert_close(choice.actions, drawn.clamp(-1, 1))
+    logp.sum().backward()
+    assert all(weight.grad is not None for weight in policy.parameters())
+
+
+def test_a_saved_policy_is_opened_with_its_correction(policy, tmp_path):
+    moved(policy).save_pretrained(tmp_path)
+    opened = open_policy(tmp_path)
+    assert torch.equal(opened.act(inputs(), seeded()).actions, policy.act(inputs(), seeded()).actions)
+    assert json.loads((tmp_path / "policy.json").read_text())["folder"] == "anything"
+    twin = copy.deepcopy(policy)
+    assert torch.equal(twin.act(inputs(), seeded()).decisions, policy.act(inputs(), seeded()).decisions)
+    opened.close()
+
+
+def test_cloning_learns_the_demonstrated_actions(policy):
+    optimiser = torch.optim.Adam(policy.parameters(), lr=0.03)
+    wanted, mask = torch.full((3, 4, 1), 0.7), torch.ones(3, 4)
+    mask[0, 2:] = 0
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss, _ = policy.bc_loss(inputs(), wanted, mask, seeded())
+        loss.backward()
+        optimiser.step()
+    found = policy.act(inputs(), seeded(), greedy=True).actions
+    assert (found - 0.7).abs()[mask.bool()].max() < 0.1
+
+
+def test_what_cannot_be_served_is_named(policy, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="needs state, which the observations lack"):
+        policy.act(PolicyInputs(None, None, ("go",)), seeded())
+    with pytest.raises(ValueError, match="folder is empty"):
+        LeRobotPolicy(LeRobotPolicyConfig())
+    monkeypatch.undo()
+    try:
+        import lerobot  # noqa: F401
+    except ImportError:
+        with pytest.raises(RunError, match=r"lerobot.*model\.options\.python"):
+            LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path), python=sys.executable))
+
+
+def configuration(tmp_path, folder, python, steps):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN.format(run=tmp_path / "run", folder=folder, python=python or "null", steps=steps))
+    return str(path)
+
+
+def test_reinforcement_learning_improves_a_slow_policy(served, tmp_path):
+    config = configuration(tmp_path, "anything", None, 20)
+    assert main(["train", config]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    rates = [row["reward/success"] for row in rows]
+    assert np.mean(rates[:3]) < 0.2
+    assert np.mean(rates[-5:]) > 0.35
+
+
+# Below: policies of the package itself.
+
+
+@pytest.fixture(scope="module")
+def lerobot():
+    """Interpreter with lerobot."""
+    python = os.environ.get("MMRL_LEROBOT_PYTHON")
+    if not python:
+        pytest.skip("needs MMRL_LEROBOT_PYTHON, the interpreter of an environment with lerobot 0.6.1 and diffusers")
+    return python
+
+
+@pytest.fixture(scope="module")
+def built(lerobot, tmp_path_factory):
+    """Folder of policies that lerobot built and saved."""
+    folder = tmp_path_factory.mktemp("policies")
+    command = [lerobot, "-m", "tests.robotics.lerobot_policies", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "chunk"), [("act", 6), ("diffusion", 4)])
+def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind, chunk, tmp_path, capsys):
+    policy = LeRobotPolicy(LeRobotPolicyConfig(str(built / kind), python=lerobot))
+    seen = observations()
+    batch = PolicyInputs(torch.from_numpy(seen["images"]), torch.from_numpy(seen["state"]), ("go",) * 3)
+    # lerobot's own select_action drew its noise from this seed.
+    found = policy.predict(batch, seed=5)
+    assert found.shape == (3, chunk, 1)
+    with np.load(built / "expected.npz") as expected:
+        np.testing.assert_allclose(found[:, :4], expected[kind], atol=1e-5)
+    policy.close()
+    config = configuration(tmp_path, built / kind, lerobot, 2)
+    assert main(["evaluate", config]) == 0
+    assert "all tasks" in capsys.readouterr().out
+    assert main(["train", config]) == 0
+    opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
+    assert opened.correction[2].bias.abs().max() > 0
+    opened.close()
+
+
+@pytest.mark.slow
+def test_what_lerobot_cannot_load_is_named(lerobot, tmp_path):
+    with pytest.raises(UserError, match=r"is no LeRobot policy: it has no config\.json"):
+        LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path), python=lerobot))
