@@ -222,7 +222,8 @@ class EpisodeWriter:
         numbers = [self._task_number(one) for one in tasks]
         columns |= bookkeeping(self.features, number, first, self.fps, success, numbers)
         row: dict[str, Any] = {"episode_index": number, "tasks": list(dict.fromkeys(tasks)), "length": length}
-        row |= {"success": success, "dataset_from_index": first, "dataset_to_index": first + length}
+        row |= {"success": None if success is None else bool(success)}
+        row |= {"dataset_from_index": first, "dataset_to_index": first + length}
         try:
             self._write(row, columns)
         except BaseException:

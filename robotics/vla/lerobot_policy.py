@@ -94,9 +94,10 @@ class LeRobotPolicy(ActionPolicy):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             first = nn.Linear((hello["state_size"] or 0) + size, config.hidden)
-            self.correction = nn.Sequential(first, nn.Tanh(), nn.Linear(config.hidden, size))
-        nn.init.zeros_(self.correction[2].weight)
-        nn.init.zeros_(self.correction[2].bias)
+            last = nn.Linear(config.hidden, size)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.correction = nn.Sequential(first, nn.Tanh(), last)
         self.log_std = nn.Parameter(torch.full((self.action_size,), math.log(config.std)))
 
     def act(
