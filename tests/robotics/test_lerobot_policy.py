@@ -32,6 +32,7 @@ output_dir: {run}
 sim: {{kind: "tests.robotics.line_sim:open_line"}}
 model: {{kind: lerobot, options: {{folder: {folder}, python: {python}, std: 0.4}}}}
 acting: {{n_action_steps: 4}}
+reward: {reward}
 data: {{tasks: [right, left], layouts: 8}}
 eval_data: {{held_out: {{tasks: [right, left], split: held_out, layouts: 4}}}}
 evaluation: {{every: 0, greedy: true, samples: 0, videos: 0}}
@@ -127,9 +128,11 @@ def test_what_cannot_be_served_is_named(policy, tmp_path, monkeypatch):
             LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path), python=sys.executable))
 
 
-def configuration(tmp_path, folder, python, steps):
+def configuration(tmp_path, folder, python, steps, reward="sparse"):
     path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(run=tmp_path / "run", folder=folder, python=python or "null", steps=steps))
+    path.write_text(
+        RUN.format(run=tmp_path / "run", folder=folder, python=python or "null", steps=steps, reward=reward)
+    )
     return str(path)
 
 
@@ -177,7 +180,7 @@ def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind,
     with np.load(built / "expected.npz") as expected:
         np.testing.assert_allclose(found[:, :4], expected[kind], atol=1e-5)
     policy.close()
-    config = configuration(tmp_path, built / kind, lerobot, 2)
+    config = configuration(tmp_path, built / kind, lerobot, 2, "dense")
     assert main(["evaluate", config]) == 0
     assert "all tasks" in capsys.readouterr().out
     assert main(["train", config]) == 0
