@@ -13,6 +13,7 @@ from mmrl.core.filters import DynamicSamplingBuffer
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, RunStopped
 from mmrl.training.loop.distributed import all_ranks, merge_lists
+from mmrl.training.loop.heap import HeapTrimmer
 from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.reference import make_reference
 from mmrl.training.loop.saving import RunSaver
@@ -61,7 +62,8 @@ class Trainer:
         self.tasks = TaskStream(recipe.train_tasks, config.seed, fingerprint=recipe.data_digest)
         needed, start = recipe.needs_reference_model, recipe.start
         self.reference = make_reference(config.reference, recipe.policy, needed=needed, start=start)
-        self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures")
+        self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
+        self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
         terms = getattr(recipe.config, "rewards", ())
         self.log.warnings.only_logged = [term.name for term in terms if term.weight == 0]
@@ -113,6 +115,7 @@ class Trainer:
         restart_peak_memory(self.accelerator.device)
         with self.log.watch.running(), stopwatch("step"):
             rollouts, metrics = self.collect()
+            self.heap.trim()
             with self.accelerator.autocast():
                 rollouts = self.recipe.compute_logprobs(self.policy, self.reference, rollouts)
             with stopwatch("advantages"):
@@ -165,6 +168,7 @@ class Trainer:
                 self.log.evaluation(self.step, tag, split, result.metrics)
                 if index == 0:
                     self.log.samples(self.step, "eval", result.records)
+                self.heap.trim()
 
     def save(self) -> None:
         """Write a checkpoint; a full disk is reported and training goes on with the older ones kept."""

@@ -19,6 +19,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.training.loop.distributed import all_ranks, average_gradients, global_denominators, merge_lists
 from mmrl.training.loop.guard import describe_nonfinite, save_failure
+from mmrl.training.loop.heap import HeapTrimmer
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.seeds import make_generator
@@ -98,17 +99,26 @@ class Updater:
         accelerator: device, precision and processes.
         reference: moved after every optimiser step when it is a moving average.
         failures: folder for the batches of failed optimiser steps.
+        heap: given back to the system between optimiser steps; None keeps it.
 
     Raises:
         UserError: the weights that are trained have too low a precision for the learning rate.
     """
 
-    def __init__(self, recipe: Recipe, accelerator: Accelerator, reference: Reference, failures: Path) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        reference: Reference,
+        failures: Path,
+        heap: HeapTrimmer | None = None,
+    ) -> None:
         self.recipe = recipe
         self.config = recipe.config.trainer
         self.accelerator = accelerator
         self.reference = reference
         self.failures = failures
+        self.heap = heap or HeapTrimmer(enabled=False)
         optimizer = make_optimizer(recipe.policy, self.config)
         _check_precision(optimizer)
         self.policy, self.optimizer = accelerator.prepare(recipe.policy, optimizer)
@@ -135,6 +145,7 @@ class Updater:
             for minibatch in self._minibatches(rollouts, step, epoch):
                 metrics = self._optimiser_step(minibatch, step)
                 taken.extend([metric_values(metrics)] if metrics is not None else [])
+                self.heap.trim()
         return _over_steps(taken) | {"optim/lr": self._current_rate(), "optim/skipped": float(self.skipped)}
 
     def state_dict(self) -> dict[str, Any]:
