@@ -1,8 +1,8 @@
 """Memory that the C library holds and nobody uses, given back to the system.
 
 On a CPU the tensors of a step differ in size from step to step: episodes and answers have lengths of their own. Blocks
-that are freed between others stay with the process, a larger tensor fits into none of them, and the process grows step by
-step although the same number of tensors is alive. glibc gives whole free pages back where it is asked to.
+that are freed between others stay with the process, a larger tensor fits into none of them, and the process grows
+although the same number of tensors is alive. glibc gives whole free pages back where it is asked to.
 """
 
 from __future__ import annotations
