@@ -363,6 +363,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "SimpleVLA-RL, arXiv 2509.09674",
     ),
     RecipeEntry(
+        "robot_ppo",
+        "robotics.vla.ppo",
+        "RobotPpoRecipe",
+        "RobotPpoConfig",
+        "PPO on episodes with a critic of the simulator's full state and a reward for every chunk of actions",
+        "Schulman et al., PPO, arXiv 1707.06347, with an asymmetric critic, arXiv 1710.06542",
+    ),
+    RecipeEntry(
         "srpo",
         "robotics.vla.srpo",
         "SrpoRecipe",

@@ -38,6 +38,7 @@ _NAMES = {
     "robotics.vla.latents": ("LatentConfig", "make_latent"),
     "robotics.vla.loading": ("ActionPolicyConfig", "load_action_policy"),
     "robotics.vla.policy": ("ActionPolicy", "ModuleAdapter", "PolicyInputs", "open_policy"),
+    "robotics.vla.ppo": ("RobotPpoConfig", "RobotPpoRecipe"),
     "robotics.vla.progress": ("progress_rewards",),
     "robotics.vla.progress_settings": ("ProgressSettings",),
     "robotics.vla.small": ("SmallVlaConfig", "SmallVlaPolicy"),

@@ -80,6 +80,7 @@ class TabletopBatch:
     """
 
     action_size: int = ACTION_SIZE
+    full_state_size: int = STATE_SIZE
     capacity: int | None = None
 
     def __init__(

@@ -201,15 +201,21 @@ def _run_wave(
     statistics = action_scale(policy, settings)
     while len(sim.live):
         observation = observation.of(sim.live)
+        full = _full_state(sim)
         inputs = inputs_of(observation, episodes, device)
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
         actions = actions[:, : settings.n_action_steps or None] if blend is None else blend(actions, observation.rows)
         actions = sim_actions(actions, statistics)
         result = sim.step_chunk(actions, record=sim.live.tolist() if record else ())
-        recorder.add(observation, choice, actions, result)
+        recorder.add(observation, choice, actions, result, full)
         observation = result.observation
     return recorder
+
+
+def _full_state(sim: RobotSim) -> NDArray[np.float32] | None:
+    """(L, F) full state of the live rows, whatever the policy observes; None where the simulator does not tell."""
+    return sim.full_state() if hasattr(sim, "full_state") else None
 
 
 def _make_blend(policy: Any, settings: ActingSettings, rows: int) -> Any:
@@ -249,13 +255,20 @@ class _Recorder:
         self.begun = begun
 
     def add(
-        self, observation: RobotObservation, choice: Any, actions: NDArray[np.float32], result: ChunkResult
+        self,
+        observation: RobotObservation,
+        choice: Any,
+        actions: NDArray[np.float32],
+        result: ChunkResult,
+        full: NDArray[np.float32] | None,
     ) -> None:
-        """Add a chunk of the live rows."""
+        """Add a chunk of the live rows, whose full states before it are `full`."""
         for place, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[place])
             state, image = _view(observation, place)
-            seen = {"state": state, "image": image, "steps": steps}
+            reward = result.rewards[place, steps - 1] if steps else np.nan
+            seen = {"state": state, "image": image, "steps": steps, "reward": np.float32(reward)}
+            seen |= {} if full is None else {"full": full[place]}
             self.chunks[row].append(seen | {"decisions": choice.decisions[place], "logp": choice.logp[place]})
             self.actions[row].append(actions[place, :steps])
             if row in result.frames:
@@ -266,7 +279,7 @@ class _Recorder:
             self.success[row] |= bool(result.success[place])
             self.terminated[row] |= bool(result.terminated[place])
             self.failed[row] |= bool(result.failed[place])
-            self.progress[row] = result.rewards[place, steps - 1] if steps else np.nan
+            self.progress[row] = reward
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
     def close(self, example: dict[str, Any] | None) -> Episodes:
@@ -293,6 +306,8 @@ class _Recorder:
             images=None if self.first_images is None else self._stack("image", width, _blank(self.first_images)),
             last_image=self._last_images(),
             frames=[self._frames_of(row) for row in range(rows)] if any(self.frames) else [],
+            full_states=self._stack("full", width, torch.from_numpy(example["full"])) if "full" in example else None,
+            chunk_rewards=self._stack("reward", width, torch.zeros(())),
             object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],
             reasons=self.reasons,
         )

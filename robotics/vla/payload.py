@@ -50,6 +50,10 @@ class EpisodePayload(Payload):
     object_poses: list[NDArray[np.float64] | None] = per_row(blank=None, default_factory=list)
     """(F, 4, 4) T_world_object before each chunk and at the end, of the piece that the task acts on; None or empty
     where the simulator does not tell."""
+    full_states: Tensor | None = per_decision(default=None)
+    """(B, C, F) float32, full state of the simulator before each chunk, for a critic; None where it does not tell."""
+    chunk_rewards: Tensor | None = per_decision(default=None)
+    """(B, C) float32, the environment's own reward at the end of each chunk."""
     reasons: list[str] = per_row(blank="", default_factory=list)
     """Why each row ended as it did, where the environment reports it."""
 

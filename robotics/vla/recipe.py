@@ -45,7 +45,7 @@ from robotics.vla.replays import ReplayVideos
 from robotics.vla.saved import is_saved_policy
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
 
-__all__ = ["RobotConfig", "RobotRecipe", "pack_episodes"]
+__all__ = ["SCORES", "RobotConfig", "RobotRecipe", "pack_episodes"]
 
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
@@ -59,6 +59,8 @@ class RobotConfig(RunConfig):
 
     compares_samples: ClassVar[bool] = True
     """Whether advantages compare the episodes of an initial state."""
+    scored_outputs: ClassVar[tuple[str, ...]] = SCORES
+    """What the recipe scores beside log-probabilities."""
 
     model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
     """The policy."""
@@ -84,7 +86,7 @@ class RobotConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_objective(self.objective)
-        check_objective(objective, SCORES, self.trainer.samples_per_task if self.compares_samples else None)
+        check_objective(objective, self.scored_outputs, self.trainer.samples_per_task if self.compares_samples else None)
         if self.acting.ensemble and not self.evaluation.greedy:
             raise ValueError(
                 f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "

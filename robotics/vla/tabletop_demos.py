@@ -31,6 +31,7 @@ def build_demonstrations(
     tasks: Sequence[str] = ("reach",),
     episodes: int = 50,
     noise: float = 0.0,
+    noise_share: float = 1.0,
     arm: str = "panda",
     image_size: int = 64,
     camera: str = "front",
@@ -46,6 +47,9 @@ def build_demonstrations(
         tasks: keys of `robotics.sim.TASKS`.
         episodes: demonstrations of each task, from the layouts of the train split.
         noise: standard deviation of noise on the executed actions, so that the data shows how to recover.
+        noise_share: share of the control steps that have noise, drawn at random. Noise in every step makes the actions
+            after the first of a chunk unpredictable, since they answer to noise that the policy cannot have seen; rare
+            and large noise leaves most chunks as the expert meant them.
         arm: panda or ur5e.
         image_size: side of the images in pixels; 0 = none.
         camera: camera of the images.
@@ -58,12 +62,14 @@ def build_demonstrations(
         The folder.
 
     Raises:
-        UserError: a task, arm, camera or kind of state does not exist, the folder exists already, or no episode
-            succeeded.
+        UserError: a task, arm, camera or kind of state does not exist, the folder exists already, the share is not in
+            0..1, or no episode succeeded.
     """
     from robotics.data import EpisodeWriter, robot_features
     from robotics.sim.batch import BatchSettings, TabletopBatch
 
+    if not 0 <= noise_share <= 1:
+        raise UserError(f"noise_share is {noise_share}; must be 0 to 1")
     size = (image_size, image_size) if image_size else None
     settings = BatchSettings(image_size=size, camera=camera, state=state)
     ends: Counter[str] = Counter()
@@ -74,7 +80,7 @@ def build_demonstrations(
             for start in range(0, episodes, BATCH):
                 layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
                 specs = [EpisodeSpec(task, sim.tasks()[task], layout) for layout in layouts for task in tasks]
-                for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start), strict=True):
+                for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start, noise_share), strict=True):
                     ends[seen.ending] += 1
                     if seen.success or (keep_failures and not seen.failed):
                         images = {camera: np.stack(seen.images)} if size else {}
@@ -113,7 +119,11 @@ class Demonstration:
 
 
 def run_experts(
-    sim: TabletopBatch, episodes: Sequence[EpisodeSpec], noise: float = 0.0, seed: int = 0
+    sim: TabletopBatch,
+    episodes: Sequence[EpisodeSpec],
+    noise: float = 0.0,
+    seed: int = 0,
+    noise_share: float = 1.0,
 ) -> list[Demonstration]:
     """Run episodes with the experts of their tasks, a control step at a time.
 
@@ -123,6 +133,7 @@ def run_experts(
         noise: standard deviation of noise on the executed actions; the recorded action is without it, so that
             demonstrations show how to recover.
         seed: of the noise.
+        noise_share: share of the control steps that have noise.
 
     Returns:
         R demonstrations.
@@ -145,7 +156,8 @@ def run_experts(
             if seen.images is not None:
                 found[row].images.append(seen.images[place])
         moved = actions.copy()
-        moved[:, :-1] += noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
+        shift = noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
+        moved[:, :-1] += shift if noise_share == 1 else shift * (rng.random((len(rows), 1)) < noise_share)
         result = sim.step_chunk(np.clip(moved, -1, 1)[:, None])
         observation = result.observation
         for place, row in enumerate(result.rows.tolist()):

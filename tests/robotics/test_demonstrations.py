@@ -67,6 +67,20 @@ def test_noise_moves_the_arm_but_is_not_recorded():
         assert np.abs([action for _, _, action in sim.told for action in action]).max() <= 1
 
 
+def test_noise_may_come_in_a_share_of_the_steps_only():
+    with Watched(["reach"], settings=BLIND) as sim:
+        found = run_experts(sim, reach(12), noise=1.0, seed=5, noise_share=0.2)
+        taken, shaken = [0] * 12, []
+        for rows, _, told in sim.told:
+            for row, action in zip(rows.tolist(), told, strict=True):
+                shaken.append(bool(np.abs(action - found[row].actions[taken[row]]).max() > 1e-6))
+                taken[row] += 1
+    count = len(shaken)
+    assert abs(np.mean(shaken) - 0.2) < 4 * np.sqrt(0.2 * 0.8 / count)
+    with pytest.raises(UserError, match=r"noise_share is 1\.5"):
+        build_demonstrations("unused", noise_share=1.5)
+
+
 def test_noise_follows_from_the_seed():
     def states(seed):
         with TabletopBatch(["reach"], settings=BLIND) as sim:

@@ -1,0 +1,167 @@
+"""PPO on episodes with a critic that sees the simulator's full state: credit for every chunk of actions.
+
+    r_k = w_s success_k + w_p (R_k - R_{k-1}),    R_k the simulator's own reward after chunk k,  R_{-1} = 0,
+    A_k = sum_{l >= k} (gamma lambda)^(l - k) (r_l + gamma V(s_{l+1}) - V(s_l)),
+    loss = mean over decisions of max(-A_k rho, -A_k clip(rho, 1 - 0.2, 1 + 0.28)) + c (V(s_k) - (A_k + V_old(s_k)))^2 / 2.
+
+An episode's 0/1 reward, shared by all its decisions as in GRPO, says little about each of some hundred of them. Here all
+decisions of a chunk share the chunk's own advantage, and rho is the ratio of each decision. gamma and lambda count
+chunks. The critic is asked only in training, so it reads the poses of all pieces and the time that is left, and no image;
+a time limit is therefore a state that it knows, and ends an episode like any other end.
+
+`reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
+(hand-written in the tabletop tasks, from 0 to 1).
+
+Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; critic of the full state: arXiv 1710.06542; PPO for
+vision-language-action policies with values by chunk: RLinf-VLA, arXiv 2510.06710.
+
+Differences: RLinf's critic reads the hidden state of the policy's own network; this one is apart and reads the simulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.objective import PolicyOutputs
+from mmrl.core.rollouts import Rollouts
+from mmrl.fields import bounded
+from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.settings import TrainerConfig
+from robotics.sim.episodes import RobotSim
+from robotics.vla.critic import CriticConfig, PolicyWithCritic, StateCritic, critic_inputs
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.policy import ActionPolicy
+from robotics.vla.recipe import SCORES, RobotConfig, RobotRecipe
+
+__all__ = ["ChunkRewardConfig", "RobotPpoConfig", "RobotPpoRecipe", "chunk_rewards"]
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(
+        preset="ppo",
+        advantage={"kind": "gae_turn", "gamma": 0.97, "lam": 0.9, "truncation": "terminate"},
+        scaling={"whiten": "turns"},
+        clip={"low": 0.2, "high": 0.28},
+        kl={"coef": 0.0},
+        value={"coef": 0.5, "clip": None},
+    )
+
+
+@dataclass
+class ChunkRewardConfig:
+    """What a chunk of actions is paid for."""
+
+    success: float = bounded(1.0, at_least=0)
+    """Solving the task."""
+    progress: float = bounded(0.0, at_least=0)
+    """What it added to the simulator's own reward."""
+
+    def validate(self) -> None:
+        """Refuse a reward of nothing; raises ValueError."""
+        if self.success == 0 and self.progress == 0:
+            raise ValueError("reward.success and reward.progress are both 0; nothing would be rewarded")
+
+
+@dataclass
+class RobotPpoConfig(RobotConfig):
+    """A PPO run of a robot policy."""
+
+    scored_outputs: ClassVar[tuple[str, ...]] = (*SCORES, "values", "turns")
+    reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
+    """What a chunk is paid for."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Credit, clip range and value loss; the advantage needs a critic."""
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(old_logp="sampler", samples_per_task=1, tasks_per_step=64, epochs=2)
+    )
+    """Batch sizes, optimiser and guards; a critic needs no group, so every episode may start elsewhere."""
+
+
+class RobotPpoRecipe(RobotRecipe):
+    """Rewards by chunk and a critic; see the module."""
+
+    config: RobotPpoConfig
+    policy: PolicyWithCritic
+
+    def __init__(self, config: RobotPpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config, policy, sim)
+        self.task_names = list(self.sim.tasks())
+        size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
+        critic = StateCritic(size, config.critic.width, config.seed)
+        acting: Any = self.policy
+        self.policy = PolicyWithCritic(acting, critic, config.critic.learning_rate_factor)
+
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
+        """See `RobotRecipe.rollout`; the chunks are the turns, with a reward each."""
+        rollouts = super().rollout(policy, tasks, generator)
+        payload = EpisodePayload.of(rollouts)
+        chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
+        turn = chunks.repeat_interleave(self._decisions_of_chunk)
+        rewards = chunk_rewards(payload, self.config.reward.success, self.config.reward.progress)
+        return rollouts.replace(
+            turn=turn.expand_as(rollouts.mask).contiguous(),
+            extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)},
+        )
+
+    def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the chunks' rewards; the simulator's own at the end is reported."""
+        return rollouts.extras["decision_reward"].sum(1), {"dense": EpisodePayload.of(rollouts).progress}
+
+    def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
+        """See `RobotRecipe.scores`; the value of a chunk stands at each of its decisions."""
+        found = super().scores(policy, rollouts, outputs)
+        if "values" not in outputs:
+            return found
+        inputs = self._critic_inputs(rollouts)
+        values, each = policy("values", inputs), self._decisions_of_chunk
+        return dataclasses.replace(found, values=values.repeat_interleave(each, 1)[:, : rollouts.num_decisions])
+
+    def old_pass(self, policy: ActionPolicy, rollouts: Rollouts) -> Rollouts:
+        """See `Recipe.old_pass`; the first episodes set the scale of the critic's inputs."""
+        seen = EpisodePayload.of(rollouts).steps > 0
+        self.policy.critic.fit_scale(self._critic_inputs(rollouts)[seen])
+        return super().old_pass(self.policy, rollouts)
+
+    @property
+    def _decisions_of_chunk(self) -> int:
+        return self.policy.decisions if self.config.logp_level == "token" else 1
+
+    def _critic_inputs(self, rollouts: Rollouts) -> Tensor:
+        payload = EpisodePayload.of(rollouts)
+        return critic_inputs(payload, rollouts.group, self.task_names, self.sim.horizon)
+
+
+def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> Tensor:
+    """Reward of each chunk: for solving the task, and for what it added to the environment's own reward.
+
+    Args:
+        payload: B episodes of C chunks.
+        success: weight of the task's success, which the last chunk solved.
+        progress: weight of the environment's reward after the chunk minus that after the one before.
+
+    Returns:
+        (B, C) float32, 0 for chunks that were not reached and for rows whose environment failed.
+    """
+    assert payload.chunk_rewards is not None
+    reached = payload.steps > 0
+    later = nn.functional.pad(reached[:, 1:], (0, 1))
+    gain = payload.chunk_rewards - nn.functional.pad(payload.chunk_rewards[:, :-1], (1, 0))
+    solved = (reached & ~later & payload.success[:, None]).to(gain.dtype)
+    found = success * solved + (progress * gain if progress else 0.0)
+    return torch.where(reached & ~payload.failed[:, None], found, 0.0)
+
+
+def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) with the rewards (B, C) at the last trained decision of each chunk."""
+    each = mask.shape[1] // rewards.shape[1]
+    trained = mask.unflatten(1, (rewards.shape[1], each)) > 0
+    last = trained & ~nn.functional.pad(trained[..., 1:], (0, 1))
+    return (rewards[..., None] * last).flatten(1)

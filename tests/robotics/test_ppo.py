@@ -1,0 +1,126 @@
+"""PPO with a critic of the full state: rewards by chunk, values, saving and learning on a point on a line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from mmrl.recipes import find_recipe
+from mmrl.training.runs import train
+from robotics.sim.episodes import EpisodeSpec
+from robotics.vla.critic import PolicyWithCritic, StateCritic, critic_inputs
+from robotics.vla.payload import EpisodePayload
+from robotics.vla.policy import open_policy
+from robotics.vla.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe, chunk_rewards
+from tests.robotics.test_policies import make_small
+from tests.robotics.test_robot_recipes import grpo, trainer
+
+
+def ppo(tmp_path, **changes):
+    settings = {"trainer": trainer(tasks_per_step=12, samples_per_task=1, epochs=2, minibatches_per_step=2)}
+    return grpo(tmp_path, RobotPpoConfig, "robot_ppo", **(settings | changes))
+
+
+def prepared(recipe, tasks=6):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        rollouts = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:tasks], generator))
+    return recipe.objective.compute_advantages(recipe.old_pass(recipe.policy, rollouts))
+
+
+def episodes():
+    """A success in its second chunk, a failure of three, and a broken one."""
+    steps = torch.tensor([[2, 1, 0], [2, 2, 2], [0, 0, 0]])
+    zeros = torch.zeros(3, 3)
+    nan = float("nan")
+    return EpisodePayload(
+        episodes=[EpisodeSpec("right", "go right", layout) for layout in range(3)],
+        states=torch.arange(18.0).reshape(3, 3, 2),
+        decisions=zeros,
+        steps=steps,
+        success=torch.tensor([True, False, False]),
+        terminated=torch.tensor([True, False, False]),
+        failed=torch.tensor([False, False, True]),
+        progress=torch.tensor([1.0, 0.4, nan]),
+        last_state=torch.zeros(3, 2),
+        chunk_rewards=torch.tensor([[0.3, 1.0, 0.0], [0.2, 0.5, 0.4], [nan, nan, nan]]),
+    )
+
+
+def test_chunks_are_paid_for_success_and_for_progress():
+    found = chunk_rewards(episodes(), success=2.0, progress=1.0)
+    torch.testing.assert_close(found, torch.tensor([[0.3, 2.7, 0.0], [0.2, 0.3, -0.1], [0.0, 0.0, 0.0]]))
+    found = chunk_rewards(episodes(), success=1.0, progress=0.0)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3]))
+
+
+def test_critic_reads_states_time_and_task():
+    found = critic_inputs(episodes(), torch.tensor([0, 1, 2]), ["left", "right"], horizon=8)
+    assert found.shape == (3, 3, 5)
+    torch.testing.assert_close(found[1, 2], torch.tensor([10.0, 11.0, 0.5, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("level", ["token", "chunk"])
+def test_all_decisions_of_a_chunk_share_the_advantage_of_gae(tmp_path, level):
+    recipe = RobotPpoRecipe(ppo(tmp_path, logp_level=level))
+    recipe.objective = recipe.objective.override({"scaling": {"whiten": "none"}})
+    rollouts = prepared(recipe)
+    gamma, lam = 0.97, 0.9
+    each = recipe.policy.decisions if level == "token" else 1
+    for row in range(rollouts.num_rows):
+        trained = rollouts.mask[row].reshape(-1, each)
+        values = rollouts.values[row].reshape(-1, each)[:, 0].tolist()
+        rewards = (rollouts.extras["decision_reward"][row] * rollouts.mask[row]).reshape(-1, each).sum(1).tolist()
+        count, carry = int((trained.sum(1) > 0).sum()), 0.0
+        for chunk in reversed(range(count)):  # the definition, with value 0 after the last chunk
+            after = values[chunk + 1] if chunk + 1 < count else 0.0
+            carry = rewards[chunk] + gamma * after - values[chunk] + gamma * lam * carry
+            found = rollouts.advantage[row].reshape(-1, each)[chunk][trained[chunk] > 0]
+            torch.testing.assert_close(found, torch.full_like(found, carry), rtol=1e-4, atol=1e-5)
+
+
+def test_the_value_loss_moves_the_critic_and_not_the_policy(tmp_path):
+    recipe = RobotPpoRecipe(ppo(tmp_path))
+    rollouts = prepared(recipe)
+    scores = recipe.scores(recipe.policy, rollouts, frozenset({"logp", "values"}))
+    recipe.objective.critic_loss(scores, rollouts, recipe.denominators(rollouts)).loss.backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.critic.parameters())
+    assert all(weight.grad is None for weight in recipe.policy.policy.parameters())
+
+
+def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
+    config = ppo(tmp_path, reward=ChunkRewardConfig(success=1.0, progress=1.0))
+    config.trainer.steps = 12
+    run_dir = train(find_recipe("robot_ppo"), config)
+    successes = [row["episode/success"] for row in metrics_of(run_dir)]
+    assert sum(successes[-3:]) > sum(successes[:3])
+    values = [row["loss/value"] for row in metrics_of(run_dir)]
+    assert values[-1] < values[0]
+    assert (run_dir / "checkpoints" / "step-000012" / "model" / "critic" / "model.safetensors").is_file()
+
+
+def metrics_of(run_dir):
+    import json
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "episode/success" in row]
+
+
+def test_policy_and_critic_are_saved_together(tmp_path):
+
+    policy = PolicyWithCritic(make_small(), StateCritic(4, 8, seed=1))
+    policy.critic.fit_scale(torch.randn(9, 4))
+    policy.save_pretrained(tmp_path)
+    again = PolicyWithCritic(make_small(), StateCritic(4, 8, seed=2))
+    again.load_weights(tmp_path)
+    inputs = torch.randn(3, 4)
+    assert torch.equal(policy.values(inputs), again.values(inputs))
+    assert type(open_policy(tmp_path)) is type(policy.policy)
+    with pytest.raises(UserError, match="do not fit"):
+        PolicyWithCritic(make_small(), StateCritic(5, 8)).load_weights(tmp_path)
+
+
+def test_a_reward_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="both 0"):
+        ppo(tmp_path, reward=ChunkRewardConfig(success=0.0))
