@@ -1,4 +1,4 @@
-"""The robot demonstration: scripted demonstrations, cloning to about half success, SRPO, videos and a report."""
+"""The robot demonstration: scripted demonstrations, cloning to about half success, PPO, videos and a report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["run"]
 
 CONFIGS = Path("configs/robotics")
 SPLIT = "held_out"
+TASKS = ("reach", "push")
 
 
 def run(output_dir: Path) -> list[str]:
-    """Clone demonstrations, improve with SRPO, and report both; stages that are already finished are kept.
+    """Clone demonstrations, improve with PPO, and report both; stages that are already finished are kept.
 
     Args:
-        output_dir: folder for demonstrations, video encoder and the two runs.
+        output_dir: folder for demonstrations and the two runs.
 
     Returns:
         Lines to print: held-out success before and after, and where report and videos lie.
@@ -32,42 +33,37 @@ def run(output_dir: Path) -> list[str]:
     if not CONFIGS.is_dir():
         raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
     started = time.perf_counter()
-    demonstrations = f"{output_dir}/demonstrations"
-    shown = ["evaluation.greedy=true", "evaluation.videos=2", "evaluation.video_size=256"]
-    clone = finish_run(
-        CONFIGS / "tabletop_clone.yaml",
-        output_dir / "clone",
-        [f"demonstrations.path={demonstrations}", "evaluation.every=0"],
-    )
-    latent = [f"latent.path={output_dir}/video_encoder", f"latent.build_options.data={demonstrations}"]
-    srpo = finish_run(
-        CONFIGS / "tabletop_srpo.yaml", output_dir / "srpo", [f"model.path={last_model(clone)}", *latent, *shown]
-    )
-    report = write_report(srpo, chain=[clone])
-    videos = sorted((srpo / "videos").glob("*.mp4"))
+    demonstrations = [f"demonstrations.path={output_dir}/demonstrations"]
+    clone = finish_run(CONFIGS / "demo_robot_clone.yaml", output_dir / "clone", demonstrations)
+    ppo = finish_run(CONFIGS / "demo_robot_ppo.yaml", output_dir / "ppo", [f"model.path={last_model(clone)}"])
+    report = write_report(ppo, chain=[clone])
+    videos = sorted((ppo / "videos").glob("*.mp4"))
     minutes = (time.perf_counter() - started) / 60
     return [
-        *_table(clone, srpo),
+        *_table(ppo),
         f"time of this call: {minutes:.1f} minutes",
-        f"videos: {srpo / 'videos'} ({len(videos)} files)",
+        f"videos: {ppo / 'videos'} ({len(videos)} files)",
         f"report: {report}",
     ]
 
 
-def _table(clone: Path, srpo: Path) -> list[str]:
-    rows = [
-        ("before", read_result(clone)["first_evaluation"][SPLIT]),
-        ("after cloning", read_result(srpo)["first_evaluation"][SPLIT]),
-        ("after SRPO", read_result(srpo)["last_evaluation"][SPLIT]),
-    ]
-    lines = [f"success on {int(rows[0][1]['n'])} held-out initial states (95 % interval)"]
-    return lines + [f"  {name:<14} {_cells(row)}" for name, row in rows]
+def _table(ppo: Path) -> list[str]:
+    result = read_result(ppo)
+    lines = [f"success on {int(result['first_evaluation'][SPLIT]['n'])} held-out initial states (95 % interval)"]
+    for name, when in (("after cloning", "first_evaluation"), ("after PPO", "last_evaluation")):
+        row = result[when][SPLIT]
+        lines += [f"  {name:<14} {task:<6} {_cells(row, task)}" for task in ("all", *TASKS) if _has(row, task)]
+    return lines
 
 
-def _cells(row: dict[str, Any]) -> str:
+def _has(row: dict[str, Any], task: str) -> bool:
+    return task == "all" or f"success/greedy/{task}" in row
+
+
+def _cells(row: dict[str, Any], task: str) -> str:
     shown = []
     for protocol in ("greedy", "sampled"):
-        name = f"success/{protocol}"
+        name = f"success/{protocol}" + ("" if task == "all" else f"/{task}")
         if name in row:
             value, low, high = (100 * row[f"{name}{end}"] for end in ("", "/low", "/high"))
             shown.append(f"{protocol} {value:5.1f} % ({low:4.1f} to {high:4.1f})")

@@ -15,7 +15,8 @@ a time limit is therefore a state that it knows, and ends an episode like any ot
 Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; critic of the full state: arXiv 1710.06542; PPO for
 vision-language-action policies with values by chunk: RLinf-VLA, arXiv 2510.06710.
 
-Differences: RLinf's critic reads the hidden state of the policy's own network; this one is apart and reads the simulator.
+Differences: RLinf's critic reads the hidden state of the policy's own network; this one is apart and reads the
+simulator.
 """
 
 from __future__ import annotations

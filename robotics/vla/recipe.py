@@ -86,7 +86,8 @@ class RobotConfig(RunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         objective = make_objective(self.objective)
-        check_objective(objective, self.scored_outputs, self.trainer.samples_per_task if self.compares_samples else None)
+        size = self.trainer.samples_per_task if self.compares_samples else None
+        check_objective(objective, self.scored_outputs, size)
         if self.acting.ensemble and not self.evaluation.greedy:
             raise ValueError(
                 f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "

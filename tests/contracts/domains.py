@@ -208,8 +208,10 @@ def _robotics(name: str, folder: Path) -> Any:
     if RECIPES[name].supervised:
         return kind(**(settings | _cloning(folder, trainer)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
-    if hasattr(config, "reward"):
+    if name == "robot_grpo":
         config.reward = "dense"
+    if name == "robot_ppo":
+        config.reward.progress = 1.0
     if hasattr(config, "latent"):
         config.latent.kind, config.latent.frames = "state", "chunk"
         config.latent.options = {"mean": [0.0, 0.0], "std": [0.3, 0.3]}

@@ -15,7 +15,7 @@ SCENE = ["sim.tasks=[reach]", "sim.image_size=32", "sim.horizon=8", "sim.workers
 EVALUATION = ["eval_data.held_out.tasks=[reach]", "eval_data.held_out.layouts=2", "evaluation.videos=1"]
 LAST = ["evaluation.video_size=48", "evaluation.every=1"]
 SMALL = {
-    "tabletop_clone.yaml": [
+    "demo_robot_clone.yaml": [
         "demonstrations.build_options.tasks=[reach]",
         "demonstrations.build_options.episodes=3",
         "demonstrations.build_options.image_size=32",
@@ -23,13 +23,10 @@ SMALL = {
         "trainer.steps=4",
         "trainer.tasks_per_step=8",
     ],
-    "tabletop_srpo.yaml": [
+    "demo_robot_ppo.yaml": [
         "data.tasks=[reach]",
-        "latent.build_options.steps=2",
-        "latent.build_options.batch=2",
         "trainer.steps=2",
-        "trainer.tasks_per_step=2",
-        "trainer.samples_per_task=2",
+        "trainer.tasks_per_step=4",
         "trainer.minibatches_per_step=1",
     ],
 }
@@ -56,23 +53,24 @@ def written(folder):
 def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, backend, monkeypatch):
     lines = demo.run(tmp_path / "demo")
     assert lines[0] == "success on 2 held-out initial states (95 % interval)"
-    for line, name in zip(lines[1:4], ("before", "after cloning", "after SRPO"), strict=True):
-        assert line.strip().startswith(name)
+    names = ("after cloning", "after cloning", "after PPO", "after PPO")
+    for line, name, task in zip(lines[1:5], names, ("all", "reach") * 2, strict=True):
+        assert line.split(name)[1].split()[0] == task
         assert "greedy" in line
         assert "sampled" in line
         assert " % (" in line
-    assert lines[4].startswith("time of this call")
-    videos = sorted((tmp_path / "demo" / "srpo" / "videos").glob("*.mp4"))
+    assert lines[5].startswith("time of this call")
+    videos = sorted((tmp_path / "demo" / "ppo" / "videos").glob("*.mp4"))
     assert videos
-    assert lines[5].endswith(f"({len(videos)} files)")
-    report = Path(lines[6].removeprefix("report: "))
+    assert lines[6].endswith(f"({len(videos)} files)")
+    report = Path(lines[7].removeprefix("report: "))
     assert "<html" in report.read_text(encoding="utf-8")
-    for part in ("demonstrations", "video_encoder", "clone", "srpo"):
+    for part in ("demonstrations", "clone", "ppo"):
         assert (tmp_path / "demo" / part).is_dir()
     before = written(tmp_path / "demo")
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
     again = demo.run(tmp_path / "demo")
-    assert again[:4] == lines[:4]
+    assert again[:5] == lines[:5]
     assert written(tmp_path / "demo") == before
 
 
