@@ -101,7 +101,7 @@ def critic_inputs(payload: EpisodePayload, group: Tensor, tasks: Sequence[str], 
 class PolicyWithCritic(ActionPolicy):
     """A policy and a critic that are trained and saved together; acting needs the policy alone.
 
-    A folder written by `save_pretrained` is the policy's own, which `open_policy` loads, and holds the critic beside it.
+    A folder written by `save_pretrained` is the policy's own, which `open_policy` loads, with the critic beside it.
 
     Args:
         policy: acts.

@@ -2,12 +2,12 @@
 
     r_k = w_s success_k + w_p (R_k - R_{k-1}),    R_k the simulator's own reward after chunk k,  R_{-1} = 0,
     A_k = sum_{l >= k} (gamma lambda)^(l - k) (r_l + gamma V(s_{l+1}) - V(s_l)),
-    loss = mean over decisions of max(-A_k rho, -A_k clip(rho, 1 - 0.2, 1 + 0.28)) + c (V(s_k) - (A_k + V_old(s_k)))^2 / 2.
+    loss = mean of max(-A_k rho, -A_k clip(rho, 1 - 0.2, 1 + 0.28)) + c (V(s_k) - (A_k + V_old(s_k)))^2 / 2.
 
-An episode's 0/1 reward, shared by all its decisions as in GRPO, says little about each of some hundred of them. Here all
-decisions of a chunk share the chunk's own advantage, and rho is the ratio of each decision. gamma and lambda count
-chunks. The critic is asked only in training, so it reads the poses of all pieces and the time that is left, and no image;
-a time limit is therefore a state that it knows, and ends an episode like any other end.
+An episode's 0/1 reward, shared by all its decisions as in GRPO, says little about each of some hundred of them. Here
+all decisions of a chunk share the chunk's own advantage, and rho is the ratio of each decision. gamma and lambda count
+chunks. The critic is asked only in training, so it reads the poses of all pieces and the time that has gone by, and no
+image; a time limit is therefore a state that it knows, and ends an episode like any other end.
 
 `reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
 (hand-written in the tabletop tasks, from 0 to 1).

@@ -1,4 +1,4 @@
-"""Every file under configs/robotics loads, and those of the tabletop take two steps; clone and SRPO do in test_demo."""
+"""Every file under configs/robotics loads, and those of the tabletop take two steps; the demo's do in test_demo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.training.runs import train
+from mmrl.training.stages import last_model
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "robotics").glob("*.yaml"))
@@ -31,3 +32,22 @@ def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
         assert [row["step"] for row in rows] == [1, 2]
         assert all(0 <= row["reward/dense"] < 1 for row in rows)
+
+
+def test_clone_and_srpo_take_two_steps(tmp_path, backend):
+    demonstrations = f"demonstrations.path={tmp_path / 'demonstrations'}"
+    small = ["demonstrations.build_options.tasks=[reach]", "demonstrations.build_options.episodes=2"]
+    size = "model.options.encoder={width: 32, heads: 2, layers: 1, channels: 8, keypoints: 4}"
+    shrunk = [demonstrations, *small, "demonstrations.build_options.image_size=32", size, "trainer.tasks_per_step=8"]
+    steps = ["sim.image_size=32", "sim.workers=1", "trainer.steps=2", "eval_data={}", "tracking.quiet=true"]
+    entry, config = load_run(
+        CONFIGS[0].with_name("tabletop_clone.yaml"), [*shrunk, *steps, f"output_dir={tmp_path / 'clone'}"]
+    )
+    clone = train(entry, config)
+    latent = [f"latent.path={tmp_path / 'encoder'}", f"latent.build_options.data={tmp_path / 'demonstrations'}"]
+    latent += ["latent.build_options.steps=2", "latent.build_options.batch=2"]
+    sizes = ["trainer.tasks_per_step=2", "trainer.samples_per_task=2", "trainer.minibatches_per_step=1"]
+    overrides = [*latent, *sizes, *steps, f"model.path={last_model(clone)}", f"output_dir={tmp_path / 'srpo'}"]
+    entry, config = load_run(CONFIGS[0].with_name("tabletop_srpo.yaml"), [*overrides, "sim.horizon=8"])
+    rows = [json.loads(line) for line in (train(entry, config) / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
