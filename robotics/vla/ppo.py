@@ -33,6 +33,7 @@ from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.loop.objectives import ObjectiveConfig
+from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.settings import TrainerConfig
 from robotics.sim.episodes import RobotSim
 from robotics.vla.critic import CriticConfig, PolicyWithCritic, StateCritic, critic_inputs
@@ -121,15 +122,24 @@ class RobotPpoRecipe(RobotRecipe):
         found = super().scores(policy, rollouts, outputs)
         if "values" not in outputs:
             return found
-        inputs = self._critic_inputs(rollouts)
-        values, each = policy("values", inputs), self._decisions_of_chunk
-        return dataclasses.replace(found, values=values.repeat_interleave(each, 1)[:, : rollouts.num_decisions])
+        return dataclasses.replace(found, values=self._values(policy, rollouts))
 
     def old_pass(self, policy: ActionPolicy, rollouts: Rollouts) -> Rollouts:
-        """See `Recipe.old_pass`; the first episodes set the scale of the critic's inputs."""
+        """See `Recipe.old_pass`; the first episodes set the scale of the critic's inputs.
+
+        With the sampler's log-probabilities the critic alone is asked, and the images are not encoded once more.
+        """
         seen = EpisodePayload.of(rollouts).steps > 0
         self.policy.critic.fit_scale(self._critic_inputs(rollouts)[seen])
-        return super().old_pass(self.policy, rollouts)
+        if self.old_logprobs is not OldLogProbs.SAMPLER:
+            return super().old_pass(policy, rollouts)
+        with torch.no_grad():
+            return rollouts.replace(values=self._values(policy, rollouts))
+
+    def _values(self, policy: nn.Module, rollouts: Rollouts) -> Tensor:
+        """(B, T) value of each decision's chunk."""
+        values = policy("values", self._critic_inputs(rollouts))
+        return values.repeat_interleave(self._decisions_of_chunk, 1)[:, : rollouts.num_decisions]
 
     @property
     def _decisions_of_chunk(self) -> int:

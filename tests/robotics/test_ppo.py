@@ -61,6 +61,18 @@ def test_critic_reads_states_time_and_task():
     torch.testing.assert_close(found[1, 2], torch.tensor([10.0, 11.0, 0.5, 0.0, 1.0]))
 
 
+@pytest.mark.parametrize("source", ["sampler", "recompute"])
+def test_values_of_both_sources_of_old_log_probs_are_those_of_the_update(tmp_path, source):
+    config = ppo(tmp_path)
+    config.trainer.old_logp = source
+    recipe = RobotPpoRecipe(config)
+    rollouts = prepared(recipe)
+    scores = recipe.scores(recipe.policy, rollouts, frozenset({"logp", "values"}))
+    kept = rollouts.mask > 0
+    torch.testing.assert_close(scores.values[kept].detach(), rollouts.values[kept], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scores.logp[kept].detach(), rollouts.logp_old[kept], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("level", ["token", "chunk"])
 def test_all_decisions_of_a_chunk_share_the_advantage_of_gae(tmp_path, level):
     recipe = RobotPpoRecipe(ppo(tmp_path, logp_level=level))
