@@ -124,6 +124,10 @@ class RobotPpoRecipe(RobotRecipe):
             return found
         return dataclasses.replace(found, values=self._values(policy, rollouts))
 
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """What the critic knew before the update, with the metrics of every robot recipe."""
+        return super().step_metrics(rollouts) | {"critic/explained": _explained(rollouts)}
+
     def old_pass(self, policy: ActionPolicy, rollouts: Rollouts) -> Rollouts:
         """See `Recipe.old_pass`; the first episodes set the scale of the critic's inputs.
 
@@ -176,3 +180,13 @@ def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:
     trained = mask.unflatten(1, (rewards.shape[1], each)) > 0
     last = trained & ~nn.functional.pad(trained[..., 1:], (0, 1))
     return (rewards[..., None] * last).flatten(1)
+
+
+def _explained(rollouts: Rollouts) -> float:
+    """Share of the variance of the returns that the critic explained; NaN where they do not differ."""
+    assert rollouts.returns is not None
+    assert rollouts.values is not None
+    kept = rollouts.loss_mask > 0
+    returns, missed = rollouts.returns[kept], (rollouts.returns - rollouts.values)[kept]
+    spread = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float(missed.var(correction=0)) / spread if spread else float("nan")

@@ -33,6 +33,7 @@ from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make
 from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 from mmrl.training.loop.sim_counts import SimCounts
+from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
@@ -51,6 +52,8 @@ LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 SCORES = ("entropy", "logp_ref")
 """What a robot policy scores beside log-probabilities."""
+SHOWN_TASKS = 12
+"""Most tasks of a run whose success is reported one by one in every step."""
 
 
 @dataclass
@@ -130,6 +133,8 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         self.broken = 0
         self.sim_counts = SimCounts(self.sim, Path(config.output_dir))
         self._seen: Counter[str] = Counter()
+        names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
+        self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
         self.step = 0
 
@@ -198,11 +203,14 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         return [_record(rollouts, row) for row in range(min(limit, rollouts.num_rows))]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Success and length of the step's episodes, and failures so far, over all processes."""
+        """Success (also by task, if they are few) and length of the step's episodes, failures so far, all processes."""
         seen = sum_over_processes(self._seen)
         self._seen.clear()
         count = seen.get("episodes", 0) or math.nan
         found = {f"episode/{name}": seen.get(name, 0) / count for name in ("success", "steps")}
+        for name in self._shown_tasks:
+            runs = seen.get(f"episodes/{name}", 0) or math.nan
+            found[f"episode/success/{metric_label(name)}"] = seen.get(f"success/{name}", 0) / runs
         self.broken += int(seen.get("failed", 0))
         return found | {"sim/episodes_failed": float(self.broken)} | self.sim_counts.metrics()
 
@@ -271,6 +279,11 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
 
     def _note(self, payload: EpisodePayload) -> None:
         sound = ~payload.failed
+        size = len(sound) // len(payload.episodes)
+        for row in sound.nonzero().flatten().tolist():
+            task = payload.episodes[row // size].task
+            self._seen[f"episodes/{task}"] += 1
+            self._seen[f"success/{task}"] += int(payload.success[row])
         self._seen["episodes"] += int(sound.sum())
         self._seen["success"] += int(payload.success[sound].sum())
         self._seen["steps"] += int(payload.lengths[sound].sum())

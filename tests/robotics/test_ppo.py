@@ -109,6 +109,7 @@ def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
     assert sum(successes[-3:]) > sum(successes[:3])
     values = [row["loss/value"] for row in metrics_of(run_dir)]
     assert values[-1] < values[0]
+    assert all(row["critic/explained"] <= 1 for row in metrics_of(run_dir))
     assert (run_dir / "checkpoints" / "step-000012" / "model" / "critic" / "model.safetensors").is_file()
 
 

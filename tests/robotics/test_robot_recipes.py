@@ -76,6 +76,20 @@ def test_ratio_is_one_before_the_first_update(tmp_path, level):
     torch.testing.assert_close(scores.logp[kept].detach(), rollouts.logp_old[kept], rtol=1e-6, atol=1e-6)
 
 
+def test_success_is_also_reported_by_task(tmp_path):
+    config = grpo(
+        tmp_path, data=EpisodeSetConfig(tasks=["right", "left"], layouts=20), trainer=trainer(tasks_per_step=6)
+    )
+    recipe = RobotGrpoRecipe(config)
+    rollouts = collected(recipe, tasks=6)
+    success = rollouts.payload.success.reshape(6, -1).float().mean(1)  # tasks take turns
+    found = recipe.step_metrics(rollouts)
+    assert found["episode/success/right"] == pytest.approx(float(success[0::2].mean()))
+    assert found["episode/success/left"] == pytest.approx(float(success[1::2].mean()))
+    assert found["episode/success"] == pytest.approx(float(success.mean()))
+    assert math.isnan(recipe.step_metrics(rollouts)["episode/success/left"])  # counted once
+
+
 def test_mask_counts_control_steps_that_were_carried_out(tmp_path):
     recipe = RobotGrpoRecipe(grpo(tmp_path))
     rollouts = collected(recipe)

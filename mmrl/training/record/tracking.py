@@ -417,6 +417,7 @@ METRICS: dict[str, str] = {
     "critic/explained": "Share of the variance of the returns that the critic explains.",
     "critic/updates": "Updates of the critic so far.",
     "episode/success": "Share of the step's episodes in which the task was done; broken environments are left out.",
+    "episode/success/<task>": "The same of one task, in runs of up to 12 tasks; NaN in a step without it.",
     "episode/steps": "Mean control steps of the step's episodes.",
     "episode/steps_to_success/<protocol>": "Mean control steps of the evaluation's successes.",
     "episode/failed/<protocol>": "Episodes of the evaluation without a result because their environment broke down.",
