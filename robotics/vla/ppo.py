@@ -47,7 +47,7 @@ __all__ = ["ChunkRewardConfig", "RobotPpoConfig", "RobotPpoRecipe", "chunk_rewar
 def _objective() -> ObjectiveConfig:
     return ObjectiveConfig(
         preset="ppo",
-        advantage={"kind": "gae_turn", "gamma": 0.97, "lam": 0.9, "truncation": "terminate"},
+        advantage={"kind": "gae_turn", "gamma": 0.99, "lam": 0.95, "truncation": "terminate"},
         scaling={"whiten": "turns"},
         clip={"low": 0.2, "high": 0.28},
         kl={"coef": 0.0},

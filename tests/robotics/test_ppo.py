@@ -78,7 +78,7 @@ def test_all_decisions_of_a_chunk_share_the_advantage_of_gae(tmp_path, level):
     recipe = RobotPpoRecipe(ppo(tmp_path, logp_level=level))
     recipe.objective = recipe.objective.override({"scaling": {"whiten": "none"}})
     rollouts = prepared(recipe)
-    gamma, lam = 0.97, 0.9
+    gamma, lam = 0.99, 0.95
     each = recipe.policy.decisions if level == "token" else 1
     for row in range(rollouts.num_rows):
         trained = rollouts.mask[row].reshape(-1, each)
