@@ -51,6 +51,21 @@ def group_mean(group, mask, reward, singleton="zero"):
     return spread(rows, mask, reward)
 
 
+def group_outcome_std(group, mask, reward, solved=1.0, ddof=1, eps=1e-6, singleton="zero"):
+    rows = []
+    for i, r in enumerate(reward):
+        xs = members(group, reward, i)
+        if len(xs) < 2:
+            rows.append(r if singleton == "keep" else 0.0)
+            continue
+        wins = [1.0 if x >= solved else 0.0 for x in xs]
+        alike = [x for x in xs if (x >= solved) == (r >= solved)]
+        lone_win = [1.0] + [0.0] * (len(xs) - 1)
+        scale = max(std(wins, ddof), std(lone_win, ddof))
+        rows.append(((1.0 if r >= solved else 0.0) - mean(wins) + r - mean(alike)) / (scale + eps) if alike else 0.0)
+    return spread(rows, mask, reward)
+
+
 def leave_one_out(group, mask, reward):
     rows = []
     for i, r in enumerate(reward):
@@ -441,6 +456,9 @@ def all_numbers():
         "group_mean_std singleton=keep": group_mean_std(group, mask, reward, singleton="keep"),
         "group_mean": group_mean(group, mask, reward),
         "group_mean singleton=keep": group_mean(group, mask, reward, singleton="keep"),
+        "group_outcome_std": group_outcome_std(group, mask, reward),
+        "group_outcome_std solved=0.7 ddof=0": group_outcome_std(group, mask, reward, 0.7, 0),
+        "group_outcome_std singleton=keep": group_outcome_std(group, mask, reward, singleton="keep"),
         "leave_one_out": leave_one_out(group, mask, reward),
         "whitened_returns gamma=0.9": whitened_returns(mask, reward, 0.9),
         "whitened_returns gamma=0.9 mask_carry=reset": whitened_returns(mask, reward, 0.9, "reset"),
