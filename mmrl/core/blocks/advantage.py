@@ -281,8 +281,8 @@ class GroupOutcomeStd(Advantage):
     def formula(self) -> str:
         """See `Block`."""
         rule = (
-            f"(s_i - mean_g s + R_i - mean_g of R with outcome s_i) / (std_g s + {self.eps:g}), s = R >= "
-            f"{self.solved:g}, std with ddof {self.ddof}"
+            f"(s_i - mean_g s + R_i - mean_g of R with outcome s_i) / (max(std_g s, f_g) + {self.eps:g}), s = R >= "
+            f"{self.solved:g}, f_g = std of one success among failures, std with ddof {self.ddof}"
         )
         return _group_formula(rule, self.singleton)
 
