@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config
@@ -110,15 +111,15 @@ class LeRobotPolicy(ActionPolicy):
             mean, std = self._gaussian(batch, base, temperature)
             noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean)
             drawn = mean if greedy else mean + std * noise
-            logp = _log_density(drawn, mean, std)
+            logp = Normal(mean, std, validate_args=False).log_prob(drawn).sum(-1)
         return ActionChoice(drawn.clamp(-1, 1), torch.cat([drawn, base], -1), logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `ActionPolicy.log_probs`; decisions are (B, K, 2 D): the actions drawn, and the frozen policy's."""
         drawn, base = decisions.to(self.device).float().split(self.action_size, -1)
         mean, std = self._gaussian(batch, base, temperature)
-        entropy = (0.5 + 0.5 * math.log(2 * math.pi) + std.log()).expand_as(mean).sum(-1)
-        return _log_density(drawn, mean, std), entropy
+        density = Normal(mean, std, validate_args=False)
+        return density.log_prob(drawn).sum(-1), density.entropy().sum(-1)
 
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
@@ -175,7 +176,7 @@ class LeRobotPolicy(ActionPolicy):
         if self.config.encoder.state_size and batch.state is not None:
             seen.insert(0, batch.state.to(base))
         mean = base + self.correction(torch.cat(seen, -1)).unflatten(1, (self.chunk, self.action_size))
-        return mean, self.log_std.exp() * temperature
+        return mean, (self.log_std.exp() * temperature).expand_as(mean)
 
 
 @dataclass(frozen=True)
@@ -244,11 +245,6 @@ def _error(failure: WorkerFailure, folder: Path) -> UserError | RunError:
         f"the process of the LeRobot policy {folder} {failure.kind}: {failure.reason}; it needs an interpreter with "
         f"lerobot, model.options.python\n{failure.evidence}"
     )
-
-
-def _log_density(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(B, K) log-density of (B, K, D), nats."""
-    return (-0.5 * ((values - mean) / std).square() - std.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def _pair(size: list[int] | None) -> tuple[int, int] | None:
