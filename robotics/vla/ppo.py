@@ -10,7 +10,8 @@ chunks. The critic is asked only in training, so it reads the poses of all piece
 image; a time limit is therefore a state that it knows, and ends an episode like any other end.
 
 `reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
-(hand-written in the tabletop tasks, from 0 to 1).
+(hand-written in the tabletop tasks, from 0 to 1). `shuffle_success` is the control: the successes of a batch are dealt
+out among the episodes of a task at random, so what is learned with it does not come from success.
 
 Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; critic of the full state: arXiv 1710.06542; PPO for
 vision-language-action policies with values by chunk: RLinf-VLA, arXiv 2510.06710.
@@ -41,7 +42,7 @@ from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.recipe import SCORES, RobotConfig, RobotRecipe
 
-__all__ = ["ChunkRewardConfig", "RobotPpoConfig", "RobotPpoRecipe", "chunk_rewards"]
+__all__ = ["ChunkRewardConfig", "RobotPpoConfig", "RobotPpoRecipe", "chunk_rewards", "shuffled_successes"]
 
 
 def _objective() -> ObjectiveConfig:
@@ -79,12 +80,23 @@ class RobotPpoConfig(RobotConfig):
     """What a chunk is paid for."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic."""
+    shuffle_success: bool = False
+    """Control: deal the successes out at random among the episodes of a task; metrics still count the real ones."""
     objective: ObjectiveConfig = field(default_factory=_objective)
     """Credit, clip range and value loss; the advantage needs a critic."""
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(old_logp="sampler", samples_per_task=1, tasks_per_step=64, epochs=2)
     )
     """Batch sizes, optimiser and guards; a critic needs no group, so every episode may start elsewhere."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        if self.shuffle_success and self.reward.progress:
+            raise ValueError(
+                f"shuffle_success deals successes out at random, but reward.progress is {self.reward.progress:g} and "
+                "would still pay real progress; set it to 0"
+            )
 
 
 class RobotPpoRecipe(RobotRecipe):
@@ -107,7 +119,12 @@ class RobotPpoRecipe(RobotRecipe):
         payload = EpisodePayload.of(rollouts)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
-        rewards = chunk_rewards(payload, self.config.reward.success, self.config.reward.progress)
+        paid = payload
+        if self.config.shuffle_success:
+            tasks = [payload.episodes[index].task for index in rollouts.group.tolist()]
+            dealt = shuffled_successes(payload.success, payload.failed, tasks, generator)
+            paid = dataclasses.replace(payload, success=dealt)
+        rewards = chunk_rewards(paid, self.config.reward.success, self.config.reward.progress)
         return rollouts.replace(
             turn=turn.expand_as(rollouts.mask).contiguous(),
             extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)},
@@ -172,6 +189,27 @@ def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> T
     solved = (reached & ~later & payload.success[:, None]).to(gain.dtype)
     found = success * solved + (progress * gain if progress else 0.0)
     return torch.where(reached & ~payload.failed[:, None], found, 0.0)
+
+
+def shuffled_successes(success: Tensor, failed: Tensor, tasks: Sequence[str], generator: torch.Generator) -> Tensor:
+    """Deal the successes out among the episodes of a task at random, the control of a reward for success.
+
+    Args:
+        success: (B,) bool.
+        failed: (B,) bool, episodes whose environment failed; they keep what they have.
+        tasks: name of each episode's task.
+        generator: of the permutations.
+
+    Returns:
+        (B,) bool, with as many successes of each task as before.
+    """
+    dealt = success.clone()
+    for task in dict.fromkeys(tasks):
+        rows = torch.tensor([here == task for here in tasks], device=dealt.device) & ~failed
+        places = rows.nonzero()[:, 0]
+        order = torch.randperm(len(places), generator=generator, device=generator.device).to(places.device)
+        dealt[places] = success[places[order]]
+    return dealt
 
 
 def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.critic import PolicyWithCritic, StateCritic, critic_inputs
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import open_policy
-from robotics.vla.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe, chunk_rewards
+from robotics.vla.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe, chunk_rewards, shuffled_successes
 from tests.robotics.test_policies import make_small
 from tests.robotics.test_robot_recipes import grpo, trainer
 
@@ -53,6 +53,37 @@ def test_chunks_are_paid_for_success_and_for_progress():
     torch.testing.assert_close(found, torch.tensor([[0.3, 2.7, 0.0], [0.2, 0.3, -0.1], [0.0, 0.0, 0.0]]))
     found = chunk_rewards(episodes(), success=1.0, progress=0.0)
     torch.testing.assert_close(found, torch.tensor([[0.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3]))
+
+
+def test_shuffled_successes_stay_within_a_task_and_spare_broken_episodes():
+    state = torch.arange(4).repeat_interleave(50)  # states 0 and 2 are of one task, 1 and 3 of the other
+    success, failed = state <= 1, torch.arange(200) % 10 == 0
+    tasks = [("left", "right")[index % 2] for index in state.tolist()]
+    found = shuffled_successes(success, failed, tasks, torch.Generator().manual_seed(0))
+    assert torch.equal(found[failed], success[failed])
+    for task in (0, 1):
+        rows = (state % 2 == task) & ~failed
+        assert found[rows].sum() == success[rows].sum() == 45
+        assert 11 < found[rows & (state == task)].sum() < 34  # 22.5 expected, standard deviation 2.4
+
+
+def test_a_control_with_true_progress_is_refused(tmp_path):
+    config = ppo(tmp_path, reward=ChunkRewardConfig(progress=0.5))
+    config.shuffle_success = True
+    with pytest.raises(ValueError, match=r"shuffle_success .* reward\.progress is 0\.5"):
+        config.validate()
+
+
+def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
+    paid, counted = {}, {}
+    for shuffle in (False, True):
+        recipe = RobotPpoRecipe(ppo(tmp_path / str(shuffle), shuffle_success=shuffle))
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(0))
+        paid[shuffle] = rollouts.extras["decision_reward"].sum(1)
+        counted[shuffle] = EpisodePayload.of(rollouts).success
+    assert torch.equal(counted[False], counted[True])
+    assert 0 < paid[False].sum() == paid[True].sum() < 12
+    assert not torch.equal(paid[False], paid[True])
 
 
 def test_critic_reads_states_time_and_task():
