@@ -164,7 +164,9 @@ def _play_alone(arm: dict[str, Any]) -> tuple[Final, NDArray[np.float32]]:
     """Ends and (N, 22) starting states of the episodes in one environment of this process, one after the other."""
     size = max(arm["size_px"], 1)
     mode = "rgb_array" if arm["size_px"] else None
-    env = TabletopEnv(TASK, ARM, "state", horizon=arm["steps"], render_mode=mode, render_size=(size, size))
+    env = TabletopEnv(
+        TASK, ARM, "state", horizon=arm["steps"], render_mode=mode, render_size=(size, size), render_look="policy"
+    )
     ends: dict[str, list[Any]] = {"state": [], "physics": []} | ({"image": []} if mode else {})
     starts = []
     for seed, actions in enumerate(_actions(arm)):

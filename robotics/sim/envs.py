@@ -22,6 +22,7 @@ from mmrl.fields import check_fields
 from robotics.sim.arms import find_arm
 from robotics.sim.backends import require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.sim.films import FILM_SIZE, Caption, FilmRenderer, write_caption
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
@@ -29,10 +30,17 @@ from robotics.sim.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from robotics.sim.presentation import Outcome
+    from robotics.sim.viewer import SceneViewer
+
 __all__ = ["OBSERVATIONS", "SimulationDiverged", "TabletopEnv"]
 
 ROW = (0,)
 CONTROL_HZ = 10
+LOOKS = ("film", "policy")
+POLICY_SIZE = (256, 256)
+SHOWN_PARTS = 5
+"""Parts of a control step after which a window shows the scene."""
 
 
 class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
@@ -54,17 +62,21 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         image_size: (H, W) pixels of observed images.
         camera: front or wrist.
         horizon: control steps until truncation; that of the task when None.
-        render_mode: rgb_array or None.
+        render_mode: rgb_array; human, a window that shows the episode in real time; or None.
         split: of the layouts that `reset` draws where its options name none.
         reward: sparse, 1 with the step that solves the task, or dense in 0..1.
         control: step sizes and workspace.
-        render_size: (H, W) pixels of `render()`.
+        render_size: (H, W) pixels of `render()`; (480, 640) for the look film and (256, 256) for policy when None.
+        render_look: what `render()` draws. film: for people, with lights and shadows from a camera of its own, a
+            caption, and at the end a ring around the goal, green after a success and red after a failure. policy: what
+            the policy's camera sees, as in `rgb`. Observations do not depend on it.
 
     Raises:
-        UserError: there is no such task, arm, kind of observation, split or reward, or no renderer for it.
+        UserError: there is no such task, arm, kind of observation, split, reward or look, no renderer for it, or no
+            display for a window.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
+    metadata: dict[str, Any] = {"render_modes": ["human", "rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
 
     def __init__(
         self,
@@ -78,7 +90,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         split: str = "train",
         reward: str = "sparse",
         control: ControlSettings | None = None,
-        render_size: tuple[int, int] = (256, 256),
+        render_size: tuple[int, int] | None = None,
+        render_look: str = "film",
     ) -> None:
         if horizon is not None and horizon < 1:
             raise UserError(f"horizon is {horizon}; must be at least 1")
@@ -86,8 +99,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.kinds = _check_kinds(observation)
         self.split, self.reward = split, reward
         self.horizon = horizon or scene.task.horizon
-        self.render_mode = _check_render_mode(render_mode)
-        renders = render_mode is not None or any(KINDS[kind].rendered for kind in self.kinds)
+        self.render_mode, self._look = _check_render_mode(render_mode), _check_look(render_look)
+        renders = render_mode == "rgb_array" or any(KINDS[kind].rendered for kind in self.kinds)
         self._backend = require_backend().name if renders else ""
 
         import mujoco
@@ -96,14 +109,18 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.model = scene.model
         self.data = mujoco.MjData(self.model)
         self.controller = CartesianController(scene.arm, control)
+        seen, self._film_size = render_size or POLICY_SIZE, render_size or FILM_SIZE
         self._settings = {
             "observe": RenderSettings(image_size[1], image_size[0], camera),
-            "render": RenderSettings(render_size[1], render_size[0], camera),
+            "render": RenderSettings(seen[1], seen[0], camera),
         }
         self._renderers: dict[str, FrameRenderer] = {}
+        self._film: FilmRenderer | None = None
+        self._viewer: SceneViewer | None = None
         for settings in self._settings.values():
             check_fields(settings, "image")
         self._layout, self._elapsed, self._over = -1, 0, True
+        self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = spaces.Dict({kind: KINDS[kind].space(image_size) for kind in self.kinds})
 
@@ -130,12 +147,13 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
         start = layout_seed(split, number)
         self._scene = self._scene.for_split(split)
-        self._layout, self._elapsed, self._over = number, 0, False
+        self._layout, self._elapsed, self._over, self._outcome = number, 0, False, ""
         self._lib.mj_resetData(self.model, self.data)
         self._scene.reset(self.model, self.data, np.random.default_rng(start))
         self._lib.mj_forward(self.model, self.data)
         self.controller.reset(1)
         success, dense = self._success_and_reward()
+        self._show()
         return self._observe(), self._info(success, dense)
 
     def step(self, action: NDArray[np.floating]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -160,26 +178,45 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if self._over:
             raise UserError("no episode runs; call reset first")
         self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
-        self._lib.mj_step(self.model, self.data, PHYSICS_STEPS)
+        self._run_physics()
         self._elapsed += 1
         self._check_sound()
         success, dense = self._success_and_reward()
         truncated = not success and self._elapsed >= self.horizon
         self._over = success or truncated
+        self._outcome = "success" if success else "failure" if truncated else ""
+        self._show()
         reward = dense if self.reward == "dense" else float(success)
         return self._observe(), reward, success, truncated, self._info(success, dense)
 
     def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
-        """Render the scene as (H, W, 3) RGB; None if the environment has no render mode."""
-        if self.render_mode is None:
+        """Render the scene as (H, W, 3) RGB; None if the environment has no render mode or shows a window."""
+        if self.render_mode != "rgb_array":
             return None
+        if self._look == "policy":
+            return self.policy_image()
+        if self._film is None:
+            self._film = FilmRenderer(self._scene, self._film_size, self._backend)
+        return write_caption(self._film.rgb(self.data, outcome=self._outcome), self._caption())
+
+    def policy_image(self) -> NDArray[np.uint8]:
+        """(H, W, 3) RGB of the policy's camera in the size of `render()`, whatever its look; needs a render mode."""
         update_poses(self.model, self.data)
         return self._renderer("render").rgb(self.data).copy()
 
     def close(self) -> None:
-        """Free the renderers."""
+        """Free the renderers and close the window."""
         while self._renderers:
             self._renderers.popitem()[1].close()
+        for shown in (self._film, self._viewer):
+            if shown is not None:
+                shown.close()
+        self._film = self._viewer = None
+
+    @property
+    def window_closed(self) -> bool:
+        """Whether the user has closed the window of the render mode human."""
+        return self._viewer is not None and not self._viewer.is_open
 
     @property
     def instruction(self) -> str:
@@ -190,6 +227,26 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     def state(self) -> NDArray[np.float32]:
         """(22,) full state of the scene, whether observed or not."""
         return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
+
+    def _run_physics(self) -> None:
+        parts = SHOWN_PARTS if self._viewer is not None else 1
+        for part in range(parts):
+            self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
+            if part < parts - 1:
+                self._show((part + 1) / parts)
+
+    def _show(self, part: float = 0.0) -> None:
+        """Show the scene in the window of the render mode human, a part of a control step after the last one."""
+        if self.render_mode != "human":
+            return
+        if self._viewer is None:
+            from robotics.sim.viewer import SceneViewer
+
+            self._viewer = SceneViewer(self._scene)
+        self._viewer.show(self.data, self._caption(part), wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS)
+
+    def _caption(self, part: float = 0.0) -> Caption:
+        return Caption(self.instruction, (self._elapsed + part) / CONTROL_HZ, self._outcome)
 
     def _success_and_reward(self) -> tuple[bool, float]:
         reading = self._scene.sensors.read(self.data.sensordata[None])
@@ -245,8 +302,18 @@ def _check_kinds(observation: Sequence[str]) -> tuple[str, ...]:
 
 def _check_render_mode(mode: str | None) -> str | None:
     if mode is not None and mode not in TabletopEnv.metadata["render_modes"]:
-        raise UserError(f"render_mode is {mode!r}; there are rgb_array and None")
+        raise UserError(f"render_mode is {mode!r}; there are human, rgb_array and None")
+    if mode == "human":
+        from robotics.sim.viewer import check_display
+
+        check_display()
     return mode
+
+
+def _check_look(look: str) -> str:
+    if look not in LOOKS:
+        raise UserError(f"render_look is {look!r}; there are {' and '.join(LOOKS)}")
+    return look
 
 
 def _numbers(size: int) -> spaces.Box:

@@ -34,7 +34,8 @@ class GymRow:
         state_keys: entries of a Dict observation that make the state, in this order; None = all but images. All entries
             of an entry that is a Dict itself are used.
         image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, or
-            `env.render()` without one.
+            `env.render()` without one; or `env.unwrapped.policy_image()` where there is such a method, for
+            environments that render something else for people.
         size: side in pixels to which images are resized, by averaging areas; they stay as they are drawn when None.
         success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
             `info` by the end of the first episode; "" = these two, and no success where they are missing.
@@ -125,7 +126,8 @@ class GymRow:
     def _raw_image(self) -> np.ndarray:
         if self._image_key is not None:
             return np.asarray(self._observation[self._image_key] if self._image_key else self._observation, np.uint8)
-        return np.asarray(self._env.render(), np.uint8)
+        draw = getattr(getattr(self._env, "unwrapped", None), "policy_image", self._env.render)
+        return np.asarray(draw(), np.uint8)
 
     def describe(self) -> Mapping[str, Any]:
         """Id and what `metadata` says of the control rate."""

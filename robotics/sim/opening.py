@@ -11,8 +11,9 @@ from mmrl.fields import bounded, choice
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim
+from robotics.sim.films import film_size
 
-__all__ = ["SIMULATORS", "SimConfig", "open_sim"]
+__all__ = ["SIMULATORS", "SimConfig", "open_film_sim", "open_sim"]
 
 
 @dataclass
@@ -78,11 +79,31 @@ def open_sim(config: SimConfig) -> RobotSim:
     return sim
 
 
-def _open_tabletop(config: SimConfig) -> RobotSim:
+def open_film_sim(config: SimConfig, height: int) -> RobotSim:
+    """Start a simulator for films: the same episodes, drawn for people where the simulator has a look for them.
+
+    Args:
+        config: of the simulator.
+        height: pixels of the films; the side of square images where the simulator has no such look.
+
+    Returns:
+        The simulator with one worker; the caller closes it.
+
+    Raises:
+        UserError: as in `open_sim`.
+        RunError: it cannot be started.
+    """
+    if config.kind == "tabletop":
+        return _open_tabletop(replace(config, workers=1), film_size(height))
+    return open_sim(replace(config, image_size=height, workers=1))
+
+
+def _open_tabletop(config: SimConfig, film: tuple[int, int] | None = None) -> RobotSim:
     from robotics.sim.batch import BatchSettings, TabletopBatch
 
     settings = BatchSettings(
-        image_size=(config.image_size, config.image_size) if config.image_size else None,
+        image_size=film or ((config.image_size, config.image_size) if config.image_size else None),
+        look="film" if film else "policy",
         camera=config.camera or "front",
         state=config.state,
         reward="dense",  # `success` is a flag of its own

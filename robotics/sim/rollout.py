@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -25,11 +26,14 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
+from robotics.sim.films import FilmRenderer
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 
 if TYPE_CHECKING:
     import mujoco
     from numpy.typing import ArrayLike, NDArray
+
+    from robotics.sim.presentation import Outcome
 
 __all__ = ["Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask"]
 
@@ -144,6 +148,7 @@ class ImageRollout:
         horizon: control steps after which an episode is truncated; None for no limit.
         workers: threads; the usable cores when None.
         backend: name of a renderer that was probed; chosen and probed when None.
+        film: makes what draws in place of `FrameRenderer`; called in the thread that draws.
 
     Raises:
         UserError: a number is out of range, or there is no renderer.
@@ -160,6 +165,7 @@ class ImageRollout:
         horizon: int | None = None,
         workers: int | None = None,
         backend: str | None = None,
+        film: Callable[[], FilmRenderer] | None = None,
     ) -> None:
         count = workers if workers is not None else min(usable_cores(), scenes)
         for name, value in (("scenes", scenes), ("substeps", substeps), ("workers", count), ("horizon", horizon)):
@@ -175,7 +181,7 @@ class ImageRollout:
         """Numbers of the scenes whose episode goes on, ascending; `step_chunk` takes their actions in this order."""
         self._data = [mujoco.MjData(model) for _ in range(scenes)]
         self._elapsed = np.zeros(scenes, np.int64)
-        self._workers = [_Worker(model, settings, name) for _ in range(count)]
+        self._workers = [_Worker(model, settings, name, film) for _ in range(count)]
         self._close = weakref.finalize(self, _close_workers, self._workers)
         # The interpreter ends the threads first, and with them what could free their contexts.
         self._close.atexit = False
@@ -329,7 +335,9 @@ class ImageRollout:
         output.dones[row, last] = ends[last]
         output.steps[row] = last + 1
         if record and worker.renderer is not None:
-            output.recorded[scene] = worker.draw_all(data, states[: last + 1])
+            late = self.horizon is not None and self._elapsed[scene] + last + 1 >= self.horizon
+            outcome: Outcome = "success" if ends[last] else "failure" if late else ""
+            output.recorded[scene] = worker.draw_all(data, states[: last + 1], outcome)
         if last + 1 < len(controls):
             worker.physics.restore(data, states[last])
         _observe(worker, data, sensors[last], output.observation, row)
@@ -444,15 +452,22 @@ class _Physics:
 class _Worker:
     """A thread with what belongs to it: the renderer's OpenGL context, and one scene at a time."""
 
-    def __init__(self, model: mujoco.MjModel, settings: RenderSettings | None, backend: str) -> None:
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        settings: RenderSettings | None,
+        backend: str,
+        film: Callable[[], FilmRenderer] | None,
+    ) -> None:
         self._model = model
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="image-rollout")
         self.physics = _Physics(model)
-        self.renderer: FrameRenderer | None = None
+        self.renderer: FrameRenderer | FilmRenderer | None = None
         self._shape: tuple[int, ...] = ()
         if settings is not None:
             self._shape = (settings.height, settings.width, 3)
-            self.renderer = self._thread.submit(FrameRenderer, model, settings, backend).result()
+            make: Callable[[], FrameRenderer | FilmRenderer] = film or partial(FrameRenderer, model, settings, backend)
+            self.renderer = self._thread.submit(make).result()
 
     def start(self, work: Callable[[_Worker, int], None], waiting: deque[int]) -> Future[None]:
         """Take rows that wait until none is left."""
@@ -464,12 +479,14 @@ class _Worker:
             update_poses(self._model, data)
             self.renderer.rgb(data, out)
 
-    def draw_all(self, data: mujoco.MjData, states: NDArray[np.float64]) -> NDArray[np.uint8]:
-        """Draw a scene in each of some states, and leave it in the last one."""
+    def draw_all(self, data: mujoco.MjData, states: NDArray[np.float64], outcome: Outcome) -> NDArray[np.uint8]:
+        """Draw a scene in each of some states, and leave it in the last one, where the episode ended if it did."""
         frames = np.empty((len(states), *self._shape), np.uint8)
         for state, frame in zip(states, frames, strict=True):
             self.physics.restore(data, state)
             self.draw(data, frame)
+        if isinstance(self.renderer, FilmRenderer) and outcome:
+            self.renderer.rgb(data, frames[-1], outcome)
         return frames
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "SceneSensors",
     "build_scene",
     "place_pieces",
+    "scene_spec",
 ]
 
 Layout = Mapping[str, tuple[float, float, float]]
@@ -175,6 +176,11 @@ def build_scene(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.Mj
         fingers, first_pos, first_axis and first_velocity; second_pos and second_axis, goal_pos and drawer where there
         is such a piece.
     """
+    return scene_spec(arm, pieces, roles).compile()
+
+
+def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjSpec:
+    """The scene of `build_scene` before it is compiled, for whoever adds to it."""
     import mujoco
 
     # Included rather than attached: the names stay those of the files, without a prefix.
@@ -186,7 +192,7 @@ def build_scene(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.Mj
             BUILDERS[PIECES[name].kind](spec, name, PIECES[name])
     _measure_grip(spec, arm)
     _measure_pieces(spec, roles)
-    return spec.compile()
+    return spec
 
 
 def place_pieces(model: mujoco.MjModel, data: mujoco.MjData, layout: Layout) -> None:

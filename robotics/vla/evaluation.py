@@ -51,7 +51,9 @@ class RobotEvaluationConfig(EvaluationConfig):
     fps: int = bounded(10, at_least=1)
     """Frames per second of the videos, one frame a control step."""
     video_size: int = bounded(0, at_least=0)
-    """Side of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images."""
+    """Height of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images. Of the
+    tabletop they are films for people then, 4:3, with a caption that tells how the episode ends; policies see other
+    images."""
 
 
 @dataclass

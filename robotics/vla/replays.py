@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmrl.errors import RunError
 from robotics.sim.episodes import EpisodeSpec, RobotSim
-from robotics.sim.opening import SimConfig, open_sim
+from robotics.sim.films import Caption, write_caption
+from robotics.sim.opening import SimConfig, open_film_sim
 from robotics.vla.collect import replay_episode
 from robotics.vla.tasks import episode_id
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.sim.presentation import Outcome
 
 __all__ = ["ReplayVideos"]
 
@@ -37,7 +43,8 @@ class ReplayVideos:
     """Videos of failures, and as many of successes."""
     fps: int
     size: int = 0
-    """Side in pixels, rendered by a simulator opened for it; 0 = the images of `sim`."""
+    """Height in pixels, rendered by a simulator opened for it, with the look for people where it has one; 0 = the
+    images of `sim`."""
     chunk: int = 8
     """Control steps that the simulator is given at once."""
 
@@ -61,10 +68,10 @@ class ReplayVideos:
     @contextmanager
     def _open(self) -> Iterator[RobotSim]:
         """The run's own simulator, or one like it with other images."""
-        if not self.size or (self.size, self.size) == self.sim.image_size:
+        if not self.size:
             yield self.sim
             return
-        sim = open_sim(replace(self.config, image_size=self.size, workers=1))
+        sim = open_film_sim(self.config, self.size)
         try:
             yield sim
         finally:
@@ -86,4 +93,15 @@ class ReplayVideos:
         self.folder.mkdir(parents=True, exist_ok=True)
         ending = "success" if row["success"] else "failure"
         name = f"{self.label}-{ending}-{row['task'].replace('/', '.')}-{row['layout']}.mp4"
-        write_mp4(self.folder / name, frames, self.fps)
+        about = sim.describe()
+        shown = _film(frames, row, about["control_hz"], self.fps) if about.get("look") == "film" else frames
+        write_mp4(self.folder / name, shown, self.fps)
+
+
+def _film(frames: NDArray[np.uint8], row: dict[str, Any], control_hz: float, fps: int) -> Iterator[NDArray[np.uint8]]:
+    """Frames with captions; the last one, which says how the episode ended, stays for a second."""
+    for step, frame in enumerate(frames):
+        ended = step == len(frames) - 1
+        outcome: Outcome = "" if not ended else "success" if row["success"] else "failure"
+        captioned = write_caption(frame, Caption(row["instruction"], step / control_hz, outcome))
+        yield from [captioned] * (fps if ended else 1)

@@ -1,0 +1,69 @@
+"""A tabletop scene as people see it: a second model with a look of its own, which takes over the poses of the first.
+
+The model that is simulated, and from which policies see, is not touched. So films and windows change neither physics
+nor observations, and meshes may replace the shapes that collide.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from robotics.sim.looks import RING, dress
+from robotics.sim.rendering import update_poses
+from robotics.sim.tabletop import PIECES, scene_spec
+
+if TYPE_CHECKING:
+    import mujoco
+
+    from robotics.sim.tasks import TabletopScene
+
+__all__ = ["COLOURS", "Outcome", "PresentedScene"]
+
+Outcome = Literal["", "success", "failure"]
+"""How an episode ended; empty while it runs."""
+
+
+class PresentedScene:
+    """What a film or a window shows of a scene.
+
+    Args:
+        scene: that is simulated.
+    """
+
+    def __init__(self, scene: TabletopScene) -> None:
+        import mujoco
+
+        spec = scene_spec(scene.arm, tuple(scene.task.areas), scene.task.roles)
+        dress(spec)
+        self.model: mujoco.MjModel = spec.compile()
+        """With the camera `film`; for drawing only."""
+        self.data: mujoco.MjData = mujoco.MjData(self.model)
+        roles = scene.task.roles
+        self._target = self.model.site(PIECES[roles.goal or roles.first].handle).id
+        self._ring = int(self.model.body(RING).mocapid[0])
+        self._ring_geom = int(self.model.geom(RING).id)
+
+    def show(self, data: mujoco.MjData, outcome: Outcome = "") -> None:
+        """Take over the poses of a state.
+
+        Args:
+            data: of the scene that is simulated.
+            outcome: draws a ring around the goal, or around the piece that is acted on where there is none: green for
+                success, red for failure.
+        """
+        places = len(data.mocap_pos)
+        self.data.time = data.time
+        self.data.qpos[:] = data.qpos
+        self.data.mocap_pos[:places], self.data.mocap_quat[:places] = data.mocap_pos, data.mocap_quat
+        update_poses(self.model, self.data)
+        self.model.geom_rgba[self._ring_geom] = [*COLOURS[outcome], float(bool(outcome))]
+        if outcome:
+            self.data.mocap_pos[self._ring] = self.data.site_xpos[self._target] * [1.0, 1.0, 0.0]
+            update_poses(self.model, self.data)
+
+
+COLOURS: dict[Outcome, tuple[float, float, float]] = {
+    "": (0.0, 0.0, 0.0),
+    "success": (0.10, 0.78, 0.25),
+    "failure": (0.88, 0.15, 0.12),
+}

@@ -1,0 +1,121 @@
+"""A window onto a tabletop scene: MuJoCo's passive viewer on the presented scene.
+
+The mouse turns the view. Pushing things with it, which the viewer also offers, changes what is shown and not what is
+simulated.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from robotics.sim.films import Caption
+from robotics.sim.looks import CAMERA_FOVY, CAMERA_POS, CAMERA_TARGET
+from robotics.sim.presentation import PresentedScene
+
+if TYPE_CHECKING:
+    import mujoco
+
+    from robotics.sim.tasks import TabletopScene
+
+__all__ = ["SceneViewer", "check_display"]
+
+
+class SceneViewer:
+    """A window that shows a scene in real time.
+
+    Args:
+        scene: that is simulated.
+
+    Raises:
+        UserError: a window cannot be opened here; the message says why and what to do.
+    """
+
+    def __init__(self, scene: TabletopScene) -> None:
+        check_display()
+        import mujoco.viewer
+
+        self._presented = PresentedScene(scene)
+        self._presented.model.vis.global_.fovy = CAMERA_FOVY
+        try:
+            self._handle: Any = mujoco.viewer.launch_passive(
+                self._presented.model, self._presented.data, show_left_ui=False, show_right_ui=False
+            )
+        except RuntimeError as error:  # on macOS outside of mjpython
+            raise UserError(f"the viewer cannot be opened: {error}. {WITHOUT_WINDOW}") from error
+        self._lib = mujoco
+        self._shown_s = time.monotonic()
+        with self._handle.lock():
+            _aim(self._handle.cam)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the user has not closed the window."""
+        return bool(self._handle.is_running())
+
+    def show(self, data: mujoco.MjData, caption: Caption, wait_s: float = 0.0) -> None:
+        """Show a state; does nothing once the window has been closed.
+
+        Args:
+            data: of the scene that is simulated.
+            caption: words at the top and colour of the ring.
+            wait_s: least time since the call before, so that an episode takes the time that it simulates.
+        """
+        if not self.is_open:
+            return
+        with self._handle.lock():
+            self._presented.show(data, caption.outcome)
+        place = self._lib.mjtGridPos.mjGRID_TOPLEFT
+        if hasattr(self._handle, "set_texts"):
+            self._handle.set_texts((None, place, caption.text, caption.ending))
+        self._handle.sync()
+        time.sleep(max(0.0, self._shown_s + wait_s - time.monotonic()))
+        self._shown_s = time.monotonic()
+
+    def close(self) -> None:
+        """Close the window."""
+        self._handle.close()
+
+
+def check_display() -> None:
+    """Raise UserError, which says what to do, where no window can be opened."""
+    if platform.system() == "Linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
+        raise UserError(
+            f"there is no display for a window: neither DISPLAY nor WAYLAND_DISPLAY is set. {WITHOUT_WINDOW}"
+        )
+    try:
+        import glfw
+    except ImportError as error:
+        raise UserError(
+            f"a window needs the package glfw, which comes with mujoco: {error}. {WITHOUT_WINDOW}"
+        ) from error
+    # The viewer's own thread would wait forever for a window that never comes.
+    with warnings.catch_warnings(record=True) as reasons:
+        warnings.simplefilter("always")
+        if not glfw.init():
+            why = ", ".join(str(reason.message) for reason in reasons) or "GLFW does not say why"
+            raise UserError(f"no window can be opened on the display: {why}. {WITHOUT_WINDOW}")
+
+
+def _aim(camera: Any) -> None:
+    import mujoco
+
+    back = CAMERA_POS - CAMERA_TARGET
+    distance = float(np.linalg.norm(back))
+    camera.type = mujoco.mjtCamera.mjCAMERA_FREE
+    camera.lookat[:] = CAMERA_TARGET
+    camera.distance = distance
+    camera.azimuth = float(np.degrees(np.arctan2(-back[1], -back[0])))
+    camera.elevation = -float(np.degrees(np.arcsin(back[2] / distance)))
+
+
+WITHOUT_WINDOW = (
+    "Write a film instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
+    "display: ssh -X, or xvfb-run for a virtual one"
+)
