@@ -15,11 +15,11 @@ from mmrl.fields import check_fields
 from mmrl.files import is_file, write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mmrl.recipes import RecipeEntry
 
-__all__ = ["fill", "load", "load_run", "save", "to_container"]
+__all__ = ["fill", "from_values", "load", "load_run", "save", "to_container"]
 
 ConfigT = TypeVar("ConfigT")
 
@@ -85,6 +85,26 @@ def fill(defaults: Any, overrides: Sequence[str], where: str) -> Any:
         UserError: unknown key (with a suggestion), wrong type, value out of bounds.
     """
     return _fill(defaults, _with_overrides({}, overrides), where)
+
+
+def from_values(schema: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
+    """Make a dataclass from a dictionary, with the checks of a file.
+
+    Args:
+        schema: the dataclass.
+        values: its fields, those of its parts in dictionaries of their own; what is missing has its default.
+        where: what the values are for, named in errors.
+
+    Returns:
+        The filled instance.
+
+    Raises:
+        UserError: unknown key (with a suggestion), wrong type, value out of bounds.
+    """
+    from omegaconf import OmegaConf
+
+    filled: ConfigT = _fill(schema, OmegaConf.create(dict(values)), where)
+    return filled
 
 
 def save(config: Any, path: Path) -> None:

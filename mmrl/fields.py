@@ -58,6 +58,8 @@ class Bounds:
     """The values of a choice; None for numbers."""
     or_function: bool = False
     """Whether a choice also takes the user's own `module:function`."""
+    unit: str = ""
+    """Unit of the numbers, such as m or rad; empty where the field's name says it or there is none."""
 
     @property
     def allowed(self) -> tuple[Any, ...]:
@@ -70,9 +72,9 @@ class Bounds:
             return f"one of {self._listed()}"
         multiple = "" if self.multiple_of is None else f"a multiple of {self.multiple_of}"
         text = " and ".join(filter(None, (self._range(), multiple, "finite" if self.finite else "")))
-        if self.length is None:
-            return text
-        return f"a list of {self.length}{f', each {text}' if text else ''}"
+        if self.length is not None:
+            text = f"a list of {self.length}{f', each {text}' if text else ''}"
+        return f"{text}, in {self.unit}" if self.unit else text
 
     def problem(self, key: str, value: Any) -> str | None:
         """One line that names the key, the value and what is allowed; None where the value is fine."""
@@ -144,6 +146,7 @@ class NumberBounds(TypedDict, total=False):
     finite: bool
     multiple_of: int
     length: int
+    unit: str
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Unpack[NumberBounds]) -> Any:

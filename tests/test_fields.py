@@ -95,6 +95,8 @@ def test_a_mutable_default_is_not_shared():
         (Bounds(above=0, finite=True), "positive and finite"),
         (Bounds(at_least=32, multiple_of=32), "at least 32 and a multiple of 32"),
         (Bounds(length=2), "a list of 2"),
+        (Bounds(at_least=0, unit="m"), "at least 0, in m"),
+        (Bounds(above=0, length=2, unit="rad"), "a list of 2, each positive, in rad"),
         (Bounds(choices=lambda: (0, 1)), "one of 0, 1"),
     ],
 )

@@ -17,6 +17,7 @@ _NAMES = {
     "robotics.sim.expert_check": ("check_experts",),
     "robotics.sim.experts": ("EXPERTS", "Expert"),
     "robotics.sim.opening": ("SimConfig", "open_sim"),
+    "robotics.sim.randomization": ("RandomizationConfig",),
     "robotics.sim.rendering": ("FrameRenderer", "RenderSettings", "fast_visuals", "update_poses"),
     "robotics.sim.rollout": ("Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask"),
     "robotics.sim.scenes": ("ReachCube", "load_arm_cubes"),

@@ -23,15 +23,18 @@ from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettin
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.films import FilmRenderer
 from robotics.sim.object_poses import object_poses
+from robotics.sim.randomization import RandomizationConfig
 from robotics.sim.rendering import RenderSettings
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
+from robotics.sim.variant import ActionDelay, SceneVariant
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from robotics.sim.rollout import Chunk, Observation
+    from robotics.sim.variations import Draws
 
 __all__ = ["BatchSettings", "TabletopBatch"]
 
@@ -58,6 +61,8 @@ class BatchSettings:
     """Control steps after which an episode is truncated; None = each task's own horizon."""
     control: ControlSettings = field(default_factory=ControlSettings)
     """Step sizes and workspace."""
+    randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
+    """What differs from episode to episode."""
 
 
 @dataclass
@@ -72,7 +77,8 @@ class _Group:
 class TabletopBatch:
     """Runs episodes of the tabletop tasks; implements `RobotSim`.
 
-    The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10.
+    The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10. Noise and delays of a
+    domain randomisation are in what is observed; `full_state`, rewards, `object_poses` and recorded frames are exact.
 
     Args:
         tasks: keys of `TASKS` that episodes may name.
@@ -105,7 +111,8 @@ class TabletopBatch:
         self.arm = find_arm(arm)
         self._tasks = {name: find_task(name) for name in tasks}
         self._scenes = {
-            name: TabletopScene(task, self.arm, reward=self.settings.reward) for name, task in self._tasks.items()
+            name: TabletopScene(task, self.arm, "train", self.settings.reward, self.settings.randomization)
+            for name, task in self._tasks.items()
         }
         self.image_size = self.settings.image_size
         self.state_size = STATES[self.settings.state]
@@ -119,6 +126,9 @@ class TabletopBatch:
         self._rollouts: dict[tuple[str, str], ImageRollout] = {}
         self._groups: list[_Group] = []
         self._full = np.zeros((0, STATE_SIZE), np.float32)
+        self._variants: dict[int, SceneVariant] = {}
+        self._delays: dict[int, ActionDelay] = {}
+        self._elapsed = np.zeros(0, np.int64)
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
@@ -147,12 +157,16 @@ class TabletopBatch:
         self.live = np.arange(len(episodes))
         self._controller.reset(len(episodes))
         self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
+        self._elapsed = np.zeros(len(episodes), np.int64)
+        self._variants, self._delays = {}, {}
+        self._vary(dict(enumerate(episodes)))
         output = self._empty(self.live, 0)
         commands = self._controller.commands(self.live)
         for group in self._groups:
-            observation = group.rollout.reset([seeds[row] for row in group.rows])
+            rows = group.rows.tolist()
+            observation = group.rollout.reset([seeds[row] for row in rows], [self._variants.get(row) for row in rows])
             self._observe(group, observation, commands[group.rows], np.ones(len(group.rows), bool), output)
-        return output
+        return replace(output, drawn=self._drawn(output.rows))
 
     def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
         """Begin episodes in some rows while the others go on.
@@ -171,14 +185,17 @@ class TabletopBatch:
         self._check_restart(episodes)
         self.live = np.union1d(self.live, rows)
         self._controller.restart(rows)
+        self._elapsed[rows] = 0
+        self._vary(episodes)
         output = self._empty(rows, 0)
         for group in self._groups:
             scenes = np.flatnonzero(np.isin(group.rows, rows))
             if len(scenes):
                 begun = group.rows[scenes]
-                observation = group.rollout.restart(scenes, [seeds[row] for row in begun])
+                variants = [self._variants.get(row) for row in begun.tolist()]
+                observation = group.rollout.restart(scenes, [seeds[row] for row in begun], variants)
                 self._observe(group, observation, self._controller.commands(begun), np.ones(len(begun), bool), output)
-        return output
+        return replace(output, drawn=self._drawn(rows))
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
         """Step the live rows.
@@ -200,6 +217,9 @@ class TabletopBatch:
             raise UserError("nothing can be recorded without images; give an image_size")
         moves = check_actions(actions, len(self.live))
         live = self.live
+        for place, row in enumerate(live.tolist()):
+            if row in self._delays:
+                moves[place] = self._delays[row](moves[place])
         plan = self._controller.plan(live, moves)
         output = self._empty(live, moves.shape[1])
         frames: dict[int, NDArray[np.uint8]] = {}
@@ -211,6 +231,7 @@ class TabletopBatch:
             wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
             chunk = group.rollout.step_chunk(plan.controls[places], wanted)
             self._collect(chunk, places, output)
+            self._elapsed[rows] += chunk.steps
             ends = plan.commands[places, np.maximum(chunk.steps - 1, 0)]
             self._observe(group, chunk.observation, ends, ~chunk.failed, output)
             frames |= {int(group.rows[scene]): recorded for scene, recorded in chunk.recorded.items()}
@@ -227,6 +248,8 @@ class TabletopBatch:
         settings = asdict(self.settings)
         if self.settings.look == "policy":  # evaluations from before there was another one keep their fingerprint
             del settings["look"]
+        if not self.settings.randomization.active():
+            del settings["randomization"]
         return {
             "simulator": "tabletop",
             "tasks": {name: self._horizon(name) for name in self._tasks},
@@ -328,13 +351,35 @@ class TabletopBatch:
         """Enter the observations of a group's scenes; failed ones stay zero."""
         rows = group.rows[seen.scenes[sound]]
         places = np.searchsorted(out.rows, rows)
-        state = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
-        self._full[rows] = state
-        out.observation.state[places] = state[:, : self.state_size]
+        self._full[rows] = measured = group.scene.sensors.state(seen.sensordata[sound], commands[sound])
+        if self._variants:
+            measured = group.scene.sensors.state(seen.measured[sound], commands[sound])
+        out.observation.state[places] = measured[:, : self.state_size]
         assert out.object_poses is not None
         out.object_poses[places] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
         if out.observation.images is not None and seen.frames is not None:
             out.observation.images[places] = seen.frames[sound]
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+            if row in self._variants:
+                self._add_noise(row, place, out)
+
+    def _add_noise(self, row: int, place: int, out: ChunkResult) -> None:
+        variant, step, seen = self._variants[row], int(self._elapsed[row]), out.observation
+        seen.state[place] = variant.noisy_state(seen.state[place], step)
+        if seen.images is not None and self.settings.look == "policy":
+            seen.images[place] = variant.noisy_image(seen.images[place], step)
+
+    def _vary(self, episodes: Mapping[int, EpisodeSpec]) -> None:
+        """Draw the variants of the episodes that begin in some rows."""
+        for row, episode in episodes.items():
+            variant = self._scenes[episode.task].variants.of(episode)
+            self._variants.pop(row, None)
+            self._delays.pop(row, None)
+            if variant is not None:
+                self._variants[row], self._delays[row] = variant, ActionDelay(variant.action_delay)
+
+    def _drawn(self, rows: NDArray[np.int64]) -> dict[int, Draws]:
+        return {row: self._variants[row].drawn for row in rows.tolist() if row in self._variants}
 
     def _collect(self, chunk: Chunk, places: NDArray[np.int64], output: ChunkResult) -> None:
         done = chunk.dones.any(axis=1)

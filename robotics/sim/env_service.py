@@ -8,6 +8,8 @@ and numpy, and import gymnasium only through an environment of it; see `mmrl.wor
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -60,7 +62,11 @@ class RowEnv(Protocol):
         ...
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
-        """Begin an episode; equal arguments start from the same bits."""
+        """Begin an episode; equal arguments start from the same bits.
+
+        One that randomises its domain also takes `draw: int | None`, None for the nominal scene, and says by `drawn()`
+        what it drew, as JSON.
+        """
         ...
 
     def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
@@ -115,6 +121,7 @@ class EnvService:
             "tasks": dict(env.tasks()),
             "layouts": dict(env.layouts()),
             "expert": hasattr(env, "expert"),
+            "draws": "draw" in inspect.signature(env.reset).parameters,
             "describe": dict(env.describe()),
         }
 
@@ -123,7 +130,8 @@ class EnvService:
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Do what a request of the kind reset, step_chunk, expert or render asks for."""
         if fields["kind"] == "reset":
-            return {}, self.reset(fields)
+            seen = self.reset(fields)
+            return self._drawn(), seen
         if fields["kind"] == "step_chunk":
             return self.step_chunk(arrays["actions"], bool(fields["record"]))
         return {}, self.expert() if fields["kind"] == "expert" else self.render()
@@ -135,8 +143,18 @@ class EnvService:
     def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Begin an episode and observe it."""
         self._elapsed = 0
-        self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]))
+        draw = {"draw": fields["draw"]} if "draw" in fields else {}
+        self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]), **draw)
         return self._observe()
+
+    def _drawn(self) -> dict[str, Any]:
+        """What was drawn for the episode, where something was that JSON holds."""
+        found = self._env.drawn() if hasattr(self._env, "drawn") else {}
+        try:
+            json.dumps(found, allow_nan=False)
+        except (TypeError, ValueError):  # an info of the environment's own making that has the same name
+            return {}
+        return {"drawn": found} if found else {}
 
     def step_chunk(self, actions: np.ndarray, record: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Act until the chunk or the episode ends, or its numbers are no longer finite.

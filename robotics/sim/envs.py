@@ -9,6 +9,7 @@ bits, here and in `TabletopBatch`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,15 @@ from mmrl.fields import check_fields
 from robotics.sim.arms import find_arm
 from robotics.sim.backends import require_backend
 from robotics.sim.control import ACTION_SIZE, CartesianController, ControlSettings, check_actions
+from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.films import FILM_SIZE, Caption, FilmRenderer, write_caption
+from robotics.sim.observation_delay import ObservationDelay
+from robotics.sim.randomization import RandomizationConfig, read_randomization
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
+from robotics.sim.variant import ActionDelay, SceneVariant
+from robotics.sim.variations import restore_model
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +59,9 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`;
     `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
     `segmentation` (H, W, 2) int32 object number and type, -1 where there is nothing.
-    `info` has success, instruction, layout, split and dense_reward.
+    `info` has success, instruction, layout, split and dense_reward, and randomization, what was drawn for the episode,
+    where something is randomised. Its noise and delays are in what is observed; the property `state`, films, windows
+    and rewards are exact, and depth and segmentation have no noise.
 
     Args:
         task: key in `TASKS`.
@@ -70,10 +78,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         render_look: what `render()` draws. film: for people, with lights and shadows from a camera of its own, a
             caption, and at the end a ring around the goal, green after a success and red after a failure. policy: what
             the policy's camera sees, as in `rgb`. Observations do not depend on it.
+        randomization: what differs from episode to episode, a configuration or a dictionary of its fields. Films and
+            windows keep their own look.
 
     Raises:
-        UserError: there is no such task, arm, kind of observation, split, reward or look, no renderer for it, or no
-            display for a window.
+        UserError: there is no such task, arm, kind of observation, split, reward or look, no renderer for it, no
+            display for a window, or a range of the randomisation is not possible.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["human", "rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
@@ -92,10 +102,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         control: ControlSettings | None = None,
         render_size: tuple[int, int] | None = None,
         render_look: str = "film",
+        randomization: RandomizationConfig | Mapping[str, Any] | None = None,
     ) -> None:
         if horizon is not None and horizon < 1:
             raise UserError(f"horizon is {horizon}; must be at least 1")
-        self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward)
+        chosen = read_randomization(randomization)
+        self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
         self.kinds = _check_kinds(observation)
         self.split, self.reward = split, reward
         self.horizon = horizon or scene.task.horizon
@@ -106,8 +118,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         import mujoco
 
         self._lib = mujoco
-        self.model = scene.model
+        # Variants are written into a model of the environment's own; the scene's stays nominal.
+        self.model = copy.copy(scene.model) if chosen.active() else scene.model
         self.data = mujoco.MjData(self.model)
+        self._variant: SceneVariant | None = None
+        self._delay = ActionDelay(0)
+        self._seen = ObservationDelay(self.model, self.data, 0)
         self.controller = CartesianController(scene.arm, control)
         seen, self._film_size = render_size or POLICY_SIZE, render_size or FILM_SIZE
         self._settings = {
@@ -131,7 +147,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
         Args:
             seed: for drawing the layout.
-            options: layout, a number, drawn if missing; split, the environment's own if missing.
+            options: layout, a number, drawn if missing; split, the environment's own if missing; draw, a number,
+                which draw of the randomisation, 0 if missing, None for the nominal scene.
 
         Returns:
             Observation and info.
@@ -141,17 +158,19 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """
         super().reset(seed=seed)
         chosen = dict(options or {})
-        layout, split = chosen.pop("layout", None), chosen.pop("split", self.split)
+        layout, split, draw = chosen.pop("layout", None), chosen.pop("split", self.split), chosen.pop("draw", 0)
         if chosen:
-            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout and split")
+            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout, split, draw")
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
         start = layout_seed(split, number)
         self._scene = self._scene.for_split(split)
         self._layout, self._elapsed, self._over, self._outcome = number, 0, False, ""
+        self._vary(EpisodeSpec(self._scene.task.name, "", number, split, draw))
         self._lib.mj_resetData(self.model, self.data)
         self._scene.reset(self.model, self.data, np.random.default_rng(start))
         self._lib.mj_forward(self.model, self.data)
         self.controller.reset(1)
+        self._seen = ObservationDelay(self.model, self.data, self._variant.observation_delay if self._variant else 0)
         success, dense = self._success_and_reward()
         self._show()
         return self._observe(), self._info(success, dense)
@@ -177,10 +196,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         moves = check_actions(given[None, None], 1)
         if self._over:
             raise UserError("no episode runs; call reset first")
+        moves = self._delay(moves[0])[None]
         self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
         self._run_physics()
         self._elapsed += 1
         self._check_sound()
+        self._seen.note(self.data)
         success, dense = self._success_and_reward()
         truncated = not success and self._elapsed >= self.horizon
         self._over = success or truncated
@@ -201,8 +222,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     def policy_image(self) -> NDArray[np.uint8]:
         """(H, W, 3) RGB of the policy's camera in the size of `render()`, whatever its look; needs a render mode."""
-        update_poses(self.model, self.data)
-        return self._renderer("render").rgb(self.data).copy()
+        update_poses(self.model, self._seen.data)
+        return self._policy_image("render")
 
     def close(self) -> None:
         """Free the renderers and close the window."""
@@ -263,19 +284,41 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
                 f"{self._layout} ({', '.join(kinds)}); reset to go on"
             )
 
+    def _vary(self, episode: EpisodeSpec) -> None:
+        """Draw the episode's variant and write it into the model."""
+        if self.model is self._scene.model:
+            return
+        restore_model(self.model, self._scene.model)
+        self._variant = self._scene.variants.of(episode, self.model)
+        self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
+        for renderer in self._renderers.values():
+            renderer.refresh()
+            renderer.show(self.model)
+
     def _info(self, success: bool, dense: float) -> dict[str, Any]:
-        return {
+        info = {
             "success": success,
             "instruction": self.instruction,
             "layout": self._layout,
             "split": self._scene.split,
             "dense_reward": dense,
         }
+        return info if self._variant is None else info | {"randomization": dict(self._variant.drawn)}
 
     def _observe(self) -> dict[str, Any]:
         if any(KINDS[kind].rendered for kind in self.kinds):
-            update_poses(self.model, self.data)
+            update_poses(self.model, self._seen.data)
         return {kind: KINDS[kind].observe(self) for kind in self.kinds}
+
+    def _measured_state(self) -> NDArray[np.float32]:
+        """(22,) state as it is observed, late and with noise where that is drawn."""
+        commands = self.controller.commands(ROW)
+        state: NDArray[np.float32] = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
+        return state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
+
+    def _policy_image(self, purpose: str) -> NDArray[np.uint8]:
+        image = self._renderer(purpose).rgb(self._seen.data).copy()
+        return image if self._variant is None else self._variant.noisy_image(image, self._elapsed)
 
     def _renderer(self, purpose: str) -> FrameRenderer:
         if purpose not in self._renderers:
@@ -324,21 +367,23 @@ LARGEST_ID = 2**24
 OBSERVATIONS = ("state", "proprio", "rgb", "depth", "segmentation")
 
 KINDS: dict[str, _Kind] = {
-    "state": _Kind(lambda size: _numbers(STATE_SIZE), lambda env: env.state, rendered=False),
-    "proprio": _Kind(lambda size: _numbers(PROPRIO_SIZE), lambda env: env.state[:PROPRIO_SIZE], rendered=False),
+    "state": _Kind(lambda size: _numbers(STATE_SIZE), lambda env: env._measured_state(), rendered=False),
+    "proprio": _Kind(
+        lambda size: _numbers(PROPRIO_SIZE), lambda env: env._measured_state()[:PROPRIO_SIZE], rendered=False
+    ),
     "rgb": _Kind(
         lambda size: spaces.Box(0, 255, (*size, 3), np.uint8),
-        lambda env: env._renderer("observe").rgb(env.data).copy(),
+        lambda env: env._policy_image("observe"),
         rendered=True,
     ),
     "depth": _Kind(
         lambda size: spaces.Box(0.0, np.inf, size, np.float32),
-        lambda env: env._renderer("observe").depth(env.data),
+        lambda env: env._renderer("observe").depth(env._seen.data),
         rendered=True,
     ),
     "segmentation": _Kind(
         lambda size: spaces.Box(-1, LARGEST_ID, (*size, 2), np.int32),
-        lambda env: env._renderer("observe").segmentation(env.data),
+        lambda env: env._renderer("observe").segmentation(env._seen.data),
         rendered=True,
     ),
 }

@@ -32,6 +32,9 @@ class EpisodeSpec:
     """Number of the initial state within its split."""
     split: str = "train"
     """train or held_out, which share no layout."""
+    draw: int | None = 0
+    """Which draw of the simulator's domain randomisation; None = the nominal scene. Nothing differs where nothing is
+    randomised."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class ChunkResult:
     object_poses: NDArray[np.float64] | None = None
     """(L, 4, 4) T_world_object, at the end of the chunk or episode, of the piece that the task acts on, NaN where the
     environment failed; None where the simulator does not tell."""
+    drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By row, what the domain randomisation drew for the episode that begins; empty where nothing was."""
 
     @classmethod
     def empty(

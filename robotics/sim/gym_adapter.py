@@ -42,7 +42,8 @@ class GymRow:
         success_reward: a control step with at least this reward solves the task; for environments that do not report
             success.
         horizon: control steps of an episode; None = that of the registered id.
-        layout_options: whether to pass `reset` the options layout and split beside the seed.
+        layout_options: whether to pass `reset` the options layout and split beside the seed, and draw, that of the
+            domain randomisation, where it is not 0.
 
     Raises:
         EnvError: actions are not continuous or have no bounds, a key does not exist or is no image, there is no
@@ -72,6 +73,7 @@ class GymRow:
         self._success_key, self._success_reward = success_key, success_reward
         self._success_known = success_key is not None or success_reward is not None
         self._layout_options, self._size, self._elapsed = layout_options, size, 0
+        self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
         self._observation, _ = env.reset(seed=0)
@@ -86,11 +88,21 @@ class GymRow:
         """Layouts are seeds, those of held_out above those of train."""
         return {"train": LAYOUTS, "held_out": LAYOUTS}
 
-    def reset(self, task: str, layout: int, split: str, seed: int) -> None:
+    def reset(self, task: str, layout: int, split: str, seed: int, draw: int | None = 0) -> None:
         """Begin an episode; the seed differs from layout to layout and from split to split."""
-        options = {"layout": layout, "split": split} if self._layout_options else None
+        options: dict[str, Any] | None = {"layout": layout, "split": split} if self._layout_options else None
+        if draw != 0:
+            if options is None:
+                raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
+            options["draw"] = draw
         self._elapsed = 0
-        self._observation, _ = self._env.reset(seed=seed, options=options)
+        self._observation, info = self._env.reset(seed=seed, options=options)
+        self._info = info if isinstance(info, Mapping) else {}
+
+    def drawn(self) -> Mapping[str, Any]:
+        """What the environment's `info` says of its domain randomisation, `randomization`; empty where it does not."""
+        found = self._info.get("randomization")
+        return dict(found) if isinstance(found, Mapping) else {}
 
     def step(self, action: np.ndarray) -> tuple[float, bool, bool, bool]:
         """Act for one control step with (A,) in -1..1; returns reward, success, terminated and truncated."""

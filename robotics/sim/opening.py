@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mmrl.errors import UserError
@@ -12,6 +12,7 @@ from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim
 from robotics.sim.films import film_size
+from robotics.sim.randomization import RandomizationConfig
 
 __all__ = ["SIMULATORS", "SimConfig", "open_film_sim", "open_sim"]
 
@@ -44,6 +45,9 @@ class SimConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the simulator, such as suite, held_out_states and shadows; gymnasium: arguments of the
     environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
+    randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
+    """Domain randomisation of tabletop, and of gymnasium where the environment takes an argument `randomization`, as
+    those of the tabletop do (robotics.sim.registration:mmrl/Push-v0)."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -51,6 +55,11 @@ class SimConfig:
             raise ValueError(f"sim.env is '{self.env}' with sim.kind {self.kind}; gymnasium needs it, others have none")
         if self.camera and self.kind in WITHOUT_CAMERAS:
             raise ValueError(f"sim.camera is '{self.camera}', but {self.kind} has no choice of cameras; leave it empty")
+        if self.kind in SUITES and self.randomization.active():
+            raise ValueError(
+                f"sim.randomization has {', '.join(self.randomization.active())} with sim.kind {self.kind}; there is "
+                "domain randomisation for tabletop and gymnasium"
+            )
         doubled = sorted({"size", "horizon", "tasks", "camera"} & set(self.options)) if self.kind in SUITES else []
         if doubled:
             raise ValueError(
@@ -108,6 +117,7 @@ def _open_tabletop(config: SimConfig, film: tuple[int, int] | None = None) -> Ro
         state=config.state,
         reward="dense",  # `success` is a flag of its own
         horizon=config.horizon or None,
+        randomization=config.randomization,
     )
     known = _known("sim.options", config.options, ())
     return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None, **known)
@@ -129,6 +139,9 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
             options.setdefault("max_episode_steps", config.horizon)
     if config.image_size:
         adapter.setdefault("size", config.image_size)
+    if config.randomization.active():  # what is drawn depends on the layout, which reset has to be told
+        options["randomization"] = asdict(config.randomization)
+        adapter.setdefault("layout_options", True)
     return SubprocessSim(
         SubprocessSettings(
             factory="gymnasium:make" if by_id else config.env,

@@ -17,6 +17,7 @@ import copy
 import threading
 import weakref
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -100,8 +101,9 @@ class FrameRenderer:
     """Draws images of one model, with one OpenGL context and one scene; belongs to the thread that made it.
 
     Poses are taken from the MjData as they are: after `mj_step` they are those at the start of the last step
-    (`update_poses` brings them up to date). Call `refresh` after a change of colours, materials or sizes; textures and
-    meshes stay those of the model at the start, and so does how finely round shapes are drawn (`visual/quality`).
+    (`update_poses` brings them up to date). Call `refresh` after a change of colours, materials or sizes, and `show`
+    after one of textures or to draw a variant of the model; meshes stay those of the model at the start, and so does
+    how finely round shapes are drawn (`visual/quality`).
 
     Args:
         model: MjModel; not changed.
@@ -146,6 +148,7 @@ class FrameRenderer:
         self._spare_rows = np.empty((height, width, 3), np.uint8)
         self._nearness = np.empty((height, width), np.float32)
         self._image = np.empty((height, width, 3), np.uint8)
+        self._textures: NDArray[np.uint8] = model.tex_data.copy()
         self._background: _Background | None = None
         self.refresh()
 
@@ -223,6 +226,17 @@ class FrameRenderer:
         self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
         self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
 
+    def show(self, model: mujoco.MjModel) -> None:
+        """Draw another model of the same scene from now on, with colours, lights, cameras and textures of its own.
+
+        Args:
+            model: a copy of the renderer's model in which numbers have changed, but not how many there are.
+        """
+        if model is not self._model:
+            self._model = model
+            self.refresh()
+        self._upload_textures()
+
     def close(self) -> None:
         """Free the context; from the thread that made the renderer."""
         self._free()
@@ -246,6 +260,16 @@ class FrameRenderer:
         library.mjr_setBuffer(library.mjtFramebuffer.mjFB_OFFSCREEN, mjr)
         mjr.readDepthMap = library.mjtDepthMap.mjDEPTH_ZEROFAR
         return gl, mjr
+
+    def _upload_textures(self) -> None:
+        """Hand the textures whose pixels have changed to the graphics card."""
+        bounds = [*self._model.tex_adr.tolist(), len(self._model.tex_data)]
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            if not np.array_equal(self._model.tex_data[start:end], self._textures[start:end]):
+                self._make_current()
+                self._lib.mjr_uploadTexture(self._model, self._mjr, number)
+                self._textures[start:end] = self._model.tex_data[start:end]
+                self.refresh()
 
     def _make_current(self) -> None:
         if self._gl is None:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -26,16 +25,17 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
-from robotics.sim.films import FilmRenderer
-from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+from robotics.sim.rendering import RenderSettings
+from robotics.sim.scene_worker import SceneWorker
 
 if TYPE_CHECKING:
     import mujoco
     from numpy.typing import ArrayLike, NDArray
 
+    from robotics.sim.films import FilmRenderer
     from robotics.sim.presentation import Outcome
 
-__all__ = ["Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask"]
+__all__ = ["Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask", "Variant"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ class SceneSteps:
     """(K, nv) velocities after each control step."""
     sensordata: NDArray[np.float64]
     """(K, nsensordata) sensor values; as `mj_step` leaves them, those at the start of the last physics step."""
+
+
+class Variant(Protocol):
+    """A scene with numbers of its own."""
+
+    @property
+    def model(self) -> mujoco.MjModel:
+        """A copy of the rollout's model in which numbers differ, but not how many there are."""
+
+    @property
+    def observation_delay(self) -> int:
+        """Control steps by which `Observation.measured` and `frames` are late."""
 
 
 class SceneTask(Protocol):
@@ -76,8 +88,10 @@ class Observation:
     """(R, nv)."""
     sensordata: NDArray[np.float64]
     """(R, nsensordata) with the delay described in `SceneSteps`."""
+    measured: NDArray[np.float64]
+    """(R, nsensordata) sensor values as the scene reports them: late where its variant has an observation delay."""
     frames: NDArray[np.uint8] | None
-    """(R, H, W, 3) RGB; None without images."""
+    """(R, H, W, 3) RGB, as late as `measured`; None without images."""
 
     def of(self, scenes: ArrayLike) -> Observation:
         """Rows of some of the scenes.
@@ -93,7 +107,8 @@ class Observation:
             return self
         rows = np.searchsorted(self.scenes, wanted)
         frames = None if self.frames is None else self.frames[rows]
-        return Observation(wanted, self.qpos[rows], self.qvel[rows], self.sensordata[rows], frames)
+        numbers = (self.qpos[rows], self.qvel[rows], self.sensordata[rows], self.measured[rows])
+        return Observation(wanted, *numbers, frames)
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,10 @@ class Chunk:
     """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
     recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
     """(steps, H, W, 3) an image of each control step, by the number of a scene that is recorded."""
+
+
+_Past = deque[tuple["NDArray[np.float64]", "NDArray[np.float64]"]]
+"""The last states and sensor values of a scene, the oldest first: as many as its observation delay, and the present."""
 
 
 @dataclass
@@ -180,8 +199,10 @@ class ImageRollout:
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         """Numbers of the scenes whose episode goes on, ascending; `step_chunk` takes their actions in this order."""
         self._data = [mujoco.MjData(model) for _ in range(scenes)]
+        self._models = [model] * scenes
+        self._pasts: list[_Past] = [deque(maxlen=1) for _ in range(scenes)]
         self._elapsed = np.zeros(scenes, np.int64)
-        self._workers = [_Worker(model, settings, name, film) for _ in range(count)]
+        self._workers = [SceneWorker(model, settings, name, film) for _ in range(count)]
         self._close = weakref.finalize(self, _close_workers, self._workers)
         # The interpreter ends the threads first, and with them what could free their contexts.
         self._close.atexit = False
@@ -195,11 +216,12 @@ class ImageRollout:
         """State of a scene after the last call; writing to it changes what comes next."""
         return self._data[scene]
 
-    def reset(self, seeds: Sequence[int]) -> Observation:
+    def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = ()) -> Observation:
         """Begin an episode in every scene, or in the first ones.
 
         Args:
             seeds: one a scene, from the first on; equal seeds give equal starts. Scenes without one rest.
+            variants: one a seed, None for the rollout's own model; all are None when empty.
 
         Returns:
             Observation of the scenes that were given a seed.
@@ -210,34 +232,42 @@ class ImageRollout:
         if not 1 <= len(seeds) <= self.scenes:
             raise UserError(f"{len(seeds)} seeds for {self.scenes} scenes")
         self.live = np.arange(len(seeds))
-        return self._begin(self.live, seeds)
+        return self._begin(self.live, seeds, variants)
 
-    def restart(self, scenes: ArrayLike, seeds: Sequence[int]) -> Observation:
+    def restart(self, scenes: ArrayLike, seeds: Sequence[int], variants: Sequence[Variant | None] = ()) -> Observation:
         """Begin an episode in some scenes while the others go on.
 
         Args:
             scenes: (R,) their numbers, ascending.
             seeds: R, one each.
+            variants: as in `reset`.
 
         Returns:
             Observation of these scenes.
         """
         chosen = np.asarray(scenes, np.int64)
         self.live = np.union1d(self.live, chosen)
-        return self._begin(chosen, seeds)
+        return self._begin(chosen, seeds, variants)
 
-    def _begin(self, scenes: NDArray[np.int64], seeds: Sequence[int]) -> Observation:
+    def _begin(
+        self, scenes: NDArray[np.int64], seeds: Sequence[int], variants: Sequence[Variant | None]
+    ) -> Observation:
         self._elapsed[scenes] = 0
+        for scene, variant in zip(scenes.tolist(), variants or [None] * len(scenes), strict=True):
+            self._models[scene] = self.model if variant is None else variant.model
+            self._pasts[scene] = deque(maxlen=1 if variant is None else 1 + variant.observation_delay)
         observation = self._allocate(scenes)
 
-        def begin(worker: _Worker, row: int) -> None:
+        def begin(worker: SceneWorker, row: int) -> None:
             import mujoco
 
-            data = self._data[scenes[row]]
-            mujoco.mj_resetData(self.model, data)
-            self.task.reset(self.model, data, np.random.default_rng(seeds[row]))
-            mujoco.mj_forward(self.model, data)
-            _observe(worker, data, data.sensordata, observation, row)
+            scene = int(scenes[row])
+            model, data = self._models[scene], self._data[scene]
+            mujoco.mj_resetData(model, data)
+            self.task.reset(model, data, np.random.default_rng(seeds[row]))
+            mujoco.mj_forward(model, data)
+            self._pasts[scene].append((worker.physics.state(data), np.array(data.sensordata)))
+            self._observe(worker, scene, data.sensordata, observation, row)
 
         self._in_parallel(begin, len(scenes))
         return observation
@@ -269,7 +299,7 @@ class ImageRollout:
             recorded={},
         )
 
-        def advance(worker: _Worker, row: int) -> None:
+        def advance(worker: SceneWorker, row: int) -> None:
             self._advance(worker, row, controls[row, : taken[row]], output, scenes[row] in record)
 
         self._in_parallel(advance, len(scenes))
@@ -303,10 +333,11 @@ class ImageRollout:
             qpos=np.empty((rows, model.nq)),
             qvel=np.empty((rows, model.nv)),
             sensordata=np.empty((rows, model.nsensordata)),
+            measured=np.empty((rows, model.nsensordata)),
             frames=None if shape is None else np.empty(shape, np.uint8),
         )
 
-    def _in_parallel(self, work: Callable[[_Worker, int], None], rows: int) -> None:
+    def _in_parallel(self, work: Callable[[SceneWorker, int], None], rows: int) -> None:
         if not self._workers:
             raise RuntimeError("this ImageRollout has been closed")
         waiting = deque(range(rows))
@@ -315,20 +346,23 @@ class ImageRollout:
         for future in running:
             future.result()
 
-    def _advance(self, worker: _Worker, row: int, controls: NDArray[np.float64], output: _Output, record: bool) -> None:
+    def _advance(
+        self, worker: SceneWorker, row: int, controls: NDArray[np.float64], output: _Output, record: bool
+    ) -> None:
         """Run one scene through a whole chunk and write its row of the output.
 
         The physics of all K control steps runs in one call, before anything is scored. So the scene may run past the
         end of its episode; it is then set back to the state of the last step that counts, which is the one observed.
         """
         scene = int(output.observation.scenes[row])
-        data = self._data[scene]
-        states, sensors, sound = worker.physics.run(data, controls, self.substeps)
-        rewards, ends = self._score(worker.physics.describe(controls, states, sensors, sound))
+        model, data = self._models[scene], self._data[scene]
+        states, sensors, sound = worker.physics.run(model, data, controls, self.substeps)
+        qpos, qvel = worker.physics.split(states[:sound])
+        rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors[:sound]))
         # What goes wrong after the end of an episode, in steps that only fill up the chunk, is not its failure.
         if sound < len(controls) and not ends.any():
             output.failed[row], output.rewards[row] = True, np.nan
-            _observe(worker, data, sensors[-1], output.observation, row)
+            self._observe(worker, scene, sensors[-1], output.observation, row)
             return
         last = int(ends.argmax()) if ends.any() else len(controls) - 1
         output.rewards[row, : last + 1] = rewards[: last + 1]
@@ -337,10 +371,29 @@ class ImageRollout:
         if record and worker.renderer is not None:
             late = self.horizon is not None and self._elapsed[scene] + last + 1 >= self.horizon
             outcome: Outcome = "success" if ends[last] else "failure" if late else ""
-            output.recorded[scene] = worker.draw_all(data, states[: last + 1], outcome)
+            output.recorded[scene] = worker.draw_all(model, data, states[: last + 1], outcome)
         if last + 1 < len(controls):
             worker.physics.restore(data, states[last])
-        _observe(worker, data, sensors[last], output.observation, row)
+        self._pasts[scene].extend(zip(states[: last + 1], sensors[: last + 1], strict=True))
+        self._observe(worker, scene, sensors[last], output.observation, row)
+
+    def _observe(
+        self, worker: SceneWorker, scene: int, sensors: NDArray[np.float64], observation: Observation, row: int
+    ) -> None:
+        """Enter a scene as it is now, and what it reports of itself, which may be late."""
+        model, data, past = self._models[scene], self._data[scene], self._pasts[scene]
+        observation.qpos[row], observation.qvel[row] = data.qpos, data.qvel
+        observation.sensordata[row], observation.measured[row] = sensors, sensors
+        late = past.maxlen != 1
+        if late:
+            observation.measured[row] = past[0][1]
+        if observation.frames is None:
+            return
+        if late:
+            worker.physics.restore(data, past[0][0])
+        worker.draw(model, data, observation.frames[row])
+        if late:
+            worker.physics.restore(data, past[-1][0])
 
     def _score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         count = len(steps.actions)
@@ -373,147 +426,6 @@ class ImageRollout:
         )
 
 
-class _Physics:
-    """Runs a scene through control steps with one call of `mujoco.rollout`."""
-
-    def __init__(self, model: mujoco.MjModel) -> None:
-        import mujoco
-        from mujoco import rollout
-
-        state = mujoco.mjtState
-        self._lib, self._model = mujoco, model
-        self._full, self._user = int(state.mjSTATE_FULLPHYSICS), int(state.mjSTATE_USER)
-        self._sizes = [mujoco.mj_stateSize(model, int(kind)) for kind in (self._full, self._user)]
-        # Without a pool of its own: this thread is one of several that each run a scene.
-        self._rollout = rollout.Rollout(nthread=0)
-        time = mujoco.mj_stateSize(model, int(state.mjSTATE_TIME))
-        self._qpos = slice(time, time + model.nq)
-        self._qvel = slice(time + model.nq, time + model.nq + model.nv)
-
-    def run(
-        self, data: mujoco.MjData, controls: NDArray[np.float64], substeps: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
-        """Step a scene; its data is left as a `mj_step` loop would leave it.
-
-        Args:
-            data: state of the scene.
-            controls: (K, nu), each held for the substeps.
-            substeps: physics steps in a control step.
-
-        Returns:
-            (K, nstate) full physics states and (K, nsensordata) sensor values after each control step, and the number
-            of control steps before the one in which MuJoCo warned, K where it did not.
-        """
-        size, inputs = self._sizes
-        steps = len(controls) * substeps
-        start, held = np.empty((1, size)), np.empty(inputs)
-        self._lib.mj_getState(self._model, data, start[0], self._full)
-        # All that a user may have set counts (forces, mocap poses, equalities); rollout clears what it is not given.
-        self._lib.mj_getState(self._model, data, held, self._user)
-        given = np.empty((1, len(controls), substeps, inputs))
-        given[:] = held
-        given[0, :, :, : self._model.nu] = controls[:, None]
-        states, sensors = np.empty((1, steps, size)), np.empty((1, steps, self._model.nsensordata))
-        self._rollout.rollout(
-            [self._model],
-            [data],
-            start,
-            given.reshape(1, steps, inputs),
-            control_spec=self._user,
-            skip_checks=True,
-            nstep=steps,
-            initial_warmstart=np.array(data.qacc_warmstart)[None],
-            state=states,
-            sensordata=sensors,
-        )
-        kept = slice(substeps - 1, None, substeps)
-        sound = self._count_sound(data, states[0, kept, 0], start[0, 0], substeps)
-        return states[0, kept], sensors[0, kept], sound
-
-    def describe(
-        self, controls: NDArray[np.float64], states: NDArray[np.float64], sensors: NDArray[np.float64], count: int
-    ) -> SceneSteps:
-        """The first control steps of a run as the task sees them."""
-        first = slice(count)
-        return SceneSteps(controls[first], states[first, self._qpos], states[first, self._qvel], sensors[first])
-
-    def _count_sound(self, data: mujoco.MjData, times: NDArray[np.float64], start: float, substeps: int) -> int:
-        if not data.warning.number.any():
-            return len(times)
-        # From a warning on, rollout repeats the state; where the numbers blew up, time has gone back to 0 before.
-        full = np.diff(times, prepend=start) > (substeps - 0.5) * self._model.opt.timestep
-        return min(int(full.argmin()) if not full.all() else len(times), len(times) - 1)
-
-    def restore(self, data: mujoco.MjData, state: NDArray[np.float64]) -> None:
-        """Put a scene back into a state that `run` returned."""
-        self._lib.mj_setState(self._model, data, np.ascontiguousarray(state), self._full)
-
-
-class _Worker:
-    """A thread with what belongs to it: the renderer's OpenGL context, and one scene at a time."""
-
-    def __init__(
-        self,
-        model: mujoco.MjModel,
-        settings: RenderSettings | None,
-        backend: str,
-        film: Callable[[], FilmRenderer] | None,
-    ) -> None:
-        self._model = model
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="image-rollout")
-        self.physics = _Physics(model)
-        self.renderer: FrameRenderer | FilmRenderer | None = None
-        self._shape: tuple[int, ...] = ()
-        if settings is not None:
-            self._shape = (settings.height, settings.width, 3)
-            make: Callable[[], FrameRenderer | FilmRenderer] = film or partial(FrameRenderer, model, settings, backend)
-            self.renderer = self._thread.submit(make).result()
-
-    def start(self, work: Callable[[_Worker, int], None], waiting: deque[int]) -> Future[None]:
-        """Take rows that wait until none is left."""
-        return self._thread.submit(self._drain, work, waiting)
-
-    def draw(self, data: mujoco.MjData, out: NDArray[np.uint8]) -> None:
-        """Draw a scene as it is now."""
-        if self.renderer is not None:
-            update_poses(self._model, data)
-            self.renderer.rgb(data, out)
-
-    def draw_all(self, data: mujoco.MjData, states: NDArray[np.float64], outcome: Outcome) -> NDArray[np.uint8]:
-        """Draw a scene in each of some states, and leave it in the last one, where the episode ended if it did."""
-        frames = np.empty((len(states), *self._shape), np.uint8)
-        for state, frame in zip(states, frames, strict=True):
-            self.physics.restore(data, state)
-            self.draw(data, frame)
-        if isinstance(self.renderer, FilmRenderer) and outcome:
-            self.renderer.rgb(data, frames[-1], outcome)
-        return frames
-
-    def close(self) -> None:
-        """Free the renderer in its own thread and end the thread."""
-        if self.renderer is not None:
-            self._thread.submit(self.renderer.close).result()
-        self._thread.shutdown()
-
-    def _drain(self, work: Callable[[_Worker, int], None], waiting: deque[int]) -> None:
-        while True:
-            try:
-                row = waiting.popleft()
-            except IndexError:
-                return
-            work(self, row)
-
-
-def _close_workers(workers: list[_Worker]) -> None:
+def _close_workers(workers: list[SceneWorker]) -> None:
     while workers:
         workers.pop().close()
-
-
-def _observe(
-    worker: _Worker, data: mujoco.MjData, sensors: NDArray[np.float64], observation: Observation, row: int
-) -> None:
-    observation.qpos[row] = data.qpos
-    observation.qvel[row] = data.qvel
-    observation.sensordata[row] = sensors
-    if observation.frames is not None:
-        worker.draw(data, observation.frames[row])

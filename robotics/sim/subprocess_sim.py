@@ -243,6 +243,11 @@ class SubprocessSim:
                 )
             if episode.split not in layouts:
                 raise UserError(f"there is no split {episode.split!r}; there are: {', '.join(sorted(layouts))}")
+            if episode.draw != 0 and not self._hello.get("draws"):
+                raise UserError(
+                    f"the draw of {episode.task}/{episode.layout} is {episode.draw}, but {self._settings.factory} "
+                    "randomises nothing; leave it at 0"
+                )
             count = layouts[episode.split]
             if episode.layout < 0 or (count is not None and episode.layout >= count):
                 last = "any number" if count is None else count - 1
@@ -311,6 +316,7 @@ class SubprocessSim:
         result = ChunkResult.empty(rows, length, self.state_size, self.image_size)
         reasons: dict[int, str] = {}
         frames: dict[int, NDArray[np.uint8]] = {}
+        drawn: dict[int, Mapping[str, Any]] = {}
         for place, row in enumerate(rows.tolist()):
             answer = answers[row]
             if isinstance(answer, WorkerFailure):
@@ -321,19 +327,20 @@ class SubprocessSim:
             _fill(result, place, answer)
             if row in record:
                 frames[row] = answer.arrays["frames"]
-        return ChunkResult(**{**vars(result), "reasons": reasons, "frames": frames})
+            if isinstance(answer.fields.get("drawn"), dict):
+                drawn[row] = answer.fields["drawn"]
+        return ChunkResult(**{**vars(result), "reasons": reasons, "frames": frames, "drawn": drawn})
 
 
 def _reset_request(episode: EpisodeSpec) -> Request:
-    return Request(
-        {
-            "kind": "reset",
-            "task": episode.task,
-            "layout": episode.layout,
-            "split": episode.split,
-            "seed": layout_seed(episode),
-        }
-    )
+    fields = {
+        "kind": "reset",
+        "task": episode.task,
+        "layout": episode.layout,
+        "split": episode.split,
+        "seed": layout_seed(episode),
+    }
+    return Request(fields if episode.draw == 0 else fields | {"draw": episode.draw})
 
 
 def _fill(result: ChunkResult, place: int, answer: Message) -> None:

@@ -14,6 +14,7 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 
 from robotics.sim.arms import ASSETS
+from robotics.sim.surfaces import add_blank_textures
 
 if TYPE_CHECKING:
     import mujoco
@@ -163,20 +164,24 @@ class SceneSensors:
         return np.concatenate(columns, axis=1).astype(np.float32)
 
 
-def build_scene(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjModel:
+def build_scene(arm: ArmModel, pieces: Sequence[str], roles: Roles, textured: bool = False) -> mujoco.MjModel:
     """Put an arm and some pieces on the table.
 
     Args:
         arm: the arm; its joints come first in qpos.
         pieces: keys of `PIECES`, in the order in which they are put down.
         roles: which of them the sensors `first_*`, `second_*` and `goal_*` measure.
+        textured: give table and floor blank textures, for patterns to be put into; see `robotics.sim.surfaces`.
 
     Returns:
         MjModel with the cameras `front` and `wrist`. Sensors always there: grip_pos, grip_axis (its x axis), the two
         fingers, first_pos, first_axis and first_velocity; second_pos and second_axis, goal_pos and drawer where there
         is such a piece.
     """
-    return scene_spec(arm, pieces, roles).compile()
+    spec = scene_spec(arm, pieces, roles)
+    if textured:
+        add_blank_textures(spec)
+    return spec.compile()
 
 
 def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjSpec:

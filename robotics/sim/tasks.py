@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mmrl.errors import UserError
+from robotics.sim.randomization import RandomizationConfig
 from robotics.sim.tabletop import (
     CUBE_HALF_M,
     Layout,
@@ -28,6 +29,7 @@ from robotics.sim.tabletop import (
     build_scene,
     place_pieces,
 )
+from robotics.sim.variant import SceneVariants
 
 if TYPE_CHECKING:
     import mujoco
@@ -101,16 +103,26 @@ class TabletopScene:
         arm: with which arm.
         split: train or held_out.
         reward: sparse, 1 with the step that solves the task, or dense.
+        randomization: what differs from episode to episode; nothing when None.
 
     Raises:
         UserError: there is no such split or reward.
     """
 
-    def __init__(self, task: TabletopTask, arm: ArmModel, split: str = "train", reward: str = "sparse") -> None:
+    def __init__(
+        self,
+        task: TabletopTask,
+        arm: ArmModel,
+        split: str = "train",
+        reward: str = "sparse",
+        randomization: RandomizationConfig | None = None,
+    ) -> None:
         _check_choice("split", split, SPLITS)
         _check_choice("reward", reward, REWARDS)
         self.task, self.arm, self.split, self.reward = task, arm, split, reward
-        self.model = build_scene(arm, tuple(task.areas), task.roles)
+        config = randomization or RandomizationConfig()
+        self.model = build_scene(arm, tuple(task.areas), task.roles, textured="textures" in config.active())
+        self.variants = SceneVariants(self.model, arm, tuple(task.areas), config)
         self.sensors = SceneSensors(self.model)
         self._joints = [int(self.model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]
         self._home = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])

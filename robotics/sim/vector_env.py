@@ -42,7 +42,8 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     """N tabletop episodes in the threads of this process.
 
     Observations are a dictionary: `state` (N, 22) or `proprio` (N, 10) float32, see `TabletopEnv`, and `rgb`
-    (N, H, W, 3) uint8 where the settings have an image size. `infos` has success, instruction, layout and split.
+    (N, H, W, 3) uint8 where the settings have an image size. `infos` has success, instruction, layout and split, and
+    randomization where the settings randomise something.
     The autoreset modes are those of Gymnasium's vector environments, see `mmrl.workers.PoolVectorEnv`.
 
     An episode whose simulation diverges ends with `truncations` True, reward `failed_reward`, its last sound
@@ -104,6 +105,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self.render_mode = "rgb_array" if "rgb" in parts else None
         self._rngs: list[np.random.Generator | None] = [None] * num_envs
         self._layouts = [-1] * num_envs
+        self._drawn: dict[int, Mapping[str, Any]] = {}
         self._over, self._begun = np.zeros(num_envs, bool), False
         self.closed = False
 
@@ -194,6 +196,7 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         result = self.batch.restart(episodes) if self._begun else self.batch.reset(list(episodes.values()))
         self._begun = True
         self._over[list(rows)] = False
+        self._drawn |= result.drawn
         self._observe(result, np.ones(len(result.rows), bool))
         return {row: self._info(row, success=False) for row in rows}
 
@@ -227,7 +230,8 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     def _info(self, row: int, success: bool) -> dict[str, Any]:
         task = self._tasks[row]
         instruction = self.batch.tasks()[task]
-        return {"success": success, "instruction": instruction, "layout": self._layouts[row], "split": self.split}
+        info = {"success": success, "instruction": instruction, "layout": self._layouts[row], "split": self.split}
+        return info | {"randomization": dict(self._drawn[row])} if row in self._drawn else info
 
     def _join(self, infos: Mapping[int, Any]) -> dict[str, Any]:
         joined: dict[str, Any] = {}

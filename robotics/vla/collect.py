@@ -310,6 +310,7 @@ class _Recorder:
             chunk_rewards=self._stack("reward", width, torch.zeros(())),
             object_poses=[np.stack(poses) for poses in self.poses] if all(self.poses) else [],
             reasons=self.reasons,
+            drawn=[self.begun.drawn.get(row) for row in range(rows)] if self.begun.drawn else [],
         )
         actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
         return Episodes(payload, self._stack("logp", width, example["logp"]).float(), actions)

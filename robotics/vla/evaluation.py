@@ -31,7 +31,7 @@ from mmrl.training.record.statistics import wilson_interval
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, run_episodes
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.replays import ReplayVideos
+from robotics.vla.replays import ReplayVideos, episode_of
 from robotics.vla.tasks import episode_id
 
 __all__ = ["EpisodeMeasure", "RobotEvaluationConfig", "success_table"]
@@ -126,7 +126,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         if frames is not None:
             images = [Image.fromarray(frames[place]) for place in sorted({0, len(frames) // 2, len(frames) - 1})]
         return SampleRecord(
-            id=episode_id(EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])),
+            id=episode_id(episode_of(row)),
             prompt=row["instruction"],
             response=f"{row['steps']} control steps",
             outputs=images,
@@ -139,7 +139,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         """Whether an episode succeeded; nothing where its environment broke down."""
         if row["failed"]:
             return None
-        spec = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
+        spec = episode_of(row)
         return Outcome(episode_id(spec), {f"success/{self.protocol}": float(row["success"])}, {"task": row["task"]})
 
     def saved_rows(self, tasks: Sequence[EpisodeSpec], processes: int) -> ResumableRows:
@@ -212,7 +212,10 @@ def _row(trial: Trial[EpisodeSpec], episodes: Episodes, place: int) -> Row:
     payload, task = episodes.payload, trial.task
     failed, success = bool(payload.failed[place]), bool(payload.success[place])
     reason = payload.reasons[place] if payload.reasons else ""
+    drawn = payload.drawn[place] if payload.drawn else None
     return {
+        **({} if task.draw == 0 else {"draw": task.draw}),
+        **({"randomization": dict(drawn)} if drawn else {}),
         "index": trial.index,
         "repeat": trial.repeat,
         "task": task.task,

@@ -6,7 +6,9 @@ chunk (tokens or denoising steps), H x W pixels. Chunks that an episode did not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +58,8 @@ class EpisodePayload(Payload):
     """(B, C) float32, the environment's own reward at the end of each chunk."""
     reasons: list[str] = per_row(blank="", default_factory=list)
     """Why each row ended as it did, where the environment reports it."""
+    drawn: list[Mapping[str, Any] | None] = per_row(blank=None, default_factory=list)
+    """What the simulator's domain randomisation drew for each row; None or empty where nothing was."""
 
     @property
     def lengths(self) -> Tensor:

@@ -44,7 +44,7 @@ from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.replays import ReplayVideos
 from robotics.vla.saved import is_saved_policy
-from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes
+from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
 
 __all__ = ["SCORES", "RobotConfig", "RobotRecipe", "pack_episodes"]
 
@@ -52,6 +52,8 @@ LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 SCORES = ("entropy", "logp_ref")
 """What a robot policy scores beside log-probabilities."""
+DRAWING = ("tabletop", "gymnasium")
+"""Simulators that `sim.randomization` is for."""
 SHOWN_TASKS = 12
 """Most tasks of a run whose success is reported one by one in every step."""
 
@@ -91,6 +93,10 @@ class RobotConfig(RunConfig):
         objective = make_objective(self.objective)
         size = self.trainer.samples_per_task if self.compares_samples else None
         check_objective(objective, self.scored_outputs, size)
+        sets = {"data": self.data} | {f"eval_data.{name}": data for name, data in self.eval_data.items()}
+        idle = [name for name, data in sets.items() if data.randomized]
+        if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
+            raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
         if self.acting.ensemble and not self.evaluation.greedy:
             raise ValueError(
                 f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
@@ -118,10 +124,12 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         self.objective = make_objective(config.objective)
         self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
         known, splits = self.sim.tasks(), self.sim.layouts()
+        randomizes = bool(config.sim.randomization.active())
         self.train_tasks: Sequence[Any] = self.load_train_tasks()
         limit = config.evaluation.max_tasks or None
         self.eval_tasks: Mapping[str, Sequence[EpisodeSpec]] = {
-            name: list_episodes(data, known, splits)[:limit] for name, data in config.eval_data.items()
+            name: list_episodes(data, known, splits, randomized=not randomizes)[:limit]
+            for name, data in config.eval_data.items()
         }
         self.policy = load_action_policy(config.model, self.sim, config.seed) if policy is None else policy
         check_fit(self.policy, self.sim)
@@ -153,7 +161,8 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
             NoUsableTasksError: every group has an episode whose environment failed; the loop tries other tasks.
         """
         size = self.config.trainer.samples_per_task
-        repeated = [task for task in tasks for _ in range(size)]
+        each = self.config.sim.randomization.per == "episode"
+        repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
         episodes = run_episodes(
             policy, self.sim, repeated, self.config.acting, generator, record=self.needs_every_frame
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
     from robotics.sim.presentation import Outcome
 
-__all__ = ["ReplayVideos"]
+__all__ = ["ReplayVideos", "episode_of"]
 
 LOGGER = logging.getLogger("mmrl")
+
+
+def episode_of(row: Mapping[str, Any]) -> EpisodeSpec:
+    """The episode that a row of an evaluation is about."""
+    return EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"], row.get("draw", 0))
 
 
 @dataclass
@@ -80,7 +85,7 @@ class ReplayVideos:
     def _write_one(self, sim: RobotSim, row: dict[str, Any]) -> None:
         from mmrl.hub.video import write_mp4
 
-        episode = EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"])
+        episode = episode_of(row)
         try:
             frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32), self.chunk)
         except RunError as error:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmrl.errors import UserError
 from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.randomization import read_randomization
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,6 +25,7 @@ __all__ = ["build_demonstrations", "run_experts"]
 
 LOGGER = logging.getLogger("mmrl")
 FPS = 10
+DRAWS_PATH = "meta/randomization.jsonl"
 
 
 def build_demonstrations(
@@ -39,6 +42,7 @@ def build_demonstrations(
     first_layout: int = 0,
     keep_failures: bool = False,
     seed: int = 0,
+    randomization: Mapping[str, Any] | None = None,
 ) -> Path:
     """Run the experts on the tasks and write their observations and actions as a LeRobotDataset.
 
@@ -57,6 +61,9 @@ def build_demonstrations(
         first_layout: number of the first layout.
         keep_failures: also write episodes without success, marked as such; not those whose simulation failed.
         seed: of the noise.
+        randomization: fields of `RandomizationConfig`; each layout has a draw of its own. The experts see the exact
+            state, the demonstrations hold what a policy would observe. What was drawn for each episode is a line of
+            `meta/randomization.jsonl`.
 
     Returns:
         The folder.
@@ -71,7 +78,8 @@ def build_demonstrations(
     if not 0 <= noise_share <= 1:
         raise UserError(f"noise_share is {noise_share}; must be 0 to 1")
     size = (image_size, image_size) if image_size else None
-    settings = BatchSettings(image_size=size, camera=camera, state=state)
+    drawn = read_randomization(randomization)
+    settings = BatchSettings(image_size=size, camera=camera, state=state, randomization=drawn)
     ends: Counter[str] = Counter()
     partial = _empty_folder(Path(path))
     with TabletopBatch(list(tasks), arm, settings) as sim:
@@ -85,13 +93,20 @@ def build_demonstrations(
                     if seen.success or (keep_failures and not seen.failed):
                         images = {camera: np.stack(seen.images)} if size else {}
                         states, actions = np.stack(seen.states), np.stack(seen.actions)
-                        writer.add_episode(states, actions, images, spec.instruction, seen.success)
+                        number = writer.add_episode(states, actions, images, spec.instruction, seen.success)
+                        if seen.drawn:
+                            _note_draws(partial, {"episode_index": number, "layout": spec.layout, "drawn": seen.drawn})
     lost = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
     LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), lost and f"; {lost}")
     if not ends["success"]:
         raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
     partial.rename(path)
     return Path(path)
+
+
+def _note_draws(folder: Path, line: Mapping[str, Any]) -> None:
+    with (folder / DRAWS_PATH).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _empty_folder(path: Path) -> Path:
@@ -111,6 +126,7 @@ class Demonstration:
         self.images: list[NDArray[np.uint8]] = []
         self.actions: list[NDArray[np.float32]] = []
         self.success = self.failed = False
+        self.drawn: Mapping[str, Any] = {}
 
     @property
     def ending(self) -> str:
@@ -143,7 +159,10 @@ def run_experts(
     experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
     rng = np.random.default_rng(seed)
     found = [Demonstration() for _ in episodes]
-    observation = sim.reset(episodes).observation
+    begun = sim.reset(episodes)
+    observation = begun.observation
+    for row, drawn in begun.drawn.items():
+        found[row].drawn = drawn
     while len(sim.live):
         rows, states = sim.live.copy(), sim.full_state()
         actions = np.stack(

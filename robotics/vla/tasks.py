@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.sim.episodes import EpisodeSpec
 
-__all__ = ["EpisodeSetConfig", "episode_id", "list_episodes"]
+__all__ = ["EpisodeSetConfig", "episode_id", "list_episodes", "own_draw"]
 
 SPLITS = ("train", "held_out", "all")
 
@@ -26,10 +26,12 @@ class EpisodeSetConfig:
     """Number of the first of them."""
     split: str = choice("train", SPLITS)
     """train or held_out, which share no layout, or all, the stored states of LIBERO in their order."""
+    randomized: bool | None = None
+    """Whether `sim.randomization` applies to these episodes; none = in training, but not in evaluation."""
 
 
 def list_episodes(
-    config: EpisodeSetConfig, known: Mapping[str, str], splits: Mapping[str, int | None]
+    config: EpisodeSetConfig, known: Mapping[str, str], splits: Mapping[str, int | None], randomized: bool = True
 ) -> list[EpisodeSpec]:
     """Episodes of a set, one of each task in turn, so that the first ones cover all tasks.
 
@@ -37,6 +39,7 @@ def list_episodes(
         config: the set.
         known: the simulator's tasks and their instructions.
         splits: its splits and how many layouts they have; None for any number.
+        randomized: whether the simulator's domain randomisation applies where the set does not say.
 
     Returns:
         layouts x tasks episodes.
@@ -56,9 +59,16 @@ def list_episodes(
         )
     names = config.tasks or list(known)
     layouts = range(config.first, config.first + config.layouts)
-    return [EpisodeSpec(name, known[name], layout, config.split) for layout in layouts for name in names]
+    found = [EpisodeSpec(name, known[name], layout, config.split) for layout in layouts for name in names]
+    applies = randomized if config.randomized is None else config.randomized
+    return found if applies else [replace(episode, draw=None) for episode in found]
 
 
 def episode_id(episode: EpisodeSpec) -> str:
     """Name of an initial state, such as `reach/held_out/7`."""
     return f"{episode.task}/{episode.split}/{episode.layout}"
+
+
+def own_draw(episode: EpisodeSpec, member: int) -> EpisodeSpec:
+    """The same initial state with the domain randomisation's draw of one member of its group."""
+    return episode if episode.draw is None else replace(episode, draw=member)

@@ -1,0 +1,229 @@
+"""Domain randomisation of the tabletop: what may differ from episode to episode, and by how much.
+
+    config = RandomizationConfig(camera=CameraRanges(position_m=0.03), friction=[0.6, 1.4], action_delay=[0, 2])
+    settings = BatchSettings(randomization=config)
+
+Everything is off by default, and a part that is off changes nothing. What an episode gets is a function of the seed
+here and of the episode's task, split, layout and `draw` alone, so it does not depend on the order of episodes, on
+threads or processes, or on which other parts are on. `EpisodeSpec.draw = None` asks for the nominal scene.
+
+Ranges follow robosuite's `DomainRandomizationWrapper` (ARISE-Initiative/robosuite, robosuite/wrappers/
+domain_randomization_wrapper.py: shifts of lights, cameras and colours around their nominal values, textures) and
+Isaac Lab's events (isaac-sim/IsaacLab, isaaclab/envs/mdp/events.py: masses with their inertias, friction, gains of
+actuators; delays as whole control steps). They draw from a running generator, where a repeated episode differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
+
+if TYPE_CHECKING:
+    from robotics.sim.episodes import EpisodeSpec
+
+__all__ = [
+    "CameraRanges",
+    "ColourRanges",
+    "LightRanges",
+    "NoiseLevels",
+    "RandomizationConfig",
+    "Stream",
+    "TextureRanges",
+    "draw_delays",
+    "read_randomization",
+]
+
+SHARING = ("group", "episode")
+PATTERNS = ("checker", "stripes", "gradient", "noise")
+LARGEST_DELAY = 20
+SAME = [1.0, 1.0]
+NO_DELAY = [0, 0]
+
+
+@dataclass(frozen=True)
+class LightRanges:
+    """Lamps of the scene and the light at the camera."""
+
+    position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    """Largest shift of each lamp along each axis."""
+    direction_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
+    """Largest turn of each lamp about each axis."""
+    brightness: list[float] = bounded(SAME, at_least=0, finite=True, length=2, unit="shares of the nominal")
+    """Least and greatest factor of all light."""
+    colour: float = bounded(0.0, at_least=0, at_most=1, unit="shares of the nominal")
+    """Largest change of each colour channel of each light."""
+
+
+@dataclass(frozen=True)
+class CameraRanges:
+    """Every camera, each by a draw of its own; one on the hand moves with the hand."""
+
+    position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    """Largest shift along each axis of what the camera is fixed to."""
+    rotation_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
+    """Largest turn about each axis of the camera."""
+    fovy_deg: float = bounded(0.0, at_least=0, at_most=30, unit="degrees")
+    """Largest change of the vertical field of view."""
+
+
+@dataclass(frozen=True)
+class ColourRanges:
+    """Largest change of each channel (red, green, blue in 0..1), one draw for each thing."""
+
+    pieces: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
+    """Cubes, places and the cabinet; instructions name colours, so keep it small."""
+    robot: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
+    """The whole arm."""
+    surroundings: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
+    """Table and floor, each by itself."""
+
+
+@dataclass(frozen=True)
+class TextureRanges:
+    """Patterns on table and floor, which multiply their colours."""
+
+    patterns: list[str] = choice([], PATTERNS)
+    """Patterns to choose from; empty = none."""
+    contrast: float = bounded(0.5, above=0, at_most=1, unit="shares of full brightness")
+    """How much darker the darkest point of a pattern is than its surface; drawn up to this."""
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """Standard deviations of Gaussian noise, drawn anew at each control step."""
+
+    position_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    """Measured x, y, z of the grip."""
+    yaw_rad: float = bounded(0.0, at_least=0, finite=True, unit="rad")
+    """Measured turn of the grip."""
+    opening_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    """Measured opening of the gripper."""
+    pieces_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    """Measured positions of the pieces and the way of the drawer, where the full state is observed."""
+    pieces_rad: float = bounded(0.0, at_least=0, finite=True, unit="rad")
+    """Measured turns of the pieces."""
+    image: float = bounded(0.0, at_least=0, at_most=255, unit="grey levels of 255")
+    """Each channel of each pixel of observed images."""
+
+
+@dataclass(frozen=True)
+class RandomizationConfig:
+    """What differs from episode to episode; everything is off by default."""
+
+    seed: int = bounded(0, at_least=0)
+    """Seed of all draws, beside the episode's own task, split, layout and draw."""
+    per: str = choice("group", SHARING)
+    """Training: group, the samples of one initial state share a draw, so that their comparison is one of actions;
+    episode, each has its own."""
+    lights: LightRanges = field(default_factory=LightRanges)
+    """Place, direction, brightness and colour of the light."""
+    camera: CameraRanges = field(default_factory=CameraRanges)
+    """Place, direction and field of view of the cameras."""
+    colours: ColourRanges = field(default_factory=ColourRanges)
+    """Colours of things."""
+    textures: TextureRanges = field(default_factory=TextureRanges)
+    """Patterns on table and floor."""
+    friction: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
+    """Least and greatest factor of all friction coefficients. One factor for all, because a contact has the larger
+    coefficients of its two sides."""
+    mass: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
+    """Least and greatest factor of the mass and inertia of each piece."""
+    servo_gain: list[float] = bounded(SAME, above=0, finite=True, length=2, unit="shares of the nominal")
+    """Least and greatest factor of stiffness and damping of each joint's servo; the gripper keeps its own."""
+    action_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
+    """Least and greatest number of control steps by which actions come late; until then the arm holds still, with the
+    gripper open."""
+    observation_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
+    """Least and greatest number of control steps by which measured state and images come late. What the arm was
+    commanded is known at once."""
+    sensor_noise: NoiseLevels = field(default_factory=NoiseLevels)
+    """Noise on measured state and images."""
+
+    def validate(self) -> None:
+        """Refuse ranges whose ends are swapped; raises UserError."""
+        ranges = {name: getattr(self, name) for name in RANGES} | {"lights.brightness": self.lights.brightness}
+        for name, (low, high) in ranges.items():
+            if low > high:
+                raise UserError(f"randomization.{name} is [{low}, {high}]; the first number is the least, so swap them")
+
+    def active(self) -> list[str]:
+        """Names of the parts that are on."""
+        return [name for name in PARTS if is_on(getattr(self, name))]
+
+
+class Stream:
+    """Generators of one episode: one for each part and thing, so that none depends on what else is drawn.
+
+    Args:
+        seed: of the configuration.
+        episode: whose task, split, layout and draw count.
+
+    Raises:
+        UserError: the episode's draw is no number of at least 0.
+    """
+
+    def __init__(self, seed: int, episode: EpisodeSpec) -> None:
+        if not isinstance(episode.draw, Integral) or episode.draw < 0:
+            raise UserError(f"draw is {episode.draw!r}; it must be a whole number of at least 0, or None for nominal")
+        self._key: str = f"{seed}|{episode.task}|{episode.split}|{episode.layout}|{episode.draw}"
+
+    def __call__(self, *names: str | int) -> np.random.Generator:
+        """Generator of a thing, such as ("camera", "front"); equal names give equal numbers."""
+        text = "|".join([self._key, *map(str, names)])
+        return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little"))
+
+
+def is_on(part: Any) -> bool:
+    """Whether a part of the configuration changes anything."""
+    if isinstance(part, TextureRanges):
+        return bool(part.patterns)
+    if dataclasses.is_dataclass(part):
+        return any(is_on(getattr(part, item.name)) for item in dataclasses.fields(part))
+    return list(part) not in (SAME, NO_DELAY) if isinstance(part, (list, tuple)) else bool(part)
+
+
+def draw_delays(config: RandomizationConfig, stream: Stream) -> dict[str, int]:
+    """Delays of an episode in control steps, by name; those that are off are left out."""
+    found = {}
+    for name in ("action_delay", "observation_delay"):
+        low, high = getattr(config, name)
+        if high:
+            found[name] = int(stream(name).integers(low, high + 1))
+    return found
+
+
+def read_randomization(given: RandomizationConfig | Mapping[str, Any] | None) -> RandomizationConfig:
+    """Make a configuration from what a user gave, and check it.
+
+    Args:
+        given: a configuration, a dictionary of its fields such as YAML and JSON hold, or None for nothing.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UserError: a key does not exist, or a value is not allowed.
+    """
+    config = given if isinstance(given, RandomizationConfig) else _filled(dict(given or {}))
+    check_config(config, "randomization")
+    return config
+
+
+def _filled(values: dict[str, Any]) -> RandomizationConfig:
+    from mmrl.config import from_values
+
+    filled: RandomizationConfig = from_values(RandomizationConfig, values, "randomization")
+    return filled
+
+
+RANGES = ("friction", "mass", "servo_gain", "action_delay", "observation_delay")
+PARTS = ("lights", "camera", "colours", "textures", *RANGES, "sensor_noise")

@@ -1,0 +1,105 @@
+"""Textures that table and floor may have: blank ones in a model that is built for it, and patterns to put into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import mujoco
+    from numpy.typing import NDArray
+
+__all__ = ["SURFACES", "add_blank_textures", "draw_pattern", "write_texture"]
+
+SURFACES = ("table", "floor")
+"""Materials of `tabletop.xml`."""
+SIDE_PX = 64
+WHITE = 255
+
+
+def add_blank_textures(spec: Any) -> None:
+    """Give the materials of the surfaces a texture each, white, which leaves their colours as they are.
+
+    Args:
+        spec: MjSpec of the table; changed.
+    """
+    import mujoco
+
+    for name in SURFACES:
+        blank = np.full((SIDE_PX, SIDE_PX, 3), WHITE, np.uint8)
+        texture = spec.add_texture(
+            name=_texture(name), type=mujoco.mjtTexture.mjTEXTURE_2D, width=SIDE_PX, height=SIDE_PX, nchannel=3
+        )
+        texture.data = blank.tobytes()
+        spec.material(name).textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = _texture(name)
+
+
+def write_texture(model: mujoco.MjModel, surface: str, shade: NDArray[np.float64]) -> None:
+    """Put a pattern on a surface.
+
+    Args:
+        model: with blank textures; changed.
+        surface: one of `SURFACES`.
+        shade: (64, 64) factors of the surface's colour in 0..1.
+    """
+    number = int(model.texture(_texture(surface)).id)
+    start = int(model.tex_adr[number])
+    pixels = np.repeat(np.rint(WHITE * shade).astype(np.uint8).reshape(-1), 3)
+    model.tex_data[start : start + pixels.size] = pixels
+
+
+def draw_pattern(kind: str, contrast: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw a pattern.
+
+    Args:
+        kind: key of `PATTERNS_OF`.
+        contrast: how much darker than 1 its darkest point is.
+        rng: random generator.
+
+    Returns:
+        (64, 64) factors of a colour, from 1 - contrast to 1.
+    """
+    pattern = PATTERNS_OF[kind](rng)
+    low, high = pattern.min(), pattern.max()
+    return 1.0 - contrast * (pattern - low) / max(high - low, 1e-9)
+
+
+def _checker(rng: np.random.Generator) -> NDArray[np.float64]:
+    cells = int(rng.integers(2, 9))
+    cell = np.arange(SIDE_PX) * cells // SIDE_PX
+    return ((cell[:, None] + cell) % 2).astype(np.float64)
+
+
+def _stripes(rng: np.random.Generator) -> NDArray[np.float64]:
+    return (np.sin(2 * np.pi * rng.integers(2, 9) * _along(rng)) > 0).astype(np.float64)
+
+
+def _gradient(rng: np.random.Generator) -> NDArray[np.float64]:
+    return _along(rng)
+
+
+def _noise(rng: np.random.Generator) -> NDArray[np.float64]:
+    """Blocks of 4 x 4 pixels; single pixels would blur into grey."""
+    return np.kron(rng.random((SIDE_PX // 4, SIDE_PX // 4)), np.ones((4, 4)))
+
+
+def _along(rng: np.random.Generator) -> NDArray[np.float64]:
+    """(64, 64) way along a random direction, one side long."""
+    angle = rng.uniform(0.0, 2 * np.pi)
+    place: NDArray[np.float64] = np.arange(SIDE_PX, dtype=np.float64) / SIDE_PX
+    way: NDArray[np.float64] = np.cos(angle) * place[:, None] + np.sin(angle) * place
+    return way
+
+
+def _texture(surface: str) -> str:
+    return f"{surface}_pattern"
+
+
+PATTERNS_OF: dict[str, Callable[[np.random.Generator], NDArray[np.float64]]] = {
+    "checker": _checker,
+    "stripes": _stripes,
+    "gradient": _gradient,
+    "noise": _noise,
+}
