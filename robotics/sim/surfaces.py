@@ -82,13 +82,13 @@ def _gradient(rng: np.random.Generator) -> NDArray[np.float64]:
 
 def _noise(rng: np.random.Generator) -> NDArray[np.float64]:
     """Blocks of 4 x 4 pixels; single pixels would blur into grey."""
-    return np.kron(rng.random((SIDE_PX // 4, SIDE_PX // 4)), np.ones((4, 4)))
+    return rng.random((SIDE_PX // 4, SIDE_PX // 4)).repeat(4, axis=0).repeat(4, axis=1)
 
 
 def _along(rng: np.random.Generator) -> NDArray[np.float64]:
     """(64, 64) way along a random direction, one side long."""
     angle = rng.uniform(0.0, 2 * np.pi)
-    place: NDArray[np.float64] = np.arange(SIDE_PX, dtype=np.float64) / SIDE_PX
+    place = np.linspace(0.0, 1.0, SIDE_PX, endpoint=False)
     way: NDArray[np.float64] = np.cos(angle) * place[:, None] + np.sin(angle) * place
     return way
 
