@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffusion.bench.long_run import long_run
 from mmrl.bench.harness import Arm, BenchOptions, check, comparison, progress, ratio, run_arms
 from mmrl.errors import UserError
 
@@ -340,6 +341,7 @@ COMPARISONS: dict[str, Callable[[_Work], dict[str, Any]]] = {
     "stacking": _stacking,
     "recipes": _recipes,
     "steps": _steps,
+    "long-run": lambda work: long_run(work.options),
 }
 """What `--only` takes."""
 

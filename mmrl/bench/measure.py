@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PeakMemory", "Recorder", "Stopwatch", "repeat"]
+__all__ = ["PeakMemory", "Recorder", "ResidentMemory", "Stopwatch", "repeat"]
 
 MEBIBYTE = 2**20
 WHOLE = "total"
@@ -31,7 +31,7 @@ class PeakMemory:
 
     def __init__(self, device: str = "cpu") -> None:
         self.by_stage: dict[str, float] = {}
-        self._read = _CudaMemory() if device == "cuda" else _ResidentMemory()
+        self._read = _CudaMemory() if device == "cuda" else ResidentMemory()
         self.start_mb = 0.0
         """Memory in use at the start."""
         self._open: list[str] = []
@@ -201,20 +201,24 @@ class _CudaClock:
         return float(self._start.elapsed_time(self._end)) / 1000.0
 
 
-class _ResidentMemory:
-    """Resident set of this process as Linux counts it."""
+class ResidentMemory:
+    """Resident set of this process as Linux counts it, in MB; NaN on other systems."""
 
     def now_mb(self) -> float:
+        """Resident memory now."""
         return self._status("VmRSS")
 
     def peak_mb(self) -> float:
+        """Largest resident memory since `reset`, or since the process began where the system refuses that."""
         return self._status("VmHWM")
 
     def reset(self) -> None:
+        """Look for a new peak."""
         with contextlib.suppress(OSError):  # a container may forbid it
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def trim(self) -> None:
+        """Give free pages of the heap back."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has no such call
                 ctypes.CDLL("libc.so.6").malloc_trim(0)

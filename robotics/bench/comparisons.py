@@ -19,6 +19,7 @@ from typing import Any
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from mmrl.errors import UserError
 from robotics.bench.light_steps import LIGHT, compare_light_steps
+from robotics.bench.long_run import long_run
 from robotics.bench.throughput import compare_throughput
 
 __all__ = ["NAMES", "compare"]
@@ -164,5 +165,6 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),
     **{f"light-{env}": partial(_light, env=env) for env in LIGHT},
+    "long-run": lambda options, backend: long_run(options),
 }
 NAMES = tuple(COMPARISONS)

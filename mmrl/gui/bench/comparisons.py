@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
+from mmrl.gui.bench.long_run import long_run
 from mmrl.gui.chromium import require_chromium
 
 __all__ = ["NAMES", "compare"]
@@ -31,10 +32,11 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
         One comparison for each chosen name.
 
     Raises:
-        UserError: an unknown name, or playwright or a browser is missing.
+        UserError: an unknown name, or playwright or a browser is missing, which all but `long-run` need.
     """
     chosen = options.chosen(NAMES)
-    require_chromium()
+    if set(chosen) != {"long-run"}:
+        require_chromium()
     return {name: COMPARISONS[name](options) for name in chosen}
 
 
@@ -80,6 +82,10 @@ def _rates(runs: dict[str, dict[str, Any]], unit: str) -> dict[str, float]:
     return {name: run["counts"][unit] / run["wall_s"]["total"] for name, run in runs.items() if "wall_s" in run}
 
 
-COMPARISONS: dict[str, Callable[[BenchOptions], dict[str, Any]]] = {"pages": _pages, "episodes": _episodes}
+COMPARISONS: dict[str, Callable[[BenchOptions], dict[str, Any]]] = {
+    "pages": _pages,
+    "episodes": _episodes,
+    "long-run": long_run,
+}
 NAMES = tuple(COMPARISONS)
 """Comparisons of this room."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
+from mmrl.vlm.bench.long_run import long_run
 from mmrl.vlm.bench.long_video import compare_long_video
 from mmrl.vlm.bench.setup import CPU_SHAPES, MEBIBYTE, Bench
 from mmrl.vlm.bench.trl_arm import check_installed
@@ -312,5 +313,6 @@ COMPARISONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "memory": _memory,
     "tricks": _tricks,
     "turns": _turns,
+    "long-run": lambda bench: long_run(bench.options),
 }
 NAMES = tuple(COMPARISONS)
