@@ -22,7 +22,8 @@ from mmrl.errors import RunError, UserError
 __all__ = ["ENVIRONMENT", "LongRun", "compare_long_run", "growth", "long_run_arm", "prepare_arm"]
 
 HERE = "mmrl.bench.long_run"
-QUICK_STEPS = 3
+QUICK_STEPS = 6
+"""The second half of fewer has no slope."""
 REPORTED = (10, 50, 100, 200)
 """Steps after which the resident memory is reported, those of them that are run, and the last one."""
 BATCH = 10
@@ -30,6 +31,12 @@ BATCH = 10
 KEPT, RELEASED, FIXED = "kept", "released", "kept, thresholds in the environment"
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """What a user can set by hand: glibc maps every block above 64 KiB for itself and keeps no free top of the heap."""
+ARMS: tuple[tuple[str, bool, dict[str, str]], ...] = (
+    (KEPT, False, {}),
+    (RELEASED, True, {}),
+    (FIXED, False, ENVIRONMENT),
+)
+"""Name, `trainer.release_memory` and environment of each arm."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def compare_long_run(plan: LongRun, options: BenchOptions) -> dict[str, Any]:
     settings = {"config": plan.config, "folder": str(folder), "steps": steps}
     arms = [
         Arm(name, f"{HERE}:long_run_arm", settings | {"release": release}, environment, blocks=1, memory=False)
-        for name, release, environment in ((KEPT, False, {}), (RELEASED, True, {}), (FIXED, False, ENVIRONMENT))
+        for name, release, environment in ARMS
     ]
     runs = run_arms("long-run", arms, options)
     ratios = {
@@ -146,15 +153,14 @@ def growth(resident_mb: Sequence[float], batch: int = BATCH) -> tuple[float, flo
         Slope in MB per 100 steps and its standard error, by ordinary least squares; NaN with fewer than three points.
     """
     import numpy as np
-    from scipy.stats import linregress
 
     half = np.asarray(resident_mb[len(resident_mb) // 2 :], dtype=np.float64)
     batch = max(min(batch, len(half) // 3), 1)
     if len(half) < 3:
         return float("nan"), float("nan")
     means = half[len(half) % batch :].reshape(-1, batch).mean(1)
-    line = linregress(np.arange(len(means)) * batch, means)
-    return 100.0 * float(line.slope), 100.0 * float(line.stderr)
+    (slope, _), covariance = np.polyfit(np.arange(len(means)) * float(batch), means, 1, cov=True)
+    return 100.0 * float(slope), 100.0 * float(np.sqrt(covariance[0, 0]))
 
 
 def _measured_steps(trainer: Any, steps: int) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def test_a_straight_line_has_its_slope_and_no_error():
 
 
 def test_slope_and_error_are_those_of_least_squares():
-    # y = x + d with d = (1, -1, -1, 1) at x = 0, 1, 2, 3: d is orthogonal to 1 and x, so the slope stays 1, the residuals
-    # are d, and the error is sqrt(sum d^2 / (n - 2) / sum (x - mean)^2) = sqrt(4 / 2 / 5)
+    # y = x + d with d = (1, -1, -1, 1) at x = 0, 1, 2, 3: d is orthogonal to 1 and x, so the slope stays 1, the
+    # residuals are d, and the error is sqrt(sum d^2 / (n - 2) / sum (x - mean)^2) = sqrt(4 / 2 / 5)
     memory = [7.0] * 4 + [0.0 + 1, 1.0 - 1, 2.0 - 1, 3.0 + 1]
     slope, error = growth(memory, batch=1)
     assert slope == pytest.approx(100.0)
@@ -57,8 +57,7 @@ def test_too_few_steps_have_no_slope():
 
 
 @pytest.mark.parametrize("room", [pytest.param(room, marks=needs_mujoco if room == "sim" else ()) for room in ROOMS])
-def test_quick_runs_are_measured_in_every_room(room, tmp_path, monkeypatch):
-    monkeypatch.setattr(long_run, "QUICK_STEPS", 6)
+def test_quick_runs_are_measured_in_every_room(room, tmp_path):
     module = importlib.import_module(ROOMS[room])
     (found,) = module.compare(BenchOptions(quick=True, only=["long-run"], folder=tmp_path)).values()
     assert not found["failed"], {name: run.get("error") for name, run in found["arms"].items()}

@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def comparisons():
+def comparisons(tmp_path_factory):
     """Every comparison at its quick size, the arms in this process in place of one of their own."""
 
     def in_process(title, arms, options):
@@ -27,7 +27,7 @@ def comparisons():
         patch.setattr(diffusion, "run_arms", in_process)
         # collecting the garbage of a test process takes longer than most quick arms
         patch.setattr("gc.collect", lambda: 0)
-        return diffusion.compare(BenchOptions(quick=True))
+        return diffusion.compare(BenchOptions(quick=True, folder=tmp_path_factory.mktemp("bench")))
 
 
 def counts(comparisons, name):
@@ -120,6 +120,7 @@ def test_an_arm_that_failed_fails_its_comparison_and_no_other(monkeypatch, compa
         return {arm.name: {"error": "out of memory", "blocks": []} for arm in arms}
 
     monkeypatch.setattr(diffusion, "run_arms", broken)
+    monkeypatch.setattr("mmrl.bench.long_run.run_arms", broken)
     found = diffusion.compare(BenchOptions(quick=True, model="anywhere"))
     assert all(entry["failed"] for entry in found.values())
     assert set(found["rollout"]["checks"]) == {"another prompt"}
