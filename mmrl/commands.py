@@ -235,12 +235,17 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def sim(args: argparse.Namespace) -> int:
-    """Install a simulator suite in a Python of its own, or check a simulator with its scripted experts."""
+    """Install a simulator suite in a Python of its own, check a simulator with its experts, or show episodes."""
     rooms = importlib.import_module("robotics.sim.commands")
     if args.action == "setup":
         rooms.setup(args.name, args.folder, say)
         return 0
-    return 0 if rooms.experts(args.name, args.episodes, args.options, say) else 1
+    count = args.episodes
+    if args.action == "play":
+        more = {name: getattr(args, name) for name in ("policy", "seed", "video", "strip")}
+        rooms.play(args.name, args.options, say, episodes=1 if count is None else count, **more)
+        return 0
+    return 0 if rooms.experts(args.name, 5 if count is None else count, args.options, say) else 1
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -367,14 +372,25 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["setup", "experts"], help="install a suite, or run scripted experts")
-    suites = "libero, metaworld, robosuite or gymnasium_robotics; for experts tabletop or metaworld"
-    parser.add_argument("name", help=suites)
     parser.add_argument(
-        "options", metavar="a=b", nargs="*", help="experts: fields of the simulator, such as tasks=[push]"
+        "action", choices=["setup", "experts", "play"], help="install a suite, run scripted experts, or show episodes"
+    )
+    suites = "libero, metaworld, robosuite or gymnasium_robotics; for experts tabletop or metaworld"
+    parser.add_argument("name", help=f"{suites}; for play a tabletop task, such as push")
+    parser.add_argument(
+        "options",
+        metavar="a=b",
+        nargs="*",
+        help="experts: fields of the simulator, such as tasks=[push]; play: such as arm=ur5e, layout=3, split=train",
     )
     parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
-    parser.add_argument("--episodes", metavar="N", type=int, default=5, help="experts: of each task; default: 5")
+    parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
+    parser.add_argument(
+        "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="play: draws the initial states; default: 0")
+    parser.add_argument("--video", metavar="FILE.mp4", type=Path, help="play: write a film and open no window")
+    parser.add_argument("--strip", metavar="FILE.png", type=Path, help="play: write rows of pictures, no window")
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What `mmrl sim` does: install simulator suites, and check simulators with their scripted experts."""
+"""What `mmrl sim` does: install suites, check simulators with their scripted experts, and show episodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 
-__all__ = ["experts", "setup"]
+__all__ = ["experts", "play", "setup"]
 
 Say = Callable[[str], object]
 
@@ -65,3 +65,52 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
     for line in summary_lines(rows):
         say(line)
     return not any(failed for *_, failed in rows)
+
+
+def play(
+    task: str,
+    options: Sequence[str],
+    say: Say,
+    *,
+    policy: str,
+    episodes: int,
+    seed: int,
+    video: Path | None,
+    strip: Path | None,
+) -> None:
+    """Show episodes of a tabletop task in a window, or write them to files.
+
+    Args:
+        task: key in `TASKS`.
+        options: `field=value` of `PlaySettings`.
+        say: takes lines to print.
+        policy: expert, random, or the folder of a run or of a saved policy.
+        episodes: how many.
+        seed: draws layouts and random actions.
+        video: .mp4 to write.
+        strip: .png to write.
+
+    Raises:
+        UserError: there is no such task, option or policy, or no display for the window.
+    """
+    from mmrl.config import fill
+    from robotics.sim.play import ACTORS, Actor, PlaySettings
+    from robotics.sim.play import play as run
+    from robotics.sim.tasks import find_task
+
+    find_task(task)
+    settings: PlaySettings = fill(PlaySettings, options, "mmrl sim play")
+    if video is None and strip is None:
+        from robotics.sim.viewer import check_display
+
+        check_display()  # before a policy is loaded
+    actor: Actor
+    if policy in ACTORS:
+        actor = ACTORS[policy](task, seed)
+    elif Path(policy).is_dir():
+        from robotics.serving.acting import PolicyActor
+
+        actor = PolicyActor(Path(policy), settings.temperature, seed, settings.step)
+    else:
+        raise UserError(f"--policy is '{policy}'; there are {', '.join(ACTORS)}, and no such folder of a run or policy")
+    run(task, actor, settings, say, episodes=episodes, seed=seed, video=video, strip=strip)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -34,6 +35,7 @@ from robotics.sim.variant import ActionDelay, SceneVariant
 from robotics.sim.variations import restore_model
 
 if TYPE_CHECKING:
+    import mujoco
     from numpy.typing import NDArray
 
     from robotics.sim.presentation import Outcome
@@ -41,12 +43,13 @@ if TYPE_CHECKING:
 
 __all__ = ["OBSERVATIONS", "SimulationDiverged", "TabletopEnv"]
 
+Watcher = Callable[["mujoco.MjData", Caption], object]
 ROW = (0,)
 CONTROL_HZ = 10
 LOOKS = ("film", "policy")
 POLICY_SIZE = (256, 256)
 SHOWN_PARTS = 5
-"""Parts of a control step after which a window shows the scene."""
+"""Parts of a control step after each of which the scene is shown to those who watch."""
 
 
 class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
@@ -133,6 +136,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._renderers: dict[str, FrameRenderer] = {}
         self._film: FilmRenderer | None = None
         self._viewer: SceneViewer | None = None
+        self._watchers: list[Watcher] = []
         for settings in self._settings.values():
             check_fields(settings, "image")
         self._layout, self._elapsed, self._over = -1, 0, True
@@ -233,11 +237,25 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             if shown is not None:
                 shown.close()
         self._film = self._viewer = None
+        self._watchers.clear()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Show the scene to someone 50 times in a simulated second from now on, which changes nothing in it.
+
+        Args:
+            watcher: called with the state, not to be changed, and the caption of that moment.
+        """
+        self._watchers.append(watcher)
 
     @property
     def window_closed(self) -> bool:
         """Whether the user has closed the window of the render mode human."""
         return self._viewer is not None and not self._viewer.is_open
+
+    @property
+    def scene(self) -> TabletopScene:
+        """What is simulated."""
+        return self._scene
 
     @property
     def instruction(self) -> str:
@@ -250,21 +268,21 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
     def _run_physics(self) -> None:
-        parts = SHOWN_PARTS if self._viewer is not None else 1
+        parts = SHOWN_PARTS if self._watchers else 1
         for part in range(parts):
             self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
             if part < parts - 1:
                 self._show((part + 1) / parts)
 
     def _show(self, part: float = 0.0) -> None:
-        """Show the scene in the window of the render mode human, a part of a control step after the last one."""
-        if self.render_mode != "human":
-            return
-        if self._viewer is None:
+        """Show the scene to those who watch, a part of a control step after the last one."""
+        if self.render_mode == "human" and self._viewer is None:
             from robotics.sim.viewer import SceneViewer
 
             self._viewer = SceneViewer(self._scene)
-        self._viewer.show(self.data, self._caption(part), wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS)
+            self.watch(partial(self._viewer.show, wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS))
+        for watcher in self._watchers:
+            watcher(self.data, self._caption(part))
 
     def _caption(self, part: float = 0.0) -> Caption:
         return Caption(self.instruction, (self._elapsed + part) / CONTROL_HZ, self._outcome)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-__all__ = ["FILM_SIZE", "Caption", "FilmRenderer", "film_size", "film_strip", "write_caption"]
+__all__ = ["FILM_SIZE", "Caption", "FilmRenderer", "film_size", "write_caption"]
 
 FILM_SIZE = (480, 640)
 """(H, W) pixels."""
@@ -125,27 +124,6 @@ def write_caption(frame: NDArray[np.uint8], caption: Caption) -> NDArray[np.uint
     return np.asarray(picture)
 
 
-def film_strip(frames: Sequence[NDArray[np.uint8]], count: int = 6, height: int = 150) -> NDArray[np.uint8]:
-    """Lay moments of an episode side by side.
-
-    Args:
-        frames: (H, W, 3) uint8 each, in order.
-        count: most pictures; evenly spaced, with the first and the last.
-        height: pixels of the strip.
-
-    Returns:
-        (height, W', 3) uint8.
-    """
-    from PIL import Image
-
-    places = np.unique(np.linspace(0, len(frames) - 1, count).round().astype(int))
-    width = round(height * frames[0].shape[1] / frames[0].shape[0])
-    panels = [Image.fromarray(frames[place]).resize((width, height), Image.Resampling.LANCZOS) for place in places]
-    gap = np.full((height, GAP_PX, 3), 255, np.uint8)
-    parts = [part for panel in panels for part in (gap, np.asarray(panel))][1:]
-    return np.concatenate(parts, axis=1)
-
-
 def _shortened(text: str, room: float, font: object) -> str:
     from PIL import ImageFont
 
@@ -158,4 +136,3 @@ def _shortened(text: str, room: float, font: object) -> str:
 
 
 SMALLEST_BAR_PX = 10
-GAP_PX = 3

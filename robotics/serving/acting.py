@@ -1,0 +1,92 @@
+"""A saved policy as an actor of `mmrl sim play`: it observes, chooses a chunk of actions, and executes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmrl.errors import UserError
+from mmrl.training.loop.seeds import make_generator
+from robotics.serving.opening import ServedPolicy, open_served_policy
+from robotics.serving.queue import choose_chunks
+from robotics.serving.settings import ServeConfig
+from robotics.sim.control import ACTION_SIZE
+from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
+from robotics.vla.policy import PolicyInputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.sim.envs import TabletopEnv
+
+__all__ = ["PolicyActor"]
+
+STATES = {STATE_SIZE: "state", PROPRIO_SIZE: "proprio"}
+ANY_SIDE = 64
+"""Pixels of the images of a policy that takes any number and whose run is not known."""
+
+
+class PolicyActor:
+    """A policy that acts at the table, as evaluations of its run do.
+
+    Args:
+        folder: of a run, or of a saved or exported policy.
+        temperature: spread of sampled actions; 0 = the most likely ones.
+        seed: of the random numbers.
+        step: take the run's checkpoint of this step; the best one, else the newest, when None.
+
+    Raises:
+        UserError: the folder holds no policy, or one that does not fit the tabletop tasks.
+    """
+
+    def __init__(self, folder: Path, temperature: float = 0.0, seed: int = 0, step: int | None = None) -> None:
+        self._served = open_served_policy(folder, ServeConfig(temperature=temperature, seed=seed), step)
+        self._seed = seed
+        policy, run = self._served.policy, self._served.about.get("sim", {})
+        if run.get("kind", "tabletop") != "tabletop":
+            raise UserError(f"{folder} acts in the simulator {run['kind']}; only the tabletop tasks can be played")
+        if policy.action_size != ACTION_SIZE:
+            raise UserError(
+                f"the actions of {folder} have {policy.action_size} entries; those at the table have {ACTION_SIZE}"
+            )
+        self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
+        self._state = _state_kind(self._served, folder)
+        size = self._served.format.image_size
+        kinds = [*([self._state] if self._state else []), *(["rgb"] if size else [])]
+        self.options: dict[str, Any] = {
+            "observation": kinds or ["proprio"],
+            "image_size": tuple(side or ANY_SIDE for side in size or (None, None)),
+            "camera": run.get("camera") or "front",
+            "arm": run.get("arm", "panda"),
+        }
+        """Arguments of `TabletopEnv`."""
+
+    def reset(self, episode: int) -> None:
+        """Begin an episode."""
+        self._generator = make_generator(self._seed, "play", episode)
+        self._chunk: list[NDArray[Any]] = []
+
+    def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[Any]:
+        """Choose an action (5,): the next one of the chunk, or the first of a new one."""
+        if not self._chunk:
+            inputs = PolicyInputs(
+                images=torch.from_numpy(observation["rgb"])[None] if "rgb" in observation else None,
+                state=torch.from_numpy(observation[self._state])[None] if self._state else None,
+                instructions=(env.instruction,),
+            )
+            chunk = choose_chunks(self._served, inputs, self._generator)[0]
+            self._chunk = list(chunk.actions[: self._n_action_steps])
+        return self._chunk.pop(0)
+
+
+def _state_kind(served: ServedPolicy, folder: Path) -> str:
+    """Kind of observation that is the policy's state; empty where it reads none."""
+    size = served.format.state_size
+    if size is None:
+        return ""
+    if size not in STATES:
+        known = ", ".join(f"{name} with {entries}" for entries, name in STATES.items())
+        raise UserError(f"{folder} reads a state of {size} entries; the tabletop has {known}")
+    return STATES[size]
