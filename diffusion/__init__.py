@@ -30,6 +30,7 @@ _NAMES = {
     "diffusion.sampler": ("SamplerConfig", "sample_latents", "sample_trajectories"),
     "diffusion.schedule": ("make_solver", "sigma_grid"),
     "diffusion.ema": ("EMAWeights",),
+    "diffusion.state_matching": ("StateMatching",),
     "diffusion.steps": (
         "STEPS",
         "CpsStep",

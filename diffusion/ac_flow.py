@@ -2,17 +2,34 @@
 
 From the abstract: shaped rewards that give the critic well-normalised targets, advantage clipping and a critic warm-up
 for stability, and a critic that generalises reward weighting, with Wasserstein regularisation; a cheap critic suffices.
-ORW-CFM-W2 is the case without a critic (exactly: `critic.enabled: false`, raw rewards, no clipping, exp). All else is
-reconstructed here:
+From the authors' project page: the critic predicts the reward to come at each denoising step, and ORW-CFM-W2 is the
+case without it (here exactly: `critic.enabled: false`, raw rewards, no clipping, exp). All else is reconstructed:
 
     R = shape(reward),    A = clip(R - V(x_t, t, c), +-k),    w = f(A),
-    L = mean w |v - (noise - x_0)|^2 + alpha mean |v - v_ref|^2,    L_V = mean (V(x_t, t, c) - R)^2.
+    L = mean w |v - u|^2 + alpha mean |v - v_ref|^2,    L_V = mean (V(x_t, t, c) - R)^2.
 
-Each noisy version x_t of an image is a state; the return of all of them is the image's shaped reward. V is evaluated
-before it is trained on the rewards of the step. Until `critic.warmup_updates` only the critic is
-trained. The states are re-noised images rather than those of the sampler, which makes any solver usable and ORW-CFM-W2
-the exact special case. With a deterministic sampler the value of a state is decided by the start noise, so a critic can
-only average (a baseline a prompt and time) and discount what it cannot predict: expect little over a group baseline.
+V is evaluated before it is trained on the rewards of the step. Until `critic.warmup_updates` only the critic is
+trained.
+
+**States.** The return of all states of an image is its shaped reward.
+
+* `states: forward`: x_t = (1 - t) x_0 + t noise are re-noised images and u = noise - x_0. Any solver can be used, and
+  ORW-CFM-W2 is the exact special case.
+* `states: trajectory`: x_t are states that the sampler went through, kept when the image was drawn, and
+  u = (x_t - x_0) / t is the velocity towards the path's own image; `diffusion.state_matching` says what that means for
+  which sampler.
+
+**Credit.** With s_1 .. s_T the states that were kept of a path, the noisiest first:
+
+* `credit: return`: A_i = R - V(s_i), the same outcome for all states.
+* `credit: difference`: A_i = V(s_{i+1}) - V(s_i) and A_T = R - V(s_T), what the path gained from one state to the next.
+  They add up to R - V(s_1). This is generalised advantage estimation with gamma 1 and lambda 0; `return` is lambda 1.
+  Noise that was added after s_{i+1} is in u but not in A_i, and averages out of w u given s_{i+1}.
+
+A difference is the luck of the noise that was added in between. With a deterministic solver there is none: the first
+state decides the image, the exact V is the same at all states of a path, and differences are errors of the critic. They
+are refused there. For the same reason a critic of a deterministic path can only average (a baseline a prompt and time)
+and discount what it cannot predict: expect little over a group baseline.
 """
 
 from __future__ import annotations
@@ -26,7 +43,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.critic import Critic, CriticConfig, CriticTrainer
+from diffusion.critic import CREDITS, Critic, CriticConfig, CriticTrainer, explained_variance
 from diffusion.flow_matching import (
     FlowMatching,
     check_matching,
@@ -38,13 +55,15 @@ from diffusion.payload import DiffusionPayload
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
+from diffusion.schedule import RANDOM_SOLVERS
 from diffusion.settings import SCORES, DiffusionConfig
 from diffusion.shaping import RewardShaping, ShapingConfig
+from diffusion.state_matching import StateMatching, check_states
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, make_objective
 from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.loop.settings import TrainerConfig
@@ -58,16 +77,22 @@ class AcFlowConfig(DiffusionConfig):
     """An AC-Flow run."""
 
     compares_samples: ClassVar[bool] = False
+    states: str = choice("forward", lambda: STATES)
+    """What the critic judges and the policy is matched at: forward (images made noisy again) or trajectory (states that
+    the sampler went through)."""
+    credit: str = choice("return", lambda: CREDITS)
+    """Advantage of a state: return (R - V) or difference (V of the next state kept - V; needs states: trajectory and a
+    stochastic sampler)."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     """Rewards to returns."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value function."""
     advantage_bound: float = bounded(1.0, at_least=0)
-    """Largest size k of R - V; 0 = no bound."""
+    """Largest size k of an advantage; 0 = no bound."""
     orw: OrwSettings = field(default_factory=lambda: OrwSettings(weighting="exp", tau=1.0, normalize_weights=True))
     """Weights of the images."""
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
-    """The noisy versions."""
+    """The states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="flow_grpo", kl={"coef": 1.0}))
     """Weight alpha of the distance to the start model, as kl.coef."""
     sampler: SamplerConfig = field(default_factory=matching_sampler)
@@ -85,6 +110,25 @@ class AcFlowConfig(DiffusionConfig):
             raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
         if self.combine != "sum":
             raise ValueError(f"combine is '{self.combine}'; weights are made of summed rewards, use sum")
+        if self.states == "trajectory":
+            check_states(self.sampler, self.timesteps)
+        if self.credit == "difference":
+            self._check_differences()
+
+    def _check_differences(self) -> None:
+        if self.states != "trajectory":
+            raise ValueError(
+                f"credit is 'difference', but with states '{self.states}' the states of an image do not follow one "
+                "another; use states: trajectory"
+            )
+        if not self.critic.enabled:
+            raise ValueError("credit is 'difference', which compares values of a critic; leave critic.enabled true")
+        if self.sampler.solver not in RANDOM_SOLVERS or self.sampler.noise_level == 0:
+            raise ValueError(
+                f"credit is 'difference', but sampler.solver '{self.sampler.solver}' with noise_level "
+                f"{self.sampler.noise_level:g} is deterministic: its first state decides the image, so the values of a "
+                f"path do not differ; use {', '.join(RANDOM_SOLVERS)} with a noise_level above 0, or credit: return"
+            )
 
 
 class AcFlowRecipe(DiffusionRecipe):
@@ -97,7 +141,7 @@ class AcFlowRecipe(DiffusionRecipe):
 
     def __init__(self, config: AcFlowConfig) -> None:
         super().__init__(config)
-        self.process = FlowMatching(self.policy, config.sampler, config.timesteps)
+        self.process = STATES[config.states](self.policy, config.sampler, config.timesteps)
         self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
         self.shaping = RewardShaping(config.shaping, self.objective)
         self.critic = self._make_critic() if config.critic.enabled else None
@@ -109,15 +153,16 @@ class AcFlowRecipe(DiffusionRecipe):
         return self.last_policy.applied(policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
-        """Weights f(clip(R - V, +-k)) of the matching errors; none of them counts while the critic warms up."""
+        """Weights f(clip(A, +-k)) of the matching errors; none of them counts while the critic warms up."""
         if self.critic is not None:
             self.critic.critic.to(self.policy.device)  # made before the policy moved to its device
         returns = self.shaping(rollouts, accelerator)[:, None].expand_as(rollouts.mask)
         values = self.values(rollouts)
         bound = self.config.advantage_bound
-        advantage = (returns - values).clamp(-bound, bound) if bound else returns - values
+        advantage = CREDITS[self.config.credit](returns, values)
+        advantage = advantage.clamp(-bound, bound) if bound else advantage
         weighted = rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
-        self._critic_metrics = {"critic/explained": _explained(returns, values, rollouts.loss_mask)}
+        self._critic_metrics = explained_by_time(rollouts, returns, values)
         if self.critic is None:
             return weighted
         if not self.critic.warm:
@@ -126,7 +171,7 @@ class AcFlowRecipe(DiffusionRecipe):
         return weighted
 
     def values(self, rollouts: Rollouts) -> Tensor:
-        """V (B, T) of the noisy versions; 0 everywhere without a critic."""
+        """V (B, T) of the states; 0 everywhere without a critic."""
         if self.critic is None:
             return torch.zeros_like(rollouts.mask)
         inputs, index = self._critic_inputs(rollouts)
@@ -175,7 +220,7 @@ class AcFlowRecipe(DiffusionRecipe):
         self._step = int(state["step"])
 
     def _critic_inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Latents, times and pooled text of the noisy versions, and their places (M,) in the flattened (B, T)."""
+        """Latents, times and pooled text of the states, and their places (M,) in the flattened (B, T)."""
         versions = self.process.noisy(rollouts)
         noisy = versions.rows
         text = self.text_of(DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
@@ -202,9 +247,13 @@ class AcFlowRecipe(DiffusionRecipe):
         return CriticTrainer(critic.to(self.policy.device), self.config.critic)
 
 
-def _explained(returns: Tensor, values: Tensor, mask: Tensor) -> float:
-    """Share of the returns' variance (B, T) that the values explain, over the trained decisions."""
-    target, found = returns[mask > 0], values[mask > 0]
-    variance = float(target.var(correction=0)) if len(target) else 0.0
-    unexplained = float((target - found).var(correction=0)) if len(target) else 0.0
-    return 1 - unexplained / variance if variance > 0 else 0.0
+def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:
+    """Share of the variance of returns (B, T) that values (B, T) explain: at all states, and in each half of time."""
+    sigma, trained = DiffusionPayload.of(rollouts).sigma, rollouts.loss_mask > 0
+    parts = {"critic/explained": trained, "critic/explained/noisy": trained & (sigma > 0.5)}
+    parts["critic/explained/clean"] = trained & (sigma <= 0.5)
+    return {name: explained_variance(returns[part], values[part]) for name, part in parts.items()}
+
+
+STATES: dict[str, type[FlowMatching]] = {"forward": FlowMatching, "trajectory": StateMatching}
+"""What the states are, and how they are drawn and matched."""

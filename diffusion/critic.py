@@ -7,6 +7,7 @@ Source: the size, a small convolutional network with layer norms, as in a public
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from mmrl.fields import bounded
 from mmrl.training.loop.distributed import average_gradients, merge_lists
 
-__all__ = ["Critic", "CriticConfig", "CriticTrainer"]
+__all__ = ["CREDITS", "Critic", "CriticConfig", "CriticTrainer", "explained_variance"]
 
 TIME_FEATURES = 16
 
@@ -32,11 +33,11 @@ class CriticConfig:
     learning_rate: float = bounded(1e-3, above=0)
     """Of its own AdamW; 1e-4 for a large latent."""
     updates_per_step: int = bounded(4, at_least=1)
-    """Passes over the noisy images of a step."""
+    """Passes over the states of a step."""
     warmup_updates: int = bounded(20, at_least=0)
     """Updates of the critic before the policy is trained."""
     batch_rows: int = bounded(256, at_least=1)
-    """Noisy images in one update."""
+    """States in one update."""
     max_grad_norm: float = bounded(1.0, above=0)
     """Gradient norm above which its gradients are scaled down."""
 
@@ -163,3 +164,20 @@ class CriticTrainer:
     def _batches(self, rows: int, accelerator: Any) -> int:
         """Updates of one pass, the same number on every process."""
         return max(1, -(-max(merge_lists([rows], accelerator)) // self.config.batch_rows))
+
+
+def explained_variance(returns: Tensor, values: Tensor) -> float:
+    """Share of the variance of returns (M,) that values (M,) explain; NaN where the returns do not differ."""
+    variance = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
+
+
+def _differences(returns: Tensor, values: Tensor) -> Tensor:
+    return torch.cat([values[:, 1:], returns[:, -1:]], 1) - values
+
+
+CREDITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "return": lambda returns, values: returns - values,
+    "difference": _differences,
+}
+"""From returns and values (B, T) of states in the order of their path to advantages (B, T); see `diffusion.ac_flow`."""

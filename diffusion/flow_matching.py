@@ -1,6 +1,7 @@
 """Drawing images, and a model's velocity on noisy versions of them: velocity matching with prompts and guidance.
 
-AWM, DiffusionNFT, ORW-CFM-W2 and AC-Flow share it. Any solver may have drawn the image and no trajectory is kept.
+AWM, DiffusionNFT, ORW-CFM-W2 and AC-Flow share it. Any solver may have drawn the image and no trajectory is kept;
+`diffusion.state_matching` keeps some of its states.
 
 Shapes: B rows (images), T noisy versions of each, M of the B * T whose mask is 1, C x H x W one latent.
 """
@@ -27,7 +28,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["FlowMatching", "check_matching", "matching_sampler", "matching_trainer"]
+__all__ = ["FlowMatching", "check_matching", "matched_rollouts", "matching_sampler", "matching_trainer"]
 
 
 def matching_sampler() -> SamplerConfig:
@@ -55,6 +56,8 @@ def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: Ti
         raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
     if sampler.solver == "sa_solver" and sampler.steps < 2:
         raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
+    if sampler.solver == "cps" and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
 
 
 class FlowMatching(VelocityMatching):
@@ -88,23 +91,11 @@ class FlowMatching(VelocityMatching):
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
         seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
         latents = sample_latents(policy, text_of(policy, tasks, group), seeds, self.sampler)
-        device, rows, count = latents.device, len(group), self.timesteps.count
-        noise_seed = torch.randint(2**62, (rows,), generator=generator)
+        noise_seed = torch.randint(2**62, (len(group),), generator=generator)
         if self.timesteps.share_noise:
             noise_seed = noise_seed[::group_size].repeat_interleave(group_size)
-        return Rollouts(
-            group=group.to(device),
-            mask=torch.ones(rows, count, device=device),
-            logp_old=torch.zeros(rows, count, device=device),
-            reward=torch.full((rows,), float("nan"), device=device),
-            payload=DiffusionPayload(
-                tasks=list(tasks),
-                latents=latents,
-                images=np.zeros((rows, 0, 0, 3), np.uint8),
-                sigma=self.times(len(tasks), group_size, generator).to(device),
-                noise_seed=noise_seed.to(device),
-            ),
-        )
+        sigma = self.times(len(tasks), group_size, generator).to(latents.device)
+        return matched_rollouts(tasks, group, latents, sigma, noise_seed=noise_seed.to(latents.device))
 
     def times(self, groups: int, group_size: int, generator: torch.Generator) -> Tensor:
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
@@ -114,7 +105,6 @@ class FlowMatching(VelocityMatching):
     def samples(self, rollouts: Rollouts) -> MatchedSamples:
         """The finished latents."""
         payload = DiffusionPayload.of(rollouts)
-        assert payload.noise_seed is not None
         return MatchedSamples(payload.latents, payload.sigma, payload.noise_seed)
 
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
@@ -130,3 +120,38 @@ class FlowMatching(VelocityMatching):
         text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
         scale, negative = self.sampler.guidance, self.sampler.negative_prompt
         return guided(self.policy, model, text, scale, negative, detach_negative=True)(noisy.latents, noisy.sigma)
+
+
+def matched_rollouts(
+    tasks: Sequence[DiffusionTask],
+    group: Tensor,
+    latents: Tensor,
+    sigma: Tensor,
+    *,
+    noise_seed: Tensor | None = None,
+    states: Tensor | None = None,
+) -> Rollouts:
+    """Rows of finished latents whose decisions are noisy versions of them, without images and rewards.
+
+    Args:
+        tasks: N prompts.
+        group: prompt of each row (B,) int64.
+        latents: x_0 (B, C, H, W).
+        sigma: times of the noisy versions (B, T).
+        noise_seed: (B,) int64, seeds of their noises, where they are mixed when they are needed.
+        states: (B, T, C, H, W), where they are kept.
+    """
+    return Rollouts(
+        group=group.to(latents.device),
+        mask=torch.ones_like(sigma),
+        logp_old=torch.zeros_like(sigma),
+        reward=torch.full((len(group),), float("nan"), device=latents.device),
+        payload=DiffusionPayload(
+            tasks=list(tasks),
+            latents=latents,
+            images=np.zeros((len(group), 0, 0, 3), np.uint8),
+            sigma=sigma,
+            noise_seed=noise_seed,
+            states=states,
+        ),
+    )

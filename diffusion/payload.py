@@ -34,7 +34,8 @@ class DiffusionPayload(Payload):
     sigma_next: Tensor | None = per_decision(default=None)
     """(B, T) float32, the time that the decision leads to; trajectories only."""
     states: Tensor | None = per_decision(default=None)
-    """(B, T + 1, C, H, W), the latents at the T times and after the last of them; trajectories only."""
+    """(B, T + 1, C, H, W), the latents at the T times and after the last of them, or (B, T, C, H, W), those at the T
+    times alone; for methods that learn from the sampler's own states."""
     mean_old: Tensor | None = per_decision(default=None)
     """(B, T, C, H, W) float32, mean of each transition under the sampling policy; where a method needs it."""
     noise_seed: Tensor | None = per_row(default=None)

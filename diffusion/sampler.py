@@ -5,10 +5,10 @@ Shapes: B rows (images), S steps of the grid, T trained steps, C x H x W one lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch import Tensor
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask
 from diffusion.guidance import GuidedVelocity
-from diffusion.schedule import SOLVERS, make_solver, sde_window, sigma_grid, trained_steps
-from diffusion.steps import CpsStep, DanceSdeStep, FlowSdeStep, OdeStep, StepKernel, sample_step
+from diffusion.schedule import RANDOM_SOLVERS, SOLVERS, Solver, make_solver, sde_window, sigma_grid, trained_steps
+from diffusion.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.fields import bounded, choice
 
 __all__ = [
-    "KERNELS",
+    "SampledStates",
     "SamplerConfig",
     "Trajectory",
     "group_seeds",
@@ -29,6 +29,7 @@ __all__ = [
     "make_kernel",
     "row_noise",
     "sample_latents",
+    "sample_states",
     "sample_trajectories",
     "text_of",
     "trained_window",
@@ -48,7 +49,7 @@ class SamplerConfig:
     kernel: str = choice("flow_sde", lambda: KERNELS)
     """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
     noise_level: float = bounded(0.7, at_least=0)
-    """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau)."""
+    """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau). euler and dpm have none."""
     window: int = bounded(0, at_least=0)
     """Consecutive stochastic steps that are trained, the others are ODE steps; 0 = all that `fraction` leaves."""
     window_low: int = bounded(0, at_least=0)
@@ -60,7 +61,8 @@ class SamplerConfig:
     random_share: float = bounded(1.0, above=0, at_most=1)
     """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
     solver: str = choice("euler", lambda: SOLVERS)
-    """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic) or dpm (2nd order)."""
+    """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
+    stochastic steps flow_sde, dance_sde and cps, of which the last has no noise."""
     same_noise: bool = False
     """Whether the images of a group start from the same noise (DanceGRPO)."""
     batch_rows: int = bounded(64, at_least=1)
@@ -99,6 +101,17 @@ class Trajectory:
     """(B, T) float32, mean log-density per latent dimension."""
     mean: Tensor | None
     """(B, T, C, H, W) float32, where asked for."""
+
+
+class SampledStates(NamedTuple):
+    """Images and latents that their solver went through."""
+
+    latents: Tensor
+    """x_0 (B, C, H, W)."""
+    states: Tensor
+    """(B, T, C, H, W), the latents that were kept."""
+    sigma: Tensor
+    """(B, T) float32, their times."""
 
 
 def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
@@ -265,22 +278,56 @@ def sample_latents(
     Returns:
         x_0 (B, C, H, W) in the policy's dtype.
     """
-    chosen = solver or config.solver
     scale = config.guidance if guidance is None else guidance
-    noise_level = config.noise_level if chosen == "sa_solver" else 0.0
-    count = steps or config.steps
-    made = make_solver(chosen, policy.pipeline.scheduler, count, noise_level, policy.image_tokens)
+    made = _solver(policy, config, solver or config.solver, steps or config.steps)
     parts = []
     for rows in torch.arange(len(text)).split(config.batch_rows):
         velocity = guided(policy, policy, text.select(rows), scale, config.negative_prompt)
-        pairs = _pairs(seeds[rows])
-        latents = _first_latents(policy, pairs)
-        sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
-        for index in range(count):
-            v = velocity(latents, made.sigmas[index].to(latents.device))
-            latents = made.step(v, index, latents, sources)
-        parts.append(latents)
+        for latents in _solved(policy, velocity, made, seeds[rows]):
+            finished = latents  # the states on the way are not kept
+        parts.append(finished)
     return torch.cat(parts)
+
+
+def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerConfig, kept: Tensor) -> SampledStates:
+    """Denoise as `sample_latents` does, and keep some of the latents on the way.
+
+    Args:
+        policy: a `DiffusionPolicy`.
+        text: text of B rows.
+        seeds: (B,) int64 or (B, 2): of the initial noise and of the solver's noise.
+        config: grid, solver and guidance.
+        kept: (B, T) int64, steps before which the latents of each row are kept, 0..S - 1.
+
+    Returns:
+        The images and the states that were kept.
+    """
+    made = _solver(policy, config, config.solver, config.steps)
+    finished, states = [], []
+    for rows in torch.arange(len(text)).split(config.batch_rows):
+        velocity = guided(policy, policy, text.select(rows), config.guidance, config.negative_prompt)
+        path = torch.stack([*_solved(policy, velocity, made, seeds[rows])], 1)
+        states.append(path[torch.arange(len(rows))[:, None], kept[rows]])
+        finished.append(path[:, -1].clone())
+    latents = torch.cat(finished)
+    return SampledStates(latents, torch.cat(states), made.sigmas[kept].to(latents.device))
+
+
+def _solver(policy: Any, config: SamplerConfig, name: str, steps: int) -> Solver:
+    noise_level = config.noise_level if name in RANDOM_SOLVERS else 0.0
+    return make_solver(name, policy.pipeline.scheduler, steps, noise_level, policy.image_tokens)
+
+
+def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor) -> Iterator[Tensor]:
+    """Latents (B, C, H, W) at each time of the solver, x_0 last."""
+    pairs = _pairs(seeds)
+    latents = _first_latents(policy, pairs)
+    yield latents
+    sources = [torch.Generator().manual_seed(seed) for seed in pairs[:, 1].tolist()]
+    for index in range(len(solver.sigmas) - 1):
+        v = velocity(latents, solver.sigmas[index].to(latents.device))
+        latents = solver.step(v, index, latents, sources)
+        yield latents
 
 
 def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
@@ -312,9 +359,3 @@ def _first_latents(policy: Any, pairs: Tensor) -> Tensor:
 _JOINED = ("latents", "states", "sigma", "sigma_next", "logp")
 OTHER_STREAM = 0x5DEECE66D
 """Turns the seed of a row's initial noise into that of its steps."""
-KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
-    "flow_sde": lambda noise_level, sigma_max: FlowSdeStep(sigma_max, noise_level),
-    "dance_sde": lambda noise_level, sigma_max: DanceSdeStep(noise_level),
-    "cps": lambda noise_level, sigma_max: CpsStep(noise_level),
-}
-"""Kernels that a flow model's steps can be trained with, from the noise level and the grid's second time."""

@@ -6,6 +6,7 @@ Shapes: S steps, B rows (images), C channels, H x W latent pixels. A grid (S + 1
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.errors import UserError
 
 __all__ = [
+    "RANDOM_SOLVERS",
     "SOLVERS",
     "Solver",
     "dynamic_shift",
@@ -228,6 +231,31 @@ class _EulerSolver(Solver):
         return (latents.float() + dt * velocity.float()).to(latents.dtype)
 
 
+class _KernelSolver(Solver):
+    """The stochastic steps of a kernel; the last one follows the ODE."""
+
+    def __init__(self, kernel: Callable[[float, float], StepKernel], sigmas: Tensor, noise_level: float) -> None:
+        self.sigmas = sigmas
+        self._noise_level = noise_level
+        self._kernel = kernel(noise_level, float(sigmas[1])) if noise_level and len(sigmas) > 2 else OdeStep()
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
+        """See `Solver.step`."""
+        times = self.sigmas[index], self.sigmas[index + 1]
+        if isinstance(self._kernel, OdeStep) or index == len(self.sigmas) - 2:
+            return OdeStep().transition(velocity, latents, *times)[0].to(latents.dtype)
+        if generator is None:
+            raise UserError(f"noise_level is {self._noise_level}, so every step needs a generator")
+        return sample_step(self._kernel, velocity, latents, *times, _noise_like(latents, generator)).previous
+
+
+def _noise_like(latents: Tensor, generator: torch.Generator | list[torch.Generator]) -> Tensor:
+    """Standard normal noise (B, C, H, W) float32 from one generator, or from one for each row."""
+    if isinstance(generator, list):
+        return torch.stack([_noise_like(row, source) for row, source in zip(latents, generator, strict=True)])
+    return torch.randn(latents.shape, generator=generator, device=generator.device)
+
+
 class _MultistepSolver(Solver):
     """A diffusers multistep scheduler on a grid of its own."""
 
@@ -283,12 +311,13 @@ def make_solver(
     * dpm: DPM-Solver++ of second order, deterministic; the last time before 0 is half of the one before it, because a
       rule that extrapolates from the step before overshoots in the grid's own step from 0.28 to 0.009, so far that
       Euler's is the better one
+    * flow_sde, dance_sde, cps: first order, the stochastic steps of `diffusion.steps` at every time but the last
 
     Args:
         name: one of `SOLVERS`.
         scheduler: a diffusers FlowMatchEulerDiscreteScheduler; it is not changed.
         steps: S, which is also the number of model calls.
-        noise_level: tau of SA-Solver, at least 0; 0 for the others.
+        noise_level: tau of SA-Solver or the noise of a stochastic step, at least 0; 0 for the others.
         image_tokens: of `sigma_grid`.
 
     Returns:
@@ -349,4 +378,7 @@ SOLVERS: dict[str, Callable[[Tensor, float], Solver]] = {
     "euler": _EulerSolver,
     "sa_solver": _sa_solver,
     "dpm": _dpm_solver,
+    **{name: functools.partial(_KernelSolver, kernel) for name, kernel in KERNELS.items()},
 }
+RANDOM_SOLVERS = ("sa_solver", *KERNELS)
+"""Solvers that add noise where the noise level is above 0."""

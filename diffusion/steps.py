@@ -29,6 +29,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 
 __all__ = [
+    "KERNELS",
     "STEPS",
     "CpsStep",
     "DanceSdeStep",
@@ -356,3 +357,9 @@ STEPS: dict[str, Callable[..., StepKernel]] = {
     "cps": CpsStep,
     "ddim": DdimStep,
 }
+KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
+    "flow_sde": lambda noise_level, sigma_max: FlowSdeStep(sigma_max, noise_level),
+    "dance_sde": lambda noise_level, sigma_max: DanceSdeStep(noise_level),
+    "cps": lambda noise_level, sigma_max: CpsStep(noise_level),
+}
+"""Stochastic steps of a flow model, from the noise level and the grid's second time."""

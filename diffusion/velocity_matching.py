@@ -85,8 +85,8 @@ class MatchedSamples(NamedTuple):
     """x_0 (B, ...)."""
     sigma: Tensor
     """Times (B, T) float32."""
-    noise_seed: Tensor
-    """(B,) int64, seed of each row's T noises."""
+    noise_seed: Tensor | None
+    """(B,) int64, seed of each row's T noises; None where the noisy versions are kept as they are."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,7 @@ class VelocityMatching(ABC):
     def noisy(self, rollouts: Rollouts) -> NoisyVersions:
         """Mix the noisy versions whose mask is 1, row by row."""
         samples = self.samples(rollouts)
+        assert samples.noise_seed is not None
         decisions = TrainedDecisions.of(rollouts)
         noise = row_noise(samples.noise_seed, self.timesteps.count, tuple(samples.latents.shape[1:]))
         noise = decisions.gather(noise.to(decisions.index.device))

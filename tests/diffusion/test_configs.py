@@ -62,6 +62,8 @@ def overrides_of(whole, folder, models):
     found += [f"eval_data.{name}.path={folder / f'{name}.jsonl'}" for name in whole.eval_data]
     if hasattr(whole, "critic"):
         found += ["critic.warmup_updates=0"]
+    if getattr(whole, "states", "") == "trajectory":
+        found += ["timesteps.count=2"]  # two of four steps have states that are trained
     if hasattr(whole, "pairs"):
         found += [f"pairs.path={folder / 'pairs.npz'}", f"pairs.build_options.model={models[subject]}"]
         found += ["pairs.build_options.count=6", "pairs.build_options.steps=2", "trainer.steps=2"]

@@ -23,6 +23,11 @@ def critic(config):
     config.critic.warmup_updates = 4
 
 
+def states(config):
+    config.states, config.credit = "trajectory", "difference"
+    config.sampler.solver, config.timesteps.count = "flow_sde", 2
+
+
 def history(config):
     config.history.size, config.history.min_count = 5, 5
 
@@ -35,6 +40,7 @@ CASES = {
     "awm": ("awm", awm),
     "nft": ("diffusion_nft", None),
     "ac_flow": ("ac_flow", critic),
+    "ac_flow_states": ("ac_flow", states),
     "orw": ("orw_cfm_w2", stale),
     "ddpo": ("ddpo", history),
     "lora": ("flow_grpo", None),

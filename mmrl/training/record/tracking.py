@@ -415,6 +415,8 @@ METRICS: dict[str, str] = {
     "matching/weight": "Mean weight of the matching errors.",
     "critic/loss": "Mean squared error of the critic on the returns of the step.",
     "critic/explained": "Share of the variance of the returns that the critic explains.",
+    "critic/explained/noisy": "The same at the states of time above 0.5, NaN without any.",
+    "critic/explained/clean": "The same at the states of time 0.5 and below, NaN without any.",
     "critic/updates": "Updates of the critic so far.",
     "episode/success": "Share of the step's episodes in which the task was done; broken environments are left out.",
     "episode/success/<task>": "The same of one task, in runs of up to 12 tasks; NaN in a step without it.",
