@@ -15,6 +15,7 @@ _NAMES = {
     "diffusion.data": ("DiffusionTask", "PromptConfig", "load_prompts"),
     "diffusion.ddpo": ("DdpoConfig", "DdpoRecipe"),
     "diffusion.flow_grpo": ("FlowGrpoConfig", "FlowGrpoRecipe"),
+    "diffusion.flow_ppo": ("FlowPpoConfig", "FlowPpoRecipe"),
     "diffusion.forward_process": ("NoisyRows", "matched_velocities", "stack_timesteps"),
     "diffusion.grpo_guard": ("GrpoGuardConfig", "GrpoGuardRecipe"),
     "diffusion.guidance": ("GuidedVelocity", "Sd3Transformer", "euler_ode"),

@@ -30,6 +30,8 @@ A difference is the luck of the noise that was added in between. With a determin
 state decides the image, the exact V is the same at all states of a path, and differences are errors of the critic. They
 are refused there. For the same reason a critic of a deterministic path can only average (a baseline a prompt and time)
 and discount what it cannot predict: expect little over a group baseline.
+
+`diffusion.flow_ppo` gives the same critic to the policy gradient of stochastic steps.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from diffusion.critic import CREDITS, Critic, CriticConfig, CriticTrainer, explained_variance
+from diffusion.critic import CREDITS, CriticConfig
 from diffusion.flow_matching import (
     FlowMatching,
     check_matching,
@@ -51,7 +53,6 @@ from diffusion.flow_matching import (
     matching_trainer,
 )
 from diffusion.orw_cfm import LastPolicy, OrwSettings, describe_loss, image_weights, weighted_matching_loss
-from diffusion.payload import DiffusionPayload
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
@@ -59,15 +60,15 @@ from diffusion.schedule import RANDOM_SOLVERS
 from diffusion.settings import SCORES, DiffusionConfig
 from diffusion.shaping import RewardShaping, ShapingConfig
 from diffusion.state_matching import StateMatching, check_states
+from diffusion.state_values import States, explained_by_time, make_critic, state_values, train_critic
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, make_objective
-from mmrl.training.loop.seeds import make_generator, stream_seed
+from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import TrainerConfig
-from mmrl.training.record.stopwatch import stopwatch
 
 __all__ = ["AcFlowConfig", "AcFlowRecipe"]
 
@@ -144,7 +145,8 @@ class AcFlowRecipe(DiffusionRecipe):
         self.process = STATES[config.states](self.policy, config.sampler, config.timesteps)
         self.last_policy = LastPolicy(self.policy, config.orw.refresh_every)
         self.shaping = RewardShaping(config.shaping, self.objective)
-        self.critic = self._make_critic() if config.critic.enabled else None
+        made = config.critic.enabled
+        self.critic = make_critic(self.policy, self.train_tasks, config.critic, config.seed) if made else None
         self._step = 0
         self._critic_metrics: dict[str, float] = {}
 
@@ -154,12 +156,9 @@ class AcFlowRecipe(DiffusionRecipe):
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
         """Weights f(clip(A, +-k)) of the matching errors; none of them counts while the critic warms up."""
-        if self.critic is not None:
-            self.critic.critic.to(self.policy.device)  # made before the policy moved to its device
-        returns = self.shaping(rollouts, accelerator)[:, None].expand_as(rollouts.mask)
-        values = self.values(rollouts)
+        returns, values = self.shaping(rollouts, accelerator), self.values(rollouts)
         bound = self.config.advantage_bound
-        advantage = CREDITS[self.config.credit](returns, values)
+        advantage = CREDITS[self.config.credit](returns[:, None].expand_as(values), values)
         advantage = advantage.clamp(-bound, bound) if bound else advantage
         weighted = rollouts.replace(advantage=image_weights(advantage, rollouts, self.config.orw, accelerator))
         self._critic_metrics = explained_by_time(rollouts, returns, values)
@@ -167,16 +166,17 @@ class AcFlowRecipe(DiffusionRecipe):
             return weighted
         if not self.critic.warm:
             weighted = weighted.replace(mask=torch.zeros_like(weighted.mask))
-        self._train_critic(self.critic, rollouts, returns, accelerator)
+        generator = make_generator(self.config.seed, "critic", self._step, accelerator.process_index)
+        self._critic_metrics |= train_critic(
+            self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
+        )
         return weighted
 
     def values(self, rollouts: Rollouts) -> Tensor:
         """V (B, T) of the states; 0 everywhere without a critic."""
         if self.critic is None:
             return torch.zeros_like(rollouts.mask)
-        inputs, index = self._critic_inputs(rollouts)
-        values = self.critic.values(*inputs)
-        return torch.zeros_like(rollouts.mask).flatten().index_copy(0, index, values).view_as(rollouts.mask)
+        return state_values(self.critic, self.policy, rollouts, self._states(rollouts))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Weighted matching error and the distance to the start model."""
@@ -219,40 +219,9 @@ class AcFlowRecipe(DiffusionRecipe):
         self.shaping.load_state_dict(state["running"])
         self._step = int(state["step"])
 
-    def _critic_inputs(self, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Latents, times and pooled text of the states, and their places (M,) in the flattened (B, T)."""
+    def _states(self, rollouts: Rollouts) -> States:
         versions = self.process.noisy(rollouts)
-        noisy = versions.rows
-        text = self.text_of(DiffusionPayload.of(rollouts).tasks, rollouts.group).select(noisy.image)
-        return (noisy.latents.float(), noisy.sigma, text.expanded()[1].float()), versions.decisions.index
-
-    def _train_critic(
-        self, critic: CriticTrainer, rollouts: Rollouts, returns: Tensor, accelerator: Accelerator
-    ) -> None:
-        with stopwatch("critic"):
-            (latents, sigma, pooled), index = self._critic_inputs(rollouts)
-            usable = rollouts.scored.repeat_interleave(rollouts.num_decisions)[index]
-            targets = returns.flatten()[index][usable]
-            generator = make_generator(self.config.seed, "critic", self._step, accelerator.process_index)
-            kept = (latents[usable], sigma[usable], pooled[usable])
-            self._critic_metrics["critic/loss"] = critic.train(kept, targets, generator, accelerator)
-        self._critic_metrics["critic/updates"] = float(critic.updates)
-
-    def _make_critic(self) -> CriticTrainer:
-        channels = self.policy.latent_shape[0]
-        pooled = self.text_of(self.train_tasks[:1], torch.zeros(1, dtype=torch.int64)).pooled.shape[1]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(self.config.seed, "critic"))
-            critic = Critic(channels, pooled, self.config.critic.width)
-        return CriticTrainer(critic.to(self.policy.device), self.config.critic)
-
-
-def explained_by_time(rollouts: Rollouts, returns: Tensor, values: Tensor) -> dict[str, float]:
-    """Share of the variance of returns (B, T) that values (B, T) explain: at all states, and in each half of time."""
-    sigma, trained = DiffusionPayload.of(rollouts).sigma, rollouts.loss_mask > 0
-    parts = {"critic/explained": trained, "critic/explained/noisy": trained & (sigma > 0.5)}
-    parts["critic/explained/clean"] = trained & (sigma <= 0.5)
-    return {name: explained_variance(returns[part], values[part]) for name, part in parts.items()}
+        return States(versions.rows.latents, versions.rows.sigma, versions.decisions)
 
 
 STATES: dict[str, type[FlowMatching]] = {"forward": FlowMatching, "trajectory": StateMatching}

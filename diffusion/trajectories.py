@@ -186,7 +186,7 @@ class Trajectories:
 
         Gradient: through velocity, mean and log-density; see `StepConfig.detach_negative`.
         """
-        steps = self._trained_steps(rollouts)
+        steps = self.trained_steps(rollouts)
         velocity, mean, std = self._transition(model, steps, self.step.detach_negative)
         return StepScores(steps, velocity, mean, std, self.kernel.log_prob(steps.reached, mean, std))
 
@@ -217,7 +217,8 @@ class Trajectories:
             divergence = gaussian_kl(scores.mean, mean, scores.std)
         return steps.decisions.scatter(divergence)
 
-    def _trained_steps(self, rollouts: Rollouts) -> TrainedSteps:
+    def trained_steps(self, rollouts: Rollouts) -> TrainedSteps:
+        """The steps of some rows of `draw` whose mask is 1."""
         payload = DiffusionPayload.of(rollouts)
         assert payload.states is not None
         assert payload.sigma_next is not None

@@ -312,6 +312,14 @@ RECIPES: dict[str, RecipeEntry] = _entries(
         "AC-Flow, arXiv 2510.18072",
     ),
     RecipeEntry(
+        "flow_ppo",
+        "diffusion.flow_ppo",
+        "FlowPpoRecipe",
+        "FlowPpoConfig",
+        "PPO over stochastic denoising steps with AC-Flow's critic of the latents",
+        "steps: Flow-GRPO, arXiv 2505.05470; credit: GAE, arXiv 1506.02438; the combination is the suite's own",
+    ),
+    RecipeEntry(
         "diffusion_dpo",
         "diffusion.dpo",
         "DiffusionDpoRecipe",

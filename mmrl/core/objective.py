@@ -26,6 +26,7 @@ from mmrl.core.blocks import (
     KeepAll,
     PpoClip,
     Ratio,
+    SeparateCritic,
     TokenMean,
     TokenRatio,
     ValueLoss,
@@ -72,7 +73,7 @@ class Objective:
     """Divergence from the reference."""
     entropy: Entropy | None = None
     """Entropy bonus."""
-    value: ValueLoss | None = None
+    value: ValueLoss | SeparateCritic | None = None
     """Loss of the critic, for estimators that have one."""
     filter: GroupFilter = field(default_factory=KeepAll)
     """Which groups go into the update."""
@@ -125,7 +126,7 @@ class Objective:
             return True
         divergence = self.needs_reference and not self.kl_in_reward
         entropy = self.entropy is not None and self.entropy.coef != 0
-        return divergence or entropy or (self.needs_values and self.value is not None)
+        return divergence or entropy or (self.needs_values and isinstance(self.value, ValueLoss))
 
     @property
     def compares_rows(self) -> bool:
@@ -346,7 +347,7 @@ class Objective:
         return -self.entropy.coef * bonus, metrics
 
     def _value_term(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> Term:
-        if not self.needs_values or self.value is None:
+        if not self.needs_values or not isinstance(self.value, ValueLoss):
             return None, {}
         mask, counts, mode = rollouts.loss_mask, denominators, self.aggregation
         if self.advantage.level == "turn":
@@ -391,7 +392,7 @@ class Objective:
             yield f"{self.kl.coef:g} * mean {'r_it ' if self.kl.importance else ''}{self.kl.formula()}"
         if self.entropy is not None and self.entropy.coef:
             yield f"({-self.entropy.coef:g}) * mean {self.entropy.formula()}"
-        if self.value is not None and self.needs_values:
+        if isinstance(self.value, ValueLoss) and self.needs_values:
             where = " at the first decision of each turn" if self.advantage.level == "turn" else ""
             yield f"{self.value.coef:g} * mean {self.value.formula()}{where}"
 

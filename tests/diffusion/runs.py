@@ -28,7 +28,7 @@ from mmrl.training.record.tracking import TrackingConfig
 
 PROMPTS = ("a red circle", "a blue square", "a green triangle")
 TINY = {"patch": 8, "layers": 1, "heads": 2, "text_width": 32, "pooled_width": 16, "vocab_size": 700}
-TRAJECTORY_RECIPES = ("flow_grpo", "flow_grpo_fast", "grpo_guard", "dance_grpo", "ddpo")
+TRAJECTORY_RECIPES = ("flow_grpo", "flow_grpo_fast", "grpo_guard", "dance_grpo", "ddpo", "flow_ppo")
 _KEPT: list[Any] = []  # folders that are deleted with the process
 MATCHED_RECIPES = ("awm", "diffusion_nft", "orw_cfm_w2", "ac_flow")
 

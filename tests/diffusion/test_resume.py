@@ -41,6 +41,7 @@ CASES = {
     "nft": ("diffusion_nft", None),
     "ac_flow": ("ac_flow", critic),
     "ac_flow_states": ("ac_flow", states),
+    "flow_ppo": ("flow_ppo", critic),
     "orw": ("orw_cfm_w2", stale),
     "ddpo": ("ddpo", history),
     "lora": ("flow_grpo", None),

@@ -41,6 +41,8 @@ def policy_kl(recipe, rollouts):
 def test_ratio_is_one_before_the_first_update_whatever_the_batches_are(name, dtype, tmp_path):
     config = run_config(name, tmp_path)
     config.model.dtype = dtype
+    if hasattr(config, "critic"):
+        config.critic.warmup_updates = 0
     recipe = build(config)
     rollouts = collected(recipe)
     assert bool((rollouts.logp_old[rollouts.mask > 0] != 0).all())

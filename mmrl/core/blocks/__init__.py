@@ -38,7 +38,7 @@ from mmrl.core.blocks.divergence import (
 from mmrl.core.blocks.filters import FILTERS, DropGroups, GroupFilter, KeepAll, ResampleGroups
 from mmrl.core.blocks.ratio import RATIOS, Ratio, SequenceFullRatio, SequenceProductRatio, SequenceRatio, TokenRatio
 from mmrl.core.blocks.regression import GroupRegression
-from mmrl.core.blocks.value import VALUES, ValueLoss
+from mmrl.core.blocks.value import VALUES, SeparateCritic, ValueLoss
 from mmrl.core.blocks.weights import SCALINGS, AdvantageScaling
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "Ratio",
     "ResampleGroups",
     "SampledEntropy",
+    "SeparateCritic",
     "SequenceFullRatio",
     "SequenceMean",
     "SequenceProductRatio",

@@ -23,7 +23,8 @@ class Block:
     """Name in configurations and tables."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """What must be there beside log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
-    "entropy", "logp_ref" (reference log-probabilities) or "kl_ref" (exact divergence from the reference)."""
+    "entropy", "logp_ref" (reference log-probabilities), "kl_ref" (exact divergence from the reference) or
+    "separate_critic" (a critic that the recipe trains)."""
 
     def formula(self) -> str:
         """What the block computes, with its constants."""

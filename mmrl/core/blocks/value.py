@@ -10,7 +10,7 @@ from torch import Tensor
 from mmrl.core.blocks.block import Block
 from mmrl.fields import bounded
 
-__all__ = ["VALUES", "ValueLoss", "value_loss"]
+__all__ = ["VALUES", "SeparateCritic", "ValueLoss", "value_loss"]
 
 
 def value_loss(
@@ -65,4 +65,16 @@ class ValueLoss(Block):
         return f"{'0.5 ' if self.halved else ''}(V_it - (A + V_old)_it)^2{clip}"
 
 
-VALUES: dict[str, type[ValueLoss]] = {ValueLoss.kind: ValueLoss}
+@dataclass(frozen=True)
+class SeparateCritic(Block):
+    """No term in the loss: the recipe trains the critic apart from the policy, with an optimiser of its own."""
+
+    kind = "separate"
+    needs = frozenset({"separate_critic"})
+
+    def formula(self) -> str:
+        """See `Block`."""
+        return "the critic is trained apart"
+
+
+VALUES: dict[str, type[Block]] = {block.kind: block for block in (ValueLoss, SeparateCritic)}

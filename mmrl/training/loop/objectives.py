@@ -45,7 +45,8 @@ class ObjectiveConfig:
     filter: dict[str, Any] = by_kind(lambda: BLOCKS["filter"], named=True, default_from=PRESET)
     """Groups that go into the update: none (all), drop or resample, with key, low, high and max_tries."""
     value: dict[str, Any] = by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET)
-    """Loss of the critic, for estimators that have one: coef, clip."""
+    """Loss of the critic, for estimators that have one: squared_error (coef, clip), or separate where the recipe trains
+    it apart."""
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:
@@ -129,6 +130,7 @@ SCORES = {
     "turns": "the turns of several rounds, which this recipe does not have",
     "entropy": "the entropy of the whole action distribution, which this recipe's policies do not score",
     "logp_ref": "log-probabilities of the decisions under a reference; here an exact divergence is scored",
+    "separate_critic": "a critic with an optimiser of its own, which this recipe does not train",
     "kl_ref": "every logit, or the exact distribution, of both policies, which this recipe's policies do not score",
 }
 """What a block may need of a policy, as messages say it."""

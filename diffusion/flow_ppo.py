@@ -1,0 +1,147 @@
+"""PPO over stochastic denoising steps with a critic of the latents: AC-Flow's critic, and a policy gradient for actor.
+
+An image is an episode of T stochastic steps (`diffusion.trajectories`) that is rewarded at its end. With V(x_t, t, c)
+before each trained step and R = shape(reward) after the last,
+
+    delta_i = V(s_{i+1}) - V(s_i),    delta_T = R - V(s_T),    A_i = sum_{l >= i} lambda^(l - i) delta_l,
+    loss = mean max(-A_i rho_i, -A_i clip(rho_i, 1 +- 1e-4)) + 0.04 KL,    L_V = mean (V(s_i) - R)^2,
+
+with A_i within +-5. lambda 1 is R - V(s_i), a learned baseline; lambda 0 is the difference of the values around a step,
+as AC-Flow's `credit: difference`. AC-Flow matches the whole image of a path with it, of which later noise is a part;
+here the advantage of a step multiplies the gradient of that step's own log-density.
+
+The combination is the suite's own. Steps, clip range and KL are Flow-GRPO's (arXiv 2505.05470), the estimator is that
+of arXiv 1506.02438, and the critic that of `diffusion.ac_flow`, a reconstruction of AC-Flow's (arXiv 2510.18072). It
+has an optimiser of its own (`objective.value.kind: separate`) and is asked before it is trained on all states of the
+rollout; until `critic.warmup_updates` the policy stays as it is. Unlike groups, a critic needs no second image of a
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+
+from diffusion.critic import CriticConfig
+from diffusion.recipe import DiffusionRecipe
+from diffusion.settings import SCORES, DiffusionConfig
+from diffusion.shaping import RewardShaping, ShapingConfig
+from diffusion.state_values import States, explained_by_time, make_critic, state_values, train_critic
+from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
+from mmrl.core.rollouts import Rollouts
+from mmrl.training.loop.distributed import global_advantages
+from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
+from mmrl.training.loop.seeds import make_generator
+
+__all__ = ["FlowPpoConfig", "FlowPpoRecipe"]
+
+
+def _objective() -> ObjectiveConfig:
+    return ObjectiveConfig(
+        preset="flow_grpo", advantage={"kind": "gae", "gamma": 1.0, "lam": 0.95}, value={"kind": "separate"}
+    )
+
+
+@dataclass
+class FlowPpoConfig(DiffusionConfig):
+    """A run of PPO with a critic of the latents."""
+
+    compares_samples: ClassVar[bool] = False
+    step: StepConfig = field(default_factory=StepConfig)
+    """Evaluation of the trained steps."""
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    """Rewards to returns, of any kind but group_z: the critic is the baseline."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value function."""
+    objective: ObjectiveConfig = field(default_factory=_objective)
+    """Flow-GRPO's clip and KL; gae over the steps with lambda 0.95, and a critic that is trained apart."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        super().validate()
+        check_trajectories(self.sampler)
+        if self.combine != "sum":
+            raise ValueError(f"combine is '{self.combine}'; the critic predicts summed rewards, use sum")
+        if self.trainer.old_logp != "sampler":
+            raise ValueError("trainer.old_logp must be 'sampler'; before the update only the critic is asked")
+        if self.shaping.kind == "group_z":
+            raise ValueError("shaping.kind is 'group_z', but here the critic is the baseline; use another kind")
+        if not self.critic.enabled:
+            raise ValueError("critic.enabled is false, but Flow-PPO's advantages come from the critic; leave it true")
+
+    def check_objective(self) -> None:
+        """Refuse an objective that has no place for this critic; raises ValueError."""
+        objective = make_objective(self.objective)
+        check_objective(objective, (*SCORES, "values", "separate_critic"), None, [r.name for r in self.rewards])
+        if not objective.needs_values:
+            raise ValueError(f"objective.advantage is '{objective.advantage.kind}', which asks no critic; use gae")
+        if "separate_critic" not in objective.needs:
+            raise ValueError("objective.value must be of kind 'separate': the critic has an optimiser of its own")
+
+
+class FlowPpoRecipe(DiffusionRecipe):
+    """Policy gradient over denoising steps with a critic of their states; see the module."""
+
+    config: FlowPpoConfig
+    process: Trajectories
+
+    def __init__(self, config: FlowPpoConfig) -> None:
+        super().__init__(config)
+        self.process = Trajectories(self.policy, config.sampler, config.step, config.trainer.mixed_precision)
+        self.critic = make_critic(self.policy, self.train_tasks, config.critic, config.seed)
+        self.shaping = RewardShaping(config.shaping, self.objective)
+        self._step = 0
+        self._critic_metrics: dict[str, float] = {}
+
+    def old_pass(self, policy: Any, rollouts: Rollouts) -> Rollouts:
+        """Values of the states before each trained step; the log-densities are the sampler's."""
+        return rollouts.replace(values=state_values(self.critic, self.policy, rollouts, self._states(rollouts)))
+
+    def estimate(self, rollouts: Rollouts, accelerator: Accelerator) -> Rollouts:
+        """Advantages of the shaped reward over the steps; none of them counts while the critic warms up."""
+        assert rollouts.values is not None
+        returns = self.shaping(rollouts, accelerator)
+        shaped = rollouts.replace(reward=torch.where(rollouts.scored, returns, rollouts.reward))
+        found = global_advantages(self.objective.compute_advantages, shaped, accelerator)
+        self._critic_metrics = explained_by_time(rollouts, returns, rollouts.values)
+        found = found.replace(reward=rollouts.reward)
+        if not self.critic.warm:
+            found = found.replace(mask=torch.zeros_like(found.mask))
+        generator = make_generator(self.config.seed, "critic", self._step, accelerator.process_index)
+        self._critic_metrics |= train_critic(
+            self.critic, self.policy, rollouts, self._states(rollouts), returns, generator, accelerator
+        )
+        return found
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+        """Metrics of the room and of the critic."""
+        return super().step_metrics(rollouts) | self._critic_metrics
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count the step."""
+        super().on_step_end(step, metrics)
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, critic and running statistics."""
+        return super().state_dict() | {
+            "critic": self.critic.state_dict(),
+            "running": self.shaping.state_dict(),
+            "step": self._step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        super().load_state_dict(state)
+        self.critic.critic.to(self.policy.device)  # the optimiser's moments go where the weights are
+        self.critic.load_state_dict(state["critic"])
+        self.shaping.load_state_dict(state["running"])
+        self._step = int(state["step"])
+
+    def _states(self, rollouts: Rollouts) -> States:
+        steps = self.process.trained_steps(rollouts)
+        return States(steps.latents, steps.sigma, steps.decisions)
