@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.config import load_run
 from mmrl.training.compare.experiment import load_experiment
-from mmrl.training.compare.plans import plan_preparations
+from mmrl.training.compare.plans import plan_arm_run, plan_preparations
 from mmrl.training.runs import train
 from mmrl.vlm.tiny import build_tiny_vlm
 from tests.vlm.builders import CORPUS
@@ -107,11 +107,12 @@ def test_experiment_is_valid_and_fair(path, tmp_path):
     assert experiment.budget
     for plan in plan_preparations(experiment, tmp_path):
         load_run(plan.config, plan.overrides)
-    sizes = set()
+    steps, samples = set(), []
     for name in experiment.arms:
-        arm = experiment.arm(experiment.source(name))
-        whose = arm.config or experiment.base
-        assert whose is not None
-        _, config = load_run((path.parent / whose).resolve())
-        sizes.add((config.trainer.steps, config.trainer.tasks_per_step, config.trainer.samples_per_task))
-    assert len(sizes) == 1
+        arm = experiment.source(name)
+        plan = plan_arm_run(experiment, tmp_path, arm, experiment.seeds[0], experiment.sweep.values[0])
+        _, config = load_run(plan.config, plan.overrides)
+        steps.add(config.trainer.steps)
+        samples.append(config.trainer.tasks_per_step * config.trainer.samples_per_task)
+    assert len(steps) == 1
+    assert max(samples) <= 1.1 * min(samples)  # an arm that adds traces of its own starts from a little less
