@@ -29,7 +29,7 @@ from robotics.vla.agreement import advantage_correlation, rank_agreement
 from robotics.vla.latent_rows import RowLatent
 from robotics.vla.latents import LATENTS, LatentConfig, make_latent
 from robotics.vla.payload import EpisodePayload
-from robotics.vla.progress import SuccessMemory, progress_rewards
+from robotics.vla.progress import SuccessMemory, fallback_references, progress_rewards
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.srpo import SrpoConfig, SrpoRecipe
 from robotics.vla.tasks import episode_id
@@ -45,6 +45,7 @@ FORMS: dict[str, ProgressSettings] = {
     "task, initial": ProgressSettings(norm="initial"),
     "initial_state, minmax": ProgressSettings(preset="initial_state", norm="minmax"),
     "initial_state": ProgressSettings(preset="initial_state"),
+    "initial_state, fallback": ProgressSettings(preset="initial_state", task_fallback=True),
 }
 """Forms of the reward by name: presets, and one with the norm of another."""
 
@@ -159,16 +160,19 @@ def score_latent(
         memory = SuccessMemory(settings.form.memory)
         for places, groups in _steps(rows, samples, np.random.default_rng([options.seed, deal])):
             names = [labels[place] for place in places]
+            won, remembered = success[places] & valid[places], memory.references()
+            borrowed = fallback_references(ends.latents[places], won, names, remembered)
             outcome = progress_rewards(
                 ends.latents[places],
                 success[places],
                 valid[places],
                 names,
                 settings,
-                memory.references(),
+                remembered,
                 begins.latents[places],
+                borrowed if settings.task_fallback else None,
             )
-            memory.add(ends.latents[places], success[places] & valid[places], names)
+            memory.add(ends.latents[places], won, names)
             failed = ~success[places]
             lost = failed & np.isfinite(outcome.distance)
             agreement = rank_agreement(outcome.reward[lost], told[places][lost], groups[lost])

@@ -12,6 +12,7 @@ siirl/utils/reward_score/embodied.py. What the others and single options change:
 - `invalid="nan"`: a trajectory that could not be embedded has no reward, where the code gives 0, even to a success.
 - `references="initial_state"`: successes from other layouts of a task lie elsewhere in the latent space, and so does
   their mean, whatever the failure achieved.
+- `task_fallback` gives an initial state of which no success is known the successes of its task.
 - `memory` adds successes of earlier batches as references; the code has only those of the batch.
 - `norm="initial"` measures progress from the episode's own first frame, so an episode in which nothing happened earns
   nothing; minmax and zscore always share out the whole range among the failures, however little they differ.
@@ -29,6 +30,7 @@ import numpy as np
 
 from mmrl.fields import check_fields
 from robotics.vla.progress_settings import ProgressSettings
+from robotics.vla.tasks import task_of_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +45,7 @@ __all__ = [
     "ProgressSettings",
     "SuccessMemory",
     "cluster_labels",
+    "fallback_references",
     "progress_rewards",
     "shuffled_failures",
 ]
@@ -69,6 +72,8 @@ class ProgressOutcome:
     """Share of these labels' references that lie in no cluster; 0 without such labels."""
     tasks_without_reference: int
     """Labels of the batch whose failures have reward 0 because there is no success to compare with."""
+    tasks_with_fallback: int
+    """Labels of the batch whose failures are compared with the successes of others."""
     tasks: int
     """Labels of the batch, tasks or initial states."""
     invalid: int
@@ -79,6 +84,11 @@ class ProgressOutcome:
         """Share of the batch's labels without a reference."""
         return self.tasks_without_reference / max(self.tasks, 1)
 
+    @property
+    def fraction_with_fallback(self) -> float:
+        """Share of the batch's labels that are compared with the successes of others."""
+        return self.tasks_with_fallback / max(self.tasks, 1)
+
 
 def progress_rewards(
     latents: ArrayLike,
@@ -88,6 +98,7 @@ def progress_rewards(
     settings: ProgressSettings,
     references: Mapping[Hashable, ArrayLike] | None = None,
     first: ArrayLike | None = None,
+    fallback: Mapping[Hashable, ArrayLike] | None = None,
 ) -> ProgressOutcome:
     """Reward successes with 1 and failures by their distance to the successes of their label.
 
@@ -110,6 +121,7 @@ def progress_rewards(
         settings: constants and options.
         references: (M, E) further successes by label, as `SuccessMemory.references` gives them.
         first: (B, E) latents of the episodes' first frames alone; needed by the norm initial.
+        fallback: (M, E) successes of others by label, as `fallback_references` gives them, for labels that have none.
 
     Returns:
         Rewards and how they were obtained.
@@ -131,9 +143,12 @@ def progress_rewards(
     distance = np.full(len(points), np.nan)
     centres: dict[Hashable, NDArray[np.float32]] = {}
     labels: list[NDArray[np.int64]] = []
-    lonely = 0
+    lonely = borrowing = 0
     for task, rows in places.items():
         reference = _join(points[rows[won[rows] & sound[rows]]], (references or {}).get(task))
+        if not len(reference):
+            reference = _join(reference, (fallback or {}).get(task))
+            borrowing += bool(len(reference))
         failures = rows[~won[rows] & sound[rows]]
         lonely += not len(reference)
         if not len(reference) or not len(failures):
@@ -155,9 +170,33 @@ def progress_rewards(
         clusters=float(np.mean([found.max() + 1 for found in labels])) if labels else 0.0,
         noise_fraction=float(np.mean(np.concatenate(labels) < 0)) if labels else 0.0,
         tasks_without_reference=lonely,
+        tasks_with_fallback=borrowing,
         tasks=len(places),
         invalid=int((~sound).sum()),
     )
+
+
+def fallback_references(
+    latents: ArrayLike, won: ArrayLike, states: Sequence[str], remembered: Mapping[Hashable, ArrayLike]
+) -> dict[Hashable, NDArray[np.float32]]:
+    """Successes of its task for each initial state: those of the batch and those that are remembered of any state.
+
+    Args:
+        latents: (B, E).
+        won: (B,) bool, rows that succeeded and could be embedded.
+        states: (B,) names of initial states, as `episode_id` gives them.
+        remembered: (M, E) earlier successes by initial state.
+
+    Returns:
+        (M, E) by initial state of the batch.
+    """
+    points, successes = np.asarray(latents, np.float32), np.asarray(won, np.bool_)
+    tasks = np.array([task_of_id(state) for state in states])
+    earlier: dict[str, list[NDArray[np.float32]]] = {}
+    for state, kept in remembered.items():
+        earlier.setdefault(task_of_id(str(state)), []).append(np.asarray(kept, np.float32))
+    known = {task: np.concatenate([points[successes & (tasks == task)], *earlier.get(task, [])]) for task in set(tasks)}
+    return {state: known[task] for state, task in zip(states, tasks, strict=True)}
 
 
 def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[np.int64]:

@@ -35,6 +35,9 @@ class ProgressSettings:
     initial states that come back."""
     references: str | None = choice(None, REFERENCES)
     """Whose successes a failure is compared with: those of its task or of its initial state; null = the preset's."""
+    task_fallback: bool = False
+    """Whether failures of an initial state of which no success is known are compared with the successes of its task,
+    those of other initial states; for `references: initial_state`."""
     memory: int | None = bounded(None, at_least=0)
     """Latest successes of a task or initial state that are kept as references for later batches, 0 for those of the
     batch only; null = the preset's (initial_state 32, else 0)."""
@@ -60,6 +63,14 @@ class ProgressSettings:
     invalid: str | None = choice(None, INVALID)
     """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code); null = the
     preset's (published zero, else nan)."""
+
+    def validate(self) -> None:
+        """Check that the parts fit together; raises ValueError."""
+        if self.task_fallback and self.form.references != "initial_state":
+            raise ValueError(
+                f"task_fallback is set, but references are those of the {self.form.references} already; use it with "
+                "references: initial_state"
+            )
 
     @property
     def form(self) -> ProgressForm:

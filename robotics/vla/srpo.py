@@ -19,6 +19,8 @@ reward tells most (`filter.key: success` with bounds drops them as the release d
 successes of the same initial state, kept from step to step, and a failure earns 0.6 clip(1 - d_i / d_i0, 0, 1) with
 d_i0 the distance of its own first frame. `objective.advantage.kind: group_outcome_std` scales advantages by the
 deviation of success alone, so that a rare success keeps its weight beside failures that earn something.
+`progress.task_fallback` compares the failures of a state that was never solved with successes from other states of its
+task.
 
 V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained on the demonstrations' own images.
 `contrastive` is trained on the first episodes of the run: until then failures earn 0, and the successes among these
@@ -55,7 +57,13 @@ from robotics.vla.first_episodes import FirstEpisode, FirstEpisodes
 from robotics.vla.latents import LATENTS, LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.progress import ProgressOutcome, SuccessMemory, progress_rewards, shuffled_failures
+from robotics.vla.progress import (
+    ProgressOutcome,
+    SuccessMemory,
+    fallback_references,
+    progress_rewards,
+    shuffled_failures,
+)
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import episode_id
@@ -156,6 +164,7 @@ class SrpoRecipe(RobotRecipe):
             "srpo/clusters": float(self.outcome.clusters),
             "srpo/noise_fraction": float(self.outcome.noise_fraction),
             "srpo/tasks_without_reference": self.outcome.fraction_without_reference,
+            "srpo/tasks_with_fallback": self.outcome.fraction_with_fallback,
             "srpo/agreement": self.agreement,
             "srpo/advantage_correlation": self.advantage_correlation,
         }
@@ -264,16 +273,19 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind is {self.config.latent.kind}"
             )
         labels = rows.labels.tolist()
+        won, remembered = rows.success & rows.valid, self.memory.references()
+        borrowed = self.config.progress.task_fallback
         self.outcome = progress_rewards(
             rows.latents,
             rows.success,
             rows.valid,
             labels,
             self.config.progress,
-            self.memory.references(),
+            remembered,
             rows.first if self.form.norm == "initial" else None,
+            fallback_references(rows.latents, won, labels, remembered) if borrowed else None,
         )
-        self.memory.add(rows.latents, rows.success & rows.valid, labels)
+        self.memory.add(rows.latents, won, labels)
         reward = self.outcome.reward
         if self.config.shuffle_failures:
             draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", self.step))

@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.sim.episodes import EpisodeSpec
 
-__all__ = ["EpisodeSetConfig", "episode_id", "list_episodes", "own_draw"]
+__all__ = ["EpisodeSetConfig", "episode_id", "list_episodes", "own_draw", "task_of_id"]
 
 SPLITS = ("train", "held_out", "all")
 
@@ -67,6 +67,11 @@ def list_episodes(
 def episode_id(episode: EpisodeSpec) -> str:
     """Name of an initial state, such as `reach/held_out/7`."""
     return f"{episode.task}/{episode.split}/{episode.layout}"
+
+
+def task_of_id(name: str) -> str:
+    """Task of an initial state's name, `reach` of `reach/held_out/7`."""
+    return name.rsplit("/", 2)[0]
 
 
 def own_draw(episode: EpisodeSpec, member: int) -> EpisodeSpec:

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from mmrl.fields import check_config
 from robotics.vla.agreement import advantage_correlation, rank_agreement
-from robotics.vla.progress import NORMS, SuccessMemory, cluster_labels, progress_rewards, shuffled_failures
+from robotics.vla.progress import (
+    NORMS,
+    SuccessMemory,
+    cluster_labels,
+    fallback_references,
+    progress_rewards,
+    shuffled_failures,
+)
 from robotics.vla.progress_settings import NORM_NAMES, PRESETS, ProgressForm, ProgressSettings
 
 NEAREST = 0.6 / (1 + math.exp(-5))
@@ -213,6 +221,36 @@ def test_presets_decide_what_is_left_open():
     assert ProgressSettings(preset="initial_state").form == PRESETS["initial_state"]
     own = ProgressSettings(preset="initial_state", memory=0, norm="zscore", invalid="zero").form
     assert own == ProgressForm("initial_state", 0, "zscore", "per_sqrt_dim", "zero")
+
+
+def test_a_state_that_was_never_solved_borrows_the_successes_of_its_task():
+    states = ["push/train/0"] * 2 + ["push/train/1"] * 2 + ["reach/train/0"]
+    latents = np.float32([[8, 0], [4, 0], [2, 0], [3, 0], [1, 0]])
+    success = np.array([True, False, False, False, False])
+    remembered = {"push/train/7": np.float32([[12, 0]]), "reach/train/9": np.float32([[5, 5]])}
+    borrowed = fallback_references(latents, success, states, remembered)
+    assert {state: found.tolist() for state, found in borrowed.items()} == {
+        "push/train/0": [[8, 0], [12, 0]],
+        "push/train/1": [[8, 0], [12, 0]],
+        "reach/train/0": [[5, 5]],
+    }
+    settings = ProgressSettings(preset="initial_state", task_fallback=True)
+    first = np.zeros_like(latents)
+    given = (latents, success, np.ones(5, bool), states, settings, {}, first)
+    outcome = progress_rewards(*given, borrowed)
+    # state 0 has its own success at 8; state 1 is compared with the mean of 8 and 12, reach with (5, 5)
+    far = 1 - math.hypot(4, 5) / math.hypot(5, 5)
+    np.testing.assert_allclose(outcome.reward, [1, 0.6 * 4 / 8, 0.6 * 2 / 10, 0.6 * 3 / 10, 0.6 * far], rtol=1e-5)
+    assert outcome.fraction_with_fallback == pytest.approx(2 / 3)
+    assert outcome.tasks_without_reference == 0
+    alone = progress_rewards(*given)
+    np.testing.assert_allclose(alone.reward, [1, 0.6 * 4 / 8, 0, 0, 0], rtol=1e-5)
+    assert (alone.tasks_without_reference, alone.tasks_with_fallback) == (2, 0)
+
+
+def test_a_fallback_to_the_task_is_refused_where_the_task_is_the_reference():
+    with pytest.raises(ValueError, match="references are those of the task already"):
+        check_config(ProgressSettings(task_fallback=True))
 
 
 def test_shuffled_failures_keep_every_groups_rewards():

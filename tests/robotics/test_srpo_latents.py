@@ -250,6 +250,25 @@ def test_rewards_from_the_first_frame_with_references_of_the_initial_state(tmp_p
     assert sum(map(len, kept.values())) > len(ends[success])
 
 
+def test_states_without_a_success_borrow_those_of_the_task(tmp_path):
+    by_state, borrowing = (
+        SrpoRecipe(srpo(tmp_path, progress=ProgressSettings(preset="initial_state", memory=0, task_fallback=fallback)))
+        for fallback in (False, True)
+    )
+    plain, borrowed = (collected(recipe) for recipe in (by_state, borrowing))
+    success, groups = plain.payload.success, plain.group
+    lonely = torch.tensor([not bool(success[groups == group].any()) for group in groups.tolist()])
+    assert lonely.any()
+    assert success.any()
+    assert not lonely.all()
+    torch.testing.assert_close(borrowed.reward[~lonely], plain.reward[~lonely])
+    assert (plain.reward[lonely] == 0).all()
+    assert borrowed.reward[lonely].max() > 0
+    metrics = borrowing.step_metrics(borrowing.advantages(borrowed, make_accelerator()))
+    assert metrics["srpo/tasks_with_fallback"] == len(set(groups[lonely].tolist())) / 4
+    assert metrics["srpo/tasks_without_reference"] == 0
+
+
 def test_progress_from_the_first_frame_agrees_with_the_simulator_and_shuffled_rewards_do_not(tmp_path):
     recipes = [
         SrpoRecipe(srpo(tmp_path, progress=BY_STATE, trainer=trainer(samples_per_task=30), shuffle_failures=shuffle))

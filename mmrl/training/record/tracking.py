@@ -464,6 +464,7 @@ METRICS: dict[str, str] = {
     "srpo/clusters": "Mean number of clusters among the successes of a task or initial state.",
     "srpo/noise_fraction": "Share of the successes that lie in no cluster.",
     "srpo/tasks_without_reference": "Share of the step's tasks (or initial states) without a success to compare with.",
+    "srpo/tasks_with_fallback": "Share of the step's initial states that borrow the successes of others.",
     "srpo/agreement": "Spearman's rank correlation of the reward with the simulator's own, over failures of one start.",
     "srpo/advantage_correlation": "Correlation of the advantages with those that the simulator's reward would give.",
     "srpo/invalid_latents": "Episodes so far that could not be embedded; they are not trained on.",
