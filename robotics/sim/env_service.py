@@ -64,8 +64,8 @@ class RowEnv(Protocol):
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Begin an episode; equal arguments start from the same bits.
 
-        One that randomises its domain also takes `draw: int | None`, None for the nominal scene, and says by `drawn()`
-        what it drew, as JSON.
+        One that randomises its domain also takes `draw: int | None`, None for the nominal scene, and says by
+        `domain_draw()` what it drew, as JSON.
         """
         ...
 
@@ -149,7 +149,7 @@ class EnvService:
 
     def _drawn(self) -> dict[str, Any]:
         """What was drawn for the episode, where something was that JSON holds."""
-        found = self._env.drawn() if hasattr(self._env, "drawn") else {}
+        found = self._env.domain_draw() if hasattr(self._env, "domain_draw") else {}
         try:
             json.dumps(found, allow_nan=False)
         except (TypeError, ValueError):  # an info of the environment's own making that has the same name

@@ -99,7 +99,7 @@ class GymRow:
         self._observation, info = self._env.reset(seed=seed, options=options)
         self._info = info if isinstance(info, Mapping) else {}
 
-    def drawn(self) -> Mapping[str, Any]:
+    def domain_draw(self) -> Mapping[str, Any]:
         """What the environment's `info` says of its domain randomisation, `randomization`; empty where it does not."""
         found = self._info.get("randomization")
         return dict(found) if isinstance(found, Mapping) else {}

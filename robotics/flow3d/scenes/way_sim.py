@@ -50,10 +50,15 @@ def open_way_sim(config: SimConfig) -> WaySim:
         config: tasks such as panda/pour; where there are none, all tasks of `options.arms`, or of all arms.
 
     Raises:
-        UserError: a task, arm, shape or option does not exist, or both tasks and arms are given.
+        UserError: a task, arm, shape or option does not exist, both tasks and arms are given, or domain randomisation
+            is asked for.
     """
     if unknown := sorted(set(config.options) - set(OPTIONS)):
         raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
+    if config.randomization.active():
+        raise UserError(
+            "sim.randomization is for tabletop and gymnasium; ways draw shapes and colours by their options"
+        )
     options = dict(config.options)
     arms = options.pop("arms", None)
     if arms and config.tasks:
