@@ -188,7 +188,8 @@ class AcFlowRecipe(DiffusionRecipe):
 
     def describe(self) -> str:
         """Formula of the loss with its constants."""
-        return describe_loss(self.config.orw, self.objective.kl_coef)
+        target = "(x_t - x_0) / t" if self.config.states == "trajectory" else "(noise - x_0)"
+        return f"{describe_loss(self.config.orw, self.objective.kl_coef, target)}, credit {self.config.credit}"
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Metrics of the room and of the critic."""

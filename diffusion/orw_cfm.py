@@ -152,10 +152,10 @@ def weighted_matching_loss(
     return LossOutput(policy_term + anchor[0], metrics)
 
 
-def describe_loss(settings: OrwSettings, kl_coef: float) -> str:
+def describe_loss(settings: OrwSettings, kl_coef: float, target: str = "(noise - x_0)") -> str:
     """Formula of the loss with its constants."""
     weight = f"w = {settings.weighting}, tau {settings.tau:g}"
-    return f"mean w |v - (noise - x_0)|^2 + {kl_coef:g} mean |v - v_ref|^2, {weight}"
+    return f"mean w |v - {target}|^2 + {kl_coef:g} mean |v - v_ref|^2, {weight}"
 
 
 @dataclass

@@ -221,6 +221,8 @@ def test_run_trains_critic_and_policy_and_reports_what_the_critic_explains(tmp_p
     trainer.train_step()
     assert not torch.equal(trained(trainer.policy), start)
     assert trainer.recipe.critic.updates == 4
+    assert "mean w |v - (x_t - x_0) / t|^2" in trainer.recipe.describe()
+    assert "credit difference" in trainer.recipe.describe()
     metrics = trainer.recipe.step_metrics(collected(trainer.recipe))
     for name in ("critic/explained", "critic/explained/noisy", "critic/explained/clean"):
         assert metrics[name] <= 1
