@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from robotics.sim.looks import RING, dress
+from robotics.sim.menagerie import add_meshes, menagerie_folder
 from robotics.sim.rendering import update_poses
 from robotics.sim.tabletop import PIECES, scene_spec
 
@@ -24,16 +25,22 @@ Outcome = Literal["", "success", "failure"]
 
 
 class PresentedScene:
-    """What a film or a window shows of a scene.
+    """What a film or a window shows of a scene; with the arm's meshes where `MUJOCO_MENAGERIE` names their folder.
 
     Args:
         scene: that is simulated.
+
+    Raises:
+        UserError: that folder is not mujoco_menagerie's, see `robotics.sim.menagerie.add_meshes`.
     """
 
     def __init__(self, scene: TabletopScene) -> None:
         import mujoco
 
         spec = scene_spec(scene.arm, tuple(scene.task.areas), scene.task.roles)
+        meshes = menagerie_folder()
+        if meshes is not None:
+            add_meshes(spec, scene.arm, meshes)
         dress(spec)
         self.model: mujoco.MjModel = spec.compile()
         """With the camera `film`; for drawing only."""

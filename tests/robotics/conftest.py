@@ -1,9 +1,11 @@
 import importlib.util
+import os
 
 import pytest
 
 from robotics.sim import RenderSettings, find_backend, load_arm_cubes
 
+os.environ.pop("MUJOCO_MENAGERIE", None)  # tests that want meshes bring their own
 # MuJoCo's own renderer, which the tests compare with, reads MUJOCO_GL when mujoco is imported.
 BACKEND = find_backend() if importlib.util.find_spec("mujoco") else None
 
