@@ -50,7 +50,7 @@ class SceneViewer:
         except RuntimeError as error:  # on macOS outside of mjpython
             raise UserError(f"the viewer cannot be opened: {error}. {WITHOUT_WINDOW}") from error
         self._lib = mujoco
-        self._shown_s = time.monotonic()
+        self._due_s = self._drawn_s = time.monotonic()
         with self._handle.lock():
             _aim(self._handle.cam)
 
@@ -62,12 +62,14 @@ class SceneViewer:
     def show(self, data: mujoco.MjData, caption: Caption, wait_s: float = 0.0) -> None:
         """Show a state; does nothing once the window has been closed.
 
+        Where drawing takes longer than the time that was simulated, states in between are left out.
+
         Args:
             data: of the scene that is simulated.
             caption: words at the top and colour of the ring.
-            wait_s: least time since the call before, so that an episode takes the time that it simulates.
+            wait_s: simulated time since the call before, which showing takes as well.
         """
-        if not self.is_open:
+        if not self.is_open or self._leaves_out(caption, wait_s):
             return
         with self._handle.lock():
             self._presented.show(data, caption.outcome)
@@ -75,12 +77,20 @@ class SceneViewer:
         if hasattr(self._handle, "set_texts"):
             self._handle.set_texts((None, place, caption.text, caption.ending))
         self._handle.sync()
-        time.sleep(max(0.0, self._shown_s + wait_s - time.monotonic()))
-        self._shown_s = time.monotonic()
+        self._drawn_s = time.monotonic()
+        time.sleep(max(0.0, self._due_s - self._drawn_s))
 
     def close(self) -> None:
         """Close the window."""
         self._handle.close()
+
+    def _leaves_out(self, caption: Caption, wait_s: float) -> bool:
+        """Whether the state is late and a newer one will follow soon; ends are always shown."""
+        now = time.monotonic()
+        begins = caption.seconds == 0.0
+        self._due_s = now if begins else max(self._due_s + wait_s, now - MOST_LATE_S)
+        late = now > self._due_s + wait_s
+        return late and not (begins or caption.outcome) and now < self._drawn_s + LONGEST_STILL_S
 
 
 def check_display() -> None:
@@ -115,6 +125,10 @@ def _aim(camera: Any) -> None:
     camera.elevation = -float(np.degrees(np.arcsin(back[2] / distance)))
 
 
+MOST_LATE_S = 0.5
+"""What is later than that is not made up for."""
+LONGEST_STILL_S = 0.1
+"""Between two pictures, however late they are."""
 WITHOUT_WINDOW = (
     "Write a film instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
     "display: ssh -X, or xvfb-run for a virtual one"

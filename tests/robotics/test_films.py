@@ -1,21 +1,24 @@
 """What people see of the tabletop, which policies must never notice."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
 import pytest
 
 from mmrl.errors import UserError
+from robotics.sim import viewer
 from robotics.sim.arms import ARMS
 from robotics.sim.batch import BatchSettings, TabletopBatch
 from robotics.sim.envs import OBSERVATIONS, TabletopEnv
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.experts import Expert
-from robotics.sim.films import Caption, film_size, film_strip, write_caption
+from robotics.sim.films import Caption, film_size, write_caption
 from robotics.sim.gym_adapter import GymRow
 from robotics.sim.opening import SimConfig, open_film_sim
 from robotics.sim.presentation import PresentedScene
@@ -180,15 +183,6 @@ def test_captions_say_what_happened_and_fit():
     assert tiny.shape == (20, 24, 3)
 
 
-def test_a_strip_shows_the_first_and_the_last_picture():
-    frames = [np.full((30, 40, 3), 10 * number, np.uint8) for number in range(20)]
-    strip = film_strip(frames, count=4, height=15)
-    assert strip.shape == (15, 4 * 20 + 3 * 3, 3)
-    assert strip[0, 0, 0] == 0
-    assert strip[0, -1, 0] == 190
-    assert film_strip(frames[:2], count=4, height=15).shape == (15, 2 * 20 + 3, 3)
-
-
 @pytest.mark.usefixtures("backend")
 def test_the_batch_draws_the_film_that_the_environment_draws():
     actions = expert_actions("push", 2)
@@ -247,6 +241,68 @@ def test_without_a_display_a_window_says_what_to_do(display, monkeypatch):
 def test_an_unknown_look_is_named():
     with pytest.raises(UserError, match="render_look is 'plain'; there are film and policy"):
         TabletopEnv("reach", observation="state", render_look="plain")
+
+
+class Clock:
+    """Time that passes only when somebody waits."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Window:
+    """A viewer whose pictures take time; it notes when each was shown and its caption."""
+
+    def __init__(self, clock, draw_s):
+        self.clock, self.draw_s, self.shown, self.open = clock, draw_s, [], True
+        self.cam = mujoco.MjvCamera()
+
+    def is_running(self):
+        return self.open
+
+    def lock(self):
+        return contextlib.nullcontext()
+
+    def set_texts(self, text):
+        self.caption = text[3]
+
+    def sync(self):
+        self.clock.now += self.draw_s
+        self.shown.append((self.clock.now, self.caption))
+
+    def close(self):
+        self.open = False
+
+
+@pytest.mark.parametrize(("draw_s", "least"), [(0.0, 101), (0.015, 101), (0.3, 4)])
+def test_a_window_keeps_to_real_time_and_shows_the_end(draw_s, least, monkeypatch):
+    clock = Clock()
+    window = Window(clock, draw_s)
+    monkeypatch.setattr(viewer, "time", clock)
+    monkeypatch.setattr(viewer, "check_display", lambda: None)
+    opening = SimpleNamespace(launch_passive=lambda *given, **options: window)
+    monkeypatch.setitem(sys.modules, "mujoco.viewer", opening)
+    monkeypatch.setattr(mujoco, "viewer", opening, raising=False)
+    env = TabletopEnv("push", observation="state", render_mode="human", horizon=20)
+    env.reset(options={"layout": 0})
+    for _ in range(20):
+        clock.now += 0.001  # of physics
+        env.step(np.zeros(5))
+    assert len(window.shown) >= least
+    assert window.shown[0][1] == "0.0 s"
+    assert window.shown[-1][1] == "not solved in 2.0 s"
+    assert clock.now - window.shown[0][0] == pytest.approx(2.0, abs=0.02 + 2 * draw_s)
+    window.open, shown = False, len(window.shown)
+    assert env.window_closed
+    env.reset(options={"layout": 0})
+    assert len(window.shown) == shown
+    env.close()
 
 
 WATCHED = """
