@@ -121,6 +121,7 @@ def long_run_arm(options: dict[str, Any]) -> dict[str, Any]:
     """
     from mmrl.config import to_container
     from mmrl.training.loop.distributed import make_accelerator
+    from mmrl.training.loop.heap import limit_primitive_cache
     from mmrl.training.loop.seeds import seed_everything
     from mmrl.training.loop.trainer import Trainer
     from mmrl.training.record.tracking import build_tracker
@@ -129,6 +130,8 @@ def long_run_arm(options: dict[str, Any]) -> dict[str, Any]:
     settings = {"trainer": {"release_memory": options["release"], "steps": options["steps"]}}
     entry, config = _load(options, f"{name}-run", settings)
     shutil.rmtree(config.output_dir, ignore_errors=True)
+    if options["release"]:
+        limit_primitive_cache()
     seed_everything(config.seed)
     accelerator = make_accelerator(config.trainer.mixed_precision)
     recipe = entry.load_recipe_class()(config)

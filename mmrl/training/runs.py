@@ -155,8 +155,11 @@ def _start_from_checkpoint(config: Any, folder: Path) -> None:
 
 def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recipe]:
     from mmrl.training.loop.distributed import make_accelerator
+    from mmrl.training.loop.heap import limit_primitive_cache
     from mmrl.training.loop.seeds import seed_everything
 
+    if config.trainer.release_memory:
+        limit_primitive_cache()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     seed_everything(config.seed)

@@ -1,8 +1,11 @@
-"""Memory that the C library holds and nobody uses, given back to the system.
+"""Memory that the C library and oneDNN hold and nobody uses, given back to the system.
 
 On a CPU the tensors of a step differ in size from step to step: episodes and answers have lengths of their own. Blocks
 that are freed between others stay with the process, a larger tensor fits into none of them, and the process grows
 although the same number of tensors is alive. glibc gives whole free pages back where it is asked to.
+
+oneDNN, which computes convolutions, compiles a kernel for every shape that it meets and keeps the last 1024 of them,
+some 50 KB each. Batches of changing sizes fill that cache over tens of steps and seldom come back to a shape.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["HeapTrimmer"]
+__all__ = ["HeapTrimmer", "limit_primitive_cache"]
 
 GROWTH = 1.25
 SLACK = 64 << 20
 """Bytes. A process is trimmed where it holds more than GROWTH times what the last trim left, and SLACK."""
+PRIMITIVES = 256
+"""Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
 
 
 class HeapTrimmer:
@@ -42,6 +47,15 @@ class HeapTrimmer:
         self._trim(0)
         self._left = _resident_bytes()
         return True
+
+
+def limit_primitive_cache() -> None:
+    """Have oneDNN keep fewer kernels; without effect once it has computed something, or where the user set a number.
+
+    Source: oneDNN developer guide, "Primitive Cache".
+    """
+    if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # its older name
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
 
 
 def _resident_bytes() -> int:

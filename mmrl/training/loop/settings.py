@@ -74,7 +74,8 @@ class TrainerConfig:
     threads: int = bounded(0, at_least=0)
     """CPU threads of torch; 0 = leave as it is."""
     release_memory: bool = True
-    """Give free memory back to the system within and after each step on a CPU, so that a long run does not grow."""
+    """Give free memory back to the system within and after each step on a CPU, and keep fewer compiled kernels, so
+    that a long run does not grow."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from mmrl.training.loop import heap
-from mmrl.training.loop.heap import SLACK, HeapTrimmer
+from mmrl.training.loop.heap import PRIMITIVES, SLACK, HeapTrimmer, limit_primitive_cache
 
 needs_glibc = pytest.mark.skipif(heap._malloc_trim() is None, reason="needs glibc's malloc_trim and /proc")
 KIB_16 = 4096
@@ -43,3 +47,46 @@ def test_a_process_that_has_not_grown_is_left_alone() -> None:
 
 def test_switched_off_it_never_trims() -> None:
     assert not HeapTrimmer(enabled=False).trim()
+
+
+COUNT_KERNELS = """
+import sys
+from mmrl.training.loop.heap import limit_primitive_cache
+if sys.argv[1] == "limited":
+    limit_primitive_cache()
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+weight = torch.randn(8, 3, 3, 3)
+for _ in range(2):
+    for size in range(8, 8 + 300):
+        torch.nn.functional.conv2d(torch.zeros(16, 3, size, 32), weight)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
+def test_kernels_of_shapes_that_do_not_come_back_are_dropped() -> None:
+    again = {way: _hits_in_second_round(way) for way in ("unlimited", "limited")}
+    assert again["unlimited"] >= 300, "all 300 shapes fit into the cache, so each comes back to its kernel"
+    assert again["limited"] < 300, f"300 shapes in turns do not fit into {PRIMITIVES} places"
+
+
+def _hits_in_second_round(way: str) -> int:
+    """Kernels that oneDNN found in its cache, as it reports itself."""
+    clean = {name: value for name, value in os.environ.items() if "PRIMITIVE_CACHE" not in name}
+    command = [sys.executable, "-c", COUNT_KERNELS, way]
+    environment = clean | {"ONEDNN_VERBOSE": "profile_create"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.count("create:cache_hit,cpu,convolution")
+
+
+def test_a_number_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+        monkeypatch.setenv(name, "7")
+        limit_primitive_cache()
+        assert os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7") == "7"
+        monkeypatch.delenv(name)
+    limit_primitive_cache()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(PRIMITIVES)
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
