@@ -1,7 +1,8 @@
 """Runs the arms of a comparison, each in a fresh process, in turns, and sums up what they measured.
 
 An arm is a function `module:function` that takes a dict of JSON values and returns what `mmrl.bench.measure.repeat`
-returns, with "counts" (any numbers worth reporting) and "checks" (results of `check`) added where it has some.
+returns, with "counts" (any numbers worth reporting), "checks" (results of `check`) and "series" (lists of numbers, one
+a step) added where it has some.
 A room of the benchmark (see `mmrl.bench.ROOMS`) offers
 
     NAMES: tuple[str, ...]                                   what `--only` takes
@@ -127,9 +128,9 @@ def run_arms(title: str, arms: Sequence[Arm], options: BenchOptions) -> dict[str
         options: blocks, repetitions, threads and device.
 
     Returns:
-        For each arm the medians over its blocks cpu_s and wall_s by stage, peak_mb by stage and held_mb, `counts`
-        and `checks` of its first block, the numbers of every block as `blocks`, and `error` where a process failed;
-        an arm that failed is not run again.
+        For each arm the medians over its blocks cpu_s and wall_s by stage, peak_mb by stage and held_mb, `counts`,
+        `checks` and `series` of its first block, the numbers of every block as `blocks`, and `error` where a process
+        failed; an arm that failed is not run again.
     """
     found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     spacious: dict[str, dict[str, Any]] = {}
@@ -307,6 +308,7 @@ def _summary(blocks: list[dict[str, Any]], spacious: dict[str, Any] | None, erro
     summed: dict[str, Any] = {} if error is None else {"error": error}
     for block in blocks[:1]:
         summed |= {key: block.get(key, {}) for key in ("counts", "checks")}
+        summed |= {"series": block["series"]} if "series" in block else {}
     timed = [block for block in blocks if "cpu_s" in block]
     if timed:
         for quantity in ("cpu_s", "wall_s"):

@@ -64,7 +64,8 @@ def test_quick_runs_are_measured_in_every_room(room, tmp_path):
     assert list(found["arms"]) == [long_run.KEPT, long_run.RELEASED, long_run.FIXED]
     for run in found["arms"].values():
         assert run["cpu_s"]["total"] > 0
-        assert run["counts"]["resident_mb_6"] > 50
+        assert run["counts"]["resident_mb_6"] == run["series"]["resident_mb"][-1] > 50
+        assert len(run["series"]["resident_mb"]) == len(run["series"]["peak_mb"]) == 6
         assert math.isfinite(run["counts"]["slope_mb_per_100_steps"])
         assert run["peak_mb"]["total"] >= run["counts"]["resident_mb_6"]
     assert all(entry["median"] > 0 for entry in found["ratios"].values())
