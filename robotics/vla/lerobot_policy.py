@@ -17,55 +17,31 @@ Source: Residual Policy Learning, arXiv 1812.06298 (frozen policy, correction th
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
-from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, check_config
-from mmrl.files import expanded
-from mmrl.workers.engine import WorkerSpec
-from mmrl.workers.failures import WorkerFailure
-from mmrl.workers.pool import WorkerPool
-from mmrl.workers.worker import Request
+from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
 
 __all__ = ["LeRobotPolicy", "LeRobotPolicyConfig"]
 
-LOGGER = logging.getLogger("mmrl")
-SERVICE = Path(__file__).resolve().with_name("lerobot_service.py")
-
 
 @dataclass
-class LeRobotPolicyConfig:
+class LeRobotPolicyConfig(LeRobotServerConfig):
     """Which LeRobot policy is served, and the Gaussian around its actions."""
 
-    folder: str = ""
-    """Folder that lerobot saved the policy to: config.json, model.safetensors and the processors."""
-    python: str | None = None
-    """Interpreter of an environment with lerobot; this one when None."""
-    device: str = "cpu"
-    """Device of the served policy, by torch's name."""
     std: float = bounded(0.1, above=0)
     """Standard deviation of each entry of an action at first, on the scale -1..1."""
     hidden: int = bounded(64, at_least=1)
     """Width of the network that corrects the actions."""
-    start_timeout_s: float = bounded(600.0, above=0)
-    """Seconds for importing lerobot and loading the policy."""
-    call_timeout_s: float = bounded(300.0, above=0)
-    """Seconds for one batch of observations."""
-
-    def validate(self) -> None:
-        """Refuse an empty folder; raises ValueError."""
-        if not self.folder:
-            raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
 
 
 class LeRobotPolicy(ActionPolicy):
@@ -86,11 +62,10 @@ class LeRobotPolicy(ActionPolicy):
     def __init__(self, config: LeRobotPolicyConfig, seed: int = 0) -> None:
         super().__init__()
         check_config(config)
-        self.settings, self._server = config, _Server(config)
-        hello = self._server.hello
+        self.settings, self._server = config, LeRobotServer(config, "make")
+        self.config, hello = self._server.inputs, self._server.hello
         self.chunk, self.action_size = hello["chunk"], hello["action_size"]
         self.decisions = self.chunk
-        self.config = _Inputs(_Sizes(_pair(hello["image_size"]), hello["state_size"]))
         size = self.chunk * self.action_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -165,7 +140,8 @@ class LeRobotPolicy(ActionPolicy):
             UserError: the observations lack what the policy needs.
             RunError: its process failed.
         """
-        return self._server.predict(batch, seed, self.config.encoder).to(self.device)
+        actions = self._server.ask({"seed": seed}, batch)["actions"]
+        return torch.from_numpy(actions.copy()).to(self.device)
 
     def close(self) -> None:
         """End the process of the frozen policy; another call of the policy starts a new one."""
@@ -177,75 +153,3 @@ class LeRobotPolicy(ActionPolicy):
             seen.insert(0, batch.state.to(base))
         mean = base + self.correction(torch.cat(seen, -1)).unflatten(1, (self.chunk, self.action_size))
         return mean, (self.log_std.exp() * temperature).expand_as(mean)
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    image_size: tuple[int, int] | None
-    state_size: int | None
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What the policy sees, under the name where `check_fit` looks."""
-
-    encoder: _Sizes
-
-
-class _Server:
-    """The process of the frozen policy; copies of the policy share it."""
-
-    def __init__(self, config: LeRobotPolicyConfig) -> None:
-        self.config, folder = config, expanded(config.folder).resolve()
-        spec = WorkerSpec(
-            f"{SERVICE}:make",
-            {"folder": str(folder), "device": config.device},
-            purpose=f"the LeRobot policy {folder}",
-            python=config.python,
-            environment={"HF_HUB_OFFLINE": "1"},
-            start_timeout_s=config.start_timeout_s,
-            heartbeat_timeout_s=None,
-        )
-        self.pool = WorkerPool(spec, 1)
-        hello = self.pool.start()
-        if isinstance(hello, WorkerFailure):
-            raise _error(hello, folder)
-        self.hello: dict[str, Any] = dict(hello.fields)
-        if self.hello["history"] > 1:
-            LOGGER.warning(
-                "%s takes %d observations in a row; here it gets the current one repeated, unlike what it learned",
-                folder,
-                self.hello["history"],
-            )
-
-    def predict(self, batch: PolicyInputs, seed: int, inputs: _Sizes) -> Tensor:
-        arrays = {}
-        for name, value, needed in (
-            ("images", batch.images, inputs.image_size),
-            ("state", batch.state, inputs.state_size),
-        ):
-            if needed and value is None:
-                raise UserError(f"{self.config.folder} needs {name}, which the observations lack")
-            if needed and value is not None:
-                arrays[name] = value.cpu().numpy()
-        request = Request({"tasks": list(batch.instructions), "seed": seed}, arrays)
-        answer = self.pool.ask({0: request}, self.config.call_timeout_s)[0]
-        if isinstance(answer, WorkerFailure):
-            raise _error(answer, Path(self.config.folder))
-        return torch.from_numpy(answer.arrays["actions"].copy())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-
-def _error(failure: WorkerFailure, folder: Path) -> UserError | RunError:
-    if failure.for_user:
-        return UserError(failure.reason)
-    return RunError(
-        f"the process of the LeRobot policy {folder} {failure.kind}: {failure.reason}; it needs an interpreter with "
-        f"lerobot, model.options.python\n{failure.evidence}"
-    )
-
-
-def _pair(size: list[int] | None) -> tuple[int, int] | None:
-    return None if size is None else (size[0], size[1])

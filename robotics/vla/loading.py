@@ -20,11 +20,13 @@ __all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
 
 def _option_classes() -> dict[str, type[Any]]:
     from robotics.vla.flow_policy import FlowPolicyConfig
+    from robotics.vla.lerobot_flow import LeRobotFlowConfig
     from robotics.vla.lerobot_policy import LeRobotPolicyConfig
     from robotics.vla.small import SmallVlaConfig
     from robotics.vla.vlm_policy import VlmActionConfig
 
-    return {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig, "lerobot": LeRobotPolicyConfig}
+    own = {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
+    return {**own, "lerobot": LeRobotPolicyConfig, "lerobot_flow": LeRobotFlowConfig}
 
 
 @dataclass
@@ -34,9 +36,10 @@ class ActionPolicyConfig:
     path: str = ""
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
     kind: str = choice("small", lambda: POLICIES, or_function=True)
-    """Kind of a new policy: small, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction), or
-    module:function that returns an ActionPolicy or a module with act and log_probs. With a path it matters only for a
-    user's function, which builds the module whose weights are loaded."""
+    """Kind of a new policy: small, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
+    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), or module:function that returns an ActionPolicy
+    or a module with act and log_probs. With a path it matters only for a user's function, which builds the module whose
+    weights are loaded."""
     chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once; a saved policy and LeRobot's keep their own."""
     options: dict[str, Any] = by_kind(_option_classes, without=("action_size", "chunk"))
@@ -121,6 +124,13 @@ def _lerobot(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], se
     return LeRobotPolicy(LeRobotPolicyConfig(**config.options), seed)
 
 
+def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.lerobot_flow import LeRobotFlowConfig, LeRobotFlowPolicy
+
+    _check_known("model.options", config.options, LeRobotFlowConfig)
+    return LeRobotFlowPolicy(LeRobotFlowConfig(**config.options))
+
+
 def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
     """A configuration from plain entries, checked like a file's; later entries replace earlier ones."""
     from omegaconf import OmegaConf
@@ -193,4 +203,5 @@ POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int],
     "flow": _flow,
     "vlm": _vlm,
     "lerobot": _lerobot,
+    "lerobot_flow": _lerobot_flow,
 }

@@ -497,5 +497,6 @@ SAVED_POLICIES = {
     "flow": "robotics.vla.flow_policy:FlowActionPolicy",
     "vlm": "robotics.vla.vlm_policy:VlmActionPolicy",
     "lerobot": "robotics.vla.lerobot_policy:LeRobotPolicy",
+    "lerobot_flow": "robotics.vla.lerobot_flow:LeRobotFlowPolicy",
 }
 """Classes of policies that can be saved, by kind."""

@@ -28,3 +28,69 @@ class SlowWalk:
 def make(folder, device="cpu"):
     """For `mmrl.workers`."""
     return SlowWalk(folder, device)
+
+
+class SlowFlow(SlowWalk):
+    """A flow that ends at gain * (goal - place): its velocity is (x - end) / time, so its gradient is known.
+
+    Actions have 1 entry and one more of padding, which ends at `shift`; the data's actions are twice the head's.
+    """
+
+    def __init__(self, folder, device):
+        super().__init__(folder, device)
+        self.weights = {"head.gain": np.full(1, 0.25, np.float32), "head.shift": np.zeros(1, np.float32)}
+        self.upload = 0
+
+    def hello(self):
+        return {**super().hello(), "steps": 3, "width": 2}
+
+    def answer(self, fields, arrays):
+        if fields["do"] not in ("upload", "initial") and fields["upload"] != self.upload:
+            return {"stale": True}, {}
+        return {}, getattr(self, {"upload": "receive"}.get(fields["do"], fields["do"]))(fields, arrays)
+
+    def initial(self, fields, arrays):
+        return self.weights
+
+    def receive(self, fields, arrays):
+        self.upload = fields["upload"]
+        self.weights = {**self.weights, **arrays}
+        return {}
+
+    def sample(self, fields, arrays):
+        chain, velocities = [arrays["noise"][:, 0]], []
+        for step, (time, kept, moved, std) in enumerate(arrays["table"]):
+            velocities.append(self.velocity(arrays["state"], chain[-1], time))
+            chain.append(kept * chain[-1] + moved * velocities[-1] + std * arrays["noise"][:, step + 1])
+        return {"chain": np.stack(chain, 1), "velocities": np.stack(velocities, 1), "actions": 2 * chain[-1][..., :1]}
+
+    def velocities(self, fields, arrays):
+        return {"velocities": self.velocity(arrays["state"][:, None], arrays["points"], _wide(arrays["times"]))}
+
+    def gradients(self, fields, arrays):
+        place, goal = arrays["state"].T
+        weight = -arrays["cotangents"] / _wide(arrays["times"])
+        gain = (weight[..., 0].sum((1, 2)) * (goal - place)).sum()
+        return {"head.gain": np.float32([gain]), "head.shift": np.float32([weight[..., 1].sum()])}
+
+    def normalised(self, fields, arrays):
+        return {"actions": np.concatenate([arrays["actions"] / 2, np.zeros_like(arrays["actions"])], -1)}
+
+    def save(self, fields, arrays):
+        np.savez(f"{fields['folder']}/saved.npz", **self.weights)
+        return {"bytes": np.array(1)}
+
+    def velocity(self, state, points, time):
+        end = np.zeros_like(points)
+        end[..., 0] = self.weights["head.gain"] * (state[..., 1] - state[..., 0])[..., None]
+        end[..., 1] = self.weights["head.shift"]
+        return ((points - end) / time).astype(np.float32)
+
+
+def _wide(times):
+    return times[..., None, None]
+
+
+def make_flow(folder, device="cpu"):
+    """For `mmrl.workers`."""
+    return SlowFlow(folder, device)

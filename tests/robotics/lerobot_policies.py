@@ -40,17 +40,11 @@ def main(folder: Path) -> None:
         "act": ACTConfig(chunk_size=6, n_action_steps=6, latent_dim=4, **small, **shared),
         "diffusion": DiffusionConfig(horizon=8, n_action_steps=4, num_train_timesteps=4, **unet, **shared),
     }
-    statistics = {
-        "observation.images.front": {name: torch.full((3, 1, 1), 0.5) for name in ("mean", "std", "max")},
-        "observation.state": _statistics([0.1, -0.1], [0.5, 0.4]),
-        "action": _statistics([0.2], [0.3]),
-    }
-    statistics["observation.images.front"]["min"] = torch.zeros(3, 1, 1)
     expected = {}
     for name, config in configs.items():
         torch.manual_seed(0)
         policy = get_policy_class(name)(config)
-        before, after = make_pre_post_processors(config, dataset_stats=statistics)
+        before, after = make_pre_post_processors(config, dataset_stats=statistics())
         for part in (policy, before, after):
             part.save_pretrained(folder / name)
         expected[name] = _selected(policy.eval(), before, after)
@@ -74,6 +68,19 @@ def _selected(policy, before, after) -> np.ndarray:
         with torch.inference_mode():
             actions.append(after(policy.select_action(before(batch))).numpy())
     return np.stack(actions, 1)
+
+
+def statistics() -> dict:
+    """Statistics of the data that the policies would have learned from."""
+    import torch
+
+    found = {
+        "observation.images.front": {name: torch.full((3, 1, 1), 0.5) for name in ("mean", "std", "max")},
+        "observation.state": _statistics([0.1, -0.1], [0.5, 0.4]),
+        "action": _statistics([0.2], [0.3]),
+    }
+    found["observation.images.front"]["min"] = torch.zeros(3, 1, 1)
+    return found
 
 
 def _statistics(mean: list[float], spread: list[float]) -> dict:

@@ -19,7 +19,7 @@ from torch.distributions import Normal
 
 from mmrl.cli import main
 from mmrl.errors import RunError, UserError
-from robotics.vla import lerobot_policy
+from robotics.vla import lerobot_server
 from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.vla.policy import PolicyInputs, open_policy
 from tests.robotics.lerobot_policies import observations
@@ -51,7 +51,7 @@ def inputs(states=STATES):
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr(lerobot_policy, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
+    monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
 
 
 @pytest.fixture

@@ -1,0 +1,159 @@
+"""The process of a LeRobot policy, as policies of this package ask it; its other end is `lerobot_service`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded
+from mmrl.files import expanded
+from mmrl.workers.engine import WorkerSpec
+from mmrl.workers.failures import WorkerFailure
+from mmrl.workers.pool import WorkerPool
+from mmrl.workers.worker import Request
+from robotics.vla.policy import PolicyInputs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+__all__ = ["LeRobotServer", "LeRobotServerConfig", "ServedInputs", "ServedSizes"]
+
+LOGGER = logging.getLogger("mmrl")
+SERVICE = Path(__file__).resolve().with_name("lerobot_service.py")
+MAX_REPLY_BYTES = 4 << 30
+"""Gradients of an action expert come in one message; that of pi0 has 1.2 GB."""
+
+
+@dataclass
+class LeRobotServerConfig:
+    """Which LeRobot policy is served, and how."""
+
+    folder: str = ""
+    """Folder that lerobot saved the policy to: config.json, model.safetensors and the processors."""
+    python: str | None = None
+    """Interpreter of an environment with lerobot; this one when None."""
+    device: str = "cpu"
+    """Device of the served policy, by torch's name."""
+    start_timeout_s: float = bounded(600.0, above=0)
+    """Seconds for importing lerobot and loading the policy."""
+    call_timeout_s: float = bounded(300.0, above=0)
+    """Seconds for one batch of observations."""
+
+    def validate(self) -> None:
+        """Refuse an empty folder; raises ValueError."""
+        if not self.folder:
+            raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
+
+
+@dataclass(frozen=True)
+class ServedSizes:
+    """Sizes of a served policy's inputs."""
+
+    image_size: tuple[int, int] | None
+    """Height and width; None without a camera."""
+    state_size: int | None
+    """Entries; None without a state."""
+
+
+@dataclass(frozen=True)
+class ServedInputs:
+    """What a served policy sees, under the name where `robotics.vla.loading.check_fit` looks."""
+
+    encoder: ServedSizes
+
+
+class LeRobotServer:
+    """The process of a LeRobot policy; copies of a policy share it.
+
+    Args:
+        config: which policy, and how it is served.
+        service: function of `lerobot_service` that makes the service.
+
+    Raises:
+        UserError: the folder is no policy that can be served.
+        RunError: the process cannot be started.
+    """
+
+    def __init__(self, config: LeRobotServerConfig, service: str) -> None:
+        self.folder = expanded(config.folder).resolve()
+        self._timeout_s = config.call_timeout_s
+        spec = WorkerSpec(
+            f"{SERVICE}:{service}",
+            {"folder": str(self.folder), "device": config.device},
+            purpose=f"the LeRobot policy {self.folder}",
+            python=config.python,
+            environment={"HF_HUB_OFFLINE": "1"},
+            start_timeout_s=config.start_timeout_s,
+            heartbeat_timeout_s=None,
+            max_reply_bytes=MAX_REPLY_BYTES,
+        )
+        self.pool = WorkerPool(spec, 1)
+        hello = self.pool.start()
+        if isinstance(hello, WorkerFailure):
+            raise self._error(hello)
+        self.hello: dict[str, Any] = dict(hello.fields)
+        size = self.hello["image_size"]
+        sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
+        self.inputs = ServedInputs(sizes)
+        if self.hello["history"] > 1:
+            LOGGER.warning(
+                "%s takes %d observations in a row; here it gets the current one repeated, unlike what it learned",
+                self.folder,
+                self.hello["history"],
+            )
+
+    def ask(
+        self,
+        fields: Mapping[str, Any],
+        batch: PolicyInputs | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> Mapping[str, np.ndarray]:
+        """Send a request and wait for its answer.
+
+        Args:
+            fields: of the request.
+            batch: observations that it is about, B rows.
+            arrays: further arrays of the request.
+
+        Returns:
+            Arrays of the answer; none where the process says that it lost its state.
+
+        Raises:
+            UserError: the observations lack what the policy needs, or the service refuses.
+            RunError: the process failed.
+        """
+        observed = {} if batch is None else self._observation(batch)
+        tasks = {} if batch is None else {"tasks": list(batch.instructions)}
+        request = Request({**fields, **tasks}, {**observed, **(arrays or {})})
+        answer = self.pool.ask({0: request}, self._timeout_s)[0]
+        if isinstance(answer, WorkerFailure):
+            raise self._error(answer)
+        return answer.arrays
+
+    def _observation(self, batch: PolicyInputs) -> dict[str, np.ndarray]:
+        sizes, arrays = self.inputs.encoder, {}
+        for name, value, needed in (
+            ("images", batch.images, sizes.image_size),
+            ("state", batch.state, sizes.state_size),
+        ):
+            if needed and value is None:
+                raise UserError(f"{self.folder} needs {name}, which the observations lack")
+            if needed and value is not None:
+                arrays[name] = value.cpu().numpy()
+        return arrays
+
+    def _error(self, failure: WorkerFailure) -> UserError | RunError:
+        if failure.for_user:
+            return UserError(failure.reason)
+        return RunError(
+            f"the process of the LeRobot policy {self.folder} {failure.kind}: {failure.reason}; it needs an "
+            f"interpreter with lerobot, model.options.python\n{failure.evidence}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self

@@ -1,0 +1,14 @@
+"""`robotics.vla.lerobot_service` with a tiny pi0; run by path in the interpreter of lerobot."""
+
+import runpy
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(PROJECT))
+
+from tests.robotics.lerobot_flows import shrink_pi0  # noqa: E402
+
+shrink_pi0()
+service = runpy.run_path(str(PROJECT / "robotics/vla/lerobot_service.py"))
+make, make_flow = service["make"], service["make_flow"]
