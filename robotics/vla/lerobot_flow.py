@@ -190,7 +190,9 @@ class LeRobotFlowPolicy(ActionPolicy):
         return [self.expert[_plain(name)] for name in self._names]
 
     def _sigmas(self) -> Tensor:
-        return torch.linspace(1, 0, self.decisions + 1, device=self.device)
+        """Times as lerobot computes them; its encoding of the time tells neighbouring float32 numbers apart."""
+        step = -1.0 / self.decisions
+        return torch.tensor([*(1.0 + number * step for number in range(self.decisions)), 0.0], device=self.device)
 
     def _velocities(self, batch: PolicyInputs, points: Tensor, times: Tensor) -> Tensor:
         """(B, S, K, M) and (B, S) -> (B, S, K, M), with the gradient for the trained weights."""

@@ -143,7 +143,6 @@ class LeRobotService:
         return batch | {key: batch[key].unsqueeze(1).repeat_interleave(steps, 1) for key in seen}
 
 
-
 class FlowService(LeRobotService):
     """The flow head of a policy (SmolVLA, pi0): its velocities, their gradients, and its weights.
 
@@ -326,7 +325,7 @@ class FlowService(LeRobotService):
     def _predict(
         self, fields: dict[str, Any], arrays: dict[str, np.ndarray], integrate: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """lerobot's prediction of a chunk, (B, K, D), with another integrator."""
+        """Predict a chunk as lerobot does, (B, K, D), with another integrator."""
         import torch
 
         self._module.euler_integrate = integrate

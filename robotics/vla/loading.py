@@ -22,11 +22,12 @@ def _option_classes() -> dict[str, type[Any]]:
     from robotics.vla.flow_policy import FlowPolicyConfig
     from robotics.vla.lerobot_flow import LeRobotFlowConfig
     from robotics.vla.lerobot_policy import LeRobotPolicyConfig
+    from robotics.vla.openvla_policy import OpenVlaConfig
     from robotics.vla.small import SmallVlaConfig
     from robotics.vla.vlm_policy import VlmActionConfig
 
     own = {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
-    return {**own, "lerobot": LeRobotPolicyConfig, "lerobot_flow": LeRobotFlowConfig}
+    return {**own, "lerobot": LeRobotPolicyConfig, "lerobot_flow": LeRobotFlowConfig, "openvla": OpenVlaConfig}
 
 
 @dataclass
@@ -37,11 +38,12 @@ class ActionPolicyConfig:
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
     kind: str = choice("small", lambda: POLICIES, or_function=True)
     """Kind of a new policy: small, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
-    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), or module:function that returns an ActionPolicy
-    or a module with act and log_probs. With a path it matters only for a user's function, which builds the module whose
-    weights are loaded."""
+    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT), or
+    module:function that returns an ActionPolicy or a module with act and log_probs. With a path it matters only for a
+    user's function, which builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
-    """K, control steps that a new policy predicts at once; a saved policy and LeRobot's keep their own."""
+    """K, control steps that a new policy predicts at once, for openvla as it learned them; a saved policy and LeRobot's
+    keep their own."""
     options: dict[str, Any] = by_kind(_option_classes, without=("action_size", "chunk"))
     """Further options of a new policy's configuration, or arguments of the user's function. With a path only `vlm`:
     changes to the saved model's settings, such as dtype, attention or gradient_checkpointing."""
@@ -131,6 +133,13 @@ def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str
     return LeRobotFlowPolicy(LeRobotFlowConfig(**config.options))
 
 
+def _openvla(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.openvla_policy import OpenVlaConfig, OpenVlaPolicy
+
+    _check_known("model.options", config.options, OpenVlaConfig)
+    return OpenVlaPolicy(OpenVlaConfig(chunk=config.chunk, **config.options))
+
+
 def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
     """A configuration from plain entries, checked like a file's; later entries replace earlier ones."""
     from omegaconf import OmegaConf
@@ -204,4 +213,5 @@ POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int],
     "vlm": _vlm,
     "lerobot": _lerobot,
     "lerobot_flow": _lerobot_flow,
+    "openvla": _openvla,
 }

@@ -498,5 +498,6 @@ SAVED_POLICIES = {
     "vlm": "robotics.vla.vlm_policy:VlmActionPolicy",
     "lerobot": "robotics.vla.lerobot_policy:LeRobotPolicy",
     "lerobot_flow": "robotics.vla.lerobot_flow:LeRobotFlowPolicy",
+    "openvla": "robotics.vla.openvla_policy:OpenVlaPolicy",
 }
 """Classes of policies that can be saved, by kind."""

@@ -1,4 +1,4 @@
-"""LeRobot policies whose flow head learns: with a service that stands in for lerobot, and lerobot's own SmolVLA and pi0.
+"""LeRobot policies whose flow head learns: with a service that stands in for lerobot, and its own SmolVLA and pi0.
 
 The slow tests need an environment with lerobot, see `test_lerobot_peer.py`:
 

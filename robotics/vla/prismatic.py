@@ -1,0 +1,229 @@
+"""The model of OpenVLA folders: one or two vision transformers, a projector and Llama, with the names of their files.
+
+Shapes: B rows, H x W pixels, N patches, L positions, P prompt tokens, T action tokens, C hidden units, V ids.
+
+A row is <s>, the patches, the rest of the prompt, T empty embeddings and </s>. Llama attends in both directions, as in
+the fork of transformers that OpenVLA-OFT runs with, and the last prompt token with the first T - 1 empty ones predicts
+the T tokens at once.
+
+Source: OpenVLA, arXiv 2406.09246; OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft
+    prismatic/extern/hf/modeling_prismatic.py; moojink/transformers-openvla-oft modeling_llama.py (attention);
+    PRIME-RL/SimpleVLA-RL verl/utils/vla_utils/openvla_oft/modeling_prismatic.py (rows of several lengths).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from mmrl.errors import UserError
+from mmrl.files import read_json_object
+
+__all__ = ["Prismatic", "load_prismatic", "save_prismatic"]
+
+STOP_ID = 2
+"""Llama 2's </s>, which ended every row of the training data."""
+EXPECTED = ("timm_model_ids", "image_sizes", "use_fused_vision_backbone", "text_config", "pad_to_multiple_of")
+FUSED = 2
+"""Backbones that OpenVLA puts side by side."""
+
+
+class Prismatic(nn.Module):
+    """Vision backbones, projector and language model.
+
+    Args:
+        entries: of the folder's config.json.
+        dtype: of the weights; logits are float32 either way.
+
+    Raises:
+        UserError: timm is missing, or the folder is of another kind.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+
+        text = dict(entries["text_config"])
+        if text.get("model_type", "llama") != "llama":
+            raise UserError(f"the language model is of type {text['model_type']!r}; supported: llama")
+        config = LlamaConfig(**text)
+        self.vision_backbone = _Vision(entries)
+        self.projector = _Projector(self.vision_backbone.width, config.hidden_size, self.vision_backbone.count)
+        self.language_model = _empty_llama(config)
+        self.to(dtype=dtype)
+        self.vocabulary = int(config.vocab_size) - int(entries["pad_to_multiple_of"])
+        """V without the rows that pad the table; the last of these ids are the actions."""
+
+    def logits(self, pixels: Tensor, prompts: Sequence[Tensor], tokens: int, bins: int, causal: bool = False) -> Tensor:
+        """Score the action ids at every token of a chunk.
+
+        Args:
+            pixels: (B, 3 n, H, W), images as each of the n backbones takes them, stacked by channel.
+            prompts: B texts (P,) int64, <s> first.
+            tokens: T.
+            bins: number of ids, the last ones of the vocabulary.
+            causal: attend to earlier positions only.
+
+        Returns:
+            (B, T, bins) float32.
+        """
+        device, patches = pixels.device, self.projector(self.vision_backbone(pixels))
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        rows = [torch.cat([prompt, prompt.new_ones(tokens), prompt.new_tensor([STOP_ID])]) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True).to(device)
+        place = torch.arange(ids.shape[1], device=device)
+        is_action = (place >= lengths[:, None]) & (place < lengths[:, None] + tokens)
+        embeddings = self.language_model.get_input_embeddings()(ids).masked_fill(is_action[..., None], 0)
+        whole = torch.cat([embeddings[:, :1], patches.to(embeddings), embeddings[:, 1:]], 1)
+        ends = lengths + patches.shape[1] + tokens + 1
+        mask = _mask(ends, whole.shape[1], causal, whole.dtype)
+        positions = torch.arange(whole.shape[1], device=device).expand(len(whole), -1)
+        states = self.language_model.model(
+            inputs_embeds=whole, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        first = lengths + patches.shape[1] - 1
+        found = states[torch.arange(len(states), device=device)[:, None], first[:, None] + place[:tokens]]
+        head = self.language_model.lm_head.weight[self.vocabulary - bins : self.vocabulary]
+        return functional.linear(found, head).float()
+
+
+class _Vision(nn.Module):
+    """Patches of one or two vision transformers, from the last block but one, side by side."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        super().__init__()
+        names, sizes = entries["timm_model_ids"], entries["image_sizes"]
+        activations = entries.get("timm_override_act_layers") or [None] * len(names)
+        self.count = 2 if entries["use_fused_vision_backbone"] else 1
+        self.featurizer = _featurizer(names[0], sizes[0], activations[0])
+        parts = [self.featurizer]
+        if self.count == FUSED:
+            self.fused_featurizer = _featurizer(names[1], sizes[1], activations[1])
+            parts.append(self.fused_featurizer)
+        self.width = sum(int(part.embed_dim) for part in parts)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(B, 3 n, H, W) -> (B, N, width)."""
+        parts = [self.featurizer, self.fused_featurizer] if self.count == FUSED else [self.featurizer]
+        return torch.cat([_patches(part, each) for part, each in zip(parts, pixels.split(3, 1), strict=True)], -1)
+
+
+class _Projector(nn.Module):
+    """Two linear layers, or three behind fused backbones, with GELU between them."""
+
+    def __init__(self, vision: int, hidden: int, backbones: int) -> None:
+        super().__init__()
+        wide = hidden if backbones == 1 else 4 * vision
+        self.fc1, self.fc2 = nn.Linear(vision, wide), nn.Linear(wide, hidden)
+        self.fc3 = nn.Linear(hidden, hidden) if backbones > 1 else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """(B, N, vision) -> (B, N, C)."""
+        found: Tensor = self.fc2(functional.gelu(self.fc1(patches)))
+        return found if self.fc3 is None else self.fc3(functional.gelu(found))
+
+
+def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismatic:
+    """Load the model of an OpenVLA folder; its own Python files are not run.
+
+    Args:
+        folder: with config.json and safetensors files.
+        dtype: of the weights.
+
+    Returns:
+        The model on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: a file or an entry is missing, or the weights are of another model.
+    """
+    from safetensors.torch import load_file
+
+    entries = read_json_object(folder / "config.json")
+    missing = [name for name in EXPECTED if name not in entries]
+    if missing:
+        raise UserError(f"{folder}/config.json is not that of an OpenVLA model: it has no {', '.join(missing)}")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no *.safetensors file")
+    model = Prismatic(entries, dtype)
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights |= {_inner(name): value.to(dtype) for name, value in load_file(file).items() if "inv_freq" not in name}
+    try:
+        found = model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:  # other shapes
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the weights in {folder} are of another model: {reason}") from error
+    if found.missing_keys or found.unexpected_keys:
+        lacking, more = ", ".join(found.missing_keys[:3]) or "none", ", ".join(found.unexpected_keys[:3]) or "none"
+        raise UserError(f"the weights in {folder} are of another model: missing {lacking}; unknown {more}")
+    return model.eval()
+
+
+def save_prismatic(model: Prismatic, source: Path, folder: Path) -> None:
+    """Write a folder that OpenVLA's code loads: the weights by their names there, all other files as in `source`."""
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.resolve() != folder.resolve():
+        for file in source.iterdir():
+            if file.is_file() and ".safetensors" not in file.name:
+                shutil.copy2(file, folder / file.name)
+    weights = {_outer(name): value.detach().contiguous() for name, value in model.state_dict().items()}
+    save_torch_state_dict(weights, str(folder))
+
+
+def _featurizer(name: str, size: int, activation: str | None) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise UserError("OpenVLA's vision backbones are timm's: pip install 'timm>=1.0'") from error
+    made: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
+    for part in ("norm", "attn_pool", "fc_norm", "head"):  # behind the block that is read
+        for weight in getattr(made, part).parameters() if isinstance(getattr(made, part, None), nn.Module) else ():
+            weight.requires_grad_(False)
+    made.get_submodule("blocks")[-1].requires_grad_(False)  # type: ignore[index]
+    return made
+
+
+def _patches(part: Any, pixels: Tensor) -> Tensor:
+    found: list[Tensor] = part.forward_intermediates(
+        pixels, indices=[len(part.blocks) - 2], norm=False, stop_early=True, output_fmt="NLC", intermediates_only=True
+    )
+    return found[0]
+
+
+def _empty_llama(config: Any) -> Any:
+    """Llama whose weights are still to be loaded; drawing those of 7 billion takes minutes."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    with torch.device("meta"):
+        made = LlamaForCausalLM(config)
+    made.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return made
+
+
+def _mask(ends: Tensor, width: int, causal: bool, dtype: torch.dtype) -> Tensor:
+    """(B, 1, L, L), 0 where a position may be attended to and the lowest number elsewhere."""
+    place = torch.arange(width, device=ends.device)
+    allowed = (place < ends[:, None])[:, None, None].expand(-1, 1, width, -1)
+    if causal:
+        allowed = allowed & (place <= place[:, None])
+    return torch.zeros(allowed.shape, dtype=dtype, device=ends.device).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def _inner(name: str) -> str:
+    """Name of a weight in timm; that of LayerScale is another one in the files."""
+    return name.replace(".scale_factor", ".gamma") if name.startswith("vision_backbone") else name
+
+
+def _outer(name: str) -> str:
+    return name[: -len("gamma")] + "scale_factor" if name.endswith((".ls1.gamma", ".ls2.gamma")) else name
