@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.errors import UserError
 from mmrl.files import read_json_object
+from mmrl.hub.compat import ensure_torchvision
 
 __all__ = ["Prismatic", "load_prismatic", "save_prismatic"]
 
@@ -181,6 +182,7 @@ def save_prismatic(model: Prismatic, source: Path, folder: Path) -> None:
 
 
 def _featurizer(name: str, size: int, activation: str | None) -> nn.Module:
+    ensure_torchvision()
     try:
         import timm
     except ImportError as error:

@@ -37,7 +37,8 @@ def shrink_pi0() -> None:
     from lerobot.policies.pi0 import modeling_pi0
 
     def variant(_: str) -> modeling_pi0.GemmaConfig:
-        return modeling_pi0.GemmaConfig(width=16, depth=2, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
+        # its training pass takes eight heads for granted
+        return modeling_pi0.GemmaConfig(width=16, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=4)
 
     def both(config):
         small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
