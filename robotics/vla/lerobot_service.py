@@ -166,7 +166,8 @@ class FlowService(LeRobotService):
 
     def __init__(self, folder: str, device: str) -> None:
         super().__init__(folder, device)
-        self._module, self._model = sys.modules[type(self._policy).__module__], getattr(self._policy, "model", None)
+        self._module: Any = sys.modules[type(self._policy).__module__]
+        self._model: Any = getattr(self._policy, "model", None)
         if not hasattr(self._module, "euler_integrate") or not hasattr(self._model, "denoise_step"):
             raise RefusedError(
                 f"{folder} holds a policy of type {self._config.type}, which has no flow head that can be trained; "
@@ -174,7 +175,8 @@ class FlowService(LeRobotService):
             )
         self._integrate, self._denoise = self._module.euler_integrate, self._model.denoise_step
         self._steps = int(getattr(self._config, "num_steps", None) or self._config.num_inference_steps)
-        self._width, self._seen, self._uploads = int(self._config.max_action_dim), ("", {}), 0
+        self._width, self._uploads = int(self._config.max_action_dim), 0
+        self._seen: tuple[str, dict[str, Any]] = ("", {})
         self._weights = self._trained()
 
     def hello(self) -> Mapping[str, Any]:

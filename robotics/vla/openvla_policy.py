@@ -218,7 +218,7 @@ def _statistics(folder: Path, entries: dict[str, Any], config: OpenVlaConfig) ->
     key = config.unnorm_key
     if key is None and len(known) == 1:
         key = next(iter(known))
-    if key not in known:
+    if key is None or key not in known:
         given, names = "is empty" if key is None else f"is {key!r}", ", ".join(known) or "nothing"
         raise UserError(f"model.options.unnorm_key {given}; {folder} has statistics of: {names}")
     action = known[key]["action"]

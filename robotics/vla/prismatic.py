@@ -181,17 +181,17 @@ def save_prismatic(model: Prismatic, source: Path, folder: Path) -> None:
     save_torch_state_dict(weights, str(folder))
 
 
-def _featurizer(name: str, size: int, activation: str | None) -> nn.Module:
+def _featurizer(name: str, size: int, activation: str | None) -> Any:
     ensure_torchvision()
     try:
         import timm
     except ImportError as error:
         raise UserError("OpenVLA's vision backbones are timm's: pip install 'timm>=1.0'") from error
-    made: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
+    made = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
     for part in ("norm", "attn_pool", "fc_norm", "head"):  # behind the block that is read
         for weight in getattr(made, part).parameters() if isinstance(getattr(made, part, None), nn.Module) else ():
             weight.requires_grad_(False)
-    made.get_submodule("blocks")[-1].requires_grad_(False)  # type: ignore[index]
+    made.blocks[-1].requires_grad_(False)
     return made
 
 
