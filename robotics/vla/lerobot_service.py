@@ -167,12 +167,14 @@ class FlowService(LeRobotService):
     def __init__(self, folder: str, device: str) -> None:
         super().__init__(folder, device)
         self._module: Any = sys.modules[type(self._policy).__module__]
-        self._model: Any = getattr(self._policy, "model", None)
-        if not hasattr(self._module, "euler_integrate") or not hasattr(self._model, "denoise_step"):
+        if not hasattr(self._module, "euler_integrate") or not hasattr(
+            getattr(self._policy, "model", None), "denoise_step"
+        ):
             raise RefusedError(
                 f"{folder} holds a policy of type {self._config.type}, which has no flow head that can be trained; "
                 "model.kind lerobot learns a Gaussian around its actions"
             )
+        self._model: Any = self._policy.model
         self._integrate, self._denoise = self._module.euler_integrate, self._model.denoise_step
         self._steps = int(getattr(self._config, "num_steps", None) or self._config.num_inference_steps)
         self._width, self._uploads = int(self._config.max_action_dim), 0
