@@ -268,7 +268,7 @@ def test_reinforcement_learning_improves_a_smolvla(lerobot, built, tmp_path, cap
     assert "all tasks" in capsys.readouterr().out
     assert main(["train", config]) == 0
     found = rates(tmp_path, "reward/mean")
-    assert np.mean(found[-3:]) > np.mean(found[:3])
+    assert np.mean(found[-3:]) > np.mean(found[:3]) + 0.03
     opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
     opened.close()
 
