@@ -11,7 +11,9 @@ image; a time limit is therefore a state that it knows, and ends an episode like
 
 `reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
 (hand-written in the tabletop tasks, from 0 to 1). `shuffle_success` is the control: the successes of a batch are dealt
-out among the episodes of a task at random, so what is learned with it does not come from success.
+out among the episodes of a task at random, so what is learned with it does not come from success. A success ends its
+episode, and what is paid early is discounted less, so short episodes would still look better; the control therefore
+pays as if at the horizon, r gamma^(C - 1 - k) in chunk k of the C that there can be.
 
 Source: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; critic of the full state: arXiv 1710.06542; PPO for
 vision-language-action policies with values by chunk: RLinf-VLA, arXiv 2510.06710.
@@ -23,6 +25,7 @@ simulator.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -119,16 +122,24 @@ class RobotPpoRecipe(RobotRecipe):
         payload = EpisodePayload.of(rollouts)
         chunks = torch.arange(payload.steps.shape[1], device=rollouts.mask.device)
         turn = chunks.repeat_interleave(self._decisions_of_chunk)
-        paid = payload
-        if self.config.shuffle_success:
-            tasks = [payload.episodes[index].task for index in rollouts.group.tolist()]
-            dealt = shuffled_successes(payload.success, payload.failed, tasks, generator)
-            paid = dataclasses.replace(payload, success=dealt)
-        rewards = chunk_rewards(paid, self.config.reward.success, self.config.reward.progress)
+        rewards = self._shuffled_rewards(rollouts, generator) if self.config.shuffle_success else self._rewards(payload)
         return rollouts.replace(
             turn=turn.expand_as(rollouts.mask).contiguous(),
             extras={"decision_reward": _at_last_decisions(rewards, rollouts.mask)},
         )
+
+    def _rewards(self, payload: EpisodePayload) -> Tensor:
+        return chunk_rewards(payload, self.config.reward.success, self.config.reward.progress)
+
+    def _shuffled_rewards(self, rollouts: Rollouts, generator: torch.Generator) -> Tensor:
+        """(B, C) rewards of the control; equal returns from any chunk, whenever the episode ended."""
+        payload = EpisodePayload.of(rollouts)
+        tasks = [payload.episodes[index].task for index in rollouts.group.tolist()]
+        dealt = shuffled_successes(payload.success, payload.failed, tasks, generator)
+        rewards = self._rewards(dataclasses.replace(payload, success=dealt))
+        gamma = getattr(self.objective.advantage, "gamma", 1.0)
+        last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
+        return rewards * gamma ** (last - torch.arange(rewards.shape[1], device=rewards.device))
 
     def rewards(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the chunks' rewards; the simulator's own at the end is reported."""

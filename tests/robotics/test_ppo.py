@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -79,11 +81,26 @@ def test_the_control_pays_as_many_successes_and_counts_the_real_ones(tmp_path):
     for shuffle in (False, True):
         recipe = RobotPpoRecipe(ppo(tmp_path / str(shuffle), shuffle_success=shuffle))
         rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(0))
-        paid[shuffle] = rollouts.extras["decision_reward"].sum(1)
+        paid[shuffle] = rollouts.extras["decision_reward"].sum(1) > 0
         counted[shuffle] = EpisodePayload.of(rollouts).success
     assert torch.equal(counted[False], counted[True])
     assert 0 < paid[False].sum() == paid[True].sum() < 12
     assert not torch.equal(paid[False], paid[True])
+
+
+def test_the_control_does_not_favour_episodes_that_end_early(tmp_path):
+    recipe = RobotPpoRecipe(ppo(tmp_path, shuffle_success=True))
+    gamma, last = recipe.objective.advantage.gamma, math.ceil(recipe.sim.horizon / recipe.policy.chunk) - 1
+    lengths = set()
+    for seed in range(8):
+        rollouts = recipe.rollout(recipe.policy, recipe.train_tasks[:12], torch.Generator().manual_seed(seed))
+        steps = EpisodePayload.of(rollouts).steps
+        rewards = rollouts.extras["decision_reward"].reshape(*steps.shape, -1).sum(-1)
+        returns = (rewards * gamma ** torch.arange(steps.shape[1])).sum(1)
+        won = returns > 0
+        lengths |= set((steps > 0).sum(1)[won].tolist())
+        torch.testing.assert_close(returns[won], torch.full((int(won.sum()),), gamma**last))
+    assert len(lengths) > 1
 
 
 def test_critic_reads_states_time_and_task():
