@@ -187,7 +187,7 @@ def _featurizer(name: str, size: int, activation: str | None) -> Any:
         import timm
     except ImportError as error:
         raise UserError("OpenVLA's vision backbones are timm's: pip install 'timm>=1.0'") from error
-    made = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
+    made: Any = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
     for part in ("norm", "attn_pool", "fc_norm", "head"):  # behind the block that is read
         for weight in getattr(made, part).parameters() if isinstance(getattr(made, part, None), nn.Module) else ():
             weight.requires_grad_(False)
