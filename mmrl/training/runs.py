@@ -158,7 +158,7 @@ def _build(entry: Any, config: Any, *, trains: bool) -> tuple[Accelerator, Recip
     from mmrl.training.loop.heap import limit_primitive_cache
     from mmrl.training.loop.seeds import seed_everything
 
-    if config.trainer.release_memory:
+    if trains and config.trainer.release_memory:  # recipes that only measure have no such setting
         limit_primitive_cache()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
