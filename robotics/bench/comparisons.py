@@ -21,6 +21,8 @@ from mmrl.errors import UserError
 from robotics.bench.light_steps import LIGHT, compare_light_steps
 from robotics.bench.long_run import long_run
 from robotics.bench.throughput import compare_throughput
+from robotics.bench.warp_steps import compare_warp
+from robotics.sim.warp_physics import find_warp
 
 __all__ = ["NAMES", "compare"]
 
@@ -41,19 +43,22 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
     """Run the comparisons of this room.
 
     Args:
-        options: what to run and how often; it has no use for a model or a device.
+        options: what to run and how often; it has no use for a model, and only `warp` has one for a device.
 
     Returns:
         One comparison for each chosen name.
 
     Raises:
-        UserError: an unknown name, another library to compare with, or mujoco or a renderer is missing.
+        UserError: an unknown name, another library to compare with, or mujoco, a renderer or (`warp`) mujoco_warp is
+            missing.
     """
     if options.against not in (None, "mujoco"):
         raise UserError(f"--against {options.against}: sim compares with mujoco only, and always does")
-    chosen = options.chosen(NAMES)
+    chosen = [name for name in options.chosen(NAMES) if name in options.only or name not in EXTRAS]
     if importlib.util.find_spec("mujoco") is None:
         raise UserError("`mmrl bench sim` needs mujoco, which is not installed: pip install 'mmrl-suite[sim]'")
+    if "warp" in chosen:
+        find_warp()
     from robotics.sim import require_backend
 
     backend = require_backend()
@@ -166,5 +171,8 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     "throughput-128": partial(compare_throughput, size_px=128),
     **{f"light-{env}": partial(_light, env=env) for env in LIGHT},
     "long-run": lambda options, backend: long_run(options),
+    "warp": lambda options, backend: compare_warp(options),
 }
+EXTRAS = ("warp",)
+"""Comparisons that run only where they are asked for: they need more than this package."""
 NAMES = tuple(COMPARISONS)

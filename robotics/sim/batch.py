@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
     from robotics.sim.rollout import Chunk, Observation
     from robotics.sim.variations import Draws
+    from robotics.sim.warp_physics import WarpPhysics
 
 __all__ = ["BatchSettings", "TabletopBatch"]
 
 STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
 LOOKS = ("policy", "film")
+PHYSICS = ("mujoco", "warp")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,15 @@ class BatchSettings:
     """Step sizes and workspace."""
     randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
     """What differs from episode to episode."""
+    physics: str = choice("mujoco", PHYSICS)
+    """mujoco, in threads on the CPU, or warp, all rows of a task together on a GPU; see `robotics.sim.warp_physics`."""
+    device: str | None = None
+    """Warp's device, such as cuda:0; a GPU where there is one when None."""
+
+    def validate(self) -> None:
+        """Refuse a device without a choice of it; raises UserError."""
+        if self.device is not None and self.physics != "warp":
+            raise UserError(f"device is {self.device!r} with physics {self.physics}; only warp has a choice of devices")
 
 
 @dataclass
@@ -124,6 +135,7 @@ class TabletopBatch:
         self._workers = workers
         self._controller = CartesianController(self.arm, self.settings.control)
         self._rollouts: dict[tuple[str, str], ImageRollout] = {}
+        self._warp = _describe_warp(self.settings)
         self._groups: list[_Group] = []
         self._full = np.zeros((0, STATE_SIZE), np.float32)
         self._variants: dict[int, SceneVariant] = {}
@@ -250,6 +262,11 @@ class TabletopBatch:
             del settings["look"]
         if not self.settings.randomization.active():
             del settings["randomization"]
+        del settings["device"]
+        if self._warp is None:
+            del settings["physics"]
+        else:
+            settings["physics"] = self._warp
         return {
             "simulator": "tabletop",
             "tasks": {name: self._horizon(name) for name in self._tasks},
@@ -317,8 +334,16 @@ class TabletopBatch:
                 workers=self._workers,
                 backend=self._drawing.name if self._drawing else None,
                 film=self._film(scene),
+                physics=self._physics(scene, len(rows)),
             )
         return _Group(scene, known, rows)
+
+    def _physics(self, scene: TabletopScene, rows: int) -> WarpPhysics | None:
+        if self._warp is None:
+            return None
+        from robotics.sim.warp_physics import WarpPhysics
+
+        return WarpPhysics(scene.model, rows, PHYSICS_STEPS, self.settings.device)
 
     def _film(self, scene: TabletopScene) -> Callable[[], FilmRenderer] | None:
         if self.settings.look != "film" or self.image_size is None or self._drawing is None:
@@ -394,6 +419,14 @@ class TabletopBatch:
         self.counts["dropped"] += len(broken)
         reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
+
+
+def _describe_warp(settings: BatchSettings) -> str | None:
+    if settings.physics != "warp":
+        return None
+    from robotics.sim.warp_physics import describe_warp
+
+    return describe_warp(settings.device)
 
 
 def _find_drawing(name: str | None) -> Backend:

@@ -39,6 +39,8 @@ class SimConfig:
     """tabletop: panda or ur5e."""
     state: str = "proprio"
     """tabletop: proprio, the robot's own state, or full, with the poses of all pieces."""
+    physics: str = choice("mujoco", ("mujoco", "warp"))
+    """tabletop: mujoco, in threads on the CPU, or warp, all episodes of a task together on a GPU."""
     env: str = ""
     """gymnasium: id of a registered environment, with a prefix `module:` for the module that registers it, or
     module:function or file.py:function that returns an environment."""
@@ -60,6 +62,8 @@ class SimConfig:
                 f"sim.randomization has {', '.join(self.randomization.active())} with sim.kind {self.kind}; there is "
                 "domain randomisation for tabletop and gymnasium"
             )
+        if self.physics != "mujoco" and self.kind != "tabletop":
+            raise ValueError(f"sim.physics is {self.physics} with sim.kind {self.kind}; only tabletop has a choice")
         doubled = sorted({"size", "horizon", "tasks", "camera"} & set(self.options)) if self.kind in SUITES else []
         if doubled:
             raise ValueError(
@@ -118,6 +122,7 @@ def _open_tabletop(config: SimConfig, film: tuple[int, int] | None = None) -> Ro
         reward="dense",  # `success` is a flag of its own
         horizon=config.horizon or None,
         randomization=config.randomization,
+        physics="mujoco" if film else config.physics,
     )
     known = _known("sim.options", config.options, ())
     return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None, **known)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from robotics.sim.films import FilmRenderer
     from robotics.sim.presentation import Outcome
 
-__all__ = ["Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask", "Variant"]
+__all__ = ["BatchPhysics", "Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask", "Variant"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,26 @@ class Variant(Protocol):
     @property
     def observation_delay(self) -> int:
         """Control steps by which `Observation.measured` and `frames` are late."""
+
+
+class BatchPhysics(Protocol):
+    """Physics of several scenes at once, in place of that of each worker; see `robotics.sim.warp_physics`."""
+
+    def run(
+        self, models: Sequence[mujoco.MjModel], datas: Sequence[mujoco.MjData], controls: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """Step L scenes without changing their states.
+
+        Args:
+            models: L, the rollout's or variants of it.
+            datas: L states to begin with.
+            controls: (L, K, nu).
+
+        Returns:
+            (L, K, nstate) full physics states and (L, K, nsensordata) sensor values after each control step, and (L,)
+            the number of control steps before the first that went wrong.
+        """
+        ...
 
 
 class SceneTask(Protocol):
@@ -168,6 +188,7 @@ class ImageRollout:
         workers: threads; the usable cores when None.
         backend: name of a renderer that was probed; chosen and probed when None.
         film: makes what draws in place of `FrameRenderer`; called in the thread that draws.
+        physics: steps all scenes of a call at once; MuJoCo in the worker threads when None.
 
     Raises:
         UserError: a number is out of range, or there is no renderer.
@@ -185,6 +206,7 @@ class ImageRollout:
         workers: int | None = None,
         backend: str | None = None,
         film: Callable[[], FilmRenderer] | None = None,
+        physics: BatchPhysics | None = None,
     ) -> None:
         count = workers if workers is not None else min(usable_cores(), scenes)
         for name, value in (("scenes", scenes), ("substeps", substeps), ("workers", count), ("horizon", horizon)):
@@ -202,6 +224,7 @@ class ImageRollout:
         self._models = [model] * scenes
         self._pasts: list[_Past] = [deque(maxlen=1) for _ in range(scenes)]
         self._elapsed = np.zeros(scenes, np.int64)
+        self._physics = physics
         self._workers = [SceneWorker(model, settings, name, film) for _ in range(count)]
         self._close = weakref.finalize(self, _close_workers, self._workers)
         # The interpreter ends the threads first, and with them what could free their contexts.
@@ -299,8 +322,20 @@ class ImageRollout:
             recorded={},
         )
 
+        together = None
+        if self._physics is not None:
+            chosen = scenes.tolist()
+            models, datas = [self._models[scene] for scene in chosen], [self._data[scene] for scene in chosen]
+            together = self._physics.run(models, datas, controls)
+
         def advance(worker: SceneWorker, row: int) -> None:
-            self._advance(worker, row, controls[row, : taken[row]], output, scenes[row] in record)
+            scene, given = int(scenes[row]), controls[row, : taken[row]]
+            if together is None:
+                done = worker.physics.run(self._models[scene], self._data[scene], given, self.substeps)
+            else:
+                states, sensors, sound = (part[row] for part in together)
+                done = states[: len(given)], sensors[: len(given)], min(int(sound), len(given))
+            self._advance(worker, row, given, done, output, scene in record)
 
         self._in_parallel(advance, len(scenes))
         return self._finish(scenes, output)
@@ -347,16 +382,22 @@ class ImageRollout:
             future.result()
 
     def _advance(
-        self, worker: SceneWorker, row: int, controls: NDArray[np.float64], output: _Output, record: bool
+        self,
+        worker: SceneWorker,
+        row: int,
+        controls: NDArray[np.float64],
+        done: tuple[NDArray[np.float64], NDArray[np.float64], int],
+        output: _Output,
+        record: bool,
     ) -> None:
-        """Run one scene through a whole chunk and write its row of the output.
+        """Score and observe what one scene did in a chunk, and write its row of the output.
 
-        The physics of all K control steps runs in one call, before anything is scored. So the scene may run past the
-        end of its episode; it is then set back to the state of the last step that counts, which is the one observed.
+        The physics of all K control steps ran in one call, before anything is scored. So the scene may have run past
+        the end of its episode; it is then set back to the state of the last step that counts, the one observed.
         """
         scene = int(output.observation.scenes[row])
         model, data = self._models[scene], self._data[scene]
-        states, sensors, sound = worker.physics.run(model, data, controls, self.substeps)
+        states, sensors, sound = done
         qpos, qvel = worker.physics.split(states[:sound])
         rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors[:sound]))
         # What goes wrong after the end of an episode, in steps that only fill up the chunk, is not its failure.
@@ -372,7 +413,7 @@ class ImageRollout:
             late = self.horizon is not None and self._elapsed[scene] + last + 1 >= self.horizon
             outcome: Outcome = "success" if ends[last] else "failure" if late else ""
             output.recorded[scene] = worker.draw_all(model, data, states[: last + 1], outcome)
-        if last + 1 < len(controls):
+        if last + 1 < len(controls) or self._physics is not None:
             worker.physics.restore(data, states[last])
         self._pasts[scene].extend(zip(states[: last + 1], sensors[: last + 1], strict=True))
         self._observe(worker, scene, sensors[last], output.observation, row)
