@@ -51,6 +51,9 @@ class PolicyActor:
             raise UserError(
                 f"the actions of {folder} have {policy.action_size} entries; those at the table have {ACTION_SIZE}"
             )
+        views = self._served.format.views
+        if views != len(run.get("views", ())):
+            raise UserError(f"{folder} sees {views + 1} cameras, but no run beside it names them; play it by its run")
         self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
         self._state = _state_kind(self._served, folder)
         size = self._served.format.image_size
@@ -59,6 +62,7 @@ class PolicyActor:
             "observation": kinds or ["proprio"],
             "image_size": tuple(side or ANY_SIDE for side in size or (None, None)),
             "camera": run.get("camera") or "front",
+            "views": tuple(run.get("views", ())),
             "arm": run.get("arm", "panda"),
         }
         """Arguments of `TabletopEnv`."""
@@ -75,6 +79,7 @@ class PolicyActor:
                 images=torch.from_numpy(observation["rgb"])[None] if "rgb" in observation else None,
                 state=torch.from_numpy(observation[self._state])[None] if self._state else None,
                 instructions=(env.instruction,),
+                views=torch.from_numpy(observation["views"])[None] if "views" in observation else None,
             )
             chunk = choose_chunks(self._served, inputs, self._generator)[0]
             self._chunk = list(chunk.actions[: self._n_action_steps])

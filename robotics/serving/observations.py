@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mmrl.errors import UserError
 from robotics.serving.messages import BadMessageError, describe_value
 from robotics.vla.policy import PolicyInputs
 
@@ -33,6 +34,15 @@ class ObservationFormat:
     """S; None for a policy that gets no state."""
     config: ServeConfig
     """Names of the entries and the usual instruction."""
+    views: int = 0
+    """V, further cameras; their entries are the first of `config.view_keys`."""
+
+    def __post_init__(self) -> None:
+        if self.views > len(self.config.view_keys):
+            raise UserError(
+                f"the policy sees {self.views} cameras beside the first, but view_keys names "
+                f"{len(self.config.view_keys)}: {', '.join(self.config.view_keys) or 'none'}"
+            )
 
     def read(self, message: Mapping[str, Any]) -> PolicyInputs:
         """Make the inputs of one row.
@@ -47,7 +57,8 @@ class ObservationFormat:
             BadMessageError: entries are missing or of another kind; all of them are named.
         """
         problems: list[str] = []
-        image = self._image(message, problems)
+        image = self._image(message, self.config.image_key, problems)
+        views = self._views(message, image, problems)
         state = self._state(message, problems)
         prompt = self._prompt(message, problems)
         if problems:
@@ -56,6 +67,7 @@ class ObservationFormat:
             images=None if image is None else torch.from_numpy(image.copy())[None],
             state=None if state is None else torch.from_numpy(state)[None],
             instructions=(prompt,),
+            views=torch.from_numpy(np.stack(views))[None] if views else None,
         )
 
     def unused(self, message: Mapping[str, Any]) -> list[str]:
@@ -65,6 +77,7 @@ class ObservationFormat:
     def describe(self) -> dict[str, Any]:
         """Entries that are read, with dtype and shape; None in a shape stands for any number."""
         image = {} if self.image_size is None else {self.config.image_key: _kind("uint8", (*self.image_size, 3))}
+        image |= {} if self.image_size is None else dict.fromkeys(self._view_keys, image[self.config.image_key])
         state = {} if self.state_size is None else {self.config.state_key: _kind("float32", (self.state_size,))}
         return {**image, **state, self.config.prompt_key: {"dtype": "text", "default": self.config.prompt or None}}
 
@@ -75,20 +88,38 @@ class ObservationFormat:
             images=None if size is None else torch.zeros((1, *size, 3), dtype=torch.uint8),
             state=None if self.state_size is None else torch.zeros(1, self.state_size),
             instructions=(self.config.prompt or "test",),
+            views=torch.zeros((1, self.views, *size, 3), dtype=torch.uint8) if size and self.views else None,
         )
 
-    def _image(self, message: Mapping[str, Any], problems: list[str]) -> NDArray[np.uint8] | None:
+    @property
+    def _view_keys(self) -> list[str]:
+        return self.config.view_keys[: self.views]
+
+    def _image(self, message: Mapping[str, Any], key: str, problems: list[str]) -> NDArray[np.uint8] | None:
         if self.image_size is None:
             return None
         shape = ", ".join("any" if pixels is None else str(pixels) for pixels in self.image_size)
-        value = self._entry(message, self.config.image_key, f"uint8 ({shape}, 3), rows of RGB pixels", problems)
+        value = self._entry(message, key, f"uint8 ({shape}, 3), rows of RGB pixels", problems)
         if value is None:
             return None
         fits = value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3 and min(value.shape) > 0
         if fits and all(want in (None, have) for want, have in zip(self.image_size, value.shape, strict=False)):
             return value
-        problems.append(f"{self.config.image_key} is {describe_value(value)}; expected uint8 ({shape}, 3), RGB")
+        problems.append(f"{key} is {describe_value(value)}; expected uint8 ({shape}, 3), RGB")
         return None
+
+    def _views(
+        self, message: Mapping[str, Any], image: NDArray[np.uint8] | None, problems: list[str]
+    ) -> list[NDArray[np.uint8]]:
+        """Images of the further cameras; they have the image's size."""
+        found = []
+        for key in self._view_keys:
+            view = self._image(message, key, problems)
+            if view is not None and image is not None and view.shape != image.shape:
+                problems.append(f"{key} has the shape {view.shape}; expected {image.shape}, that of the image")
+            elif view is not None:
+                found.append(view)
+        return found
 
     def _state(self, message: Mapping[str, Any], problems: list[str]) -> NDArray[np.float32] | None:
         if self.state_size is None:

@@ -32,6 +32,7 @@ __all__ = ["ServedPolicy", "open_served_policy"]
 
 ImageSize = tuple[int | None, int | None] | None
 ANY_SIZE: ImageSize = (None, None)
+SIM_FIELDS = ("kind", "env", "arm", "camera", "views", "state", "tasks")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,12 @@ class ServedPolicy:
 
     @classmethod
     def from_policy(
-        cls, policy: ActionPolicy, config: ServeConfig, image_size: ImageSize, state_size: int | None
+        cls,
+        policy: ActionPolicy,
+        config: ServeConfig,
+        image_size: ImageSize,
+        state_size: int | None,
+        views: int | None = None,
     ) -> ServedPolicy:
         """Serve a policy from Python.
 
@@ -68,9 +74,13 @@ class ServedPolicy:
             config: options.
             image_size: (H, W) of its images, None in it for any number; None without images.
             state_size: entries of its state; None without a state.
+            views: further cameras; as many as the policy sees when None.
+
+        Raises:
+            UserError: `config.view_keys` has too few entries for them.
         """
         scale = "none" if policy.statistics is None else "bounds_q99"
-        read = ObservationFormat(image_size, state_size, config)
+        read = ObservationFormat(image_size, state_size, config, (policy.views or 0) if views is None else views)
         return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)))
 
 
@@ -120,12 +130,12 @@ def _of_run(run_dir: Path, config: ServeConfig, step: int | None) -> ServedPolic
         image_size, state_size = _inputs(policy, (side, side) if side else None)
     else:
         policy, image_size, state_size = _users_policy(run, model)
-    served = ServedPolicy.from_policy(policy, config, image_size, state_size)
+    served = ServedPolicy.from_policy(policy, config, image_size, state_size, len(run.sim.views))
     about = {
         "source": str(checkpoint),
         "recipe": entry.name,
         "n_action_steps": run.acting.n_action_steps or policy.chunk,
-        "sim": {name: getattr(run.sim, name) for name in ("kind", "env", "arm", "camera", "state", "tasks")},
+        "sim": {name: getattr(run.sim, name) for name in SIM_FIELDS},
     }
     return _placed(served, make_accelerator(run.trainer.mixed_precision), about)
 

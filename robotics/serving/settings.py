@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmrl.fields import bounded
 
@@ -21,6 +21,9 @@ class ServeConfig:
     """Observations that the policy answers at once where so many wait; 1 = one after the other."""
     image_key: str = "observation/image"
     """Entry of a message that holds the camera image. Nested entries are joined with `/`."""
+    view_keys: list[str] = field(default_factory=lambda: ["observation/wrist_image"])
+    """Entries that hold the images of further cameras, in the order in which the policy sees them; those that it does
+    not see are not read."""
     state_key: str = "observation/state"
     """Entry that holds the robot's state."""
     prompt_key: str = "prompt"
@@ -32,8 +35,8 @@ class ServeConfig:
 
     def validate(self) -> None:
         """Check that the entries have different names; raises ValueError."""
-        keys = (self.image_key, self.state_key, self.prompt_key)
+        keys = (self.image_key, self.state_key, self.prompt_key, *self.view_keys)
         if len(set(keys)) < len(keys) or not all(keys):
             raise ValueError(
-                f"image_key, state_key and prompt_key are {', '.join(map(repr, keys))}; name three entries"
+                f"image_key, state_key, prompt_key and view_keys are {', '.join(map(repr, keys))}; name each entry once"
             )

@@ -24,7 +24,7 @@ from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.films import FilmRenderer
 from robotics.sim.object_poses import object_poses
 from robotics.sim.randomization import RandomizationConfig
-from robotics.sim.rendering import RenderSettings
+from robotics.sim.rendering import RenderSettings, check_cameras
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
@@ -52,6 +52,8 @@ class BatchSettings:
     """(H, W) pixels; None for states only."""
     camera: str = "front"
     """front or wrist."""
+    views: tuple[str, ...] = ()
+    """Further cameras, whose images are observed beside the camera's, in this order."""
     look: str = choice("policy", LOOKS)
     """policy: images are those of the camera; film: for people, see `robotics.sim.films`, which takes some 50 times as
     long."""
@@ -71,7 +73,10 @@ class BatchSettings:
     """Warp's device, such as cuda:0; a GPU where there is one when None."""
 
     def validate(self) -> None:
-        """Refuse a device without a choice of it; raises UserError."""
+        """Refuse a device without a choice of it, and further cameras that nobody draws; raises UserError."""
+        if self.views and (self.image_size is None or self.look == "film"):
+            why = "image_size is None" if self.image_size is None else "films are drawn by a camera of their own"
+            raise UserError(f"views has {', '.join(self.views)}, but {why}; leave it empty")
         if self.device is not None and self.physics != "warp":
             raise UserError(f"device is {self.device!r} with physics {self.physics}; only warp has a choice of devices")
 
@@ -126,6 +131,7 @@ class TabletopBatch:
             for name, task in self._tasks.items()
         }
         self.image_size = self.settings.image_size
+        self.views = tuple(self.settings.views)
         self.state_size = STATES[self.settings.state]
         self.horizon = max(self._horizon(name) for name in self._tasks)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -262,6 +268,8 @@ class TabletopBatch:
             del settings["look"]
         if not self.settings.randomization.active():
             del settings["randomization"]
+        if not self.views:
+            del settings["views"]
         del settings["device"]
         if self._warp is None:
             del settings["physics"]
@@ -302,8 +310,9 @@ class TabletopBatch:
     def _render_settings(self) -> RenderSettings | None:
         if self.image_size is None:
             return None
-        rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera)
+        rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera, self.views)
         check_fields(rendering, "image")
+        check_cameras(next(iter(self._scenes.values())).model, (self.settings.camera, *self.views))
         return rendering
 
     def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:
@@ -362,7 +371,7 @@ class TabletopBatch:
                 )
 
     def _empty(self, rows: NDArray[np.int64], length: int) -> ChunkResult:
-        output = ChunkResult.empty(rows, length, self.state_size, self.image_size)
+        output = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views))
         return replace(output, object_poses=np.full((len(rows), 4, 4), np.nan))
 
     def _observe(
@@ -384,6 +393,8 @@ class TabletopBatch:
         out.object_poses[places] = object_poses(group.scene, seen.qpos[sound], seen.sensordata[sound])
         if out.observation.images is not None and seen.frames is not None:
             out.observation.images[places] = seen.frames[sound]
+        if out.observation.views is not None and seen.views is not None:
+            out.observation.views[places] = seen.views[sound]
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):
             if row in self._variants:
                 self._add_noise(row, place, out)
@@ -393,6 +404,9 @@ class TabletopBatch:
         seen.state[place] = variant.noisy_state(seen.state[place], step)
         if seen.images is not None and self.settings.look == "policy":
             seen.images[place] = variant.noisy_image(seen.images[place], step)
+        if seen.views is not None:
+            for image, name in zip(seen.views[place], self.views, strict=True):
+                image[:] = variant.noisy_image(image, step, name)
 
     def _vary(self, episodes: Mapping[int, EpisodeSpec]) -> None:
         """Draw the variants of the episodes that begin in some rows."""

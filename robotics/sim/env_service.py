@@ -12,7 +12,7 @@ import inspect
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,7 +42,11 @@ else:
 
 
 class RowEnv(Protocol):
-    """One environment as the worker drives it; what a factory of one's own may return. `expert` is optional."""
+    """One environment as the worker drives it; what a factory of one's own may return.
+
+    Optional are `expert()`, (A,) what an expert of its own would do now, and for several cameras `views`, the names of
+    the further ones, with `render_views()`, (V, H, W, 3) uint8 RGB of this moment in their order.
+    """
 
     action_size: int
     """Entries of an action."""
@@ -102,6 +106,7 @@ class EnvService:
     def __init__(self, env: RowEnv, images: bool, end_at_success: bool) -> None:
         self._env, self._images, self._end_at_success = env, images, end_at_success
         self._elapsed = 0
+        self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
             raise gym_adapter.EnvError(
                 "images were asked for, but the environment draws none; make it with render_mode='rgb_array', or ask "
@@ -121,6 +126,7 @@ class EnvService:
             "tasks": dict(env.tasks()),
             "layouts": dict(env.layouts()),
             "expert": hasattr(env, "expert"),
+            "views": [str(name) for name in self._views],
             "draws": "draw" in inspect.signature(env.reset).parameters,
             "describe": dict(env.describe()),
         }
@@ -205,7 +211,10 @@ class EnvService:
         state = np.asarray(self._env.state(), np.float32).reshape(-1)
         if not self._images:
             return {"state": state}
-        return {"state": state, "image": self._draw() if drawn is None else drawn}
+        seen = {"state": state, "image": self._draw() if drawn is None else drawn}
+        if self._views:
+            seen["views"] = np.asarray(self._env.render_views(), np.uint8)  # type: ignore[attr-defined]
+        return seen
 
     def _look(self, rewards: list[float]) -> str:
         """What is not finite after a control step; empty where everything is."""

@@ -28,7 +28,7 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.films import FILM_SIZE, Caption, FilmRenderer, write_caption
 from robotics.sim.observation_delay import ObservationDelay
 from robotics.sim.randomization import RandomizationConfig, read_randomization
-from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
+from robotics.sim.rendering import FrameRenderer, RenderSettings, check_cameras, update_poses
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import LAYOUTS, TabletopScene, find_task, layout_seed
 from robotics.sim.variant import ActionDelay, SceneVariant
@@ -61,7 +61,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`;
     `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
-    `segmentation` (H, W, 2) int32 object number and type, -1 where there is nothing.
+    `segmentation` (H, W, 2) int32 object number and type, -1 where there is nothing; and `views` (V, H, W, 3) uint8 of
+    the further cameras where there are some.
     `info` has success, instruction, layout, split and dense_reward, and randomization, what was drawn for the episode,
     where something is randomised. Its noise and delays are in what is observed; the property `state`, films, windows
     and rewards are exact, and depth and segmentation have no noise.
@@ -72,6 +73,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         observation: kinds, see above.
         image_size: (H, W) pixels of observed images.
         camera: front or wrist.
+        views: further cameras, whose images are the entry `views`.
         horizon: control steps until truncation; that of the task when None.
         render_mode: rgb_array; human, a window that shows the episode in real time; or None.
         split: of the layouts that `reset` draws where its options name none.
@@ -85,8 +87,8 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             windows keep their own look.
 
     Raises:
-        UserError: there is no such task, arm, kind of observation, split, reward or look, no renderer for it, no
-            display for a window, or a range of the randomisation is not possible.
+        UserError: there is no such task, arm, camera, kind of observation, split, reward or look, no renderer for it,
+            no display for a window, or a range of the randomisation is not possible.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["human", "rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - as in the base
@@ -106,16 +108,19 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         render_size: tuple[int, int] | None = None,
         render_look: str = "film",
         randomization: RandomizationConfig | Mapping[str, Any] | None = None,
+        views: Sequence[str] = (),
     ) -> None:
         if horizon is not None and horizon < 1:
             raise UserError(f"horizon is {horizon}; must be at least 1")
         chosen = read_randomization(randomization)
         self._scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
-        self.kinds = _check_kinds(observation)
+        self.kinds, self._views = _check_kinds(observation), tuple(views)
+        check_cameras(scene.model, (camera, *views))
         self.split, self.reward = split, reward
         self.horizon = horizon or scene.task.horizon
         self.render_mode, self._look = _check_render_mode(render_mode), _check_look(render_look)
-        renders = render_mode == "rgb_array" or any(KINDS[kind].rendered for kind in self.kinds)
+        self._draws = bool(views) or any(KINDS[kind].rendered for kind in self.kinds)
+        renders = render_mode == "rgb_array" or self._draws
         self._backend = require_backend().name if renders else ""
 
         import mujoco
@@ -142,7 +147,10 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._layout, self._elapsed, self._over = -1, 0, True
         self._outcome: Outcome = ""
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
-        self.observation_space = spaces.Dict({kind: KINDS[kind].space(image_size) for kind in self.kinds})
+        parts: dict[str, spaces.Space[Any]] = {kind: KINDS[kind].space(image_size) for kind in self.kinds}
+        if views:
+            parts["views"] = spaces.Box(0, 255, (len(views), *image_size, 3), np.uint8)
+        self.observation_space = spaces.Dict(parts)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -224,10 +232,20 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             self._film = FilmRenderer(self._scene, self._film_size, self._backend)
         return write_caption(self._film.rgb(self.data, outcome=self._outcome), self._caption())
 
-    def policy_image(self) -> NDArray[np.uint8]:
-        """(H, W, 3) RGB of the policy's camera in the size of `render()`, whatever its look; needs a render mode."""
+    def policy_image(self, camera: str | None = None) -> NDArray[np.uint8]:
+        """Render what a policy sees, whatever the look of `render()`; needs a render mode.
+
+        Args:
+            camera: a further camera; the policy's own when None.
+
+        Returns:
+            (H, W, 3) RGB in the size of `render()`.
+
+        Raises:
+            UserError: there is no such camera.
+        """
         update_poses(self.model, self._seen.data)
-        return self._policy_image("render")
+        return self._policy_image("render", camera)
 
     def close(self) -> None:
         """Free the renderers and close the window."""
@@ -324,9 +342,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return info if self._variant is None else info | {"randomization": dict(self._variant.drawn)}
 
     def _observe(self) -> dict[str, Any]:
-        if any(KINDS[kind].rendered for kind in self.kinds):
+        if self._draws:
             update_poses(self.model, self._seen.data)
-        return {kind: KINDS[kind].observe(self) for kind in self.kinds}
+        seen = {kind: KINDS[kind].observe(self) for kind in self.kinds}
+        if self._views:
+            seen["views"] = np.stack([self._policy_image("observe", view) for view in self._views])
+        return seen
 
     def _measured_state(self) -> NDArray[np.float32]:
         """(22,) state as it is observed, late and with noise where that is drawn."""
@@ -334,9 +355,9 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         state: NDArray[np.float32] = self._scene.sensors.state(self._seen.sensordata[None], commands)[0]
         return state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
 
-    def _policy_image(self, purpose: str) -> NDArray[np.uint8]:
-        image = self._renderer(purpose).rgb(self._seen.data).copy()
-        return image if self._variant is None else self._variant.noisy_image(image, self._elapsed)
+    def _policy_image(self, purpose: str, camera: str | None = None) -> NDArray[np.uint8]:
+        image = self._renderer(purpose).rgb(self._seen.data, camera=camera).copy()
+        return image if self._variant is None else self._variant.noisy_image(image, self._elapsed, camera or "")
 
     def _renderer(self, purpose: str) -> FrameRenderer:
         if purpose not in self._renderers:

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"]
+__all__ = ["ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim", "views_of"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class RobotObservation:
     """(R, S) proprioception and other state; the simulator's docstring names the entries."""
     images: NDArray[np.uint8] | None
     """(R, H, W, 3) RGB; None without images."""
+    views: NDArray[np.uint8] | None = None
+    """(R, V, H, W, 3) RGB of V further cameras, in the order of the simulator's `views`; None without them."""
 
     def of(self, rows: ArrayLike) -> RobotObservation:
         """Some of the rows.
@@ -61,7 +63,8 @@ class RobotObservation:
         if np.array_equal(wanted, self.rows):
             return self
         places = np.searchsorted(self.rows, wanted)
-        return RobotObservation(wanted, self.state[places], None if self.images is None else self.images[places])
+        images, views = (None if part is None else part[places] for part in (self.images, self.views))
+        return RobotObservation(wanted, self.state[places], images, views)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,12 @@ class ChunkResult:
 
     @classmethod
     def empty(
-        cls, rows: NDArray[np.int64], length: int, state_size: int, image_size: tuple[int, int] | None
+        cls,
+        rows: NDArray[np.int64],
+        length: int,
+        state_size: int,
+        image_size: tuple[int, int] | None,
+        views: int = 0,
     ) -> ChunkResult:
         """Make a result of zeros.
 
@@ -105,9 +113,11 @@ class ChunkResult:
             length: K.
             state_size: S.
             image_size: (H, W); None without images.
+            views: V, further cameras.
         """
         count = len(rows)
         images = None if image_size is None else np.zeros((count, *image_size, 3), np.uint8)
+        others = None if image_size is None or not views else np.zeros((count, views, *image_size, 3), np.uint8)
         return cls(
             rows=rows,
             rewards=np.zeros((count, length)),
@@ -116,12 +126,15 @@ class ChunkResult:
             terminated=np.zeros(count, bool),
             truncated=np.zeros(count, bool),
             failed=np.zeros(count, bool),
-            observation=RobotObservation(rows, np.zeros((count, state_size), np.float32), images),
+            observation=RobotObservation(rows, np.zeros((count, state_size), np.float32), images, others),
         )
 
 
 class RobotSim(Protocol):
-    """Many episodes at once. A row is live until its episode ends; only live rows take actions."""
+    """Many episodes at once. A row is live until its episode ends; only live rows take actions.
+
+    One with several cameras also has an attribute `views`, see `views_of`.
+    """
 
     @property
     def action_size(self) -> int:
@@ -189,3 +202,8 @@ class RobotSim(Protocol):
     def close(self) -> None:
         """Stop threads and processes and free renderers."""
         ...
+
+
+def views_of(sim: object) -> tuple[str, ...]:
+    """Names of a simulator's further cameras, in the order of `RobotObservation.views`; none without that attribute."""
+    return tuple(getattr(sim, "views", ()))

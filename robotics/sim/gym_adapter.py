@@ -6,6 +6,7 @@ but is given an environment. Spaces are recognised by their class names, which g
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class GymRow:
         image_key: entry of a Dict observation that is the image (H, W, 3) uint8; None = the first such entry, or
             `env.render()` without one; or `env.unwrapped.policy_image()` where there is such a method, for
             environments that render something else for people.
+        views: further cameras: entries of a Dict observation that are images, or what
+            `env.unwrapped.policy_image(camera=name)` draws; of the size of the image. Those of `metadata` when empty.
         size: side in pixels to which images are resized, by averaging areas; they stay as they are drawn when None.
         success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
             `info` by the end of the first episode; "" = these two, and no success where they are missing.
@@ -47,7 +50,7 @@ class GymRow:
 
     Raises:
         EnvError: actions are not continuous or have no bounds, a key does not exist or is no image, there is no
-            horizon.
+            horizon, or no such camera.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class GymRow:
         instruction: str | None = None,
         state_keys: Sequence[str] | None = None,
         image_key: str | None = None,
+        views: Sequence[str] = (),
         size: int | None = None,
         success_key: str | None = None,
         success_reward: float | None = None,
@@ -79,6 +83,8 @@ class GymRow:
         self._observation, _ = env.reset(seed=0)
         self.state_size = len(self.state())
         self.image_size = self._image_size()
+        self.views = tuple(views or self._metadata.get("views", ()))
+        self._check_views()
 
     def tasks(self) -> Mapping[str, str]:
         """The only task with its instruction."""
@@ -130,10 +136,48 @@ class GymRow:
 
     def render(self) -> np.ndarray:
         """(H, W, 3) image of the observation, or of `render`."""
-        image = self._raw_image()
+        return self._resized(self._raw_image())
+
+    def render_views(self) -> np.ndarray:
+        """(V, H, W, 3) images of the further cameras."""
+        return np.stack([self._resized(self._raw_view(name)) for name in self.views])
+
+    def _resized(self, image: np.ndarray) -> np.ndarray:
         if self._size is None or image.shape[:2] == (self._size, self._size):
             return image
         return resize(image, self._size)
+
+    def _raw_view(self, name: str) -> np.ndarray:
+        if name in self._image_entries():
+            return np.asarray(self._observation[name], np.uint8)
+        return np.asarray(self._env.unwrapped.policy_image(camera=name), np.uint8)
+
+    def _image_entries(self) -> list[str]:
+        """Entries of a Dict observation that are images."""
+        parts = getattr(self._env.observation_space, "spaces", None)
+        return [name for name in parts if _is_image(parts[name])] if isinstance(parts, Mapping) else []
+
+    def _check_views(self) -> None:
+        if not self.views:
+            return
+        draw = getattr(getattr(self._env, "unwrapped", None), "policy_image", None)
+        draws = draw is not None and "camera" in inspect.signature(draw).parameters
+        others = [name for name in self._image_entries() if name != self._image_key]
+        for name in self.views:
+            if not draws and name not in others:
+                raise EnvError(
+                    f"{self._name} has no further camera {name!r}. Its observation has the images "
+                    f"{', '.join(others) or 'none'} beside the policy's, and it has no method policy_image(camera)"
+                )
+            try:
+                shape = self._resized(self._raw_view(name)).shape
+            except Exception as error:
+                raise EnvError(f"{self._name} does not draw the camera {name!r}: {error}") from error
+            if self.image_size is not None and shape != (*self.image_size, 3):
+                raise EnvError(
+                    f"the camera {name!r} of {self._name} has images of the shape {shape}; expected "
+                    f"{(*self.image_size, 3)}, that of the policy's image; set a size to which all are resized"
+                )
 
     def _raw_image(self) -> np.ndarray:
         if self._image_key is not None:
@@ -149,6 +193,7 @@ class GymRow:
             "render_fps": self._metadata.get("render_fps"),
             "state_keys": list(self._state_keys) if self._state_keys is not None else None,
             "image_key": self._image_key,
+            **({"views": list(self.views)} if self.views else {}),
         }
 
     def close(self) -> None:

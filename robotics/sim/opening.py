@@ -10,7 +10,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
-from robotics.sim.episodes import RobotSim
+from robotics.sim.episodes import RobotSim, views_of
 from robotics.sim.films import film_size
 from robotics.sim.randomization import RandomizationConfig
 
@@ -31,6 +31,10 @@ class SimConfig:
     """Side of the images in pixels; 0 = none. Those of gymnasium are resized by averaging areas."""
     camera: str = ""
     """Camera of the images; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
+    views: list[str] = field(default_factory=list)
+    """Further cameras, in the order in which the policy sees them, such as [wrist] (tabletop) or [robot0_eye_in_hand]
+    (libero); their images have the same size. gymnasium: entries of the observation that are images, or cameras of an
+    environment with a method `policy_image(camera)`, such as those of the tabletop. gymnasium_robotics: none."""
     horizon: int = bounded(0, at_least=0)
     """Control steps after which an episode is truncated; 0 = the task's own horizon."""
     workers: int = bounded(0, at_least=0)
@@ -57,6 +61,7 @@ class SimConfig:
             raise ValueError(f"sim.env is '{self.env}' with sim.kind {self.kind}; gymnasium needs it, others have none")
         if self.camera and self.kind in WITHOUT_CAMERAS:
             raise ValueError(f"sim.camera is '{self.camera}', but {self.kind} has no choice of cameras; leave it empty")
+        self._check_views()
         if self.kind in SUITES and self.randomization.active():
             raise ValueError(
                 f"sim.randomization has {', '.join(self.randomization.active())} with sim.kind {self.kind}; there is "
@@ -64,10 +69,26 @@ class SimConfig:
             )
         if self.physics != "mujoco" and self.kind != "tabletop":
             raise ValueError(f"sim.physics is {self.physics} with sim.kind {self.kind}; only tabletop has a choice")
-        doubled = sorted({"size", "horizon", "tasks", "camera"} & set(self.options)) if self.kind in SUITES else []
+        doubled = sorted({"size", "horizon", "tasks", "camera", "views"} & set(self.options))
+        doubled = doubled if self.kind in SUITES else []
         if doubled:
             raise ValueError(
                 f"sim.options has {', '.join(doubled)}; set {', '.join(OWN_FIELDS.get(k, f'sim.{k}') for k in doubled)}"
+            )
+
+    def _check_views(self) -> None:
+        if not self.views:
+            return
+        named = ", ".join(self.views)
+        if not self.image_size:
+            raise ValueError(f"sim.views is [{named}] with sim.image_size 0, which is no images; set a size")
+        if self.kind in WITHOUT_VIEWS:
+            raise ValueError(f"sim.views is [{named}], but {self.kind} has one camera; leave it empty")
+        doubled = [name for name in self.views if [self.camera, *self.views].count(name) > 1 or not name]
+        if doubled:
+            raise ValueError(
+                f"sim.views is [{named}] with sim.camera '{self.camera}'; name each camera once, "
+                f"'{doubled[0]}' is there twice or empty"
             )
 
 
@@ -89,6 +110,12 @@ def open_sim(config: SimConfig) -> RobotSim:
     from mmrl.rewards.loading import load_function
 
     sim: RobotSim = load_function(config.kind, what="sim.kind")(config)
+    if views_of(sim) != tuple(config.views):
+        sim.close()
+        raise UserError(
+            f"sim.views is [{', '.join(config.views)}], but the simulator of {config.kind} observes "
+            f"[{', '.join(views_of(sim))}]; its attribute `views` names them"
+        )
     return sim
 
 
@@ -107,7 +134,7 @@ def open_film_sim(config: SimConfig, height: int) -> RobotSim:
         RunError: it cannot be started.
     """
     if config.kind == "tabletop":
-        return _open_tabletop(replace(config, workers=1), film_size(height))
+        return _open_tabletop(replace(config, workers=1, views=[]), film_size(height))
     return open_sim(replace(config, image_size=height, workers=1))
 
 
@@ -118,6 +145,7 @@ def _open_tabletop(config: SimConfig, film: tuple[int, int] | None = None) -> Ro
         image_size=film or ((config.image_size, config.image_size) if config.image_size else None),
         look="film" if film else "policy",
         camera=config.camera or "front",
+        views=tuple(config.views),
         state=config.state,
         reward="dense",  # `success` is a flag of its own
         horizon=config.horizon or None,
@@ -144,6 +172,8 @@ def _open_gymnasium(config: SimConfig) -> RobotSim:
             options.setdefault("max_episode_steps", config.horizon)
     if config.image_size:
         adapter.setdefault("size", config.image_size)
+    if config.views:
+        adapter["views"] = list(config.views)
     if config.randomization.active():  # what is drawn depends on the layout, which reset has to be told
         options["randomization"] = asdict(config.randomization)
         adapter.setdefault("layout_options", True)
@@ -166,7 +196,7 @@ def _open_suite(config: SimConfig) -> RobotSim:
     options = dict(config.options)
     settings = _known("sim.options.settings", dict(options.pop("settings", {})), POOL_SETTINGS)
     chosen = {"horizon": config.horizon, "size": config.image_size, "tasks": config.tasks, "camera": config.camera}
-    options |= {name: value for name, value in chosen.items() if value}
+    options |= {name: value for name, value in (chosen | {"views": list(config.views)}).items() if value}
     found = suite_settings(
         config.kind, options, workers=config.workers or usable_cores(), images=bool(config.image_size)
     )
@@ -196,6 +226,7 @@ POOL_SETTINGS = (
 
 SUITES = ("libero", "metaworld", "robosuite", "gymnasium_robotics")
 WITHOUT_CAMERAS = ("gymnasium", "gymnasium_robotics")
+WITHOUT_VIEWS = ("gymnasium_robotics",)
 OWN_FIELDS = {"size": "sim.image_size"}
 
 SIMULATORS: dict[str, Callable[[SimConfig], RobotSim]] = {

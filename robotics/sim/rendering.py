@@ -16,6 +16,7 @@ import atexit
 import copy
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["FrameRenderer", "RenderSettings", "fast_visuals", "update_poses"]
+__all__ = ["FrameRenderer", "RenderSettings", "check_cameras", "fast_visuals", "update_poses"]
 
 FREE_CAMERA = -1
 BACKGROUND_ID = -1
@@ -48,6 +49,8 @@ class RenderSettings:
     """Pixels."""
     camera: str | int = FREE_CAMERA
     """Name or number of a camera of the model; -1 is the free camera at its default place."""
+    views: tuple[str | int, ...] = ()
+    """Further cameras, of which `ImageRollout` draws images of the same size."""
     shadows: bool = False
     """Draw the shadows of the lights that cast one."""
     multisampling: bool = False
@@ -97,6 +100,20 @@ class _Background:
     """(H*W,) depth buffer, larger is nearer; 0 where nothing was drawn."""
 
 
+@dataclass
+class _Sight:
+    """A camera, and what is known of the parts that never move as it sees them."""
+
+    camera: Any
+    """MjvCamera."""
+    separable: bool
+    """Whether those parts can be drawn apart from the others."""
+    last_view: NDArray[np.float64] | None = None
+    """Where camera, lights and those parts were in its last image."""
+    background: _Background | None = None
+    """None before they were drawn."""
+
+
 class FrameRenderer:
     """Draws images of one model, with one OpenGL context and one scene; belongs to the thread that made it.
 
@@ -107,12 +124,12 @@ class FrameRenderer:
 
     Args:
         model: MjModel; not changed.
-        settings: size, camera and what to leave out.
+        settings: size, cameras and what to leave out.
         backend: name of one that was probed; chosen and probed when None.
         max_geoms: most shapes in a scene.
 
     Raises:
-        UserError: the camera does not exist, or there is no renderer.
+        UserError: a camera does not exist, or there is no renderer.
     """
 
     def __init__(
@@ -130,7 +147,7 @@ class FrameRenderer:
 
         self._lib = mujoco
         self._model = model
-        self._camera = _find_camera(model, self.settings.camera)
+        check_cameras(model, (self.settings.camera, *self.settings.views))
         self._option = mujoco.MjvOption()
         self._scene = mujoco.MjvScene(model, maxgeom=max_geoms)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = self.settings.shadows
@@ -149,27 +166,35 @@ class FrameRenderer:
         self._nearness = np.empty((height, width), np.float32)
         self._image = np.empty((height, width, 3), np.uint8)
         self._textures: NDArray[np.uint8] = model.tex_data.copy()
-        self._background: _Background | None = None
+        self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
+        self._sights: dict[str | int, _Sight] = {}
         self.refresh()
 
-    def rgb(self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    def rgb(
+        self, data: mujoco.MjData, out: NDArray[np.uint8] | None = None, camera: str | int | None = None
+    ) -> NDArray[np.uint8]:
         """Draw the colours.
 
         Args:
             data: state whose poses are drawn.
             out: (H, W, 3) uint8 to write to; a buffer of the renderer, which the next call overwrites, when None.
+            camera: name or number of another camera than that of the settings.
 
         Returns:
             (H, W, 3) uint8 RGB, the top row first.
+
+        Raises:
+            UserError: the model has no such camera.
         """
         out = self._image if out is None else out
         self._make_current()
-        background = self._background_of(data)
+        sight = self._sight(self.settings.camera if camera is None else camera)
+        background = self._background_of(data, sight)
         if background is None:
-            self._draw(data, self._everything, self._sky)
+            self._draw(data, sight, self._everything, self._sky)
             self._lib.mjr_readPixels(self._rows, None, self._rect, self._mjr)
         else:
-            self._draw(data, self._everything & ~self._static, sky=False)
+            self._draw(data, sight, self._everything & ~self._static, sky=False)
             self._lib.mjr_readPixels(self._rows, self._nearness, self._rect, self._mjr)
             self._lay_over(background)
         out[:] = self._rows[::-1]
@@ -221,9 +246,8 @@ class FrameRenderer:
 
     def refresh(self) -> None:
         """Draw everything anew the next time, because colours, materials or what is visible have changed."""
-        self._background = None
-        self._last_view: NDArray[np.float64] | None = None
-        self._separable = self.settings.reuse_static and not (self.settings.shadows or self.settings.multisampling)
+        for sight in self._sights.values():
+            sight.separable, sight.last_view, sight.background = self._separable, None, None
         self._fixed_bodies = np.flatnonzero(self._model.body_weldid == 0)
 
     def show(self, model: mujoco.MjModel) -> None:
@@ -276,9 +300,14 @@ class FrameRenderer:
             raise RuntimeError("this FrameRenderer has been closed")
         self._gl.make_current()
 
-    def _draw(self, data: mujoco.MjData, categories: int, sky: bool) -> None:
+    def _sight(self, camera: str | int) -> _Sight:
+        if camera not in self._sights:
+            self._sights[camera] = _Sight(_find_camera(self._model, camera), self._separable)
+        return self._sights[camera]
+
+    def _draw(self, data: mujoco.MjData, sight: _Sight, categories: int, sky: bool) -> None:
         self._scene.flags[self._lib.mjtRndFlag.mjRND_SKYBOX] = sky
-        self._lib.mjv_updateScene(self._model, data, self._option, None, self._camera, int(categories), self._scene)
+        self._lib.mjv_updateScene(self._model, data, self._option, None, sight.camera, int(categories), self._scene)
         self._lib.mjr_render(self._rect, self._scene, self._mjr)
 
     def _draw_identities(self, data: mujoco.MjData) -> None:
@@ -287,35 +316,35 @@ class FrameRenderer:
         flags = [int(self._lib.mjtRndFlag.mjRND_SEGMENT), int(self._lib.mjtRndFlag.mjRND_IDCOLOR)]
         self._scene.flags[flags] = True
         try:
-            self._draw(data, self._everything, self._sky)
+            self._draw(data, self._sight(self.settings.camera), self._everything, self._sky)
         finally:
             self._scene.flags[flags] = False
 
-    def _background_of(self, data: mujoco.MjData) -> _Background | None:
-        if not self._separable:
+    def _background_of(self, data: mujoco.MjData, sight: _Sight) -> _Background | None:
+        if not sight.separable:
             return None
-        view = self._view(data)
-        if self._background is not None and np.array_equal(view, self._background.view):
-            return self._background
+        view = self._view(data, sight)
+        if sight.background is not None and np.array_equal(view, sight.background.view):
+            return sight.background
         # Worth drawing only for a view that stays: a camera on a moving hand would pay for it in every image.
-        stays = self._last_view is not None and np.array_equal(view, self._last_view)
-        self._last_view = view
-        self._background = self._draw_background(data, view) if stays else None
-        return self._background
+        stays = sight.last_view is not None and np.array_equal(view, sight.last_view)
+        sight.last_view = view
+        sight.background = self._draw_background(data, sight, view) if stays else None
+        return sight.background
 
-    def _view(self, data: mujoco.MjData) -> NDArray[np.float64]:
-        camera = self._camera.fixedcamid
+    def _view(self, data: mujoco.MjData, sight: _Sight) -> NDArray[np.float64]:
+        camera = sight.camera.fixedcamid
         parts = [data.xpos[self._fixed_bodies], data.xquat[self._fixed_bodies], data.light_xpos, data.light_xdir]
         if camera != FREE_CAMERA:
             parts += [data.cam_xpos[camera], data.cam_xmat[camera]]
         return np.concatenate([np.ravel(part) for part in parts])
 
-    def _draw_background(self, data: mujoco.MjData, view: NDArray[np.float64]) -> _Background | None:
-        self._draw(data, self._everything, self._sky)
-        self._separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
-        if not self._separable:
+    def _draw_background(self, data: mujoco.MjData, sight: _Sight, view: NDArray[np.float64]) -> _Background | None:
+        self._draw(data, sight, self._everything, self._sky)
+        sight.separable = not any(map(self._mixes, self._scene.geoms[: self._scene.ngeom]))
+        if not sight.separable:
             return None
-        self._draw(data, self._static, self._sky)
+        self._draw(data, sight, self._static, self._sky)
         rgb, nearness = np.empty_like(self._rows), np.empty_like(self._nearness)
         self._lib.mjr_readPixels(rgb, nearness, self._rect, self._mjr)
         return _Background(view, rgb.reshape(-1, 3), nearness.reshape(-1))
@@ -369,6 +398,15 @@ def _free_context(gl: Any, mjr: Any, owner: int) -> None:
     gl.make_current()
     mjr.free()
     gl.free()
+
+
+def check_cameras(model: mujoco.MjModel, cameras: Sequence[str | int]) -> None:
+    """Check that a model has cameras, and that each is named once; raises UserError."""
+    for camera in cameras:
+        _find_camera(model, camera)
+    doubled = sorted({str(camera) for camera in cameras if list(cameras).count(camera) > 1})
+    if doubled:
+        raise UserError(f"the camera {doubled[0]} is named twice: {', '.join(map(str, cameras))}; each is drawn once")
 
 
 def _find_camera(model: mujoco.MjModel, camera: str | int) -> Any:

@@ -35,6 +35,9 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
         return f"tasks is {hello['tasks']!r:.80}; expected the instruction of each task"
     if not all(count is None or (type(count) is int and count >= 0) for count in hello["layouts"].values()):
         return f"layouts is {hello['layouts']!r:.80}; expected a number or None for each split"
+    views = hello.get("views", [])
+    if not isinstance(views, list) or not all(isinstance(name, str) for name in views):
+        return f"views is {views!r:.80}; expected the names of further cameras"
     missing = [name for name in ("python", "numpy", "expert") if name not in hello]
     return f"{missing[0]} is missing" if missing else ""
 
@@ -46,6 +49,7 @@ def misshapen(
     action_size: int,
     image_size: tuple[int, int] | None,
     frame_size: tuple[int, int] | None,
+    views: int = 0,
 ) -> WorkerFailure | None:
     """Find out what is wrong with the arrays of an answer.
 
@@ -56,6 +60,7 @@ def misshapen(
         action_size: A.
         image_size: (H, W) of the image that the answer has to hold; None where it need not.
         frame_size: (H, W) of recorded frames.
+        views: V, images of further cameras that an observation has to hold.
 
     Returns:
         A failure that names the array; None where all is well.
@@ -66,6 +71,8 @@ def misshapen(
         return None
     if kind in ("reset", "step_chunk"):
         expected["state"] = (state_size,)
+        if views and image_size is not None:
+            expected["views"] = (views, *image_size, 3)
     if kind == "expert":
         expected["action"] = (action_size,)
     elif image_size is not None:

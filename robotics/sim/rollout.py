@@ -112,6 +112,8 @@ class Observation:
     """(R, nsensordata) sensor values as the scene reports them: late where its variant has an observation delay."""
     frames: NDArray[np.uint8] | None
     """(R, H, W, 3) RGB, as late as `measured`; None without images."""
+    views: NDArray[np.uint8] | None = None
+    """(R, V, H, W, 3) RGB of the settings' further cameras, as late as `measured`; None without them."""
 
     def of(self, scenes: ArrayLike) -> Observation:
         """Rows of some of the scenes.
@@ -126,9 +128,9 @@ class Observation:
         if np.array_equal(wanted, self.scenes):
             return self
         rows = np.searchsorted(self.scenes, wanted)
-        frames = None if self.frames is None else self.frames[rows]
+        frames, views = (None if part is None else part[rows] for part in (self.frames, self.views))
         numbers = (self.qpos[rows], self.qvel[rows], self.sensordata[rows], self.measured[rows])
-        return Observation(wanted, *numbers, frames)
+        return Observation(wanted, *numbers, frames, views)
 
 
 @dataclass(frozen=True)
@@ -362,14 +364,16 @@ class ImageRollout:
 
     def _allocate(self, scenes: NDArray[np.int64]) -> Observation:
         rows, model = len(scenes), self.model
-        shape = None if self.settings is None else (rows, self.settings.height, self.settings.width, 3)
+        shape = None if self.settings is None else (self.settings.height, self.settings.width, 3)
+        cameras = 0 if self.settings is None else len(self.settings.views)
         return Observation(
             scenes=scenes,
             qpos=np.empty((rows, model.nq)),
             qvel=np.empty((rows, model.nv)),
             sensordata=np.empty((rows, model.nsensordata)),
             measured=np.empty((rows, model.nsensordata)),
-            frames=None if shape is None else np.empty(shape, np.uint8),
+            frames=None if shape is None else np.empty((rows, *shape), np.uint8),
+            views=None if shape is None or not cameras else np.empty((rows, cameras, *shape), np.uint8),
         )
 
     def _in_parallel(self, work: Callable[[SceneWorker, int], None], rows: int) -> None:
@@ -432,7 +436,7 @@ class ImageRollout:
             return
         if late:
             worker.physics.restore(data, past[0][0])
-        worker.draw(model, data, observation.frames[row])
+        worker.draw(model, data, observation.frames[row], None if observation.views is None else observation.views[row])
         if late:
             worker.physics.restore(data, past[-1][0])
 

@@ -116,6 +116,7 @@ class SceneWorker:
         self.physics = Physics(model)
         self.renderer: FrameRenderer | FilmRenderer | None = None
         self._shape: tuple[int, ...] = ()
+        self._views = () if settings is None else settings.views
         if settings is not None:
             self._shape = (settings.height, settings.width, 3)
             make: Callable[[], FrameRenderer | FilmRenderer] = film or partial(FrameRenderer, model, settings, backend)
@@ -125,13 +126,22 @@ class SceneWorker:
         """Take rows that wait until none is left."""
         return self._thread.submit(self._drain, work, waiting)
 
-    def draw(self, model: mujoco.MjModel, data: mujoco.MjData, out: NDArray[np.uint8]) -> None:
-        """Draw a scene as it is now."""
-        if self.renderer is not None:
-            update_poses(model, data)
-            if isinstance(self.renderer, FrameRenderer):  # films have a model of their own
-                self.renderer.show(model)
-            self.renderer.rgb(data, out)
+    def draw(
+        self,
+        model: mujoco.MjModel,
+        data: mujoco.MjData,
+        out: NDArray[np.uint8],
+        views: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Draw a scene as it is now, into `views` as the further cameras see it."""
+        if self.renderer is None:
+            return
+        update_poses(model, data)
+        if isinstance(self.renderer, FrameRenderer):  # films have a model of their own, and no further cameras
+            self.renderer.show(model)
+            for camera, image in zip(self._views, () if views is None else views, strict=views is not None):
+                self.renderer.rgb(data, image, camera)
+        self.renderer.rgb(data, out)
 
     def draw_all(
         self, model: mujoco.MjModel, data: mujoco.MjData, states: NDArray[np.float64], outcome: Outcome

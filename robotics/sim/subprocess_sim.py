@@ -77,6 +77,8 @@ class SubprocessSim:
         size = self._hello["image_size"]
         self._frame_size: tuple[int, int] | None = (size[0], size[1]) if size else None
         self.image_size = self._frame_size if settings.images else None
+        self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
+        """Names of the further cameras."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -296,7 +298,8 @@ class SubprocessSim:
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
         """What is wrong with the arrays of an answer."""
         size = self._frame_size if request.fields["kind"] == "render" else self.image_size
-        return misshapen(request, answer, self.state_size, self.action_size, size, self._frame_size)
+        sizes = (self.state_size, self.action_size, size, self._frame_size, len(self.views))
+        return misshapen(request, answer, *sizes)
 
     def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
         """Remember the rows that failed, those with numbers that are not finite among them."""
@@ -313,7 +316,7 @@ class SubprocessSim:
     def _assemble(
         self, rows: NDArray[np.int64], length: int, answers: Mapping[int, Answer], record: Collection[int]
     ) -> ChunkResult:
-        result = ChunkResult.empty(rows, length, self.state_size, self.image_size)
+        result = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views))
         reasons: dict[int, str] = {}
         frames: dict[int, NDArray[np.uint8]] = {}
         drawn: dict[int, Mapping[str, Any]] = {}
@@ -349,6 +352,8 @@ def _fill(result: ChunkResult, place: int, answer: Message) -> None:
     result.observation.state[place] = arrays["state"]
     if result.observation.images is not None:
         result.observation.images[place] = arrays["image"]
+    if result.observation.views is not None:
+        result.observation.views[place] = arrays["views"]
     if "rewards" in arrays:
         steps = len(arrays["rewards"])
         result.rewards[place, :steps], result.steps[place] = arrays["rewards"], steps

@@ -60,11 +60,21 @@ class SceneVariant:
         noise = self.stream("state_noise", step).standard_normal(STATE_SIZE) * scale
         return (state + noise[: len(state)]).astype(np.float32)
 
-    def noisy_image(self, image: NDArray[np.uint8], step: int) -> NDArray[np.uint8]:
-        """Add noise to an image (H, W, 3) of a control step; rounded, and clipped to 0..255."""
+    def noisy_image(self, image: NDArray[np.uint8], step: int, view: str = "") -> NDArray[np.uint8]:
+        """Add noise to an image of a control step.
+
+        Args:
+            image: (H, W, 3).
+            step: control steps since the beginning of the episode.
+            view: name of the camera where it is a further one, which has noise of its own.
+
+        Returns:
+            (H, W, 3), rounded, and clipped to 0..255.
+        """
         if not self.noise.image:
             return image
-        noise = self.noise.image * self.stream("image_noise", step).standard_normal(image.shape, np.float32)
+        stream = self.stream("image_noise", step, *([view] if view else []))
+        noise = self.noise.image * stream.standard_normal(image.shape, np.float32)
         return np.rint(np.clip(image + noise, 0, 255)).astype(np.uint8)
 
 

@@ -42,7 +42,8 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     """N tabletop episodes in the threads of this process.
 
     Observations are a dictionary: `state` (N, 22) or `proprio` (N, 10) float32, see `TabletopEnv`, and `rgb`
-    (N, H, W, 3) uint8 where the settings have an image size. `infos` has success, instruction, layout and split, and
+    (N, H, W, 3) uint8 where the settings have an image size, and `views` (N, V, H, W, 3) uint8 where they have further
+    cameras. `infos` has success, instruction, layout and split, and
     randomization where the settings randomise something.
     The autoreset modes are those of Gymnasium's vector environments, see `mmrl.workers.PoolVectorEnv`.
 
@@ -97,6 +98,9 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             shape = (*self.batch.image_size, 3)
             parts["rgb"] = spaces.Box(0, 255, shape, np.uint8)
             self._seen["rgb"] = np.zeros((num_envs, *shape), np.uint8)
+            if self.batch.views:
+                parts["views"] = spaces.Box(0, 255, (len(self.batch.views), *shape), np.uint8)
+                self._seen["views"] = np.zeros((num_envs, len(self.batch.views), *shape), np.uint8)
         self.single_observation_space = spaces.Dict(parts)
         self.single_action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -223,6 +227,8 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         self._seen[self._key][result.rows[sound]] = result.observation.state[sound]
         if result.observation.images is not None:
             self._seen["rgb"][result.rows[sound]] = result.observation.images[sound]
+        if result.observation.views is not None:
+            self._seen["views"][result.rows[sound]] = result.observation.views[sound]
 
     def _look(self) -> dict[str, Any]:
         return {name: part.copy() for name, part in self._seen.items()}

@@ -27,7 +27,7 @@ from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.record.samples import SampleRecord
-from robotics.sim.episodes import RobotSim
+from robotics.sim.episodes import RobotSim, views_of
 from robotics.vla.collect import action_scale
 from robotics.vla.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.vla.policy import ActionPolicy, PolicyInputs
@@ -98,6 +98,7 @@ class CloneRecipe(RobotRecipe):
                 f"the actions of {config.demonstrations.path} have {found} entries, those of the simulator "
                 f"{self.sim.action_size}"
             )
+        self._check_views()
         scaled = config.acting.scale != "none"
         self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
         self.policy.scale_states(self.demonstrations.state_statistics())
@@ -105,6 +106,14 @@ class CloneRecipe(RobotRecipe):
         if self.scale is None:
             self.demonstrations.warn_of_large_actions()
         self.objective = dataclasses.replace(self.objective, name="behaviour_cloning")
+
+    def _check_views(self) -> None:
+        found, wanted = len(self.config.demonstrations.views), self.policy.views
+        if found != (len(views_of(self.sim)) if wanted is None else wanted):
+            raise UserError(
+                f"demonstrations.views names {found} cameras beside demonstrations.camera, but the policy sees "
+                f"{len(views_of(self.sim)) if wanted is None else wanted} beside the first"
+            )
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Every moment of the demonstrations."""

@@ -97,9 +97,12 @@ def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | Non
 
 def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
     """Turn an observation of R rows into policy inputs; `episodes`, indexed by row number, give the instructions."""
-    images = None if observation.images is None else torch.from_numpy(observation.images).to(device)
+    images, views = (
+        None if part is None else torch.from_numpy(part).to(device) for part in (observation.images, observation.views)
+    )
     return PolicyInputs(
         images=images,
+        views=views,
         state=torch.from_numpy(observation.state).to(device),
         instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
     )
@@ -247,7 +250,7 @@ class _Recorder:
             _view(begun.observation, place) for place in range(len(episodes))
         ]
         self.poses = [[] if begun.object_poses is None else [begun.object_poses[row]] for row in range(len(episodes))]
-        self.first_images = begun.observation.images
+        self.first_images, self.first_views = begun.observation.images, begun.observation.views
         self.success, self.terminated = np.zeros(len(episodes), bool), np.zeros(len(episodes), bool)
         self.failed = begun.failed.copy()
         self.progress = np.zeros(len(episodes), np.float32)
@@ -269,6 +272,7 @@ class _Recorder:
             reward = result.rewards[place, steps - 1] if steps else np.nan
             seen = {"state": state, "image": image, "steps": steps, "reward": np.float32(reward)}
             seen |= {} if full is None else {"full": full[place]}
+            seen |= {} if observation.views is None else {"views": observation.views[place]}
             self.chunks[row].append(seen | {"decisions": choice.decisions[place], "logp": choice.logp[place]})
             self.actions[row].append(actions[place, :steps])
             if row in result.frames:
@@ -304,6 +308,7 @@ class _Recorder:
             progress=torch.from_numpy(self.progress).to(self.device),
             last_state=torch.from_numpy(np.stack([state for state, _ in self.last])).to(self.device),
             images=None if self.first_images is None else self._stack("image", width, _blank(self.first_images)),
+            views=None if self.first_views is None else self._stack("views", width, _blank(self.first_views)),
             last_image=self._last_images(),
             frames=[self._frames_of(row) for row in range(rows)] if any(self.frames) else [],
             full_states=self._stack("full", width, torch.from_numpy(example["full"])) if "full" in example else None,

@@ -47,6 +47,8 @@ class DemonstrationConfig:
     """Options of `build`."""
     camera: str = "front"
     """Camera of the policy's images; empty = no images."""
+    views: list[str] = field(default_factory=list)
+    """Further cameras of the dataset, in the order in which the policy sees them."""
     cache: str = ""
     """Folder for decoded images, which all processes of a machine then map from disk instead of holding their own copy
     in memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
@@ -58,9 +60,15 @@ class DemonstrationConfig:
     """Entries of an action that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
     def validate(self) -> None:
-        """Refuse an empty path; raises ValueError."""
+        """Refuse an empty path, and views that are not further cameras; raises ValueError."""
         if not self.path:
             raise ValueError("demonstrations.path is empty; name the folder of a LeRobotDataset")
+        doubled = [name for name in self.views if [self.camera, *self.views].count(name) > 1]
+        if doubled or (self.views and not self.camera):
+            raise ValueError(
+                f"demonstrations.views is [{', '.join(self.views)}] with demonstrations.camera '{self.camera}'; name "
+                "each camera once, and the first one as camera"
+            )
 
 
 class Moment(NamedTuple):
@@ -88,6 +96,8 @@ class Demonstrations:
     """Episodes that were left out: failures, or without a required entry."""
     changing_instructions: dict[int, list[str]] = field(default_factory=dict)
     """T texts by number of the episode, for episodes in which the instruction changes."""
+    views: list[list[NDArray[np.uint8]]] = field(default_factory=list)
+    """(T, H, W, 3) of each further camera of each episode; empty without any."""
 
     @property
     def moments(self) -> list[Moment]:
@@ -100,7 +110,9 @@ class Demonstrations:
         step = max(1, len(shown) // IMAGES_READ)
         changing = [sorted(self.changing_instructions.items())] if self.changing_instructions else []
         texts = [self.instructions, *changing]
-        return content_digest([self.states, self.actions, *texts, [images[:1] for images in shown[::step]]])
+        seen = [images[:1] for images in shown[::step]]
+        seen += [images[:1] for views in self.views[::step] for images in views]
+        return content_digest([self.states, self.actions, *texts, seen])
 
     def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
         """Distribution of the actions.
@@ -145,9 +157,13 @@ class Demonstrations:
         images = None
         if self.images is not None:
             images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))
+        views = None
+        if self.views:
+            seen = [[images[moment.step] for images in self.views[moment.episode]] for moment in moments]
+            views = torch.from_numpy(np.stack(seen))
         states = np.stack([self.states[moment.episode][moment.step] for moment in moments])
         instructions = tuple(self._instruction(moment) for moment in moments)
-        return PolicyInputs(images=images, state=torch.from_numpy(states), instructions=instructions)
+        return PolicyInputs(images, torch.from_numpy(states), instructions, views)
 
     def _instruction(self, moment: Moment) -> str:
         changing = self.changing_instructions.get(moment.episode)
@@ -204,7 +220,9 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
             found.changing_instructions[len(found.instructions)] = list(episode.frame_tasks)
         found.instructions.append(episode.task)
         if found.images is not None:
-            found.images.append(_images(episode, reader, config))
+            found.images.append(_images(episode, reader, config, config.camera))
+        if config.views:
+            found.views.append([_images(episode, reader, config, name) for name in config.views])
     if not found.actions:
         raise UserError(f"{config.path} has no usable episode; {found.skipped} were left out")
     if found.skipped:
@@ -212,20 +230,24 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     return found
 
 
-def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig) -> NDArray[np.uint8]:
-    if config.camera not in episode.images:
-        raise UserError(
-            f"demonstrations.camera is '{config.camera}', but {config.path} has {', '.join(episode.images) or 'none'}"
-        )
+def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig, camera: str) -> NDArray[np.uint8]:
+    if camera not in episode.images:
+        key = "camera" if camera == config.camera else "views"
+        known = ", ".join(episode.images) or "none"
+        raise UserError(f"demonstrations.{key} has '{camera}', but the cameras of {config.path} are: {known}")
+    first = episode.images[config.camera]
+    if episode.images[camera].shape != first.shape:
+        sizes = [f"{name} {part.shape[1]} x {part.shape[2]}" for name, part in episode.images.items()]
+        raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {', '.join(sizes)}")
     if not config.cache:
-        return episode.images[config.camera]
-    path = _cache_folder(reader, config) / f"episode-{episode.number:06d}.npy"
+        return episode.images[camera]
+    path = _cache_folder(reader, camera, config) / f"episode-{episode.number:06d}.npy"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write at once; each puts a whole file there.
         draft = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         try:
-            np.save(draft, episode.images[config.camera])
+            np.save(draft, episode.images[camera])
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
@@ -233,7 +255,7 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
     return images
 
 
-def _cache_folder(reader: LeRobotReader, config: DemonstrationConfig) -> Path:
+def _cache_folder(reader: LeRobotReader, camera: str, config: DemonstrationConfig) -> Path:
     """Cache folder of this very dataset; another one at the same path has another folder."""
-    about = json.dumps([str(reader.folder.absolute()), config.camera, reader.info], sort_keys=True)
+    about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
     return expanded(config.cache) / f"{reader.folder.name}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"

@@ -86,6 +86,7 @@ class LeRobotFlowPolicy(ActionPolicy):
         check_config(config)
         self.settings, self._server = config, LeRobotServer(config, "make_flow")
         self.config, hello = self._server.inputs, self._server.hello
+        self.views, self.cameras = self._server.views, self._server.cameras
         self.chunk, self.action_size, self.width = hello["chunk"], hello["action_size"], hello["width"]
         self.decisions = config.steps or hello["steps"]
         initial = self._server.ask({"do": "initial"})

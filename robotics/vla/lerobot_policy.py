@@ -64,6 +64,7 @@ class LeRobotPolicy(ActionPolicy):
         check_config(config)
         self.settings, self._server = config, LeRobotServer(config, "make")
         self.config, hello = self._server.inputs, self._server.hello
+        self.views, self.cameras = self._server.views, self._server.cameras
         self.chunk, self.action_size = hello["chunk"], hello["action_size"]
         self.decisions = self.chunk
         size = self.chunk * self.action_size

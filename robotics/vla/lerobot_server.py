@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,6 +39,9 @@ class LeRobotServerConfig:
     """Interpreter of an environment with lerobot; this one when None."""
     device: str = "cpu"
     """Device of the served policy, by torch's name."""
+    cameras: list[str] = field(default_factory=list)
+    """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
+    `sim.camera`, then `sim.views`; empty = the policy's own order."""
     start_timeout_s: float = bounded(600.0, above=0)
     """Seconds for importing lerobot and loading the policy."""
     call_timeout_s: float = bounded(300.0, above=0)
@@ -84,7 +87,7 @@ class LeRobotServer:
         self._timeout_s = config.call_timeout_s
         spec = WorkerSpec(
             f"{SERVICE}:{service}",
-            {"folder": str(self.folder), "device": config.device},
+            {"folder": str(self.folder), "device": config.device, "cameras": list(config.cameras)},
             purpose=f"the LeRobot policy {self.folder}",
             python=config.python,
             environment={"HF_HUB_OFFLINE": "1"},
@@ -100,6 +103,10 @@ class LeRobotServer:
         size = self.hello["image_size"]
         sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
         self.inputs = ServedInputs(sizes)
+        self.cameras: tuple[str, ...] = tuple(self.hello["cameras"])
+        """Image features of the policy, in the order of the simulator's cameras."""
+        self.views = max(len(self.cameras) - 1, 0)
+        """Cameras after the first."""
         if self.hello["history"] > 1:
             LOGGER.warning(
                 "%s takes %d observations in a row; here it gets the current one repeated, unlike what it learned",
@@ -139,12 +146,19 @@ class LeRobotServer:
         sizes, arrays = self.inputs.encoder, {}
         for name, value, needed in (
             ("images", batch.images, sizes.image_size),
+            ("views", batch.views, self.views),
             ("state", batch.state, sizes.state_size),
         ):
             if needed and value is None:
-                raise UserError(f"{self.folder} needs {name}, which the observations lack")
+                cameras = f"; its cameras are {', '.join(self.cameras)}" if name == "views" else ""
+                raise UserError(f"{self.folder} needs {name}, which the observations lack{cameras}")
             if needed and value is not None:
                 arrays[name] = value.cpu().numpy()
+        given = arrays["views"].shape[1] if "views" in arrays else 0
+        if given != self.views:
+            raise UserError(
+                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {given} views beside the image"
+            )
         return arrays
 
     def _error(self, failure: WorkerFailure) -> UserError | RunError:

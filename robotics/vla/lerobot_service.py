@@ -36,12 +36,13 @@ class LeRobotService:
     Args:
         folder: of the policy.
         device: torch's name of the device.
+        cameras: image features in the order of the simulator's cameras; the policy's own order when None or empty.
 
     Raises:
         RefusedError: the folder is no LeRobot policy, or needs an observation that a simulator here does not have.
     """
 
-    def __init__(self, folder: str, device: str) -> None:
+    def __init__(self, folder: str, device: str, cameras: list[str] | None = None) -> None:
         from lerobot.configs.policies import PreTrainedConfig
         from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
@@ -54,11 +55,21 @@ class LeRobotService:
             config.compile_model = False
         if hasattr(config, "pretrained_backbone_weights"):  # fetched from the net, and then replaced by the saved ones
             config.pretrained_backbone_weights = None
-        self._cameras = [key for key in config.input_features if key.startswith(IMAGES)]
+        # Features of the policy's own making, which it fills itself where nothing is given.
+        empty = [f"{IMAGES}s.empty_camera_{number}" for number in range(getattr(config, "empty_cameras", 0))]
+        known = [key for key in config.input_features if key.startswith(IMAGES) and key not in empty]
+        self._cameras = _in_order(folder, known, cameras)
         self._state = STATE in config.input_features
-        others = set(config.input_features) - {*self._cameras, STATE}
-        if len(self._cameras) > 1 or others:
-            raise RefusedError(f"{folder} needs {', '.join(config.input_features)}; here are one camera and a state")
+        others = set(config.input_features) - {*known, *empty, STATE}
+        if others:
+            raise RefusedError(
+                f"{folder} needs {', '.join(config.input_features)}; here are cameras and a state, not "
+                f"{', '.join(sorted(others))}"
+            )
+        sizes = {key: tuple(config.input_features[key].shape) for key in self._cameras}
+        if len(set(sizes.values())) > 1:
+            said = ", ".join(f"{key} {shape[1]} x {shape[2]}" for key, shape in sizes.items())
+            raise RefusedError(f"the cameras of {folder} have images of different sizes ({said}); those here have one")
         self._folder, self._device, self._config = Path(folder), device, config
         self._policy = get_policy_class(config.type).from_pretrained(folder, config=config, local_files_only=True)
         self._policy.eval()
@@ -76,6 +87,7 @@ class LeRobotService:
         return {
             "type": self._config.type,
             "image_size": list(blank["images"].shape[1:3]) if self._cameras else None,
+            "cameras": self._cameras,
             "state_size": blank["state"].shape[1] if self._state else None,
             "chunk": found["actions"].shape[1],
             "action_size": found["actions"].shape[2],
@@ -90,7 +102,8 @@ class LeRobotService:
 
         Args:
             fields: `tasks`, B instructions, and `seed`, of the noise of policies that draw their actions.
-            arrays: `images` (B, H, W, 3) uint8 and `state` (B, S) float32, where the policy has them.
+            arrays: `images` (B, H, W, 3) uint8, `views` (B, V, H, W, 3) uint8 of its cameras after the first, and
+                `state` (B, S) float32, where the policy has them.
 
         Returns:
             `actions` (B, K, D) float32 in the units of the data that the policy learned from.
@@ -113,13 +126,15 @@ class LeRobotService:
         return torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1).float().cpu().numpy()
 
     def _blank(self) -> dict[str, np.ndarray]:
-        """A black image and a state of zeros, where the policy has them."""
+        """Black images and a state of zeros, where the policy has them."""
         import numpy as np
 
         features, blank = self._config.input_features, {}
         if self._cameras:
             _, height, width = features[self._cameras[0]].shape
             blank["images"] = np.zeros((1, height, width, 3), np.uint8)
+        if len(self._cameras) > 1:
+            blank["views"] = np.zeros((1, len(self._cameras) - 1, height, width, 3), np.uint8)
         if self._state:
             blank["state"] = np.zeros((1, features[STATE].shape[0]), np.float32)
         return blank
@@ -130,8 +145,9 @@ class LeRobotService:
         batch: dict[str, Any] = {TASK: tasks}
         if self._state:
             batch[STATE] = torch.from_numpy(arrays["state"])
-        if self._cameras:
-            batch[self._cameras[0]] = torch.from_numpy(arrays["images"]).permute(0, 3, 1, 2).float() / 255
+        for number, camera in enumerate(self._cameras):
+            images = arrays["images"] if number == 0 else arrays["views"][:, number - 1]
+            batch[camera] = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
         return batch
 
     def _with_history(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +172,7 @@ class FlowService(LeRobotService):
     Args:
         folder: of the policy.
         device: torch's name of the device.
+        cameras: as for `LeRobotService`.
 
     Raises:
         RefusedError: the policy has no flow head.
@@ -164,8 +181,8 @@ class FlowService(LeRobotService):
         pi0/modeling_pi0.py.
     """
 
-    def __init__(self, folder: str, device: str) -> None:
-        super().__init__(folder, device)
+    def __init__(self, folder: str, device: str, cameras: list[str] | None = None) -> None:
+        super().__init__(folder, device, cameras)
         self._module: Any = sys.modules[type(self._policy).__module__]
         if not hasattr(self._module, "euler_integrate") or not hasattr(
             getattr(self._policy, "model", None), "denoise_step"
@@ -353,11 +370,21 @@ def _array(tensors: list[torch.Tensor]) -> np.ndarray:
     return torch.stack(tensors, 1).float().cpu().numpy()
 
 
-def make(folder: str, device: str = "cpu") -> LeRobotService:
+def _in_order(folder: str, known: list[str], wanted: list[str] | None) -> list[str]:
+    """Image features in the order of the simulator's cameras."""
+    if wanted and sorted(wanted) != sorted(known):
+        raise RefusedError(
+            f"model.options.cameras is [{', '.join(wanted)}]; {folder} has the cameras {', '.join(known) or 'none'}. "
+            "Name each of them once"
+        )
+    return wanted or known
+
+
+def make(folder: str, device: str = "cpu", cameras: list[str] | None = None) -> LeRobotService:
     """Make the service of a worker; arguments as for `LeRobotService`."""
-    return LeRobotService(folder, device)
+    return LeRobotService(folder, device, cameras)
 
 
-def make_flow(folder: str, device: str = "cpu") -> FlowService:
+def make_flow(folder: str, device: str = "cpu", cameras: list[str] | None = None) -> FlowService:
     """Make the service of a worker for a flow head; arguments as for `LeRobotService`."""
-    return FlowService(folder, device)
+    return FlowService(folder, device, cameras)

@@ -12,8 +12,9 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, choice
-from robotics.sim.episodes import RobotSim
-from robotics.vla.policy import ActionPolicy, ModuleAdapter, open_policy
+from robotics.sim.episodes import RobotSim, views_of
+from robotics.vla.module_adapter import ModuleAdapter
+from robotics.vla.policy import ActionPolicy, open_policy
 
 __all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
 
@@ -189,8 +190,9 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
         sim: the simulator.
 
     Raises:
-        UserError: actions, images or states differ in size.
+        UserError: actions, images or states differ in size, or the policy sees another number of cameras.
     """
+    _check_cameras(policy, sim)
     if policy.action_size != sim.action_size:
         raise UserError(
             f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"
@@ -205,6 +207,24 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
         )
     if encoder.state_size is not None and encoder.state_size != sim.state_size:
         raise UserError(f"the policy reads {encoder.state_size} state entries, the simulator has {sim.state_size}")
+
+
+def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
+    """A policy that ignored a camera would only look as if it saw it."""
+    views = views_of(sim)
+    if policy.views is None or policy.views == len(views):
+        return
+    offered = f"the simulator observes its camera and sim.views [{', '.join(views)}]"
+    if not policy.views:
+        raise UserError(
+            f"{offered}, but this {type(policy).__name__} sees one camera at most; leave sim.views empty, or take a "
+            "policy of several cameras, see 'Several cameras' in docs/robotics.md (a class of your own sets `views`)"
+        )
+    names = f": {', '.join(policy.cameras)}" if policy.cameras else ""
+    raise UserError(
+        f"the policy sees {policy.views + 1} cameras{names}; {offered}. sim.views names the simulator's cameras for "
+        f"those after the first, {policy.views} of them, in that order"
+    )
 
 
 POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int], ActionPolicy]] = {

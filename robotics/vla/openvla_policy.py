@@ -11,7 +11,7 @@ Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft experiments/robot/ope
     SimpleVLA-RL, arXiv 2509.09674; PRIME-RL/SimpleVLA-RL verl/workers/rollout/rob_rollout.py, actor/dp_rob.py.
 
 Differences: images that are not of the model's size are resized by PIL's Lanczos filter, there by TensorFlow's after a
-pass through JPEG; one camera and no state, so folders with a projector of the state are refused, and so are those with
+pass through JPEG; no state, so folders with a projector of the state are refused, and so are those with
 a regression or diffusion head, whose actions have no likelihood.
 """
 
@@ -66,6 +66,8 @@ class OpenVlaConfig:
     """What -1 and 1 stand for: q99, the quantiles 1 % and 99 % of the data (LIBERO, Bridge), or min_max (ALOHA)."""
     gripper: str = choice("as_data", GRIPPERS)
     """libero: the last entry, 0 closed to 1 open in the data, becomes -1 to open or 1 to close, by `libero_gripper`."""
+    num_images_in_input: int = bounded(1, at_least=1)
+    """Cameras that the model learned to see: 1 for `sim.camera`, 2 for a view beside it, such as the wrist's."""
     center_crop: bool = True
     """Keep the inner 90 % of an image, for models that learned from random crops, as the published ones."""
     attention: str = choice("bidirectional", ATTENTION)
@@ -107,6 +109,7 @@ class OpenVlaPolicy(TokenPolicy):
         tokenizer = ActionTokenizer(int(entries.get("n_action_bins", 256)), "openvla")
         super().__init__(tokenizer, config.chunk, statistics.size, config.label_smoothing)
         self.settings, self._folder, self.statistics = config, folder, statistics
+        self.views = config.num_images_in_input - 1
         self.model = load_prismatic(folder, DTYPES[config.dtype])
         self.vision, self._images = entries["image_sizes"], _ImageScale(folder)
         self._texts = _tokenizer(folder)
@@ -130,7 +133,15 @@ class OpenVlaPolicy(TokenPolicy):
         """See `TokenPolicy.logits`; (B, T, n) float32."""
         if batch.images is None:
             raise UserError(f"{self._folder} needs images, which the observations lack")
-        pixels = self._images(batch.images, self.vision, self.settings.center_crop).to(self.device, self._dtype)
+        given = 0 if batch.views is None else batch.views.shape[1]
+        if given != self.views:
+            raise UserError(
+                f"{self._folder} sees {self.views + 1} images (num_images_in_input), the observations have "
+                f"{given} views beside the image"
+            )
+        images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
+        parts = [self._images(image, self.vision, self.settings.center_crop) for image in images]
+        pixels = torch.cat(parts, 1).to(self.device, self._dtype)
         prompts = [self._prompt(text).to(self.device) for text in batch.instructions]
         causal = self.settings.attention == "causal"
         return self.model.logits(pixels, prompts, self.decisions, self.tokenizer.bins, causal)

@@ -1,7 +1,7 @@
 """The payload of robot rollouts: initial states, stored once per group, and one episode a row, its chunks in order.
 
 Shapes: N groups (initial states), B rows (episodes), C chunks of the longest episode, S state entries, D decisions of a
-chunk (tokens or denoising steps), H x W pixels. Chunks that an episode did not reach are zeros.
+chunk (tokens or denoising steps), V further cameras, H x W pixels. Chunks that an episode did not reach are zeros.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class EpisodePayload(Payload):
     """(B, S) float32, at the end of the episode."""
     images: Tensor | None = per_decision(default=None)
     """(B, C, H, W, 3) uint8, observed before each chunk."""
+    views: Tensor | None = per_decision(default=None)
+    """(B, C, V, H, W, 3) uint8, observed before each chunk by the further cameras."""
     last_image: Tensor | None = per_row(default=None)
     """(B, H, W, 3) uint8, at the end of the episode."""
     frames: list[NDArray[np.uint8] | None] = per_row(blank=None, default_factory=list)

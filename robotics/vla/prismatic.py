@@ -2,9 +2,9 @@
 
 Shapes: B rows, H x W pixels, N patches, L positions, P prompt tokens, T action tokens, C hidden units, V ids.
 
-A row is <s>, the patches, the rest of the prompt, T empty embeddings and </s>. Llama attends in both directions, as in
-the fork of transformers that OpenVLA-OFT runs with, and the last prompt token with the first T - 1 empty ones predicts
-the T tokens at once.
+A row is <s>, the patches of one image or of several after each other, the rest of the prompt, T empty embeddings and
+</s>. Llama attends in both directions, as in the fork of transformers that OpenVLA-OFT runs with, and the last prompt
+token with the first T - 1 empty ones predicts the T tokens at once.
 
 Source: OpenVLA, arXiv 2406.09246; OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft
     prismatic/extern/hf/modeling_prismatic.py; moojink/transformers-openvla-oft modeling_llama.py (attention);
@@ -66,7 +66,7 @@ class Prismatic(nn.Module):
         """Score the action ids at every token of a chunk.
 
         Args:
-            pixels: (B, 3 n, H, W), images as each of the n backbones takes them, stacked by channel.
+            pixels: (B, 3 n m, H, W), m images after each other, each as the n backbones take it, stacked by channel.
             prompts: B texts (P,) int64, <s> first.
             tokens: T.
             bins: number of ids, the last ones of the vocabulary.
@@ -111,7 +111,10 @@ class _Vision(nn.Module):
         self.width = sum(int(part.embed_dim) for part in parts)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(B, 3 n, H, W) -> (B, N, width)."""
+        """(B, 3 n m, H, W) -> (B, m N, width), the patches of m images after each other."""
+        return torch.cat([self._one(image) for image in pixels.split(3 * self.count, 1)], 1)
+
+    def _one(self, pixels: Tensor) -> Tensor:
         parts = [self.featurizer, self.fused_featurizer] if self.count == FUSED else [self.featurizer]
         return torch.cat([_patches(part, each) for part, each in zip(parts, pixels.split(3, 1), strict=True)], -1)
 

@@ -350,6 +350,7 @@ def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor
     instructions = [payload.episodes[number].instruction for number in group.tolist()]
     return PolicyInputs(
         images=None if payload.images is None else payload.images[rows, chunks],
+        views=None if payload.views is None else payload.views[rows, chunks],
         state=payload.states[rows, chunks],
         instructions=tuple(instructions[row] for row in rows.tolist()),
     )

@@ -43,6 +43,7 @@ def build_demonstrations(
     keep_failures: bool = False,
     seed: int = 0,
     randomization: Mapping[str, Any] | None = None,
+    views: Sequence[str] = (),
 ) -> Path:
     """Run the experts on the tasks and write their observations and actions as a LeRobotDataset.
 
@@ -64,6 +65,7 @@ def build_demonstrations(
         randomization: fields of `RandomizationConfig`; each layout has a draw of its own. The experts see the exact
             state, the demonstrations hold what a policy would observe. What was drawn for each episode is a line of
             `meta/randomization.jsonl`.
+        views: further cameras, which the dataset has beside the camera.
 
     Returns:
         The folder.
@@ -79,11 +81,12 @@ def build_demonstrations(
         raise UserError(f"noise_share is {noise_share}; must be 0 to 1")
     size = (image_size, image_size) if image_size else None
     drawn = read_randomization(randomization)
-    settings = BatchSettings(image_size=size, camera=camera, state=state, randomization=drawn)
+    settings = BatchSettings(image_size=size, camera=camera, state=state, randomization=drawn, views=tuple(views))
+    cameras = {name: size for name in (camera, *views) if size}
     ends: Counter[str] = Counter()
     partial = _empty_folder(Path(path))
     with TabletopBatch(list(tasks), arm, settings) as sim:
-        features = robot_features(sim.state_size, sim.action_size, {camera: size} if size else {})
+        features = robot_features(sim.state_size, sim.action_size, cameras)
         with EpisodeWriter(partial, FPS, features, arm) as writer:
             for start in range(0, episodes, BATCH):
                 layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
@@ -91,7 +94,7 @@ def build_demonstrations(
                 for spec, seen in zip(specs, run_experts(sim, specs, noise, seed + start, noise_share), strict=True):
                     ends[seen.ending] += 1
                     if seen.success or (keep_failures and not seen.failed):
-                        images = {camera: np.stack(seen.images)} if size else {}
+                        images = dict(zip(cameras, _by_camera(seen), strict=True))
                         states, actions = np.stack(seen.states), np.stack(seen.actions)
                         number = writer.add_episode(states, actions, images, spec.instruction, seen.success)
                         if seen.drawn:
@@ -102,6 +105,13 @@ def build_demonstrations(
         raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
     partial.rename(path)
     return Path(path)
+
+
+def _by_camera(seen: Demonstration) -> list[NDArray[np.uint8]]:
+    """(T, H, W, 3) of the camera and of each further one; none without images."""
+    if not seen.images:
+        return []
+    return [np.stack(seen.images), *(np.stack(images) for images in zip(*seen.views, strict=True))]
 
 
 def _note_draws(folder: Path, line: Mapping[str, Any]) -> None:
@@ -124,6 +134,7 @@ class Demonstration:
     def __init__(self) -> None:
         self.states: list[NDArray[np.float32]] = []
         self.images: list[NDArray[np.uint8]] = []
+        self.views: list[NDArray[np.uint8]] = []
         self.actions: list[NDArray[np.float32]] = []
         self.success = self.failed = False
         self.drawn: Mapping[str, Any] = {}
@@ -174,6 +185,8 @@ def run_experts(
             found[row].actions.append(actions[place])
             if seen.images is not None:
                 found[row].images.append(seen.images[place])
+            if seen.views is not None:
+                found[row].views.append(seen.views[place])
         moved = actions.copy()
         shift = noise * rng.standard_normal((len(rows), actions.shape[1] - 1)).astype(np.float32)
         moved[:, :-1] += shift if noise_share == 1 else shift * (rng.random((len(rows), 1)) < noise_share)

@@ -1,4 +1,7 @@
-"""A service like `robotics.vla.lerobot_service` without lerobot: it walks to the goal of LineSim, too slowly."""
+"""A service like `robotics.vla.lerobot_service` without lerobot: it walks to the goal of LineSim, too slowly.
+
+With cameras it walks faster by the brightness of the first image, and slower by that of each view.
+"""
 
 import numpy as np
 
@@ -8,26 +11,36 @@ CHUNK = 4
 class SlowWalk:
     """Chunks of CHUNK equal actions of 0.12 to the side of the goal; the noise of the seed is a hundredth of that."""
 
-    def __init__(self, folder, device):
-        self.folder = folder
+    def __init__(self, folder, device, cameras=()):
+        self.folder, self.cameras = folder, list(cameras)
 
     def hello(self):
-        sizes = {"image_size": None, "state_size": 2, "chunk": CHUNK, "action_size": 1}
+        size = [32, 32] if self.cameras else None
+        sizes = {"image_size": size, "state_size": 2, "chunk": CHUNK, "action_size": 1, "cameras": self.cameras}
         return {"type": "slow", "history": 1, "lerobot": "none", **sizes}
 
     def answer(self, fields, arrays):
-        assert set(arrays) == {"state"}
+        assert set(arrays) == {"state", *(["images"] if self.cameras else []), *(["views"] if self.cameras[1:] else [])}
         place, goal = arrays["state"].T
+        speed = 0.12 + sum(_brightness(part) * sign for part, sign in self._seen(arrays))
         drawn = np.random.default_rng(fields["seed"]).normal(scale=0.0012, size=(len(place), CHUNK, 1))
-        return {}, {"actions": (0.12 * np.sign(goal - place)[:, None, None] + drawn).astype(np.float32)}
+        return {}, {"actions": ((speed * np.sign(goal - place))[:, None, None] + drawn).astype(np.float32)}
+
+    def _seen(self, arrays):
+        images = [(arrays["images"], 1)] if self.cameras else []
+        return images + [(arrays["views"][:, number], -1) for number in range(len(self.cameras[1:]))]
 
     def close(self):
         pass
 
 
-def make(folder, device="cpu"):
+def _brightness(images):
+    return images.mean((1, 2, 3)) / 255
+
+
+def make(folder, device="cpu", cameras=()):
     """For `mmrl.workers`."""
-    return SlowWalk(folder, device)
+    return SlowWalk(folder, device, cameras)
 
 
 class SlowFlow(SlowWalk):
@@ -36,8 +49,8 @@ class SlowFlow(SlowWalk):
     Actions have 1 entry and one more of padding, which ends at `shift`; the data's actions are twice the head's.
     """
 
-    def __init__(self, folder, device):
-        super().__init__(folder, device)
+    def __init__(self, folder, device, cameras=()):
+        super().__init__(folder, device, cameras)
         self.weights = {"head.gain": np.full(1, 0.25, np.float32), "head.shift": np.zeros(1, np.float32)}
         self.upload = 0
 
@@ -91,6 +104,6 @@ def _wide(times):
     return times[..., None, None]
 
 
-def make_flow(folder, device="cpu"):
+def make_flow(folder, device="cpu", cameras=()):
     """For `mmrl.workers`."""
-    return SlowFlow(folder, device)
+    return SlowFlow(folder, device, cameras)

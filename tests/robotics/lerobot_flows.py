@@ -4,9 +4,9 @@
     python -m tests.robotics.lerobot_flows check POLICY ARRAYS
 
 `build` writes `smolvla` and `pi0` with the backbone and tokenizer that they name, for the observations of
-`tests.robotics.line_sim`, and `expected.npz`: what `predict_action_chunk` answers to `lerobot_policies.observations`
-for the noise of `noise`. `check` loads a policy afresh and writes its answers, and the log-densities of a chain and
-their gradients by autograd, into ARRAYS.
+`tests.robotics.line_sim`, `smolvla_two`, which sees one further camera and has a place for a third, and `expected.npz`:
+what `predict_action_chunk` answers to `lerobot_policies.observations` for the noise of `noise`. `check` loads a policy
+afresh and writes its answers, and the log-densities of a chain and their gradients by autograd, into ARRAYS.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 
 from tests.robotics.lerobot_policies import observations, statistics
 
-KINDS = ("smolvla", "pi0")
+KINDS = ("smolvla", "pi0", "smolvla_two")
 CHUNK, WIDTH, STEPS = 5, 4, 3
-"""K, M and S of both."""
+"""K, M and S of all."""
 WORDS = ("go", "right", "left", "Ċ", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 VOCABULARY = 2 + len(WORDS)
 
@@ -87,7 +87,7 @@ def _special() -> dict[str, str]:
 
 
 def build(folder: Path) -> None:
-    """Build, save and ask both policies."""
+    """Build, save and ask the policies."""
     import torch
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -101,19 +101,22 @@ def build(folder: Path) -> None:
         "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
         "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
     }
-    shared = {"input_features": inputs, "output_features": {"action": PolicyFeature(FeatureType.ACTION, (1,))}}
+    two = inputs | {"observation.images.wrist": PolicyFeature(FeatureType.VISUAL, (3, 32, 32))}
+    shared = {"output_features": {"action": PolicyFeature(FeatureType.ACTION, (1,))}}
     shared |= {"device": "cpu", "push_to_hub": False, "chunk_size": CHUNK, "n_action_steps": CHUNK}
     shared |= {"max_action_dim": WIDTH, "max_state_dim": 3, "tokenizer_max_length": 6}
     smolvla = {"vlm_model_name": str(backbone), "num_vlm_layers": 2, "resize_imgs_with_padding": (32, 32)}
+    smolvla |= {"num_steps": STEPS, "expert_width_multiplier": 0.5, **shared}
     configs = {
-        "smolvla": SmolVLAConfig(num_steps=STEPS, expert_width_multiplier=0.5, **smolvla, **shared),
-        "pi0": PI0Config(num_inference_steps=STEPS, image_resolution=(28, 28), **shared),
+        "smolvla": SmolVLAConfig(input_features=dict(inputs), **smolvla),
+        "pi0": PI0Config(num_inference_steps=STEPS, image_resolution=(28, 28), input_features=dict(inputs), **shared),
+        "smolvla_two": SmolVLAConfig(input_features=two, empty_cameras=1, **smolvla),
     }
     shrink_pi0()
     expected = {}
     for name, config in configs.items():
         torch.manual_seed(0)
-        policy = get_policy_class(name)(config)
+        policy = get_policy_class(config.type)(config)
         _spread(policy)
         before, after = make_pre_post_processors(config, dataset_stats=statistics())
         for part in (policy, before, after):
@@ -139,13 +142,15 @@ def _spread(policy) -> None:
             torch.nn.init.normal_(weight, std=1.2 / math.sqrt(weight.shape[1]))
 
 
-def _batch(before) -> dict:
+def _batch(policy, before) -> dict:
     import torch
 
     seen = observations()
+    images = {"observation.images.front": seen["images"], "observation.images.wrist": seen["views"][:, 0]}
+    known = {name: pixels for name, pixels in images.items() if name in policy.config.input_features}
     return before(
         {
-            "observation.images.front": torch.from_numpy(seen["images"]).permute(0, 3, 1, 2).float() / 255,
+            **{name: torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 for name, pixels in known.items()},
             "observation.state": torch.from_numpy(seen["state"]),
             "task": ["go right", "go left", "go right"],
         }
@@ -155,7 +160,7 @@ def _batch(before) -> dict:
 def _chunks(policy, before, after) -> np.ndarray:
     import torch
 
-    chunk = policy.predict_action_chunk(_batch(before), noise=torch.from_numpy(noise()))
+    chunk = policy.predict_action_chunk(_batch(policy, before), noise=torch.from_numpy(noise()))
     return torch.stack([after(chunk[:, step]) for step in range(chunk.shape[1])], 1).numpy()
 
 
@@ -172,7 +177,7 @@ def check(folder: Path, arrays: Path) -> None:
     before, after = make_pre_post_processors(config, pretrained_path=folder)
     with np.load(arrays) as given:
         chain, level = torch.from_numpy(given["chain"]), float(given["level"])
-    logp = _log_densities(policy, _batch(before), chain, level)
+    logp = _log_densities(policy, _batch(policy, before), chain, level)
     logp.sum().backward()
     gradients = {f"grad:{name}": weight.grad.numpy() for name, weight in policy.named_parameters() if _has(weight)}
     np.savez(arrays, chunks=_chunks(policy, before, after), logp=logp.detach().numpy(), **gradients)

@@ -2,26 +2,30 @@
 
     python -m tests.robotics.lerobot_policies FOLDER
 
-writes `act` and `diffusion`, for the observations of `tests.robotics.line_sim`, and `expected.npz`, the actions that
-lerobot chooses for `observations`.
+writes `act` and `diffusion`, for the observations of `tests.robotics.line_sim`, `act_two` and `diffusion_two`, which
+see one further camera, and `expected.npz`, the actions that lerobot chooses for `observations`.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+CAMERAS = ("observation.images.front", "observation.images.wrist")
+
 
 def observations() -> dict[str, np.ndarray]:
-    """Three observations: (3, 32, 32, 3) images and (3, 2) states."""
+    """Three observations: (3, 32, 32, 3) images, (3, 1, 32, 32, 3) views and (3, 2) states."""
     images = (np.arange(3 * 32 * 32 * 3) * 7 % 256).astype(np.uint8).reshape(3, 32, 32, 3)
-    return {"images": images, "state": np.array([[0.0, 0.5], [-0.2, 0.3], [0.4, -0.6]], np.float32)}
+    views = (np.arange(images.size) * 11 % 256).astype(np.uint8).reshape(3, 1, 32, 32, 3) // 2
+    return {"images": images, "state": np.array([[0.0, 0.5], [-0.2, 0.3], [0.4, -0.6]], np.float32), "views": views}
 
 
 def main(folder: Path) -> None:
-    """Build, save and ask both policies."""
+    """Build, save and ask the policies."""
     import torch
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.act.configuration_act import ACTConfig
@@ -32,26 +36,31 @@ def main(folder: Path) -> None:
         "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
         "observation.state": PolicyFeature(FeatureType.STATE, (2,)),
     }
-    shared = {"input_features": inputs, "output_features": {"action": PolicyFeature(FeatureType.ACTION, (1,))}}
+    two = inputs | {"observation.images.wrist": PolicyFeature(FeatureType.VISUAL, (3, 32, 32))}
+    shared = {"output_features": {"action": PolicyFeature(FeatureType.ACTION, (1,))}}
     shared |= {"device": "cpu", "pretrained_backbone_weights": None, "push_to_hub": False}
     small = {"dim_model": 16, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1, "n_vae_encoder_layers": 1}
     unet = {"down_dims": (8, 16), "n_groups": 4, "diffusion_step_embed_dim": 8, "use_group_norm": True}
     configs = {
-        "act": ACTConfig(chunk_size=6, n_action_steps=6, latent_dim=4, **small, **shared),
-        "diffusion": DiffusionConfig(horizon=8, n_action_steps=4, num_train_timesteps=4, **unet, **shared),
+        kind + name: make(input_features=dict(seen), **shared)
+        for kind, make in (
+            ("act", partial(ACTConfig, chunk_size=6, n_action_steps=6, latent_dim=4, **small)),
+            ("diffusion", partial(DiffusionConfig, horizon=8, n_action_steps=4, num_train_timesteps=4, **unet)),
+        )
+        for name, seen in (("", inputs), ("_two", two))
     }
     expected = {}
     for name, config in configs.items():
         torch.manual_seed(0)
-        policy = get_policy_class(name)(config)
+        policy = get_policy_class(config.type)(config)
         before, after = make_pre_post_processors(config, dataset_stats=statistics())
         for part in (policy, before, after):
             part.save_pretrained(folder / name)
-        expected[name] = _selected(policy.eval(), before, after)
+        expected[name] = _selected(policy.eval(), before, after, name.endswith("_two"))
     np.savez(folder / "expected.npz", **expected)
 
 
-def _selected(policy, before, after) -> np.ndarray:
+def _selected(policy, before, after, two: bool) -> np.ndarray:
     """The first actions of an episode that stands still, by lerobot's `select_action`."""
     import torch
 
@@ -65,6 +74,8 @@ def _selected(policy, before, after) -> np.ndarray:
             "observation.state": torch.from_numpy(seen["state"]),
             "task": ["go"] * 3,
         }
+        if two:
+            batch["observation.images.wrist"] = torch.from_numpy(seen["views"][:, 0]).permute(0, 3, 1, 2).float() / 255
         with torch.inference_mode():
             actions.append(after(policy.select_action(before(batch))).numpy())
     return np.stack(actions, 1)
@@ -75,11 +86,12 @@ def statistics() -> dict:
     import torch
 
     found = {
-        "observation.images.front": {name: torch.full((3, 1, 1), 0.5) for name in ("mean", "std", "max")},
+        **{camera: {name: torch.full((3, 1, 1), 0.5) for name in ("mean", "std", "max")} for camera in CAMERAS},
         "observation.state": _statistics([0.1, -0.1], [0.5, 0.4]),
         "action": _statistics([0.2], [0.3]),
     }
-    found["observation.images.front"]["min"] = torch.zeros(3, 1, 1)
+    for camera in CAMERAS:
+        found[camera]["min"] = torch.zeros(3, 1, 1)
     return found
 
 

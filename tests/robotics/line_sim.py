@@ -13,12 +13,22 @@ REACH = 0.1
 
 
 class LineSim:
-    """State is (place, goal); an action of one number moves the place; pictures are 32 x 32 with two columns lit."""
+    """State is (place, goal); an action of one number moves the place; pictures are 32 x 32 with two columns lit.
+
+    Each of the views is the picture shifted down the brightness by 50 more, so that they differ.
+    """
 
     action_size, state_size, horizon = 1, 2, 12
     image_size = (32, 32)
 
-    def __init__(self, capacity=None, breaks: Collection[int] = (), never_starts: Collection[int] = ()):
+    def __init__(
+        self,
+        capacity=None,
+        breaks: Collection[int] = (),
+        never_starts: Collection[int] = (),
+        views: Collection[str] = (),
+    ):
+        self.views = tuple(views)
         self.capacity, self.breaks, self.never_starts = capacity, set(breaks), set(never_starts)
         self.live = np.zeros(0, np.int64)
         self.counts = {"raised": 0}
@@ -86,7 +96,9 @@ class LineSim:
         none = np.zeros(len(rows), bool)
         state = np.stack([self.place[rows], self.goal[rows]], 1).astype(np.float32)
         images = np.stack([self._picture(row) for row in rows])
-        return ChunkResult(rows, rewards, steps, none, none, none, none, RobotObservation(rows, state, images))
+        shifts = 50 * np.arange(1, len(self.views) + 1, dtype=np.uint8)[:, None, None, None]
+        views = images[:, None] - np.minimum(shifts, images[:, None]) if self.views else None
+        return ChunkResult(rows, rewards, steps, none, none, none, none, RobotObservation(rows, state, images, views))
 
     def _picture(self, row) -> np.ndarray:
         picture = np.zeros((*self.image_size, 3), np.uint8)
@@ -98,4 +110,4 @@ class LineSim:
 
 def open_line(config) -> LineSim:
     """For `sim.kind`."""
-    return LineSim(**config.options)
+    return LineSim(**config.options, views=config.views)

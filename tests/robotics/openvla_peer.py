@@ -5,6 +5,10 @@
 needs torch, timm 0.9.16, transformers 4.40.1 with modeling_llama.py of moojink/transformers-openvla-oft (attention in
 both directions), and CHECKOUT, a copy of PRIME-RL/SimpleVLA-RL. FOLDER gets the policy, and `golden.npz` greedy
 tokens, actions and every eighth of the logits. `openvla-oft.tar.xz` beside this file is such a folder.
+
+    ROBOT_PLATFORM=LIBERO python -m tests.robotics.openvla_peer CHECKOUT FOLDER two.npz
+
+asks the policy of such a folder with two images a row and writes its answers; they are `openvla-oft-two.npz` here.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from types import ModuleType
 
 import numpy as np
 
+BACKBONE = "dinosiglip-vit-so-224px"
 PACKAGE = "verl.utils.vla_utils.openvla_oft"
 TEXTS = ("push the red block", "open the drawer")
 WORDS = ("In:", "What", "action", "should", "the", "robot", "take", "to", "push", "red", "block?", "Out:", "open")
@@ -42,14 +47,47 @@ def images() -> np.ndarray:
     return (np.arange(2 * 32 * 32 * 3) * 11 % 256).astype(np.uint8).reshape(2, 32, 32, 3)
 
 
+def wrist_images() -> np.ndarray:
+    """(2, 32, 32, 3) uint8."""
+    return (np.arange(2 * 32 * 32 * 3) * 7 % 251).astype(np.uint8).reshape(2, 32, 32, 3)
+
+
 def main(checkout: Path, folder: Path) -> None:
     """Build, save and ask the policy."""
     import torch
 
+    configuration, policy_class = _original(checkout)
+    text = {"vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 32000, "rms_norm_eps": 1e-6}
+    config = configuration.OpenVLAConfig(
+        norm_stats={"tiny_no_noops": {"action": STATISTICS}},
+        vision_backbone_id=BACKBONE,
+        llm_backbone_id="llama2-7b-pure",
+        image_resize_strategy="resize-naive",
+        text_config=text,
+    )
+    config.use_proprio = False  # what SimpleVLA-RL's workers set
+    torch.manual_seed(0)
+    model = policy_class(config).eval()
+    _spread(model)
+    model.save_pretrained(folder)
+    _write_processor(folder)
+    np.savez_compressed(folder / "golden.npz", **_asked(model, _pixels(images())))
+
+
+def ask_with_two_images(checkout: Path, folder: Path, answers: Path) -> None:
+    """Load the policy of a folder and ask it with `images` and, as the wrist's camera, `wrist_images`."""
+    _, policy_class = _original(checkout)
+    model = policy_class.from_pretrained(folder).eval()
+    model.vision_backbone.set_num_images_in_input(2)
+    np.savez_compressed(answers, **_asked(model, np.concatenate([_pixels(images()), _pixels(wrist_images())], 1)))
+
+
+def _original(checkout: Path):
+    """Configurations and the class of policies of the original code, with tiny backbones."""
     from tests.robotics.tiny_timm import register
 
-    names = register()
-    package = checkout
+    names, package = register(), checkout
     for part in PACKAGE.split("."):  # the packages around it import what this does not need
         package = package / part
         module = ModuleType(".".join(package.relative_to(checkout).parts))
@@ -58,25 +96,9 @@ def main(checkout: Path, folder: Path) -> None:
     from verl.utils.vla_utils.openvla_oft import configuration_prismatic as configuration
     from verl.utils.vla_utils.openvla_oft.modeling_prismatic import OpenVLAForActionPrediction
 
-    backbone = "dinosiglip-vit-so-224px"
-    configuration.VISION_BACKBONE_TO_TIMM_ID[backbone] = list(names)
-    configuration.VISION_BACKBONE_TO_RESOLUTION[backbone] = [32, 32]
-    text = {"vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 32000, "rms_norm_eps": 1e-6}
-    config = configuration.OpenVLAConfig(
-        norm_stats={"tiny_no_noops": {"action": STATISTICS}},
-        vision_backbone_id=backbone,
-        llm_backbone_id="llama2-7b-pure",
-        image_resize_strategy="resize-naive",
-        text_config=text,
-    )
-    config.use_proprio = False  # what SimpleVLA-RL's workers set
-    torch.manual_seed(0)
-    model = OpenVLAForActionPrediction(config).eval()
-    _spread(model)
-    model.save_pretrained(folder)
-    _write_processor(folder)
-    np.savez_compressed(folder / "golden.npz", **_asked(model))
+    configuration.VISION_BACKBONE_TO_TIMM_ID[BACKBONE] = list(names)
+    configuration.VISION_BACKBONE_TO_RESOLUTION[BACKBONE] = [32, 32]
+    return configuration, OpenVLAForActionPrediction
 
 
 def _spread(model) -> None:
@@ -120,7 +142,7 @@ def _write_processor(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(entries))
 
 
-def _asked(model) -> dict[str, np.ndarray]:
+def _asked(model, normalised: np.ndarray) -> dict[str, np.ndarray]:
     """Greedy actions of `generate_action_verl` and the action ids' logits of the training pass, for both texts."""
     import torch
 
@@ -129,7 +151,7 @@ def _asked(model) -> dict[str, np.ndarray]:
     # rows are padded in front, as SimpleVLA-RL's rollouts pad them
     ids = torch.tensor([[pad] * (width - len(line)) + line for line in lines])
     attention = ids.ne(pad)
-    pixels = torch.from_numpy(_pixels())
+    pixels = torch.from_numpy(normalised)
     inputs = {"input_ids": ids, "attention_mask": attention, "pixel_values": pixels}
     found = {}
     hook = model.language_model.register_forward_hook(lambda *parts: found.update(logits=parts[2].logits.detach()))
@@ -152,14 +174,17 @@ def _asked(model) -> dict[str, np.ndarray]:
     }
 
 
-def _pixels() -> np.ndarray:
+def _pixels(pixels: np.ndarray) -> np.ndarray:
     """(2, 6, 32, 32), normalised as by PrismaticImageProcessor at the images' own size."""
     means = np.array([[0.484375, 0.455078125, 0.40625], [0.5, 0.5, 0.5]])
     stds = np.array([[0.228515625, 0.2236328125, 0.224609375], [0.5, 0.5, 0.5]])
-    shares = images() / 255
+    shares = pixels / 255
     parts = [(shares - mean) / std for mean, std in zip(means, stds, strict=True)]
     return np.concatenate(parts, -1).transpose(0, 3, 1, 2).astype(np.float32)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) > 3:
+        ask_with_two_images(*map(Path, sys.argv[1:]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -21,7 +21,8 @@ from robotics.vla.collect import ActingSettings, replay_episode, run_episodes
 from robotics.vla.demonstrations import DemonstrationConfig, load_demonstrations
 from robotics.vla.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.vla.loading import ActionPolicyConfig
-from robotics.vla.policy import ActionChoice, ModuleAdapter
+from robotics.vla.module_adapter import ModuleAdapter
+from robotics.vla.policy import ActionChoice
 from robotics.vla.statistics import ActionStatistics
 from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_demos import BLIND, ENCODER, SPEED, demonstrate

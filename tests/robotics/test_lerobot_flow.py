@@ -216,10 +216,10 @@ def run_peer(python, *arguments):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def seen():
-    found = observations()
-    states = torch.from_numpy(found["state"])
-    return PolicyInputs(torch.from_numpy(found["images"]), states, ("go right", "go left", "go right"))
+def seen(policy):
+    found = {name: torch.from_numpy(values) for name, values in observations().items()}
+    views = found["views"] if policy.views else None
+    return PolicyInputs(found["images"], found["state"], ("go right", "go left", "go right"), views)
 
 
 @pytest.mark.slow
@@ -227,27 +227,28 @@ def seen():
 def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch):
     policy = LeRobotFlowPolicy(LeRobotFlowConfig(str(built / kind), python=lerobot, noise_level=0.6))
     assert (policy.chunk, policy.width, policy.decisions) == (5, 4, 3)
+    assert policy.cameras == ("observation.images.front", "observation.images.wrist")[: 1 + kind.endswith("_two")]
     fixed = torch.zeros(3, 4, 5, 4)
     fixed[:, 0] = torch.from_numpy(lerobot_flows.noise())
     with monkeypatch.context() as patch, np.load(built / "expected.npz") as answers:
         patch.setattr(torch, "randn", lambda *_, **__: fixed)
-        chunk = policy.act(seen(), seeded(), greedy=True).actions
+        chunk = policy.act(seen(policy), seeded(), greedy=True).actions
         np.testing.assert_allclose(chunk, answers[kind].clip(-1, 1), atol=1e-5)
     # an update by the gradient, saved as a folder that lerobot loads
-    choice = policy.act(seen(), seeded(2))
-    loss = -policy.log_probs(seen(), choice.decisions)[0].mean()
+    choice = policy.act(seen(policy), seeded(2))
+    loss = -policy.log_probs(seen(policy), choice.decisions)[0].mean()
     loss.backward()
     with torch.no_grad():
         for weight in policy.parameters():
             weight -= 1e-3 * weight.grad.sign()
     policy.zero_grad()
-    assert -policy.log_probs(seen(), choice.decisions)[0].mean() < loss
+    assert -policy.log_probs(seen(policy), choice.decisions)[0].mean() < loss
     policy.export(tmp_path / "out")
     # what lerobot makes of that folder, its training pass and autograd
     arrays = tmp_path / "arrays.npz"
     np.savez(arrays, chain=choice.decisions.unflatten(2, (5, 4)), level=0.6)
     run_peer(lerobot, "check", tmp_path / "out/lerobot", arrays)
-    logp, _ = policy.log_probs(seen(), choice.decisions)
+    logp, _ = policy.log_probs(seen(policy), choice.decisions)
     logp.sum().backward()
     with monkeypatch.context() as patch, np.load(arrays) as answers, np.load(built / "expected.npz") as before:
         np.testing.assert_allclose(logp.detach(), answers["logp"], rtol=2e-5, atol=2e-3)
@@ -255,7 +256,7 @@ def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch
             wanted = answers[f"grad:{name.replace('/', '.')}"]
             np.testing.assert_allclose(weight.grad, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
         patch.setattr(torch, "randn", lambda *_, **__: fixed)
-        chunk = policy.act(seen(), seeded(), greedy=True).actions
+        chunk = policy.act(seen(policy), seeded(), greedy=True).actions
         np.testing.assert_allclose(chunk, answers["chunks"].clip(-1, 1), atol=1e-5)
         assert np.abs(answers["chunks"] - before[kind]).max() > 1e-3
     policy.close()

@@ -21,8 +21,10 @@ from mmrl.cli import main
 from mmrl.errors import RunError, UserError
 from robotics.vla import lerobot_server
 from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
+from robotics.vla.loading import check_fit
 from robotics.vla.policy import PolicyInputs, open_policy
 from tests.robotics.lerobot_policies import observations
+from tests.robotics.line_sim import LineSim
 
 PROJECT = Path(__file__).resolve().parents[2]
 STATES = torch.tensor([[0.0, 0.5], [0.1, -0.4], [0.3, 0.31]])
@@ -90,6 +92,43 @@ def test_scores_are_those_of_torch(policy, temperature):
     torch.testing.assert_close(choice.actions, drawn.clamp(-1, 1))
     logp.sum().backward()
     assert all(weight.grad is not None for weight in policy.parameters())
+
+
+CAMERAS = ["observation.images.base", "observation.images.left", "observation.images.right"]
+
+
+def test_cameras_are_given_in_the_order_of_the_simulators(served, tmp_path):
+    policy = LeRobotPolicy(LeRobotPolicyConfig("anything", cameras=CAMERAS))
+    assert (policy.views, policy.cameras) == (2, tuple(CAMERAS))
+    pixels = torch.zeros(3, 32, 32, 3, dtype=torch.uint8)
+    views = torch.stack([pixels + 10, pixels + 20], 1)
+    batch = PolicyInputs(pixels + 100, STATES, ("go",) * 3, views)
+    base = policy.act(PolicyInputs(pixels, STATES, ("go",) * 3, views * 0), seeded(), greedy=True).actions
+    found = policy.act(batch, seeded(), greedy=True).actions - base
+    np.testing.assert_allclose(found[0, :, 0], (100 - 10 - 20) / 255, atol=1e-6)
+    with pytest.raises(UserError, match=r"needs views, which the observations lack; its cameras are .*base, .*left"):
+        policy.act(PolicyInputs(pixels, STATES, ("go",) * 3), seeded())
+    with pytest.raises(UserError, match=r"sees .*base, .*left, .*right; the observations have 1 views"):
+        policy.act(PolicyInputs(pixels, STATES, ("go",) * 3, views[:, :1]), seeded())
+    check_fit(policy, LineSim(views=("hand", "top")))
+    with pytest.raises(UserError, match=r"sees 3 cameras: .*base, .*left, .*right; .*sim.views \[hand\]"):
+        check_fit(policy, LineSim(views=("hand",)))
+    policy.save_pretrained(tmp_path)
+    opened = open_policy(tmp_path)
+    assert opened.cameras == tuple(CAMERAS)
+    torch.testing.assert_close(opened.act(batch, seeded()).actions, policy.act(batch, seeded()).actions)
+    opened.close()
+    policy.close()
+
+
+def test_a_run_of_several_cameras_trains(served, tmp_path):
+    options = f"cameras: [{', '.join(CAMERAS)}], "
+    config = Path(configuration(tmp_path, "anything", None, 2))
+    text = config.read_text().replace("options: {folder", f"options: {{{options}folder")
+    config.write_text(text.replace('open_line"}', 'open_line", views: [hand, top]}'))
+    assert main(["train", str(config)]) == 0
+    config.write_text(text.replace('open_line"}', 'open_line", views: [hand]}'))
+    assert main(["evaluate", str(config)]) == 2
 
 
 def test_a_saved_policy_is_opened_with_its_correction(policy, tmp_path):
@@ -187,6 +226,30 @@ def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind,
     opened = open_policy(next((tmp_path / "run/checkpoints").glob("step-*/model")))
     assert opened.correction[2].bias.abs().max() > 0
     opened.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["act_two", "diffusion_two"])
+def test_policies_of_two_cameras_see_both(lerobot, built, kind, tmp_path):
+    policy = LeRobotPolicy(LeRobotPolicyConfig(str(built / kind), python=lerobot))
+    assert policy.cameras == ("observation.images.front", "observation.images.wrist")
+    seen = observations()
+    parts = {name: torch.from_numpy(seen[name]) for name in ("images", "state", "views")}
+    batch = PolicyInputs(instructions=("go",) * 3, **parts)
+    with np.load(built / "expected.npz") as expected:
+        np.testing.assert_allclose(policy.predict(batch, seed=5)[:, :4], expected[kind], atol=1e-5)
+        swapped = [*policy.cameras][::-1]
+        other = LeRobotPolicy(LeRobotPolicyConfig(str(built / kind), python=lerobot, cameras=swapped))
+        turned = PolicyInputs(parts["views"][:, 0], parts["state"], ("go",) * 3, parts["images"][:, None])
+        np.testing.assert_allclose(other.predict(turned, seed=5)[:, :4], expected[kind], atol=1e-5)
+        assert np.abs(policy.predict(turned, seed=5)[:, :4] - expected[kind]).max() > 1e-3
+    policy.close()
+    other.close()
+    with pytest.raises(UserError, match=r"model.options.cameras is \[top\]; .* has the cameras .*front, .*wrist"):
+        LeRobotPolicy(LeRobotPolicyConfig(str(built / kind), python=lerobot, cameras=["top"]))
+    config = Path(configuration(tmp_path, built / kind, lerobot, 2, "dense"))
+    config.write_text(config.read_text().replace('open_line"}', 'open_line", views: [hand]}'))
+    assert main(["train", str(config)]) == 0
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.flow_policy import FlowActionPolicy
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
-from robotics.vla.policy import ModuleAdapter
+from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.small import SmallVlaPolicy
 from tests.robotics.line_demos import BLIND, ENCODER
 from tests.robotics.line_policies import GaussianWalker

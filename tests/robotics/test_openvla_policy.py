@@ -70,6 +70,22 @@ def test_logits_and_actions_are_those_of_the_original(policy, golden):
     np.testing.assert_allclose(policy.statistics.unnormalise(choice.actions), golden["actions"], atol=1e-6)
 
 
+def test_two_images_are_seen_as_by_the_original(folder):
+    """openvla-oft-two.npz is what SimpleVLA-RL's code answers for the same folder."""
+    policy = OpenVlaPolicy(OpenVlaConfig(str(folder), center_crop=False, num_images_in_input=2))
+    wrist = torch.from_numpy(openvla_peer.wrist_images())[:, None]
+    both = PolicyInputs(batch().images, None, batch().instructions, wrist)
+    with torch.no_grad():
+        logits = policy.logits(both)
+    with np.load(Path(__file__).with_name("openvla-oft-two.npz")) as golden:
+        np.testing.assert_allclose(logits[..., ::8], golden["logits"], atol=1e-4)
+        choice = policy.act(both, seeded(), greedy=True)
+        assert np.array_equal(choice.decisions + 31744, golden["tokens"])
+    assert policy.views == 1
+    with pytest.raises(UserError, match=r"sees 2 images \(num_images_in_input\), the observations have 0 views"):
+        policy.logits(batch())
+
+
 def test_a_causal_pass_differs_and_ignores_later_tokens(policy, folder, golden):
     causal = OpenVlaPolicy(OpenVlaConfig(str(folder), center_crop=False, attention="causal"))
     with torch.no_grad():

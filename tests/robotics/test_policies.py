@@ -14,7 +14,8 @@ from mmrl.fields import check_config
 from mmrl.training.loop.machine import avoid_refused_instructions
 from robotics.vla.encoder import EncoderConfig
 from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
-from robotics.vla.policy import ActionPolicy, ModuleAdapter, PolicyInputs, open_policy
+from robotics.vla.module_adapter import ModuleAdapter
+from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.vla.statistics import ActionStatistics, StateStatistics
 from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy, load_vlm_policy

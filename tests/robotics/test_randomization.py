@@ -233,19 +233,30 @@ def test_episodes_are_alike_whatever_their_order_chunks_and_threads():
 @pytest.mark.parametrize("camera", ["front", "wrist"])
 def test_a_batch_and_an_environment_draw_and_see_the_same(camera):
     episodes = [EpisodeSpec("push", "", 0), EpisodeSpec("push", "", 7, draw=2), EpisodeSpec("push", "", 7, draw=None)]
-    settings = BatchSettings(image_size=(32, 32), state="full", camera=camera, reward="dense", randomization=EVERYTHING)
+    views = [name for name in ("front", "wrist") if name != camera]
+    settings = BatchSettings(
+        image_size=(32, 32),
+        state="full",
+        camera=camera,
+        views=tuple(views),
+        reward="dense",
+        randomization=EVERYTHING,
+    )
     with TabletopBatch(["push"], settings=settings, workers=2) as sim:
         begun, chunk = sim.reset(episodes), sim.step_chunk(ACTIONS[:3, :6])
-    env = TabletopEnv("push", observation=("state", "rgb"), image_size=(32, 32), camera=camera, randomization=PARTS)
+    seen_by = {"image_size": (32, 32), "camera": camera, "views": views}
+    env = TabletopEnv("push", observation=("state", "rgb"), randomization=PARTS, **seen_by)
     for row, episode in enumerate(episodes):
         first, info = env.reset(options={"layout": episode.layout, "draw": episode.draw})
         assert info.get("randomization") == begun.drawn.get(row)
         assert np.array_equal(first["state"], begun.observation.state[row])
         assert np.array_equal(first["rgb"], begun.observation.images[row])
+        assert np.array_equal(first["views"], begun.observation.views[row])
         for action in ACTIONS[row, :6]:
             seen, *_ = env.step(action)
         assert np.array_equal(seen["state"], chunk.observation.state[row])
         assert np.array_equal(seen["rgb"], chunk.observation.images[row])
+        assert np.array_equal(seen["views"], chunk.observation.views[row])
     env.close()
 
 

@@ -105,8 +105,10 @@ class Gripper:
 class Robot:
     gripper = Gripper()
 class Sim:
+    class model: camera_names = ("agentview", "robot0_eye_in_hand")
     def render(self, camera_name, height, width, depth):
-        return np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
+        first = 100 * self.model.camera_names.index(camera_name)
+        return np.arange(first, first + height * width * 3, dtype=np.uint8).reshape(height, width, 3)
 class OffScreenRenderEnv:
     robots, sim, built = [Robot()], Sim(), 0
     def __init__(self, bddl_file_name, **options):
@@ -213,6 +215,20 @@ def test_what_libero_cannot_do_is_said_before_an_episode(fake_settings, options,
     kwargs = {**fake_settings.kwargs, **options}
     with pytest.raises(UserError, match=message):
         SubprocessSim(dataclasses.replace(fake_settings, environment=variables, kwargs=kwargs))
+
+
+def test_libero_draws_further_cameras_and_names_those_it_has(fake_settings):
+    views = {**fake_settings.kwargs, "views": ["robot0_eye_in_hand"]}
+    with SubprocessSim(dataclasses.replace(fake_settings, kwargs=views)) as pool:
+        assert pool.views == ("robot0_eye_in_hand",)
+        observation = pool.reset([EpisodeSpec("lift_it", "", 7)]).observation
+        np.testing.assert_array_equal(observation.views[0, 0], observation.images[0] + 100)
+        assert pool.step_chunk(np.zeros((1, 2, 7))).observation.views.shape == (1, 1, 4, 4, 3)
+        assert pool.describe()["views"] == ["robot0_eye_in_hand"]
+    wrong = {**fake_settings.kwargs, "views": ["wrist"]}
+    pool = SubprocessSim(dataclasses.replace(fake_settings, kwargs=wrong))
+    with pool, pytest.raises(UserError, match="no camera 'wrist'; it has: agentview, robot0_eye_in_hand"):
+        pool.reset([EpisodeSpec("lift_it", "", 7)])
 
 
 def test_a_config_of_the_users_own_is_left_alone(package, tmp_path, monkeypatch):
@@ -340,6 +356,7 @@ def test_robosuites_episodes_repeat_and_say_how_they_ended(adapted):
         ("robosuite", {"tasks": ["Lift", "Stack"]}, "2 environments .* one of them"),
         ("robosuite", {"robots": "Baxter"}, "no robot 'Baxter'; it has: Panda, Sawyer"),
         ("robosuite", {"camera": "top"}, "no camera 'top'; it has: agentview, frontview"),
+        ("robosuite", {"views": ["wrist"]}, "no camera 'wrist'; it has: agentview, frontview"),
         ("robosuite", {"state": "all"}, "state is 'all'; allowed: full, proprio"),
     ],
 )
@@ -372,6 +389,8 @@ def test_metaworld_has_fifty_tasks_and_refuses_others():
         metaworld.make(["fly"])
     with pytest.raises(metaworld.SuiteError, match="no camera 'side'"):
         metaworld.make(camera="side")
+    with pytest.raises(metaworld.SuiteError, match=r"no camera 'wrist'; it has: corner.*gripperPOV"):
+        metaworld.make(views=["gripperPOV", "wrist"])
     with pytest.raises(metaworld.SuiteError, match="horizon is 501"):
         metaworld.make(horizon=501)
 

@@ -54,6 +54,7 @@ def make(
     shadows: bool = True,
     camera: str = "agentview",
     config_folder: str | None = None,
+    views: list[str] | None = None,
 ) -> LiberoRow:
     """Make the row of a worker.
 
@@ -68,6 +69,7 @@ def make(
             faster.
         camera: agentview, frontview, birdview, sideview or robot0_eye_in_hand.
         config_folder: where LIBERO's config.yaml is written; a temporary folder when None.
+        views: further cameras, such as robot0_eye_in_hand.
 
     Returns:
         The row; a task's scene is built with its first episode.
@@ -85,7 +87,7 @@ def make(
     # Before the assets are asked for, so that a part that is not installed shows without them.
     importlib.import_module("libero.libero.envs")
     _point_to_assets(find_assets(package))
-    row = LiberoRow(suite, size, steps, held_out_states, shadows, camera)
+    row = LiberoRow(suite, size, steps, held_out_states, shadows, camera, tuple(views or ()))
     row.keep(tasks)
     return row
 
@@ -95,13 +97,22 @@ class LiberoRow:
 
     action_size, state_size = 7, 8
 
-    def __init__(self, suite: str, size: int, horizon: int, held_out_states: int, shadows: bool, camera: str) -> None:
+    def __init__(
+        self,
+        suite: str,
+        size: int,
+        horizon: int,
+        held_out_states: int,
+        shadows: bool,
+        camera: str,
+        views: tuple[str, ...] = (),
+    ) -> None:
         from libero.libero import benchmark
 
         self._benchmark = benchmark.get_benchmark(suite)()
         self._numbers = {task.name: number for number, task in enumerate(self._benchmark.tasks)}
         self._suite, self._held_out, self._shadows, self._camera = suite, held_out_states, shadows, camera
-        self.image_size, self.horizon = (size, size), horizon
+        self.image_size, self.horizon, self.views = (size, size), horizon, views
         self._env: Any = None
         self._task = ""
         self._starts = np.zeros((0, 0))
@@ -152,8 +163,15 @@ class LiberoRow:
 
     def render(self) -> np.ndarray:
         """(size, size, 3) image, turned by 180 degrees."""
+        return self._image(self._camera)
+
+    def render_views(self) -> np.ndarray:
+        """(V, size, size, 3) images of the further cameras, turned by 180 degrees too."""
+        return np.stack([self._image(name) for name in self.views])
+
+    def _image(self, camera: str) -> np.ndarray:
         height, width = self.image_size
-        image = self._env.sim.render(camera_name=self._camera, height=height, width=width, depth=False)
+        image = self._env.sim.render(camera_name=camera, height=height, width=width, depth=False)
         return np.asarray(image, np.uint8)[::-1, ::-1]
 
     def describe(self) -> Mapping[str, Any]:
@@ -165,6 +183,7 @@ class LiberoRow:
             "versions": {name: version(name) for name in ("hf-libero", "robosuite", "mujoco", "bddl")},
             "assets": os.environ.get("LIBERO_ASSETS", "those of the package"),
             "camera": self._camera,
+            **({"views": list(self.views)} if self.views else {}),
             "shadows": self._shadows,
             "control_hz": 20,
             "settling_steps": SETTLING_STEPS,
@@ -200,6 +219,10 @@ class LiberoRow:
             )
         except (FileNotFoundError, ValueError) as error:
             raise _explain(task, error) from error
+        known = tuple(self._env.sim.model.camera_names)
+        for name in (self._camera, *self.views):
+            if name not in known:
+                raise SuiteError(f"the scene of {task} has no camera {name!r}; it has: {', '.join(known)}")
         if not self._shadows:
             self._env.sim.model.light_castshadow[:] = False
         self._starts = load_states(Path(get_libero_path("init_states")) / info.problem_folder / info.init_states_file)

@@ -34,6 +34,7 @@ def make(
     size: int = 128,
     horizon: int = 500,
     shadows: bool = False,
+    views: list[str] | None = None,
 ) -> MetaWorldRow:
     """Make the row of a worker.
 
@@ -43,6 +44,7 @@ def make(
         size: pixels of a side of the images.
         horizon: control steps of an episode, at most 500.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
+        views: further cameras, such as gripperPOV.
 
     Returns:
         The row; a task's scene is loaded with its first episode.
@@ -53,11 +55,12 @@ def make(
     for name in tasks or ():
         if name not in INSTRUCTIONS:
             raise SuiteError(f"Meta-World has no task {name!r}; it has: {', '.join(INSTRUCTIONS)}")
-    if camera not in CAMERAS:
-        raise SuiteError(f"Meta-World has no camera {camera!r}; it has: {', '.join(CAMERAS)}")
+    for name in (camera, *(views or ())):
+        if name not in CAMERAS:
+            raise SuiteError(f"Meta-World has no camera {name!r}; it has: {', '.join(CAMERAS)}")
     if not 1 <= horizon <= 500:
         raise SuiteError(f"horizon is {horizon}; Meta-World allows 1 to 500 control steps")
-    return MetaWorldRow(tasks or list(INSTRUCTIONS), camera, size, horizon, shadows)
+    return MetaWorldRow(tasks or list(INSTRUCTIONS), camera, size, horizon, shadows, tuple(views or ()))
 
 
 class MetaWorldRow:
@@ -65,9 +68,11 @@ class MetaWorldRow:
 
     action_size, state_size = 4, STATE_SIZE
 
-    def __init__(self, tasks: list[str], camera: str, size: int, horizon: int, shadows: bool) -> None:
+    def __init__(
+        self, tasks: list[str], camera: str, size: int, horizon: int, shadows: bool, views: tuple[str, ...] = ()
+    ) -> None:
         self._tasks, self._camera, self.image_size, self.horizon = tasks, camera, (size, size), horizon
-        self._shadows = shadows
+        self._shadows, self.views = shadows, views
         self._env: Any = None
         self._expert: Any = None
         self._task = ""
@@ -99,8 +104,17 @@ class MetaWorldRow:
 
     def render(self) -> np.ndarray:
         """(size, size, 3) image."""
+        return self._image(self._camera)
+
+    def render_views(self) -> np.ndarray:
+        """(V, size, size, 3) images of the further cameras."""
+        return np.stack([self._image(name) for name in self.views])
+
+    def _image(self, camera: str) -> np.ndarray:
+        if self.views:  # gymnasium's renderer looked its camera up when the environment was made
+            self._env.mujoco_renderer.camera_id = self._env.model.camera(camera).id
         image = np.asarray(self._env.render(), np.uint8)
-        return image[::-1, ::-1] if self._camera in UPSIDE_DOWN else image
+        return image[::-1, ::-1] if camera in UPSIDE_DOWN else image
 
     def expert(self) -> np.ndarray:
         """(4,) action of the task's scripted policy, clipped."""
@@ -112,6 +126,7 @@ class MetaWorldRow:
 
         versions = {name: version(name) for name in ("metaworld", "mujoco")}
         drawing = {"camera": self._camera, "shadows": self._shadows}
+        drawing |= {"views": list(self.views)} if self.views else {}
         return {"suite": "metaworld", "versions": versions, "control_hz": 80, **drawing}
 
     def close(self) -> None:

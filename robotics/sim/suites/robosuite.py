@@ -35,6 +35,7 @@ def make(
     state: str = "full",
     shadows: bool = False,
     options: dict[str, Any] | None = None,
+    views: list[str] | None = None,
 ) -> RobosuiteEnv:
     """Make the environment of a worker.
 
@@ -47,6 +48,7 @@ def make(
         state: full, with the poses of the objects, or proprio.
         shadows: whether images have shadows and smooth edges, which takes a software renderer many times as long.
         options: further arguments of `robosuite.make`, such as reward_shaping or controller_configs.
+        views: further cameras, such as robot0_eye_in_hand.
 
     Returns:
         The environment.
@@ -76,10 +78,12 @@ def make(
         **(options or {}),
     )
     cameras = env.sim.model.camera_names
-    if camera not in cameras:
-        raise SuiteError(f"{names[0]} has no camera {camera!r}; it has: {', '.join(cameras)}")
+    for name in (camera, *(views or ())):
+        if name not in cameras:
+            raise SuiteError(f"{names[0]} has no camera {name!r}; it has: {', '.join(cameras)}")
     keys = [f"robot{number}_proprio-state" for number in range(len(arms))]
-    return RobosuiteEnv(env, [*(["object-state"] if state == "full" else []), *keys], camera, size, shadows)
+    keys = [*(["object-state"] if state == "full" else []), *keys]
+    return RobosuiteEnv(env, keys, camera, size, shadows, views or [])
 
 
 class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
@@ -87,11 +91,12 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
 
     render_mode = "rgb_array"
 
-    def __init__(self, env: Any, keys: list[str], camera: str, size: int, shadows: bool) -> None:
+    def __init__(self, env: Any, keys: list[str], camera: str, size: int, shadows: bool, views: list[str]) -> None:
         super().__init__(env, keys=keys, flatten_obs=False)
         name = type(self.env).__name__
         instruction = INSTRUCTIONS.get(name, name)
         self.metadata = {"render_fps": env.control_freq, "instruction": instruction, "image_size": (size, size)}
+        self.metadata["views"] = views
         self.spec = SimpleNamespace(id=name, max_episode_steps=env.horizon)
         self._camera, self._size, self._shadows = camera, size, shadows
         self._drawn: Any = None
@@ -111,6 +116,10 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
 
     def render(self) -> np.ndarray:
         """(size, size, 3) uint8 of this moment."""
+        return self.policy_image()
+
+    def policy_image(self, camera: str | None = None) -> np.ndarray:
+        """(size, size, 3) uint8 of this moment, as a further camera sees it where one is named."""
         model, data = self.env.sim.model._model, self.env.sim.data._data
         if self._drawn is not model:  # a reset builds the scene anew
             self._free()
@@ -118,7 +127,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
                 model.light_castshadow[:] = False
                 model.vis.quality.offsamples = 0
             self._renderer, self._drawn = mujoco.Renderer(model, self._size, self._size), model
-        self._renderer.update_scene(data, self._camera, VISUAL)
+        self._renderer.update_scene(data, camera or self._camera, VISUAL)
         return np.asarray(self._renderer.render(), np.uint8)
 
     def close(self) -> None:
