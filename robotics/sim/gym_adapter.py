@@ -70,6 +70,9 @@ class GymRow:
     ) -> None:
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
+        # robosuite's wrappers unwrap to what is no environment of Gymnasium's
+        owners = [owner for owner in (env, getattr(env, "unwrapped", None)) if hasattr(owner, "policy_image")]
+        self._draw: Any = owners[0].policy_image if owners else None
         self._name = task or getattr(spec, "id", None) or type(env).__name__
         self._metadata: Mapping[str, Any] = getattr(env, "metadata", None) or {}
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
@@ -150,7 +153,7 @@ class GymRow:
     def _raw_view(self, name: str) -> np.ndarray:
         if name in self._image_entries():
             return np.asarray(self._observation[name], np.uint8)
-        return np.asarray(self._env.unwrapped.policy_image(camera=name), np.uint8)
+        return np.asarray(self._draw(camera=name), np.uint8)
 
     def _image_entries(self) -> list[str]:
         """Entries of a Dict observation that are images."""
@@ -160,8 +163,7 @@ class GymRow:
     def _check_views(self) -> None:
         if not self.views:
             return
-        draw = getattr(getattr(self._env, "unwrapped", None), "policy_image", None)
-        draws = draw is not None and "camera" in inspect.signature(draw).parameters
+        draws = self._draw is not None and "camera" in inspect.signature(self._draw).parameters
         others = [name for name in self._image_entries() if name != self._image_key]
         for name in self.views:
             if not draws and name not in others:
@@ -182,8 +184,7 @@ class GymRow:
     def _raw_image(self) -> np.ndarray:
         if self._image_key is not None:
             return np.asarray(self._observation[self._image_key] if self._image_key else self._observation, np.uint8)
-        draw = getattr(getattr(self._env, "unwrapped", None), "policy_image", self._env.render)
-        return np.asarray(draw(), np.uint8)
+        return np.asarray((self._draw or self._env.render)(), np.uint8)
 
     def describe(self) -> Mapping[str, Any]:
         """Id and what `metadata` says of the control rate."""

@@ -232,9 +232,9 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
 
 def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig, camera: str) -> NDArray[np.uint8]:
     if camera not in episode.images:
-        key = "camera" if camera == config.camera else "views"
+        option = "camera is" if camera == config.camera else "views has"
         known = ", ".join(episode.images) or "none"
-        raise UserError(f"demonstrations.{key} has '{camera}', but the cameras of {config.path} are: {known}")
+        raise UserError(f"demonstrations.{option} '{camera}', but {config.path} has {known}")
     first = episode.images[config.camera]
     if episode.images[camera].shape != first.shape:
         sizes = [f"{name} {part.shape[1]} x {part.shape[2]}" for name, part in episode.images.items()]

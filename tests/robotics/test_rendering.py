@@ -103,7 +103,7 @@ def test_drawing_fixed_parts_once_changes_no_pixel(model):
     with FrameRenderer(model, settings) as renderer:
         categories = []
         draw = renderer._draw
-        renderer._draw = lambda data, kinds, sky: (categories.append(kinds), draw(data, kinds, sky))
+        renderer._draw = lambda data, sight, kinds, sky: (categories.append(kinds), draw(data, sight, kinds, sky))
         for data in scenes[:5]:
             renderer.rgb(data)
     everything, static = int(mujoco.mjtCatBit.mjCAT_ALL), int(mujoco.mjtCatBit.mjCAT_STATIC)
