@@ -71,8 +71,8 @@ class GymRow:
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         # robosuite's wrappers unwrap to what is no environment of Gymnasium's
-        owners = [owner for owner in (env, getattr(env, "unwrapped", None)) if hasattr(owner, "policy_image")]
-        self._draw: Any = owners[0].policy_image if owners else None
+        draws = [getattr(owner, "policy_image", None) for owner in (env, getattr(env, "unwrapped", None))]
+        self._draw: Any = draws[0] or draws[1]
         self._name = task or getattr(spec, "id", None) or type(env).__name__
         self._metadata: Mapping[str, Any] = getattr(env, "metadata", None) or {}
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction

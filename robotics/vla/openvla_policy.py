@@ -133,13 +133,13 @@ class OpenVlaPolicy(TokenPolicy):
         """See `TokenPolicy.logits`; (B, T, n) float32."""
         if batch.images is None:
             raise UserError(f"{self._folder} needs images, which the observations lack")
-        given = 0 if batch.views is None else batch.views.shape[1]
-        if given != self.views:
-            raise UserError(
-                f"{self._folder} sees {self.views + 1} images (num_images_in_input), the observations have "
-                f"{given} views beside the image"
-            )
         images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
+        wanted = self.settings.num_images_in_input
+        if len(images) != wanted:
+            raise UserError(
+                f"{self._folder} sees {wanted} images (num_images_in_input); the observations have {len(images)}, with "
+                "those of sim.views"
+            )
         parts = [self._images(image, self.vision, self.settings.center_crop) for image in images]
         pixels = torch.cat(parts, 1).to(self.device, self._dtype)
         prompts = [self._prompt(text).to(self.device) for text in batch.instructions]

@@ -82,7 +82,7 @@ def test_two_images_are_seen_as_by_the_original(folder):
         choice = policy.act(both, seeded(), greedy=True)
         assert np.array_equal(choice.decisions + 31744, golden["tokens"])
     assert policy.views == 1
-    with pytest.raises(UserError, match=r"sees 2 images \(num_images_in_input\), the observations have 0 views"):
+    with pytest.raises(UserError, match=r"sees 2 images \(num_images_in_input\); the observations have 1,"):
         policy.logits(batch())
 
 
