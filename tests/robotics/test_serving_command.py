@@ -93,7 +93,7 @@ def test_flow_and_vision_language_policies_open_with_what_they_read(tmp_path):
         (["nowhere"], "nowhere is neither a run folder (config.yaml) nor a robot policy (policy.json)"),
         (["nowhere", "temprature=1"], "did you mean 'temperature'?"),
         (["nowhere", "max_batch=0"], "max_batch"),
-        (["nowhere", "image_key=prompt"], "name three entries"),
+        (["nowhere", "image_key=prompt"], "name each entry once"),
     ],
 )
 def test_usage_errors_are_one_line(arguments, said, capsys, tmp_path, monkeypatch):
