@@ -436,3 +436,60 @@ class Greedy(nn.Module):
 
     def log_probs(self, obs, actions):
         raise NotImplementedError
+
+
+# ---- a run ----
+
+OWN = """
+import torch
+
+class Eyes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 5))
+
+    def act(self, obs, generator, temperature=1.0, greedy=False):
+        mean = self.mean(obs)
+        actions = mean if greedy else mean + 0.1 * torch.randn(mean.shape, generator=generator)
+        return actions, self.log_probs(obs, actions)
+
+    def mean(self, obs):
+        return sum(part.float().mean((1, 2, 3))[:, None] / 255 * w for part, w in
+                   zip((obs["images"], *obs["views"].unbind(1)), self.weight, strict=True))
+
+    def log_probs(self, obs, actions):
+        return torch.distributions.Normal(self.mean(obs), 0.1).log_prob(actions).sum(-1)
+"""
+RUN = """
+recipe: robot_grpo
+output_dir: run
+sim: {tasks: [reach], image_size: 16, views: [wrist], horizon: 4, workers: 1}
+model: {kind: "my_eyes.py:Eyes", chunk: 1}
+data: {tasks: [reach], layouts: 2}
+reward: dense
+trainer: {steps: 1, tasks_per_step: 1, samples_per_task: 2, threads: 1, learning_rate: 1.0e-2}
+tracking: {quiet: true, tensorboard: false}
+"""
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_run_trains_with_two_cameras_and_its_policy_acts_with_them(tmp_path, monkeypatch):
+    from mmrl.cli import main
+    from robotics.serving.acting import PolicyActor
+    from robotics.sim.envs import TabletopEnv
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    (tmp_path / "my_eyes.py").write_text(OWN)
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert main(["train", "run.yaml"]) == 0
+    actor = PolicyActor(tmp_path / "run")
+    assert (actor.options["camera"], actor.options["views"]) == ("front", ("wrist",))
+    weight = actor._served.policy.module.weight.detach().cpu()
+    assert (weight - 1).abs().min() > 1e-4, "both cameras have learned"
+    env = TabletopEnv("reach", **actor.options)
+    seen, _ = env.reset(options={"layout": 0})
+    actor.reset(0)
+    bright = torch.tensor([seen["rgb"].mean() / 255, seen["views"][0].mean() / 255], dtype=torch.float32)
+    torch.testing.assert_close(torch.from_numpy(actor.act(env, seen)), (bright @ weight).clamp(-1, 1))
+    env.close()
