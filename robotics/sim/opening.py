@@ -135,7 +135,7 @@ def open_film_sim(config: SimConfig, height: int) -> RobotSim:
     """
     if config.kind == "tabletop":
         return _open_tabletop(replace(config, workers=1, views=[]), film_size(height))
-    return open_sim(replace(config, image_size=height, workers=1))
+    return open_sim(replace(config, image_size=height, workers=1, views=[]))
 
 
 def _open_tabletop(config: SimConfig, film: tuple[int, int] | None = None) -> RobotSim:

@@ -67,7 +67,7 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
         The policy on the CPU.
 
     Raises:
-        UserError: no such folder, or an unknown option.
+        UserError: no such folder, an unknown option, or a kind that sees fewer cameras than the simulator has.
     """
     if ":" in config.kind:
         policy = _users_policy(config, sim)
@@ -76,6 +76,8 @@ def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> 
     elif config.path:
         policy = _saved(config)
     else:
+        if config.kind in ONE_CAMERA and views_of(sim):  # before a large model is loaded
+            raise _one_camera(f"a policy of model.kind {config.kind}", views_of(sim))
         policy = POLICIES[config.kind](config, sim, sim.tasks().values(), seed)
     return policy
 
@@ -214,18 +216,25 @@ def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
     views = views_of(sim)
     if policy.views is None or policy.views == len(views):
         return
-    offered = f"the simulator observes its camera and sim.views [{', '.join(views)}]"
     if not policy.views:
-        raise UserError(
-            f"{offered}, but this {type(policy).__name__} sees one camera at most; leave sim.views empty, or take a "
-            "policy of several cameras, see 'Several cameras' in docs/robotics.md (a class of your own sets `views`)"
-        )
+        raise _one_camera(f"this {type(policy).__name__}", views)
     names = f": {', '.join(policy.cameras)}" if policy.cameras else ""
     raise UserError(
-        f"the policy sees {policy.views + 1} cameras{names}; {offered}. sim.views names the simulator's cameras for "
-        f"those after the first, {policy.views} of them, in that order"
+        f"the policy sees {policy.views + 1} cameras{names}; the simulator observes its camera and sim.views "
+        f"[{', '.join(views)}]. sim.views names the simulator's cameras for those after the first, {policy.views} of "
+        "them, in that order"
     )
 
+
+def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
+    return UserError(
+        f"the simulator observes its camera and sim.views [{', '.join(views)}], but {what} sees one camera at most; "
+        "leave sim.views empty, or take a policy of several cameras, see 'Several cameras' in docs/robotics.md (a "
+        "class of your own sets `views`)"
+    )
+
+
+ONE_CAMERA = ("small", "flow", "vlm")
 
 POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int], ActionPolicy]] = {
     "small": _small,

@@ -15,7 +15,7 @@ from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, vi
 from robotics.sim.gym_adapter import EnvError, GymRow
 from robotics.sim.opening import SimConfig, open_film_sim, open_sim
 from robotics.vla.collect import ActingSettings, run_episodes
-from robotics.vla.loading import check_fit
+from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import PolicyInputs
@@ -305,6 +305,8 @@ def test_a_policy_of_one_camera_is_not_given_several():
     check_fit(small_policy(), LineSim())
     with pytest.raises(UserError, match=r"sim.views \[hand\], but this SmallVlaPolicy sees one camera at most"):
         check_fit(small_policy(), LineSim(views=("hand",)))
+    with pytest.raises(UserError, match=r"sim.views \[hand\], but a policy of model.kind vlm sees one camera at most"):
+        load_action_policy(ActionPolicyConfig(kind="vlm"), LineSim(views=("hand",)), 0)
 
 
 def test_the_number_of_cameras_has_to_fit():
