@@ -263,6 +263,24 @@ def test_flow_heads_of_lerobot(lerobot, built, tiny, kind, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+def test_cameras_come_in_the_order_that_is_named(lerobot, built, monkeypatch):
+    fixed = torch.zeros(3, 4, 5, 4)
+    fixed[:, 0] = torch.from_numpy(lerobot_flows.noise())
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: fixed)
+    names, chunks = ["observation.images.front", "observation.images.wrist"], []
+    for cameras in ([], names[::-1]):
+        policy = LeRobotFlowPolicy(LeRobotFlowConfig(str(built / "smolvla_two"), python=lerobot, cameras=cameras))
+        batch = seen(policy)
+        turned = PolicyInputs(batch.views[:, 0], batch.state, batch.instructions, batch.images[:, None])
+        chunks += [policy.act(part, seeded(), greedy=True).actions for part in (batch, turned)]
+        policy.close()
+    own, mistaken, also_mistaken, named = chunks
+    assert torch.equal(own, named)
+    assert torch.equal(mistaken, also_mistaken)
+    assert (own - mistaken).abs().max() > 1e-3
+
+
+@pytest.mark.slow
 def test_reinforcement_learning_improves_a_smolvla(lerobot, built, tmp_path, capsys):
     config = configuration(tmp_path, built / "smolvla", lerobot, 12, "dense", rate=3e-3)
     assert main(["evaluate", config]) == 0
