@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from robotics.vla.ensemble import TemporalEnsemble
     from robotics.vla.statistics import ActionStatistics
+    from robotics.vla.swapped import SwappedPictures
 
 __all__ = ["ActingSettings", "Episodes", "action_scale", "inputs_of", "replay_episode", "run_episodes", "sim_actions"]
 
@@ -117,6 +118,7 @@ def run_episodes(
     *,
     greedy: bool = False,
     record: bool = False,
+    swapped: SwappedPictures | None = None,
 ) -> Episodes:
     """Run episodes to their ends, as many at once as the simulator has room for.
 
@@ -128,6 +130,7 @@ def run_episodes(
         generator: for the policy's sampling.
         greedy: take the most likely actions.
         record: render every control step.
+        swapped: show the policy pictures of other episodes; those that are recorded are the episodes' own.
 
     Returns:
         The episodes in the order given. Rows whose environment failed are marked and have no result.
@@ -138,7 +141,7 @@ def run_episodes(
     action_scale(policy, settings)
     size = sim.capacity or len(episodes)
     recorders = [
-        _run_wave(policy, sim, episodes[start : start + size], settings, generator, greedy, record)
+        _run_wave(policy, sim, episodes[start : start + size], settings, generator, greedy, record, swapped)
         for start in range(0, len(episodes), size)
     ]
     example = next((chunks[0] for recorder in recorders for chunks in recorder.chunks if chunks), None)
@@ -190,6 +193,7 @@ def _run_wave(
     generator: torch.Generator,
     greedy: bool,
     record: bool,
+    swapped: SwappedPictures | None,
 ) -> _Recorder:
     """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
 
@@ -200,12 +204,14 @@ def _run_wave(
     begun = sim.reset(episodes)
     recorder = _Recorder(episodes, begun, device)
     observation = begun.observation
+    if swapped is not None:
+        swapped.begin(episodes, observation)
     blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None
     statistics = action_scale(policy, settings)
     while len(sim.live):
         observation = observation.of(sim.live)
         full = _full_state(sim)
-        inputs = inputs_of(observation, episodes, device)
+        inputs = inputs_of(observation if swapped is None else swapped(observation), episodes, device)
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
         actions = actions[:, : settings.n_action_steps or None] if blend is None else blend(actions, observation.rows)

@@ -32,9 +32,13 @@ from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, run_episodes
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.replays import ReplayVideos, episode_of
+from robotics.vla.swapped import SwappedPictures
 from robotics.vla.tasks import episode_id
 
-__all__ = ["EpisodeMeasure", "RobotEvaluationConfig", "success_table"]
+__all__ = ["PROTOCOLS", "EpisodeMeasure", "RobotEvaluationConfig", "success_table"]
+
+PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
+"""How actions are chosen, and whether the policy sees its own episode."""
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -45,6 +49,9 @@ class RobotEvaluationConfig(EvaluationConfig):
 
     samples: int = 0
     """Further episodes of each initial state with sampled actions; 0 = none."""
+    swapped: bool = False
+    """Also the same with the first pictures of another initial state throughout, as success/greedy_swapped and
+    success/sampled_swapped: success that stays is not owed to looking."""
     videos: int = bounded(2, at_least=0)
     """First failures and first successes of the headline split that are kept as mp4, that many of each; 0 = none. There
     are none either where the simulator renders no images and `video_size` is 0."""
@@ -58,7 +65,7 @@ class RobotEvaluationConfig(EvaluationConfig):
 
 @dataclass
 class EpisodeMeasure(Measure[EpisodeSpec]):
-    """Success over initial states, with greedy or with sampled actions.
+    """Success over initial states, with greedy or with sampled actions, of policies that see or see other pictures.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over initial states for sampled),
     the same for each task, the mean control steps of the successes and the number of failed environments.
@@ -67,7 +74,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     policy: ActionPolicy
     sim: RobotSim
     protocol: str
-    """greedy or sampled."""
+    """One of `PROTOCOLS`."""
     evaluation: RobotEvaluationConfig
     acting: ActingSettings
     """Of the run; sampled episodes have the evaluation's temperature and no ensemble."""
@@ -83,8 +90,12 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     unit = "episodes"
 
     def __post_init__(self) -> None:
-        self.repeats = int(self.evaluation.greedy) if self.protocol == "greedy" else self.evaluation.samples
-        if self.protocol == "sampled":
+        self.greedy = self.protocol.startswith("greedy")
+        self.swapped = SwappedPictures() if self.protocol.endswith("_swapped") else None
+        self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
+        if self.swapped is not None and not self.evaluation.swapped:
+            self.repeats = 0
+        if not self.greedy:
             self.acting = replace(self.acting, temperature=self.evaluation.temperature, ensemble=0.0)
 
     @property
@@ -102,7 +113,8 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             [trial.task for trial in batch],
             self.acting,
             make_generator(self.seed, "evaluate", self.split, first.index, first.repeat),
-            greedy=self.protocol == "greedy",
+            greedy=self.greedy,
+            swapped=self.swapped,
         )
         return [_row(trial, episodes, place) for place, trial in enumerate(batch)]
 
@@ -158,7 +170,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
         by_state: dict[int, list[float]] = {}
         for row in rows:
             by_state.setdefault(row["index"], []).append(float(row["success"]))
-        rng = None if self.protocol == "greedy" else np.random.default_rng(self.seed)
+        rng = None if self.greedy else np.random.default_rng(self.seed)
         return with_interval(name, list(by_state.values()), rng)
 
     def _all_conditions(self, tasks: Sequence[EpisodeSpec], processes: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from mmrl.training.record.samples import SampleRecord
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla.collect import ActingSettings, Episodes, run_episodes
-from robotics.vla.evaluation import EpisodeMeasure, RobotEvaluationConfig
+from robotics.vla.evaluation import PROTOCOLS, EpisodeMeasure, RobotEvaluationConfig
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
@@ -203,7 +203,7 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
 
     def evaluate(self, policy: ActionPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Success over fixed initial states, overall and of each task."""
-        measures = [self._measure(policy, split, protocol) for protocol in ("greedy", "sampled")]
+        measures = [self._measure(policy, split, protocol) for protocol in PROTOCOLS]
         measures = [measure for measure in measures if measure.repeats]
         return evaluate_tasks(measures, self.eval_tasks[split], self.config.evaluation.records, accelerator)
 

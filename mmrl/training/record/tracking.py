@@ -386,7 +386,7 @@ METRICS: dict[str, str] = {
     "terms/<term>/<protocol>/<part>": "The same of the tasks with one value of a data column, as column=value.",
     "terms/<term>/<protocol>/<part>/low": "Lower end of its 95 % interval.",
     "terms/<term>/<protocol>/<part>/high": "Upper end of its 95 % interval.",
-    "success/<protocol>": "Share of episodes in which the task was done: greedy, or with sampled actions.",
+    "success/<protocol>": "Share of episodes that did the task, greedy or sampled; _swapped: shown other pictures.",
     "success/<protocol>/low": "Lower end of its 95 % interval.",
     "success/<protocol>/high": "Upper end of its 95 % interval.",
     "success/of_families": "Plain mean of the success of the kinds of task: place, pour, insert, drawer.",
