@@ -15,13 +15,13 @@ from mmrl.fields import bounded, choice
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import PolicyInputs
+from robotics.vla.swapped import FirstPictures
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.vla.ensemble import TemporalEnsemble
     from robotics.vla.statistics import ActionStatistics
-    from robotics.vla.swapped import SwappedPictures
 
 __all__ = ["ActingSettings", "Episodes", "action_scale", "inputs_of", "replay_episode", "run_episodes", "sim_actions"]
 
@@ -118,7 +118,7 @@ def run_episodes(
     *,
     greedy: bool = False,
     record: bool = False,
-    swapped: SwappedPictures | None = None,
+    pictures_of: Sequence[EpisodeSpec] = (),
 ) -> Episodes:
     """Run episodes to their ends, as many at once as the simulator has room for.
 
@@ -130,7 +130,8 @@ def run_episodes(
         generator: for the policy's sampling.
         greedy: take the most likely actions.
         record: render every control step.
-        swapped: show the policy pictures of other episodes; those that are recorded are the episodes' own.
+        pictures_of: B episodes whose first pictures the policy sees throughout, in place of its own, which are still
+            those that are recorded; its own when empty.
 
     Returns:
         The episodes in the order given. Rows whose environment failed are marked and have no result.
@@ -141,16 +142,25 @@ def run_episodes(
     action_scale(policy, settings)
     size = sim.capacity or len(episodes)
     recorders = [
-        _run_wave(policy, sim, episodes[start : start + size], settings, generator, greedy, record, swapped)
+        _run_wave(
+            policy,
+            sim,
+            episodes[start : start + size],
+            settings,
+            generator,
+            greedy,
+            record,
+            pictures_of[start : start + size],
+        )
         for start in range(0, len(episodes), size)
     ]
     example = next((chunks[0] for recorder in recorders for chunks in recorder.chunks if chunks), None)
-    waves = [recorder.close(example) for recorder in recorders]
-    width = max(wave.logp.shape[1] for wave in waves)
+    parts = [recorder.close(example) for recorder in recorders]
+    width = max(part.logp.shape[1] for part in parts)
     return Episodes(
-        payload=EpisodePayload.concat([wave.payload for wave in waves]),
-        logp=torch.cat([_padded(wave.logp, width) for wave in waves]),
-        actions=[actions for wave in waves for actions in wave.actions],
+        payload=EpisodePayload.concat([part.payload for part in parts]),
+        logp=torch.cat([_padded(part.logp, width) for part in parts]),
+        actions=[actions for part in parts for actions in part.actions],
     )
 
 
@@ -193,7 +203,7 @@ def _run_wave(
     generator: torch.Generator,
     greedy: bool,
     record: bool,
-    swapped: SwappedPictures | None,
+    pictures_of: Sequence[EpisodeSpec],
 ) -> _Recorder:
     """Run as many episodes as the simulator has room for, chunk by chunk, until the last one ends.
 
@@ -201,17 +211,16 @@ def _run_wave(
     before, and `recorder` adds the chunks of the live ones to their rows.
     """
     device = next(_parameters(policy), torch.zeros(0)).device
+    shown = FirstPictures(sim, pictures_of) if pictures_of else None
     begun = sim.reset(episodes)
     recorder = _Recorder(episodes, begun, device)
     observation = begun.observation
-    if swapped is not None:
-        swapped.begin(episodes, observation)
     blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None
     statistics = action_scale(policy, settings)
     while len(sim.live):
         observation = observation.of(sim.live)
         full = _full_state(sim)
-        inputs = inputs_of(observation if swapped is None else swapped(observation), episodes, device)
+        inputs = inputs_of(observation if shown is None else shown.instead(observation), episodes, device)
         choice = policy.act(inputs, generator, temperature=settings.temperature, greedy=greedy)
         actions = choice.actions.float().cpu().numpy()
         actions = actions[:, : settings.n_action_steps or None] if blend is None else blend(actions, observation.rows)

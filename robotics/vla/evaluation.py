@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, run_episodes
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.replays import ReplayVideos, episode_of
-from robotics.vla.swapped import SwappedPictures
 from robotics.vla.tasks import episode_id
 
 __all__ = ["PROTOCOLS", "EpisodeMeasure", "RobotEvaluationConfig", "success_table"]
@@ -83,6 +82,8 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
     run_dir: Path
     conditions: Mapping[str, Any]
     """What the rows depend on besides the above, such as the numerical precision and digests of the user's code."""
+    others: Mapping[EpisodeSpec, EpisodeSpec] = field(default_factory=dict)
+    """By episode, whose pictures the swapped protocols show."""
     videos: ReplayVideos | None = None
     """Replays the first failures and successes; None makes no videos."""
     shows_progress: bool = False
@@ -91,9 +92,9 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
 
     def __post_init__(self) -> None:
         self.greedy = self.protocol.startswith("greedy")
-        self.swapped = SwappedPictures() if self.protocol.endswith("_swapped") else None
+        self.swapped = self.protocol.endswith("_swapped")
         self.repeats = int(self.evaluation.greedy) if self.greedy else self.evaluation.samples
-        if self.swapped is not None and not self.evaluation.swapped:
+        if self.swapped and not self.evaluation.swapped:
             self.repeats = 0
         if not self.greedy:
             self.acting = replace(self.acting, temperature=self.evaluation.temperature, ensemble=0.0)
@@ -114,7 +115,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             self.acting,
             make_generator(self.seed, "evaluate", self.split, first.index, first.repeat),
             greedy=self.greedy,
-            swapped=self.swapped,
+            pictures_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
         )
         return [_row(trial, episodes, place) for place, trial in enumerate(batch)]
 

@@ -44,6 +44,7 @@ from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.replays import ReplayVideos
 from robotics.vla.saved import is_saved_policy
+from robotics.vla.swapped import swap_layouts
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
 
 __all__ = ["SCORES", "RobotConfig", "RobotRecipe", "pack_episodes"]
@@ -274,6 +275,7 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
             split=split,
             run_dir=run_dir,
             conditions={"code": self.code, "precision": config.trainer.mixed_precision},
+            others=swap_layouts(self.eval_tasks[split]) if config.evaluation.swapped else {},
             videos=videos if headline else None,
             shows_progress=not config.tracking.quiet,
         )

@@ -10,63 +10,65 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
+from robotics.sim.episodes import EpisodeSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from robotics.sim.episodes import RobotObservation, RobotSim
 
-    from robotics.sim.episodes import EpisodeSpec, RobotObservation
-
-__all__ = ["SwappedPictures"]
-
-Pictures = tuple["NDArray[np.uint8]", "NDArray[np.uint8] | None"]
-"""(H, W, 3) image and (V, H, W, 3) views of one episode."""
+__all__ = ["FirstPictures", "swap_layouts"]
 
 
-class SwappedPictures:
-    """Shows every episode the first pictures of another layout of its task; the robot's own state stays its own.
+def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSpec]:
+    """Assign to each of some episodes another layout of its task, the one half the way round.
 
-    Layouts that were seen in earlier batches count, so a batch may hold a single one unless it is the first.
+    Args:
+        episodes: initial states, such as those of an evaluation.
+
+    Returns:
+        The other one by episode.
+
+    Raises:
+        UserError: a task has one layout only.
+    """
+    by_task: dict[str, list[EpisodeSpec]] = {}
+    for episode in dict.fromkeys(episodes):
+        by_task.setdefault(episode.task, []).append(episode)
+    found = {}
+    for task, own in by_task.items():
+        layouts = list(dict.fromkeys(episode.layout for episode in own))
+        if len(layouts) < 2:
+            raise UserError(f"evaluation.swapped needs two initial states of each task; {task} has {len(layouts)}")
+        half = len(layouts) // 2
+        other = {layout: layouts[(place + half) % len(layouts)] for place, layout in enumerate(layouts)}
+        found |= {episode: replace(episode, layout=other[episode.layout]) for episode in own}
+    return found
+
+
+class FirstPictures:
+    """First pictures of some episodes, to be shown instead of those of the episodes in the same rows.
+
+    Args:
+        sim: the simulator; its episodes are ended.
+        episodes: whose pictures.
+
+    Raises:
+        UserError: there are no images.
+        RunError: an environment did not start.
     """
 
-    def __init__(self) -> None:
-        self._first: dict[str, dict[int, Pictures]] = {}
-        self._shown: list[Pictures] = []
-
-    def begin(self, episodes: Sequence[EpisodeSpec], observation: RobotObservation) -> None:
-        """Note the first pictures of episodes and choose whose they are shown.
-
-        Args:
-            episodes: those that begin in rows 0..R-1.
-            observation: the first one of all rows.
-
-        Raises:
-            UserError: there are no images, or a task has one layout only.
-        """
-        images, views = observation.images, observation.views
-        if images is None:
+    def __init__(self, sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> None:
+        begun = sim.reset(episodes)
+        if begun.observation.images is None:
             raise UserError("evaluation.swapped needs images, which the simulator does not render; set sim.image_size")
-        for row, episode in enumerate(episodes):
-            seen = self._first.setdefault(episode.task, {})
-            seen.setdefault(episode.layout, (images[row].copy(), None if views is None else views[row].copy()))
-        self._shown = [self._other(episode) for episode in episodes]
+        if begun.failed.any():
+            row = int(begun.failed.argmax())
+            why = begun.reasons.get(row, "no reason given")
+            raise RunError(f"the environment whose pictures were to be shown did not start: {episodes[row]}: {why}")
+        self._images, self._views = begun.observation.images.copy(), begun.observation.views
+        self._views = None if self._views is None else self._views.copy()
 
-    def __call__(self, observation: RobotObservation) -> RobotObservation:
-        """The observation with the pictures of others."""
-        chosen = [self._shown[row] for row in observation.rows.tolist()]
-        images = np.stack([image for image, _ in chosen])
-        views = None if observation.views is None else np.stack([view for _, view in chosen if view is not None])
+    def instead(self, observation: RobotObservation) -> RobotObservation:
+        """The observation of some rows with these pictures."""
+        images, views = (None if part is None else part[observation.rows] for part in (self._images, self._views))
         return replace(observation, images=images, views=views)
-
-    def _other(self, episode: EpisodeSpec) -> Pictures:
-        """The first pictures of the layout half the way round."""
-        seen = self._first[episode.task]
-        if len(seen) < 2:
-            raise UserError(
-                f"evaluation.swapped needs at least two initial states of {episode.task} in a batch; there is layout "
-                f"{episode.layout} only (evaluation.batch_tasks and the simulator's capacity set the batch)"
-            )
-        layouts = list(seen)
-        return seen[layouts[(layouts.index(episode.layout) + len(layouts) // 2) % len(layouts)]]

@@ -1,15 +1,17 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
 from mmrl.training.runs import evaluate
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.loading import ActionPolicyConfig
 from robotics.vla.module_adapter import ModuleAdapter
-from robotics.vla.swapped import SwappedPictures
+from robotics.vla.swapped import FirstPictures, swap_layouts
 from robotics.vla.tasks import EpisodeSetConfig
 from tests.robotics.line_policies import GaussianWalker
 from tests.robotics.line_sim import LineSim
@@ -43,33 +45,45 @@ def watch(sim, episodes, **options):
 
 def test_every_episode_sees_the_first_pictures_of_another_layout_and_its_own_state():
     episodes = [*specs((0, 0, 1, 2)), *specs((5, 6), "left")]
-    first = LineSim().reset(episodes).observation.images
-    seen, found = watch(LineSim(), episodes, swapped=SwappedPictures())
-    shown = [2, 2, 3, 0, 5, 4]  # half the way round the layouts of the task
+    others = swap_layouts(episodes)
+    assert [others[episode].layout for episode in episodes] == [1, 1, 2, 0, 6, 5]  # half the way round
+    assert all(others[episode].task == episode.task for episode in episodes)
+    sim = LineSim(views=["side"], capacity=4)  # a second wave
+    first = LineSim(views=["side"]).reset(episodes).observation
+    shown = LineSim(views=["side"]).reset([others[episode] for episode in episodes]).observation
+    seen, found = watch(sim, episodes, pictures_of=[others[episode] for episode in episodes])
+    own, _ = watch(LineSim(capacity=4), episodes)
+    waves = [step for step, inputs in enumerate(seen) if (inputs["state"][:, 0] == 0).all()]
+    assert len(waves) == 2
     for step in (0, 2):
-        assert np.array_equal(seen[step]["images"], first[shown])
-    own, _ = watch(LineSim(), episodes)
+        assert np.array_equal(seen[step]["images"], shown.images[:4])
+    assert np.array_equal(seen[waves[1]]["images"], shown.images[4:])
     assert np.array_equal(seen[2]["state"], own[2]["state"])
-    assert np.array_equal(found.payload.images[:, 0].numpy(), first)  # what is recorded is the episode's own
+    assert np.array_equal(found.payload.images[:, 0].numpy(), first.images)  # what is recorded is the episode's own
 
 
-def test_layouts_of_earlier_batches_count():
-    sim, swapped = LineSim(views=["side"]), SwappedPictures()
-    begun = sim.reset(specs((3, 4))).observation
-    swapped.begin(specs((3, 4)), begun)
-    alone = sim.reset(specs((4,))).observation
-    swapped.begin(specs((4,)), alone)
-    assert np.array_equal(swapped(alone).images, begun.images[:1])
-    assert np.array_equal(swapped(alone).views, begun.views[:1])
+def test_views_are_those_of_the_other_layout_too():
+    sim = LineSim(views=["side"])
+    pictures = FirstPictures(sim, specs((3, 4)))
+    shown = sim.reset(specs((3, 4))).observation
+    begun = sim.reset(specs((0, 1))).observation
+    assert np.array_equal(pictures.instead(begun.of([1])).views, shown.views[1:])
+    assert np.array_equal(pictures.instead(begun.of([1])).state, begun.state[1:])
 
 
-def test_one_initial_state_or_no_pictures_are_refused():
-    with pytest.raises(UserError, match="at least two initial states of right in a batch; there is layout 7 only"):
-        watch(LineSim(), specs((7, 7)), swapped=SwappedPictures())
-    blind = LineSim()
-    begun = blind.reset(specs((0, 1))).observation
+def test_what_cannot_be_shown_is_refused():
+    with pytest.raises(UserError, match="needs two initial states of each task; left has 1"):
+        swap_layouts([*specs((0, 1)), *specs((7, 7), "left")])
+    with pytest.raises(RunError, match=r"whose pictures were to be shown did not start: .*layout=3.*would not start"):
+        FirstPictures(LineSim(never_starts=[3]), specs((2, 3)))
+
+    class Blind(LineSim):
+        def reset(self, episodes):
+            result = super().reset(episodes)
+            return replace(result, observation=replace(result.observation, images=None))
+
     with pytest.raises(UserError, match=r"set sim\.image_size"):
-        SwappedPictures().begin(specs((0, 1)), type(begun)(begun.rows, begun.state, None))
+        FirstPictures(Blind(), specs((0, 1)))
 
 
 @pytest.mark.parametrize("name", ["make_reader", "make_walker"])
