@@ -34,7 +34,7 @@ def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSp
     by_task: dict[str, list[EpisodeSpec]] = {}
     for episode in dict.fromkeys(episodes):
         by_task.setdefault(episode.task, []).append(episode)
-    found = {}
+    found: dict[EpisodeSpec, EpisodeSpec] = {}
     for task, own in by_task.items():
         layouts = list(dict.fromkeys(episode.layout for episode in own))
         if len(layouts) < 2:
