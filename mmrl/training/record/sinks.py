@@ -179,6 +179,8 @@ class TensorBoardSink:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            if self._purge_step is not None:
+                _wait_for_a_later_name(self._folder)
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         return self._writer
 
@@ -310,3 +312,15 @@ def _estimate(name: str, metrics: Mapping[str, float]) -> str:
 
 
 DIVERSITY = "diversity/latent"
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait, a second at most, until a new event file comes last.
+
+    TensorBoard reads files in the order of their names, events.out.tfevents.<second>.<host>.<process>.<count>, as
+    texts: within one second file 10 comes before file 9.
+    """
+    seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    latest = max((int(text) for text in seconds if text.isdigit()), default=0)
+    while latest <= time.time() < latest + 1:
+        time.sleep(0.05)

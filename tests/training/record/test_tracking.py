@@ -213,9 +213,12 @@ def test_terminal_gets_a_bar_with_the_time_left(monkeypatch):
 
 
 @pytest.mark.skipif(not tensorboard_installed(), reason="tensorboard is optional")
-def test_tensorboard_gets_every_scalar_once_after_a_resume(tmp_path):
+def test_tensorboard_gets_every_scalar_once_after_a_resume(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    counter = event_file_writer.AtomicCounter(9)  # of this second's files number 10 would come before 9
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
     sink = TensorBoardSink(tmp_path)
     for step in (1, 2, 3):
         sink.log(step, {"reward/mean": step / 10})
