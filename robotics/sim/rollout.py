@@ -26,6 +26,7 @@ from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
 from robotics.sim.rendering import RenderSettings
+from robotics.sim.scene_steps import SceneSteps
 from robotics.sim.scene_worker import SceneWorker
 
 if TYPE_CHECKING:
@@ -35,21 +36,7 @@ if TYPE_CHECKING:
     from robotics.sim.films import FilmRenderer
     from robotics.sim.presentation import Outcome
 
-__all__ = ["BatchPhysics", "Chunk", "ImageRollout", "Observation", "SceneSteps", "SceneTask", "Variant"]
-
-
-@dataclass(frozen=True)
-class SceneSteps:
-    """What happened to one scene in K control steps."""
-
-    actions: NDArray[np.float64]
-    """(K, nu) controls."""
-    qpos: NDArray[np.float64]
-    """(K, nq) positions after each control step."""
-    qvel: NDArray[np.float64]
-    """(K, nv) velocities after each control step."""
-    sensordata: NDArray[np.float64]
-    """(K, nsensordata) sensor values; as `mj_step` leaves them, those at the start of the last physics step."""
+__all__ = ["BatchPhysics", "Chunk", "ImageRollout", "Observation", "SceneTask", "Variant"]
 
 
 class Variant(Protocol):

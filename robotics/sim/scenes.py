@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-    from robotics.sim.rollout import SceneSteps
+    from robotics.sim.scene_steps import SceneSteps
 
 __all__ = ["ARM_CUBES", "ReachCube", "load_arm_cubes"]
 

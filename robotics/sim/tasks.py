@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.sim.arms import ArmModel
-    from robotics.sim.rollout import SceneSteps
+    from robotics.sim.scene_steps import SceneSteps
 
 __all__ = ["REWARDS", "SPLITS", "TASKS", "TabletopScene", "TabletopTask", "draw_layout", "find_task", "layout_seed"]
 

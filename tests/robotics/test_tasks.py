@@ -6,7 +6,7 @@ import pytest
 from mmrl.errors import UserError
 from robotics.sim import FrameRenderer, RenderSettings
 from robotics.sim.arms import ARMS
-from robotics.sim.rollout import SceneSteps
+from robotics.sim.scene_steps import SceneSteps
 from robotics.sim.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE, SceneReading
 from robotics.sim.tasks import FIELD_M, SPLITS, TASKS, TabletopScene, draw_layout, find_task, layout_seed
 
