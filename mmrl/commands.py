@@ -245,7 +245,7 @@ def sim(args: argparse.Namespace) -> int:
         more = {name: getattr(args, name) for name in ("policy", "seed", "video", "strip")}
         rooms.play(args.name, args.options, say, episodes=1 if count is None else count, **more)
         return 0
-    return 0 if rooms.experts(args.name, 5 if count is None else count, args.options, say) else 1
+    return 0 if rooms.experts(args.name, 5 if count is None else count, args.options, say, args.replay) else 1
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -385,6 +385,9 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
     parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
+    parser.add_argument(
+        "--replay", action="store_true", help="experts: also replay each episode's actions in the others, without observing"
+    )
     parser.add_argument(
         "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
     )

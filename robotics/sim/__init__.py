@@ -14,7 +14,7 @@ _NAMES = {
     "robotics.sim.control": ("CartesianController", "ControlSettings"),
     "robotics.sim.envs": ("SimulationDiverged", "TabletopEnv"),
     "robotics.sim.episodes": ("ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim"),
-    "robotics.sim.expert_check": ("check_experts",),
+    "robotics.sim.expert_check": ("check_experts", "replay_experts"),
     "robotics.sim.experts": ("EXPERTS", "Expert"),
     "robotics.sim.opening": ("SimConfig", "open_sim"),
     "robotics.sim.randomization": ("RandomizationConfig",),

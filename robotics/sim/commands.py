@@ -29,7 +29,7 @@ def setup(name: str, folder: Path | None, say: Say) -> None:
     setup_suite(name, folder, say=say)
 
 
-def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
+def experts(name: str, episodes: int, options: Sequence[str], say: Say, replay: bool = False) -> bool:
     """Run the experts of all tasks and print how often they succeed.
 
     Args:
@@ -37,6 +37,7 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
         episodes: of each task.
         options: `field=value` of `SimConfig`.
         say: takes lines to print.
+        replay: also print how often the actions of one episode solve the others.
 
     Returns:
         Whether no environment failed.
@@ -45,7 +46,7 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
         UserError: an unknown simulator or option, or it has no experts.
     """
     from mmrl.config import fill
-    from robotics.sim.expert_check import check_experts, summary_lines
+    from robotics.sim.expert_check import check_experts, replay_experts, replay_line, summary_lines
     from robotics.sim.opening import SimConfig, open_sim
     from robotics.sim.tasks import TASKS
 
@@ -60,6 +61,8 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say) -> bool:
         for task, done, count, failed in check_experts(sim, episodes):
             rows.append((task, done, count, failed))
             say(f"{task:<28} {done:>3} of {count:<3}" + (f"  {failed} environments failed" if failed else ""))
+            if replay:
+                say(replay_line(replay_experts(sim, task, episodes)))
     finally:
         sim.close()
     for line in summary_lines(rows):

@@ -239,4 +239,5 @@ EXPERTS: dict[str, Callable[[Scene], Move]] = {
     "pick_place": _pick_place,
     "stack": _stack,
     "drawer": _drawer,
+    "drawer_wide": _drawer,
 }

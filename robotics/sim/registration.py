@@ -30,6 +30,7 @@ ENVIRONMENT_IDS: dict[str, str] = {
     "mmrl/PickPlace-v0": "pick_place",
     "mmrl/Stack-v0": "stack",
     "mmrl/Drawer-v0": "drawer",
+    "mmrl/DrawerWide-v0": "drawer_wide",
 }
 
 # Gymnasium 1.0 dropped the loading of plug-ins by entry point; it imports the module in `make("module:id")` instead.

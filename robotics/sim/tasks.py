@@ -390,5 +390,15 @@ TASKS: dict[str, TabletopTask] = {
             progress=_open_progress,
             horizon=60,
         ),
+        TabletopTask(  # what opens one drawer opens four in ten above and at best two in ten here
+            name="drawer_wide",
+            instruction="open the drawer",
+            roles=Roles("drawer"),
+            areas={"drawer": Area((0.54, 0.66), (-0.2, 0.2), yaw_rad=0.6)},
+            apart_m=(0.0, 1.0),
+            success=_opened,
+            progress=_open_progress,
+            horizon=60,
+        ),
     )
 }

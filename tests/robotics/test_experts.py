@@ -4,7 +4,9 @@ import pytest
 from mmrl.errors import UserError
 from robotics.sim.arms import ARMS
 from robotics.sim.batch import BatchSettings, TabletopBatch
+from robotics.sim.commands import experts
 from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.expert_check import replay_experts
 from robotics.sim.experts import EXPERTS, Expert
 from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import SPLITS, TASKS
@@ -88,3 +90,22 @@ def test_mistakes_are_named():
         Expert("reach", noise=-1)
     with pytest.raises(UserError, match="full state of 22 entries"):
         Expert("reach").act(np.zeros(PROPRIO_SIZE))
+
+
+def test_a_motion_opens_its_own_drawer_and_fewer_of_those_that_stand_further_apart():
+    with TabletopBatch(["drawer", "drawer_wide"], settings=BatchSettings(image_size=None)) as sim:
+        near, wide = (replay_experts(sim, task, 10) for task in sim.tasks())
+        with pytest.raises(UserError, match="episodes is 1; must be at least 2"):
+            replay_experts(sim, "drawer", 1)
+    assert near.shape == wide.shape == (10, 10)
+    assert near.diagonal().all()
+    assert wide.diagonal().all()
+    assert wide.sum() < near.sum() < 60
+
+
+def test_the_command_tells_how_far_one_motion_gets():
+    lines: list[str] = []
+    assert experts("tabletop", 3, ["tasks=[reach]"], lines.append, replay=True)
+    at = next(row for row, line in enumerate(lines) if line.startswith("reach"))
+    assert lines[at].split() == ["reach", "3", "of", "3"]
+    assert lines[at + 1].startswith("  replayed in the other episodes: 0.")
