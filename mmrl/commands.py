@@ -386,7 +386,7 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
     parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
     parser.add_argument(
-        "--replay", action="store_true", help="experts: also replay each episode's actions in the others, without observing"
+        "--replay", action="store_true", help="experts: also replay each episode's actions in the others, blindly"
     )
     parser.add_argument(
         "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
