@@ -46,7 +46,12 @@ def _draw_comparison(
 ) -> None:
     curves = {}
     for arm, by_seed in plans.items():
-        runs = [evaluations(experiment, plan) for plan in by_seed.values() if is_finished(plan)]
+        # an arm that reads the start has a point there, not the curve of the arm whose runs it reads
+        runs = [
+            evaluations(experiment, plan)[: 1 if plan.reads == "start" else None]
+            for plan in by_seed.values()
+            if is_finished(plan)
+        ]
         curves[arm] = [
             ([record["step"] for record in run], [record.get(experiment.metric, math.nan) for record in run])
             for run in runs

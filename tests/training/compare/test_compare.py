@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from mmrl.errors import RunError, UserError
+from mmrl.training.compare import figures
 from mmrl.training.compare.experiment import load_experiment
 from mmrl.training.compare.jobs import Job, run_jobs
 from mmrl.training.compare.overrides import dotted_overrides
@@ -323,13 +324,18 @@ def test_an_arm_may_read_the_runs_of_another(lab):
     assert not any("finished already" in line for line in lab.lines)
 
 
-def test_an_arm_may_stand_for_the_start(lab):
+def test_an_arm_may_stand_for_the_start(lab, monkeypatch):
+    drawn = []
+    whole = figures.comparison_figure
+    monkeypatch.setattr(figures, "comparison_figure", lambda *views: drawn.append(views[-1]) or whole(*views))
     arms = {"start": {"runs_of": "papo", "reads": "start"}, "papo": {"overrides": {"gain": 0.05}}, "grpo": {}}
     result = lab.run(arms=arms, split="test", secondary_metrics=["hard/accuracy/greedy"])
     assert result["arms"]["start"]["values"] == pytest.approx({"1": 0.1, "2": 0.1, "3": 0.1})
     assert result["arms"]["start"]["secondary"]["hard/accuracy/greedy"]["mean"] == pytest.approx(0.0)
     assert result["arms"]["papo"]["values"]["1"] == pytest.approx(0.56)
     assert not (lab.output / "runs/start").exists()
+    assert [len(steps) for steps, _ in drawn[-1]["start"]] == [1, 1, 1]
+    assert min(len(steps) for steps, _ in drawn[-1]["papo"]) > 1
 
 
 def test_preparations_run_once_and_arms_find_them(lab):
