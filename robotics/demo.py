@@ -33,9 +33,11 @@ def run(output_dir: Path) -> list[str]:
     if not CONFIGS.is_dir():
         raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
     started = time.perf_counter()
-    demonstrations = [f"demonstrations.path={output_dir}/demonstrations"]
-    clone = finish_run(CONFIGS / "demo_robot_clone.yaml", output_dir / "clone", demonstrations)
-    ppo = finish_run(CONFIGS / "demo_robot_ppo.yaml", output_dir / "ppo", [f"model.path={last_model(clone)}"])
+    all_cores = "trainer.threads=0"  # the demo has the machine for itself
+    demonstrations = f"demonstrations.path={output_dir}/demonstrations"
+    clone = finish_run(CONFIGS / "demo_robot_clone.yaml", output_dir / "clone", [demonstrations, all_cores])
+    start = f"model.path={last_model(clone)}"
+    ppo = finish_run(CONFIGS / "demo_robot_ppo.yaml", output_dir / "ppo", [start, all_cores])
     report = write_report(ppo, chain=[clone])
     videos = sorted((ppo / "videos").glob("*.mp4"))
     minutes = (time.perf_counter() - started) / 60
