@@ -385,9 +385,8 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", metavar="DIR", type=Path, help="setup: where to; default: MMRL_SUITES or the cache")
     parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
-    parser.add_argument(
-        "--replay", action="store_true", help="experts: also replay each episode's actions in the others, blindly"
-    )
+    replay = "experts: also replay each episode's actions in the others, without observing"
+    parser.add_argument("--replay", action="store_true", help=replay)
     parser.add_argument(
         "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
     )

@@ -54,6 +54,8 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say, replay: 
     config: SimConfig = fill(base, options, "mmrl sim")
     if episodes < 1:
         raise UserError(f"--episodes is {episodes}; must be at least 1")
+    if replay and episodes < 2:
+        raise UserError(f"--episodes is {episodes}; --replay needs at least 2, one to replay in another")
     sim = open_sim(config)
     rows = []
     try:

@@ -31,20 +31,22 @@ def check_experts(sim: RobotSim, episodes: int = 5, split: str = "train") -> Ite
     Raises:
         UserError: the simulator has no experts.
     """
-    for task, instruction in sim.tasks().items():
-        wanted = [EpisodeSpec(task, instruction, layout, split) for layout in range(episodes)]
-        size = sim.capacity or episodes
-        results = [run_expert(sim, wanted[start : start + size]) for start in range(0, episodes, size)]
+    for task in sim.tasks():
+        wanted = _episodes(sim, task, episodes, split)
+        results = [run_expert(sim, part) for part in _batches(sim, wanted)]
         success, failed = (np.concatenate([result[part] for result in results]) for part in (0, 1))
         yield task, int(success.sum()), int((~failed).sum()), int(failed.sum())
 
 
-def run_expert(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def run_expert(
+    sim: RobotSim, episodes: Sequence[EpisodeSpec], motions: NDArray[np.float32] | None = None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Run episodes of one task with its expert, a control step at a time.
 
     Args:
         sim: the simulator.
         episodes: R of them, at most its capacity.
+        motions: (R, horizon, A) zeros to write the actions to; after the end the fingers stay as they are.
 
     Returns:
         (R,) whether each succeeded, and (R,) whether its environment failed.
@@ -52,49 +54,77 @@ def run_expert(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> tuple[NDArray[
     choose = expert_of(sim, episodes[0].task)
     begun = sim.reset(episodes)
     success, failed = np.zeros(len(episodes), bool), begun.failed.copy()
+    step = 0
     while len(sim.live):
-        result = sim.step_chunk(np.clip(choose(), -1, 1)[:, None])
+        live, actions = sim.live, np.clip(choose(), -1, 1)
+        if motions is not None:
+            motions[live, step] = actions
+            motions[live, step + 1 :, -1] = actions[:, -1:]
+        result = sim.step_chunk(actions[:, None])
         success[result.rows] |= result.success
         failed[result.rows] |= result.failed
+        step += 1
     return success, failed
 
 
-def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "train") -> NDArray[np.bool_]:
+def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "train") -> NDArray[np.float64]:
     """Replay what the expert did in one episode in all others, without observing: what needs no looking.
 
     Args:
-        sim: a simulator whose tasks have scripted experts, with room for all episodes at a time.
+        sim: a simulator whose tasks have scripted experts.
         task: name of the task.
         episodes: R of them, each with a layout of its own.
         split: where the layouts come from.
 
     Returns:
-        (R, R) whether the actions of episode i solve episode j; a failed environment solves nothing. After its last
-        action an expert rests, with the fingers as they are.
+        (R, R): 1 where the actions of episode i solve episode j, else 0; NaN where an environment failed. After its
+        last action an expert rests, with the fingers as they are.
 
     Raises:
         UserError: the simulator has no experts, or there are fewer than two episodes.
     """
     if episodes < 2:
-        raise UserError(f"episodes is {episodes}; must be at least 2, one to replay in another")
-    wanted = [EpisodeSpec(task, sim.tasks()[task], layout, split) for layout in range(episodes)]
-    choose = expert_of(sim, task)
-    sim.reset(wanted)
-    actions = np.zeros((episodes, sim.horizon, sim.action_size), np.float32)
-    for step in range(sim.horizon):
-        if not len(sim.live):
-            break
-        live = sim.live
-        actions[live, step] = np.clip(choose(), -1, 1)
-        actions[live, step + 1 :, -1] = actions[live, step, -1][:, None]
-        sim.step_chunk(actions[live, step][:, None])
-    solved = np.zeros((episodes, episodes), bool)
-    for row, motion in enumerate(actions):
-        sim.reset(wanted)
-        if len(sim.live):
-            result = sim.step_chunk(np.broadcast_to(motion, (len(sim.live), *motion.shape)))
-            solved[row, result.rows] = result.success
+        raise UserError(f"episodes is {episodes}; a replay needs at least 2, one to replay in another")
+    wanted = _episodes(sim, task, episodes, split)
+    motions = np.zeros((episodes, sim.horizon, sim.action_size), np.float32)
+    known = np.concatenate(
+        [~run_expert(sim, part, motions[part[0].layout : part[-1].layout + 1])[1] for part in _batches(sim, wanted)]
+    )
+    solved = np.full((episodes, episodes), np.nan)
+    for row in np.flatnonzero(known):
+        solved[row] = np.concatenate([_replay(sim, part, motions[row]) for part in _batches(sim, wanted)])
     return solved
+
+
+def replay_line(solved: NDArray[np.float64]) -> str:
+    """Line that tells how far one motion gets, from what `replay_experts` returns."""
+    others = np.where(np.eye(len(solved), dtype=bool), np.nan, solved)
+    failed = int(np.isnan(solved).sum())
+    means = [float(np.nanmean(row)) for row in others if not np.isnan(row).all()]
+    if not means:
+        return "  replayed in the other episodes: every environment failed"
+    told = f"  replayed in the other episodes: {np.nanmean(others):.3f} in the mean, {max(means):.3f} at best"
+    return told + (f"; {failed} of {solved.size} replays without a result" if failed else "")
+
+
+def _replay(sim: RobotSim, episodes: Sequence[EpisodeSpec], motion: NDArray[np.float32]) -> NDArray[np.float64]:
+    """(R,) 1 where a motion (T, A) solves the episode, else 0; NaN where the environment failed."""
+    begun = sim.reset(episodes)
+    solved = np.where(begun.failed, np.nan, 0.0)
+    if len(sim.live):
+        result = sim.step_chunk(np.broadcast_to(motion, (len(sim.live), *motion.shape)))
+        solved[result.rows] = np.where(result.failed, np.nan, result.success)
+    return solved
+
+
+def _episodes(sim: RobotSim, task: str, count: int, split: str) -> list[EpisodeSpec]:
+    return [EpisodeSpec(task, sim.tasks()[task], layout, split) for layout in range(count)]
+
+
+def _batches(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> list[Sequence[EpisodeSpec]]:
+    """As many at a time as the simulator takes."""
+    size = sim.capacity or len(episodes)
+    return [episodes[start : start + size] for start in range(0, len(episodes), size)]
 
 
 def expert_of(sim: RobotSim, task: str) -> Chooser:
@@ -124,12 +154,6 @@ def summary_lines(rows: Sequence[tuple[str, int, int, int]]) -> list[str]:
         f"all episodes: {done} of {count} solved, {done / max(count, 1):.3f} [{low:.3f}, {high:.3f}]",
         f"tasks solved always: {always} of {len(rows)}; in at least {100 * MOSTLY:.0f} % of the episodes: {mostly}",
     ]
-
-
-def replay_line(solved: NDArray[np.bool_]) -> str:
-    """Line that tells how far one motion gets, from what `replay_experts` returns."""
-    others = (solved.sum(1) - solved.diagonal()) / (len(solved) - 1)
-    return f"  replayed in the other episodes: {others.mean():.3f} in the mean, {others.max():.3f} at best"
 
 
 MOSTLY = 0.8

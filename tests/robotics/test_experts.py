@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -6,7 +8,7 @@ from robotics.sim.arms import ARMS
 from robotics.sim.batch import BatchSettings, TabletopBatch
 from robotics.sim.commands import experts
 from robotics.sim.episodes import EpisodeSpec
-from robotics.sim.expert_check import replay_experts
+from robotics.sim.expert_check import replay_experts, replay_line
 from robotics.sim.experts import EXPERTS, Expert
 from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
 from robotics.sim.tasks import SPLITS, TASKS
@@ -95,11 +97,12 @@ def test_mistakes_are_named():
 def test_a_motion_opens_its_own_drawer_and_fewer_of_those_that_stand_further_apart():
     with TabletopBatch(["drawer", "drawer_wide"], settings=BatchSettings(image_size=None)) as sim:
         near, wide = (replay_experts(sim, task, 10) for task in sim.tasks())
-        with pytest.raises(UserError, match="episodes is 1; must be at least 2"):
+        with pytest.raises(UserError, match="episodes is 1; a replay needs at least 2"):
             replay_experts(sim, "drawer", 1)
     assert near.shape == wide.shape == (10, 10)
     assert near.diagonal().all()
     assert wide.diagonal().all()
+    assert not np.isnan([near, wide]).any()
     assert wide.sum() < near.sum() < 60
 
 
@@ -109,3 +112,25 @@ def test_the_command_tells_how_far_one_motion_gets():
     at = next(row for row, line in enumerate(lines) if line.startswith("reach"))
     assert lines[at].split() == ["reach", "3", "of", "3"]
     assert lines[at + 1].startswith("  replayed in the other episodes: 0.")
+    with pytest.raises(UserError, match="--episodes is 1; --replay needs at least 2"):
+        experts("tabletop", 1, ["tasks=[reach]"], lines.append, replay=True)
+
+
+def test_replays_of_a_simulator_with_few_places_and_failures(monkeypatch):
+    """Batches of two give what all at once give, and an environment that fails is no miss."""
+    with TabletopBatch(["drawer"], settings=BatchSettings(image_size=None)) as sim:
+        whole = replay_experts(sim, "drawer", 3)
+        sim.capacity = 2
+        assert np.array_equal(replay_experts(sim, "drawer", 3), whole)
+        step = sim.step_chunk
+
+        def failing(actions):
+            result = step(actions)
+            return replace(result, failed=result.rows == 0) if np.shape(actions)[1] > 1 else result
+
+        monkeypatch.setattr(sim, "step_chunk", failing)
+        broken = replay_experts(sim, "drawer", 3)
+    assert np.isnan(broken).tolist() == 3 * [[True, False, True]]  # the first of each batch
+    assert np.array_equal(broken[:, 1], whole[:, 1])
+    assert replay_line(broken).endswith("; 6 of 9 replays without a result")
+    assert replay_line(np.full((2, 2), np.nan)).endswith("every environment failed")
