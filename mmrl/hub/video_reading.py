@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Frame = NDArray[np.uint8]
 
-__all__ = ["VideoError", "VideoIndex", "decode_frames", "read_index"]
+__all__ = ["VideoError", "VideoIndex", "decode_frames", "frame_to_array", "read_index"]
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -249,6 +249,7 @@ def _decode_at_times(index: VideoIndex, places: Sequence[int], *, seeking: bool)
     with _opened(index.path) as container:
         stream = _video_stream(container)
         coming, last = _decoding(container, stream), None
+        to_array = frame_to_array()
         for place in places:
             target = index.pts[place]
             key = bisect.bisect_right(index.key_pts, target) - 1
@@ -259,28 +260,47 @@ def _decode_at_times(index: VideoIndex, places: Sequence[int], *, seeking: bool)
             if frame is None or frame.pts != target:
                 raise _MissedError
             last = frame.pts
-            yield _to_array(frame)
+            yield _upright(frame, to_array)
 
 
 def _decode_in_order(index: VideoIndex, places: Sequence[int]) -> Iterator[Frame]:
     with _opened(index.path) as container:
         coming = enumerate(_decoding(container, _video_stream(container)))
+        to_array = frame_to_array()
         for place in places:
             frame = next((frame for number, frame in coming if number == place), None)
             if frame is None:
                 raise VideoError("truncated_video", f"it ends early: frame {place} of {index.total} does not come")
-            yield _to_array(frame)
+            yield _upright(frame, to_array)
+
+
+def frame_to_array(pixel_format: str = "rgb24") -> Callable[[Any], NDArray[Any]]:
+    """Function that turns the frames of one video into arrays.
+
+    All frames share a converter. `av.VideoFrame.to_ndarray` makes one for each frame, with threads of its own, which
+    for small frames takes longer than decoding them.
+
+    Args:
+        pixel_format: FFmpeg's name of the format: rgb24, or gray12le for the codes of depth.
+
+    Returns:
+        Function of an `av.VideoFrame`; returns (H, W, 3) uint8, or (H, W) uint16 for gray12le. For one thread.
+    """
+    from av.video.reformatter import VideoReformatter
+
+    converter = VideoReformatter()
+    return lambda frame: converter.reformat(frame, format=pixel_format).to_ndarray()
 
 
 def _decoding(container: Any, stream: Any) -> Iterator[Any]:
     return container.decode(stream)  # type: ignore[no-any-return]
 
 
-def _to_array(frame: Any) -> Frame:
+def _upright(frame: Any, to_array: Callable[[Any], Frame]) -> Frame:
     """RGB, turned as the display matrix says."""
     if frame.is_corrupt:
         raise VideoError("unreadable_video", "one of its frames is damaged")
-    pixels = frame.to_ndarray(format="rgb24")
+    pixels = to_array(frame)
     turns = round(frame.rotation / 90)
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns % 4 else pixels
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image
+from mmrl.hub.video_reading import frame_to_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,6 +43,7 @@ def read_clip(
     shape, kind = PIXELS[pixels]
     frames: NDArray[Any] = np.zeros((length, height, width, *shape), kind)
     decoded = np.zeros(length, np.bool_)
+    to_array = frame_to_array(pixels)
     for time_s, frame in _timed_frames(path, start_s):
         place = round((time_s - start_s) * fps)
         if place >= length:
@@ -50,7 +52,7 @@ def read_clip(
             continue
         if frame.height < height or frame.width < width:
             raise UserError(f"{path} is {frame.width}x{frame.height}; the features say {width}x{height}")
-        frames[place] = frame.to_ndarray(format=pixels)[:height, :width]
+        frames[place] = to_array(frame)[:height, :width]
         decoded[place] = True
     if not decoded.any():
         raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")

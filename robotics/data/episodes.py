@@ -96,6 +96,9 @@ class LazyImages(Mapping[str, "NDArray[Any]"]):
         with named_errors(f"the images of camera {camera!r} of an episode"):
             return self._decoders[camera]()
 
+    def __contains__(self, camera: object) -> bool:
+        return camera in self._decoders
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._decoders)
 

@@ -220,9 +220,11 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
             found.changing_instructions[len(found.instructions)] = list(episode.frame_tasks)
         found.instructions.append(episode.task)
         if found.images is not None:
-            found.images.append(_images(episode, reader, config, config.camera))
-        if config.views:
-            found.views.append([_images(episode, reader, config, name) for name in config.views])
+            seen = {name: _images(episode, reader, config, name) for name in (config.camera, *config.views)}
+            _check_sizes(seen, config)
+            found.images.append(seen[config.camera])
+            if config.views:
+                found.views.append([seen[name] for name in config.views])
     if not found.actions:
         raise UserError(f"{config.path} has no usable episode; {found.skipped} were left out")
     if found.skipped:
@@ -235,10 +237,6 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
         option = "camera is" if camera == config.camera else "views has"
         known = ", ".join(episode.images) or "none"
         raise UserError(f"demonstrations.{option} '{camera}', but {config.path} has {known}")
-    first = episode.images[config.camera]
-    if episode.images[camera].shape != first.shape:
-        sizes = [f"{name} {part.shape[1]} x {part.shape[2]}" for name, part in episode.images.items()]
-        raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {', '.join(sizes)}")
     if not config.cache:
         return episode.images[camera]
     path = _cache_folder(reader, camera, config) / f"episode-{episode.number:06d}.npy"
@@ -253,6 +251,12 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
             draft.unlink(missing_ok=True)
     images: NDArray[np.uint8] = np.load(path, mmap_mode="r")
     return images
+
+
+def _check_sizes(seen: Mapping[str, NDArray[np.uint8]], config: DemonstrationConfig) -> None:
+    if len({images.shape for images in seen.values()}) > 1:
+        sizes = [f"{name} {images.shape[1]} x {images.shape[2]}" for name, images in seen.items()]
+        raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {', '.join(sizes)}")
 
 
 def _cache_folder(reader: LeRobotReader, camera: str, config: DemonstrationConfig) -> Path:

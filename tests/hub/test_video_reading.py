@@ -11,7 +11,7 @@ import pytest
 
 from mmrl.hub import video_reading
 from mmrl.hub.video import VideoSettings, write_mp4
-from mmrl.hub.video_reading import VideoError, decode_frames, read_index
+from mmrl.hub.video_reading import VideoError, decode_frames, frame_to_array, read_index
 from tests.hub.numbered_clips import even_times, numbered, numbers_of, write_clip
 
 av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
@@ -96,7 +96,7 @@ def test_files_that_end_early_are_named(tmp_path, name, flags, kind, fraction):
 def test_an_early_end_that_the_index_shows_is_found_before_decoding(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", even_times(60), options={"movflags": "faststart"})
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr(video_reading, "_to_array", None)
+    monkeypatch.setattr(video_reading, "_upright", None)
     with pytest.raises(VideoError, match="ends early"):
         read_index(path)
 
@@ -151,14 +151,14 @@ def test_a_long_clip_holds_two_frames_and_decodes_what_it_must(tmp_path, monkeyp
     assert index.total == 1200
     made, most, decoded = [], [], []
 
-    def watched(frame):
-        pixels = original(frame)
+    def watched(frame, to_array):
+        pixels = original(frame, to_array)
         made.append(weakref.ref(pixels))
         most.append(sum(reference() is not None for reference in made))
         return pixels
 
-    original = video_reading._to_array
-    monkeypatch.setattr(video_reading, "_to_array", watched)
+    original = video_reading._upright
+    monkeypatch.setattr(video_reading, "_upright", watched)
     whole = av.container.InputContainer.decode
 
     def counting(self, *streams):
@@ -181,6 +181,18 @@ def test_frames_that_a_seek_misses_are_found_from_the_start(tmp_path, monkeypatc
     shifted = video_reading.VideoIndex(**vars(index) | {"pts": [value + 1 for value in index.pts or []]})
     with pytest.raises(VideoError, match="frame 3 of 40 cannot be decoded"):
         list(decode_frames(shifted, [3, 20]))
+
+
+@pytest.mark.parametrize(("pixels", "shape"), [("rgb24", (48, 64, 3)), ("gray12le", (48, 64))])
+def test_frames_become_the_arrays_that_pyav_makes(pixels, shape):
+    rng = np.random.default_rng(0)
+    to_array = frame_to_array(pixels)
+    for made_as in ("yuv420p", "rgb24", "gray12le", "yuv420p"):  # a change of format on the way
+        noise = rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        frame = av.VideoFrame.from_ndarray(noise, format="rgb24").reformat(format=made_as)
+        found = to_array(frame)
+        assert found.shape == shape
+        np.testing.assert_array_equal(found, frame.to_ndarray(format=pixels))
 
 
 class StandInDecoder:

@@ -21,6 +21,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file
+from mmrl.hub.video_reading import frame_to_array
 from robotics.data.metadata import named_errors
 from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo
 
@@ -99,7 +100,7 @@ def read_frames(path: Path) -> NDArray[np.uint8]:
                 raise UserError(f"{path} has no video in it")
             codec = container.streams.video[0].codec_context
             check_pixels(codec.width, codec.height, MAX_IMAGE_PIXELS)
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+            frames = list(map(frame_to_array(), container.decode(video=0)))
     except (av.error.FFmpegError, ImageError) as error:
         raise UserError(f"{path} cannot be read as a video: {error}") from error
     if not frames:
