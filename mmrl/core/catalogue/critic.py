@@ -25,7 +25,7 @@ ROWS = (
         scaling=AdvantageScaling(whiten="decisions"),
         kl=K1(0.05, in_reward=True),
         value=ValueLoss(coef=0.1, clip=0.2),
-        citation="Schulman et al., PPO, arXiv 1707.06347, eq. 7 and 9; GAE 1/0.95, dual clip 3, KL 0.05 in the reward",
+        citation="Schulman et al., PPO, arXiv 1707.06347, eq. 7 and 9; GAE, arXiv 1506.02438",
     ),
     Objective(
         "vl_dac",

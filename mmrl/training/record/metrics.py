@@ -28,7 +28,8 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         rewards: whether the recipe has rewards.
 
     Returns:
-        Metrics by name; means are over scored rows, unscored rows are counted in reward/errors.
+        Metrics by name; means are over scored rows, unscored rows are counted in reward/errors. Those of groups are
+        there if any group has two rows.
     """
     lengths = torch.cat([batch.mask.sum(1) for batch in batches])
     metrics = {
@@ -39,14 +40,15 @@ def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float
         return metrics
     reward = torch.cat([batch.reward for batch in batches])
     scored = torch.isfinite(reward)
-    flat = torch.cat([~zero_variance_groups(batch) for batch in batches]).float()
     metrics |= {
         "reward/mean": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
         "reward/std": float(reward[scored].std()) if int(scored.sum()) > 1 else 0.0,
-        "reward/std_within_groups": float(torch.cat([_std_in_groups(batch) for batch in batches]).mean()),
         "reward/errors": float((~scored).sum()),
-        "reward/zero_variance_groups": float(flat.mean()),
     }
+    if any(len(batch.group.unique()) < len(batch.group) for batch in batches):
+        flat = torch.cat([~zero_variance_groups(batch) for batch in batches]).float()
+        metrics["reward/zero_variance_groups"] = float(flat.mean())
+        metrics["reward/std_within_groups"] = float(torch.cat([_std_in_groups(batch) for batch in batches]).mean())
     for name in batches[0].reward_terms:
         values = torch.cat([batch.reward_terms[name] for batch in batches])
         finite = values[torch.isfinite(values)]

@@ -66,7 +66,7 @@ def _rewards(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
     flat = _finite(metrics, "reward/zero_variance_groups")[1]
     if flat:
         share = f"{100 * float(np.mean(flat)):.1f} %"
-        rows.append(("groups with equal rewards", share, "mean over steps; they give no gradient"))
+        rows.append(("groups with equal rewards", share, "mean over steps; their group-relative advantages are 0"))
     return rows
 
 

@@ -29,6 +29,15 @@ def test_counts_and_shares_have_charts_of_their_own(tmp_path):
     ]
 
 
+def test_the_success_of_a_task_is_not_drawn_over_the_length_of_episodes(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in (1, 2, 3):
+        shares = {"episode/success": 0.1 * step, "episode/success/push": 0.2 * step}
+        tracker.log(step, {"episode/steps": 60.0 - step, **shares})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert headings_of(page) == ["episode, values over steps", "episode, shares over steps"]
+
+
 def test_the_learning_rate_is_drawn_as_it_was(tmp_path, monkeypatch):
     drawn = {}
 
