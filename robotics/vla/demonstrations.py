@@ -99,6 +99,10 @@ class Demonstrations:
     views: list[list[NDArray[np.uint8]]] = field(default_factory=list)
     """(T, H, W, 3) of each further camera of each episode; empty without any."""
 
+    def __len__(self) -> int:
+        """Number of moments, without listing them."""
+        return sum(map(len, self.actions))
+
     @property
     def moments(self) -> list[Moment]:
         """Every control step of every episode."""
