@@ -12,7 +12,7 @@ help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM, with a picture; about 2 minutes"
-	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO, with videos; about 12 minutes"
+	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO, with videos; about 9 minutes"
 	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with films; about 10 minutes"
 	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 7 minutes"
