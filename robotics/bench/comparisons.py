@@ -20,6 +20,7 @@ from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from mmrl.errors import UserError
 from robotics.bench.light_steps import LIGHT, compare_light_steps
 from robotics.bench.long_run import long_run
+from robotics.bench.reading import compare_reading
 from robotics.bench.throughput import compare_throughput
 from robotics.bench.warp_steps import compare_warp
 from robotics.sim.warp_physics import find_warp
@@ -28,6 +29,8 @@ __all__ = ["NAMES", "compare"]
 
 ARMS = "robotics.bench.arms"
 SIZES_PX = (64, 128, 224)
+READING = {f"reading-{size}": size for size in (64, 224, 640)}
+"""Comparisons that need PyAV, and the side of their images."""
 MINIMUM, GOAL = 20.0, 40.0
 """Times that a second should deliver the pictures of the default loop."""
 SHORT_REPETITIONS = 10
@@ -49,12 +52,16 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
         One comparison for each chosen name.
 
     Raises:
-        UserError: an unknown name, another library to compare with, or mujoco, a renderer or (`warp`) mujoco_warp is
-            missing.
+        UserError: an unknown name, another library to compare with, or mujoco, a renderer, (`reading-*`) av or (`warp`)
+            mujoco_warp is missing.
     """
     if options.against not in (None, "mujoco"):
         raise UserError(f"--against {options.against}: sim compares with mujoco only, and always does")
     chosen = [name for name in options.chosen(NAMES) if name in options.only or name not in EXTRAS]
+    if importlib.util.find_spec("av") is None:
+        if any(name in READING for name in options.only):
+            raise UserError(f"{', '.join(READING)} need av, which is not installed: pip install 'mmrl-suite[vla]'")
+        chosen = [name for name in chosen if name not in READING]
     if importlib.util.find_spec("mujoco") is None:
         raise UserError("`mmrl bench sim` needs mujoco, which is not installed: pip install 'mmrl-suite[sim]'")
     if "warp" in chosen:
@@ -163,6 +170,10 @@ def _light(options: BenchOptions, backend: str, env: str) -> dict[str, Any]:
     return compare_light_steps(options, env)  # nothing is drawn
 
 
+def _reading(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
+    return compare_reading(options, size_px)  # nothing is drawn
+
+
 COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     **{f"images-{size}": partial(_images, size_px=size) for size in SIZES_PX},
     **{f"picture-{size}": partial(_picture, size_px=size) for size in SIZES_PX},
@@ -170,6 +181,7 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     "throughput-states": partial(compare_throughput, size_px=0),
     "throughput-128": partial(compare_throughput, size_px=128),
     **{f"light-{env}": partial(_light, env=env) for env in LIGHT},
+    **{name: partial(_reading, size_px=size) for name, size in READING.items()},
     "long-run": lambda options, backend: long_run(options),
     "warp": lambda options, backend: compare_warp(options),
 }

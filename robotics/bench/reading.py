@@ -1,0 +1,116 @@
+"""Reading demonstrations: `read_clip` against PyAV's own loop with `VideoFrame.to_ndarray`.
+
+Both find the same episodes in the same video, decode them with one thread and return the same pixels.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.bench.harness import Arm, BenchOptions, check, comparison, ratio, run_arms
+from mmrl.bench.measure import Stopwatch, repeat
+from mmrl.hub.video import write_mp4
+from robotics.data.clips import read_clip
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["compare_reading", "reading_arm"]
+
+ARM_FUNCTION = "robotics.bench.reading:reading_arm"
+FULL: dict[str, Any] = {"episodes": 8, "frames": 60}
+QUICK: dict[str, Any] = {"episodes": 2, "frames": 4}
+THEIRS, OURS = "to_ndarray of each frame", "read_clip"
+FPS = 10
+
+
+def compare_reading(options: BenchOptions, size_px: int) -> dict[str, Any]:
+    """Compare the two on square images.
+
+    Args:
+        options: how often, and whether with tiny sizes.
+        size_px: side of the images in pixels.
+
+    Returns:
+        A comparison, see `mmrl.bench.harness.comparison`.
+    """
+    common: dict[str, Any] = (QUICK if options.quick else FULL) | {"size_px": size_px}
+    arms = [Arm(way, ARM_FUNCTION, common | {"way": way}) for way in (THEIRS, OURS)]
+    runs = run_arms(f"reading, {size_px} px", arms, options)
+    timed = {way: run for way, run in runs.items() if "wall_s" in run}
+    return comparison(
+        runs,
+        ratios={
+            "frames per second": ratio(runs, THEIRS, OURS, "wall_s"),
+            "frames per CPU second": ratio(runs, THEIRS, OURS),
+        },
+        floor={
+            "frames_per_second": {way: run["counts"]["frames"] / run["wall_s"]["total"] for way, run in timed.items()}
+        },
+        notes=[f"{common['episodes']} episodes of {common['frames']} frames in one H.264 video"],
+    )
+
+
+def reading_arm(arm: dict[str, Any]) -> dict[str, Any]:
+    """Write a video, read its episodes in one way, compare them, then time them.
+
+    Args:
+        arm: way, episodes, frames, size_px and repetitions.
+
+    Returns:
+        What `repeat` measured, with counts and checks.
+    """
+    read = _read_with_pyav if arm["way"] == THEIRS else _read_with_ours
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 256, (arm["episodes"] * arm["frames"], 8, 8, 3), dtype=np.uint8)
+    each = max(1, arm["size_px"] // 8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_mp4(Path(folder) / "film.mp4", (frame.repeat(each, 0).repeat(each, 1) for frame in small), FPS)
+
+        def once(watch: Stopwatch) -> None:
+            for episode in range(arm["episodes"]):
+                read(path, episode, arm["frames"])
+
+        differences = [
+            np.abs(read(path, episode, arm["frames"]).astype(int) - _read_with_pyav(path, episode, arm["frames"])).max()
+            for episode in range(arm["episodes"])
+        ]
+        measured = repeat(once, arm["repetitions"])
+    checks = {"pixels, difference to PyAV's own loop": check(float(max(differences)), 0.0)}
+    return measured | {"counts": {"frames": arm["episodes"] * arm["frames"]}, "checks": checks}
+
+
+def _read_with_ours(path: Path, episode: int, frames: int) -> NDArray[Any]:
+    size = _size(path)
+    images, decoded = read_clip(path, episode * frames / FPS, frames, FPS, size)
+    assert decoded.all()
+    return images
+
+
+def _read_with_pyav(path: Path, episode: int, frames: int) -> NDArray[Any]:
+    import av
+
+    found: list[NDArray[Any]] = []
+    start = episode * frames / FPS
+    with av.open(str(path)) as container:
+        video = container.streams.video[0]
+        video.codec_context.thread_type = "NONE"
+        container.seek(int((start + 5e-4) / float(video.time_base or 1)), stream=video)
+        for frame in container.decode(video):
+            if frame.pts is not None and round((float(frame.pts * frame.time_base) - start) * FPS) >= 0:
+                found.append(frame.to_ndarray(format="rgb24"))
+            if len(found) == frames:
+                break
+    return np.stack(found)
+
+
+def _size(path: Path) -> tuple[int, int]:
+    import av
+
+    with av.open(str(path)) as container:
+        video = container.streams.video[0]
+        return video.height, video.width
