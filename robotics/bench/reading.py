@@ -101,7 +101,7 @@ def _read_with_pyav(path: Path, episode: int, frames: int) -> NDArray[Any]:
         video.codec_context.thread_type = "NONE"
         container.seek(int((start + 5e-4) / float(video.time_base or 1)), stream=video)
         for frame in container.decode(video):
-            if frame.pts is not None and round((float(frame.pts * frame.time_base) - start) * FPS) >= 0:
+            if frame.time is not None and round((frame.time - start) * FPS) >= 0:
                 found.append(frame.to_ndarray(format="rgb24"))
             if len(found) == frames:
                 break
