@@ -171,7 +171,7 @@ class CloneRecipe(RobotRecipe):
 
     def describe(self) -> str:
         """Name of the loss."""
-        return f"behaviour cloning of {len(self.demonstrations)} moments"
+        return f"behaviour cloning of {self.demonstrations.num_moments} moments"
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
         """No samples are kept of demonstrations."""
@@ -180,7 +180,7 @@ class CloneRecipe(RobotRecipe):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Number of moments and of skipped demonstrations."""
         return {
-            "data/moments": float(len(self.demonstrations)),
+            "data/moments": float(self.demonstrations.num_moments),
             "data/skipped": float(self.demonstrations.skipped),
         }
 

@@ -99,8 +99,9 @@ class Demonstrations:
     views: list[list[NDArray[np.uint8]]] = field(default_factory=list)
     """(T, H, W, 3) of each further camera of each episode; empty without any."""
 
-    def __len__(self) -> int:
-        """Number of moments, without listing them."""
+    @property
+    def num_moments(self) -> int:
+        """Number of control steps of all episodes."""
         return sum(map(len, self.actions))
 
     @property

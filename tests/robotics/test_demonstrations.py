@@ -116,7 +116,7 @@ def test_demonstrations_load_for_cloning(tmp_path):
     assert found.images is None
     assert len(set(found.instructions)) == 2
     assert found.observations(found.moments[:3]).images is None
-    assert len(found) == len(found.moments)
+    assert found.num_moments == len(found.moments)
     assert found.statistics().size == 5
     assert found.state_statistics().size == 10
 
