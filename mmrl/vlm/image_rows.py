@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import shutil
 import tempfile
@@ -52,7 +53,7 @@ def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[st
         The file.
 
     Raises:
-        ValueError: the file has another extension.
+        ValueError: the file has another extension, or the folder of its name holds something else.
     """
     if path.suffix != ".jsonl":
         raise ValueError(f"the questions go to a .jsonl file, with their media in a folder beside it; got {path}")
@@ -64,9 +65,23 @@ def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[st
     lines_path = partial.with_suffix(".jsonl")
     listing.rename(lines_path)
     partial.chmod(0o755)
-    try:
-        partial.rename(path.with_suffix(""))
-    except OSError:  # another run was faster; its media are the same
-        shutil.rmtree(partial)
+    _place_media(partial, path.with_suffix(""), lines_path)
     lines_path.replace(path)
     return path
+
+
+def _place_media(partial: Path, folder: Path, lines_path: Path) -> None:
+    """Give the folder of the media its final name, unless another run was faster and has written the same media."""
+    try:
+        partial.rename(folder)
+    except OSError as error:
+        names = [file.name for file in partial.iterdir()]
+        same = len(filecmp.cmpfiles(partial, folder, names, shallow=False)[0]) == len(names)
+        shutil.rmtree(partial)
+        if same:
+            return
+        lines_path.unlink()
+        raise ValueError(
+            f"the media of {folder.with_suffix('.jsonl')} go into {folder}, which has other content: remove "
+            "it, or choose another name for the file (another output_dir, where it is the folder of this run)"
+        ) from error
