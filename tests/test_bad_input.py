@@ -630,6 +630,11 @@ arms:
         ("base: run.yaml", "base: nowhere.yaml", "there is no file nowhere.yaml"),
         ("trainer.learning_rate", "trainer.learning_rat", "run runs/b/seed-1 would be rejected"),
         ("1.0e-4", "quick", "'trainer.learning_rate': Value 'quick'"),
+        (
+            "name: ab",
+            "name: ab\ncollapse: {metric: accuracy/greedy}\noverrides: {evaluation.at_start: false}",
+            "`collapse` compares with the evaluation before training, but evaluation.at_start of runs/a/seed-1 is false",
+        ),
     ],
 )
 def test_compare_with_a_bad_experiment_file(old, new, message, lab, refused):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mmrl.errors import RunError, UserError
 from mmrl.files import write_atomically
@@ -199,17 +200,36 @@ class _Session:
 
 def _check_configurations(experiment: ExperimentConfig, folder: Path) -> None:
     """Read every configuration with its overrides, so that a typo in the last arm shows before the first run."""
-    from mmrl.config import load_run
-
     values = [None] if experiment.sweep is None else experiment.sweep.values
     seed = experiment.seeds[0]
-    plans = plan_preparations(experiment, folder)
-    plans += [plan_arm_run(experiment, folder, arm, seed, value) for arm in experiment.arms for value in values]
-    for plan in plans:
-        try:
-            load_run(plan.config, plan.overrides)
-        except UserError as error:
-            raise UserError(f"run {plan.label} would be rejected: {error}") from error
+    starts = _arms_read_at_start(experiment)
+    for plan in plan_preparations(experiment, folder):
+        _load(plan)
+    for arm in experiment.arms:
+        for value in values:
+            plan = plan_arm_run(experiment, folder, arm, seed, value)
+            config = _load(plan)
+            if arm in starts and not config.evaluation.at_start:
+                raise UserError(
+                    f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
+                    f"{plan.label} is false; set it to true"
+                )
+
+
+def _load(plan: RunPlan) -> Any:
+    from mmrl.config import load_run
+
+    try:
+        return load_run(plan.config, plan.overrides)[1]
+    except UserError as error:
+        raise UserError(f"run {plan.label} would be rejected: {error}") from error
+
+
+def _arms_read_at_start(experiment: ExperimentConfig) -> dict[str, str]:
+    """Arms of which the evaluation before any update counts, and the setting that reads it."""
+    found = {} if experiment.collapse is None else dict.fromkeys(experiment.arms, "`collapse`")
+    reading = [arm for arm in experiment.arms if experiment.arm(arm).reads == "start"]
+    return found | {experiment.source(arm): f"arms.{arm}.reads" for arm in reading}
 
 
 def _shown(command: Sequence[str]) -> str:
