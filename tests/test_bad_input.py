@@ -633,7 +633,7 @@ arms:
         (
             "name: ab",
             "name: ab\ncollapse: {metric: accuracy/greedy}\noverrides: {evaluation.at_start: false}",
-            "`collapse` compares with the evaluation before training, but evaluation.at_start of runs/a/seed-1 is false",
+            "before training, but evaluation.at_start of runs/a/seed-1 is false",
         ),
     ],
 )

@@ -15,7 +15,7 @@ __all__ = ["shuffled_exact"]
 
 
 def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `exact`, dealt out to other responses of the same batch.
+    """The rewards of `exact`, shuffled among the responses of the same batch.
 
     Args:
         prompts: B questions.

@@ -57,7 +57,7 @@ class CheckOptions:
     episodes: int = bounded(256, at_least=1)
     """Episodes of the policy."""
     deals: int = bounded(10, at_least=1)
-    """Times that they are dealt out into batches."""
+    """Random splits of them into batches."""
     seed: int = 0
     """Of the episodes and the deals."""
 
@@ -220,14 +220,14 @@ def _steps(
     by_label: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
         by_label.setdefault(row.state_label, []).append(place)
-    dealt = [draws.permutation(places) for places in by_label.values()]
-    fewest = min(map(len, dealt))
+    shuffled = [draws.permutation(places) for places in by_label.values()]
+    fewest = min(map(len, shuffled))
     if fewest < samples:
         raise UserError(f"an initial state has {fewest} episodes and a step takes {samples}; run more episodes")
     for start in range(0, fewest - samples + 1, samples):
         yield (
-            np.concatenate([places[start : start + samples] for places in dealt]),
-            np.repeat(np.arange(len(dealt)), samples),
+            np.concatenate([places[start : start + samples] for places in shuffled]),
+            np.repeat(np.arange(len(shuffled)), samples),
         )
 
 
@@ -248,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace the file's")
     parser.add_argument("--episodes", type=int, default=CheckOptions.episodes, help="episodes of the policy")
     parser.add_argument("--latents", default="", help="kinds, by comma; the configuration's own if empty")
-    parser.add_argument("--deals", type=int, default=CheckOptions.deals, help="times they are dealt out into batches")
-    parser.add_argument("--seed", type=int, default=0, help="of the episodes and the deals")
+    parser.add_argument("--deals", type=int, default=CheckOptions.deals, help="random splits of them into batches")
+    parser.add_argument("--seed", type=int, default=0, help="of the episodes and the splits")
     given = parser.parse_intermixed_args(arguments)
     try:
         config = load(given.config, SrpoConfig, given.overrides)

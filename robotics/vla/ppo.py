@@ -10,8 +10,8 @@ chunks. The critic is asked only in training, so it reads the poses of all piece
 image; a time limit is therefore a state that it knows, and ends an episode like any other end.
 
 `reward.success` pays the chunk that solves the task, `reward.progress` what a chunk added to the simulator's reward
-(hand-written in the tabletop tasks, from 0 to 1). `shuffle_success` is the control: the successes of a batch are dealt
-out among the episodes of a task at random, so what is learned with it does not come from success. A success ends its
+(hand-written in the tabletop tasks, from 0 to 1). `shuffle_success` is the control: the successes of a batch are
+shuffled among the episodes of a task, so what is learned with it does not come from success. A success ends its
 episode, and what is paid early is discounted less, so short episodes would still look better; the control therefore
 pays as if at the horizon, r gamma^(C - 1 - k) in chunk k of the C that there can be.
 
@@ -135,8 +135,8 @@ class RobotPpoRecipe(RobotRecipe):
         """(B, C) rewards of the control; equal returns from any chunk, whenever the episode ended."""
         payload = EpisodePayload.of(rollouts)
         tasks = [payload.episodes[index].task for index in rollouts.group.tolist()]
-        dealt = shuffled_successes(payload.success, payload.failed, tasks, generator)
-        rewards = self._rewards(dataclasses.replace(payload, success=dealt))
+        shuffled = shuffled_successes(payload.success, payload.failed, tasks, generator)
+        rewards = self._rewards(dataclasses.replace(payload, success=shuffled))
         gamma = getattr(self.objective.advantage, "gamma", 1.0)
         last = math.ceil(self.sim.horizon / (self.config.acting.n_action_steps or self.policy.chunk)) - 1
         return rewards * gamma ** (last - torch.arange(rewards.shape[1], device=rewards.device))
@@ -214,13 +214,13 @@ def shuffled_successes(success: Tensor, failed: Tensor, tasks: Sequence[str], ge
     Returns:
         (B,) bool, with as many successes of each task as before.
     """
-    dealt = success.clone()
+    shuffled = success.clone()
     for task in dict.fromkeys(tasks):
-        rows = torch.tensor([here == task for here in tasks], device=dealt.device) & ~failed
+        rows = torch.tensor([here == task for here in tasks], device=shuffled.device) & ~failed
         places = rows.nonzero()[:, 0]
         order = torch.randperm(len(places), generator=generator, device=generator.device).to(places.device)
-        dealt[places] = success[places[order]]
-    return dealt
+        shuffled[places] = success[places[order]]
+    return shuffled
 
 
 def _at_last_decisions(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -239,12 +239,12 @@ def shuffled_failures(
     Returns:
         (B,).
     """
-    dealt, labels = np.array(reward, np.float32), np.asarray(group)
-    open_rows = ~np.asarray(success, np.bool_) & np.isfinite(dealt)
+    shuffled, labels = np.array(reward, np.float32), np.asarray(group)
+    open_rows = ~np.asarray(success, np.bool_) & np.isfinite(shuffled)
     for label in np.unique(labels):
         rows = np.flatnonzero(open_rows & (labels == label))
-        dealt[rows] = dealt[generator.permutation(rows)]
-    return dealt
+        shuffled[rows] = shuffled[generator.permutation(rows)]
+    return shuffled
 
 
 @dataclass

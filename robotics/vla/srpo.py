@@ -29,7 +29,7 @@ episodes are references from then on.
 Two metrics compare the reward with the environment's own, both NaN where that is the same for all failures, as success
 is: `srpo/agreement`, Spearman's rank correlation over the failures of an initial state, and
 `srpo/advantage_correlation`, between the advantages and those that the environment's reward would give.
-`shuffle_failures` is the control: the rewards of an initial state's failures are dealt out among them at random.
+`shuffle_failures` is the control: the rewards of an initial state's failures are shuffled among them.
 """
 
 from __future__ import annotations

@@ -258,13 +258,13 @@ def test_shuffled_failures_keep_every_groups_rewards():
     reward = rng.random(40).astype(np.float32)
     reward[[3, 17]] = np.nan
     success, group = rng.random(40) < 0.3, np.arange(40) // 10
-    dealt = shuffled_failures(reward, success, group, np.random.default_rng(1))
-    np.testing.assert_array_equal(dealt[success], reward[success])
-    np.testing.assert_array_equal(np.isnan(dealt), np.isnan(reward))
+    shuffled = shuffled_failures(reward, success, group, np.random.default_rng(1))
+    np.testing.assert_array_equal(shuffled[success], reward[success])
+    np.testing.assert_array_equal(np.isnan(shuffled), np.isnan(reward))
     for label in range(4):
-        np.testing.assert_array_equal(np.sort(dealt[group == label]), np.sort(reward[group == label]))
-    assert (dealt != reward)[~success & np.isfinite(reward)].mean() > 0.5
-    np.testing.assert_array_equal(dealt, shuffled_failures(reward, success, group, np.random.default_rng(1)))
+        np.testing.assert_array_equal(np.sort(shuffled[group == label]), np.sort(reward[group == label]))
+    assert (shuffled != reward)[~success & np.isfinite(reward)].mean() > 0.5
+    np.testing.assert_array_equal(shuffled, shuffled_failures(reward, success, group, np.random.default_rng(1)))
 
 
 def test_the_nearest_of_several_centres_counts():

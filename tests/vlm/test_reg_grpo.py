@@ -308,7 +308,7 @@ def test_noise_on_the_frames_of_a_video(tmp_path):
 def test_shuffled_rewards_are_those_of_exact_in_another_order():
     texts = [f"<answer>{number}</answer>" for number in (1, 2, 3, 4, 5, 6, 7, 8)]
     answers = ["1", "2", "3", "4", "0", "0", "0", "0"]
-    dealt = shuffled_exact([""] * 8, texts, answer=answers)
-    assert sorted(dealt) == [0.0] * 4 + [1.0] * 4
-    assert dealt == shuffled_exact([""] * 8, texts, answer=answers)
-    assert dealt != [1.0] * 4 + [0.0] * 4
+    shuffled = shuffled_exact([""] * 8, texts, answer=answers)
+    assert sorted(shuffled) == [0.0] * 4 + [1.0] * 4
+    assert shuffled == shuffled_exact([""] * 8, texts, answer=answers)
+    assert shuffled != [1.0] * 4 + [0.0] * 4
