@@ -47,6 +47,10 @@ class TrainerConfig:
     that compare the rows of a group (reg_grpo) keep each group together."""
     skip_zero_advantage_groups: bool = True
     """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
+    skip_steps_without_gradient: bool = True
+    """Take no optimiser step on a minibatch of which no group has a gradient. AdamW would move the weights by momentum
+    alone and average zeros into its second moment, so that the next gradient moves them too far; false takes such
+    steps."""
     learning_rate: float = bounded(1e-6, above=0)
     """Peak learning rate of AdamW."""
     schedule: str = choice("constant", SCHEDULES)

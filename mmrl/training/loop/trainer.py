@@ -259,6 +259,7 @@ class Trainer:
             "steps": self.step,
             "optimiser_steps": self.updater.optimiser_step,
             "optimiser_steps_skipped": self.updater.skipped,
+            "optimiser_steps_without_gradient": self.updater.waited,
             "best_checkpoint": self.saver.checkpoints.best(),
         }
         return self.log.result(found, write=self.accelerator.is_main_process)

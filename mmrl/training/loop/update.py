@@ -33,12 +33,13 @@ FACTOR = "learning_rate_factor"
 """Key of an optimiser group whose rate is another than the run's."""
 
 
-def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
+def learning_rate_factor(config: TrainerConfig, optimiser_step: int, waited: int = 0) -> float:
     """Share of the peak learning rate at an optimiser step.
 
     Args:
         config: schedule, warm-up and final rate.
         optimiser_step: steps taken so far.
+        waited: steps left out so far for want of a gradient; the decay goes on with them, the warm-up does not.
 
     Returns:
         Linear rise over the warm-up, then constant, linear or cosine decay to the final rate.
@@ -48,7 +49,7 @@ def learning_rate_factor(config: TrainerConfig, optimiser_step: int) -> float:
     if config.schedule == "constant":
         return 1.0
     total = config.steps * config.epochs * config.minibatches_per_step
-    progress = min((optimiser_step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
+    progress = min((optimiser_step + waited - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
     floor = config.final_learning_rate / config.learning_rate
     decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return floor + (1.0 - floor) * decay
@@ -125,6 +126,7 @@ class Updater:
         self._trained = [parameter for parameter in recipe.policy.parameters() if parameter.requires_grad]
         self.optimiser_step = 0
         self.skipped = 0
+        self.waited = 0
 
     def update(self, rollouts: Rollouts, step: int) -> dict[str, float]:
         """Take all optimiser steps of one rollout step.
@@ -146,7 +148,8 @@ class Updater:
                 metrics = self._optimiser_step(minibatch, step)
                 taken.extend([metric_values(metrics)] if metrics is not None else [])
                 self.heap.trim()
-        return _over_steps(taken) | {"optim/lr": self._current_rate(), "optim/skipped": float(self.skipped)}
+        counts = {"optim/skipped": float(self.skipped), "optim/without_gradient": float(self.waited)}
+        return _over_steps(taken) | {"optim/lr": self._current_rate()} | counts
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser moments and counters."""
@@ -154,6 +157,7 @@ class Updater:
             "optimizer": self.optimizer.state_dict(),
             "optimiser_step": self.optimiser_step,
             "skipped": self.skipped,
+            "waited": self.waited,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,6 +165,7 @@ class Updater:
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimiser_step = int(state["optimiser_step"])
         self.skipped = int(state["skipped"])
+        self.waited = int(state.get("waited", 0))
 
     def _minibatches(self, rollouts: Rollouts, step: int, epoch: int) -> list[Rollouts]:
         count = self.config.minibatches_per_step
@@ -172,7 +177,7 @@ class Updater:
         return rollouts.minibatches(count, make_generator(seed, "minibatch", step, epoch))
 
     def _optimiser_step(self, minibatch: Rollouts, step: int) -> dict[str, Metric] | None:
-        """Take one optimiser step, unless the recipe waits; None with nothing to train on, or if the guard skipped it.
+        """Take one optimiser step, unless there is nothing to learn; None with no rows, or if the guard skipped it.
 
         The denominators are counted over the whole minibatch and all processes before any group is left out and before
         it is cut into micro-batches. Neither changes the step: the shares of the micro-batches add up to the same loss.
@@ -181,6 +186,7 @@ class Updater:
         if denominators.tokens == 0:
             return None
         if self._waits(minibatch):
+            self.waited += 1
             return {"update/zero_advantage_groups": Metric(1.0)}
         self._set_rate()
         live = self._live(minibatch)
@@ -201,13 +207,17 @@ class Updater:
         return metrics | {"optim/grad_norm": Metric.summed(norm)}
 
     def _waits(self, minibatch: Rollouts) -> bool:
-        """Whether the recipe takes no step on this: none of its groups, in any process, has an advantage."""
-        if not self.recipe.waits_for_signal:
+        """Whether no step is taken: none of the groups, in any process, has a gradient (an advantage, see recipe)."""
+        if self.recipe.waits_for_signal:
+            live = self.recipe.groups_with_signal(minibatch)
+        elif self.config.skip_steps_without_gradient:
+            live = self.recipe.groups_with_gradient(minibatch)
+        else:
             return False
-        return all_ranks(not bool(self.recipe.groups_with_signal(minibatch).any()), self.accelerator)
+        return all_ranks(not bool(live.any()), self.accelerator)
 
     def _live(self, minibatch: Rollouts) -> Rollouts:
-        """Groups that the forward pass is needed of; one at least, so that a step without gradient is taken too."""
+        """Groups that the forward pass is needed of; one at least, since other processes may have a gradient."""
         if not self.config.skip_zero_advantage_groups:
             return minibatch
         live = self.recipe.groups_with_gradient(minibatch)
@@ -276,7 +286,7 @@ class Updater:
         LOGGER.warning("%s; optimiser step skipped", message)
 
     def _set_rate(self) -> None:
-        rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step)
+        rate = self.config.learning_rate * learning_rate_factor(self.config, self.optimiser_step, self.waited)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get(FACTOR, 1.0)
 

@@ -323,6 +323,7 @@ METRICS: dict[str, str] = {
     "optim/lr": "Learning rate of the last optimiser step.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the optimiser steps.",
     "optim/skipped": "Optimiser steps that the NaN guard has skipped since the run began.",
+    "optim/without_gradient": "Optimiser steps left out since the run began, because no group had a gradient.",
     "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
     "data/epoch": "Passes over the task set so far.",
     "warnings/<kind>": "Steps in a row in which what a warning was about holds by now; there once it was said.",

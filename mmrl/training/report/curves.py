@@ -225,6 +225,7 @@ UNCHARTED = (
     "data/epoch",
     "data/skipped",
     "optim/skipped",
+    "optim/without_gradient",
     "checkpoint/failed",
     "cost/forward_rows",
     "cost/train_rows",

@@ -51,7 +51,7 @@ class CountingRecipe(ToyRecipe):
     ],
 )
 def test_passes_and_ratio_of_each_source(make_trainer, options, passes, ratio):
-    trainer = make_trainer(recipe=CountingRecipe, preset="dr_grpo", **options)
+    trainer = make_trainer(recipe=CountingRecipe, preset="dr_grpo", skip_steps_without_gradient=False, **options)
     rollouts, _ = trainer.collect()
     rollouts = trainer.recipe.compute_logprobs(trainer.policy, trainer.reference, rollouts)
     rollouts = trainer.recipe.advantages(rollouts, trainer.accelerator)

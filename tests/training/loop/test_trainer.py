@@ -226,6 +226,8 @@ def test_schedule_factors():
     assert learning_rate_factor(config, 2) == pytest.approx(1.0)
     assert learning_rate_factor(config, 6) == pytest.approx(0.6)
     assert learning_rate_factor(config, 10) == pytest.approx(0.2)
+    assert learning_rate_factor(config, 4, waited=2) == pytest.approx(0.6)  # of 10 steps, 6 are over
+    assert learning_rate_factor(config, 0, waited=2) == pytest.approx(0.5)  # the warm-up has not begun
     config.schedule = "cosine"
     assert learning_rate_factor(config, 6) == pytest.approx(0.6)
     assert learning_rate_factor(config, 4) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + 2**-0.5))

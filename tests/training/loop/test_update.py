@@ -98,6 +98,7 @@ def test_skipping_dead_groups_is_exact(make_trainer, micro_batch):
     # the second step does not use `seen` once the first group is left out, yet its momentum has to go on
     solved = [[1], [0, 2], [0, 1, 2], []]
     options = {"recipe": LookingRecipe, "preset": "dapo", "weight_decay": 0.1, "micro_batch": micro_batch}
+    options |= {"skip_steps_without_gradient": False}
     skipping, whole = make_trainer(**options), make_trainer(skip_zero_advantage_groups=False, **options)
     skipped, kept = steps(skipping, solved), steps(whole, solved)
     as_close(skipping, whole)
@@ -113,8 +114,50 @@ def test_skipping_dead_groups_is_exact(make_trainer, micro_batch):
         assert [metrics[name] for metrics, _ in skipped] == expected
 
 
+@pytest.mark.parametrize("micro_batch", [0, 4])
+def test_steps_without_gradient_leave_no_trace(make_trainer, micro_batch):
+    options = {"recipe": LookingRecipe, "preset": "dapo", "weight_decay": 0.1, "micro_batch": micro_batch}
+    with_dead, without = make_trainer(**options), make_trainer(**options)
+    found = steps(with_dead, [[1], [0, 1, 2], [0, 2], [0, 1, 2], []])
+    without.updater._waits = lambda minibatch: False  # none of its minibatches is without a gradient
+    for step, solved in ((0, [1]), (2, [0, 2]), (4, [])):
+        without.step = step
+        steps(without, [solved])
+    assert all(torch.equal(a, b) for a, b in zip(weights(with_dead), weights(without), strict=True))
+    assert [rows for _, rows in found] == [8, 0, 4, 0, 12]
+    assert [metrics["optim/without_gradient"] for metrics, _ in found] == [0, 1, 1, 2, 2]
+    assert found[1][0]["update/zero_advantage_groups"] == 1
+    assert "optim/grad_norm" not in found[1][0]
+    assert with_dead.updater.optimiser_step == without.updater.optimiser_step == 3
+
+
+def test_steps_without_gradient_move_the_weights_by_momentum_where_they_are_taken(make_trainer):
+    trainer = make_trainer(recipe=PlainRecipe, preset="dapo", skip_steps_without_gradient=False)
+    steps(trainer, [[1]])
+    before = weights(trainer)
+    steps(trainer, [[0, 1, 2]])
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    assert trainer.updater.optimiser_step == 2
+
+
+def test_a_loss_with_further_terms_takes_steps_without_advantages(make_trainer):
+    trainer = make_trainer(recipe=PlainRecipe, preset="grpo")  # its KL has a gradient
+    steps(trainer, [[1], [0, 1, 2]])
+    assert (trainer.updater.optimiser_step, trainer.updater.waited) == (2, 0)
+
+
+def test_the_count_of_steps_without_gradient_is_part_of_the_state(make_trainer):
+    trainer, other = (make_trainer(recipe=PlainRecipe, preset="dapo") for _ in range(2))
+    steps(trainer, [[0, 1, 2]])
+    state = trainer.updater.state_dict()
+    other.updater.load_state_dict(state)
+    assert other.updater.waited == 1
+    other.updater.load_state_dict({name: value for name, value in state.items() if name != "waited"})  # of 0.1.0
+    assert other.updater.waited == 0
+
+
 def test_group_kept_for_a_step_without_gradient_has_scored_rows(make_trainer):
-    trainer = make_trainer(recipe=PlainRecipe, preset="dapo")
+    trainer = make_trainer(recipe=PlainRecipe, preset="dapo", skip_steps_without_gradient=False)
     rollouts, _ = trainer.collect()
     rollouts.reward[:] = 1.0
     rollouts.reward[rollouts.group == 0] = float("nan")
