@@ -69,7 +69,7 @@ class ArmConfig:
 
 @dataclass
 class SweepConfig:
-    """A parameter chosen for each arm separately, on seeds that the comparison does not use."""
+    """A parameter chosen on seeds that the comparison does not use, for each arm separately or for all together."""
 
     parameter: str = "trainer.learning_rate"
     """Dotted key of the parameter."""
@@ -79,6 +79,9 @@ class SweepConfig:
     """Seeds of the sweep; none may be a seed of the comparison."""
     metric: str | None = None
     """Metric that picks the value; null takes the experiment's."""
+    shared: bool = False
+    """Choose one value for all arms, that of the best mean over them, instead of one for each: where seeds differ more
+    than values do, the best of each arm is a matter of luck."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Values that runs of the sweep get after all others, such as fewer steps."""
 

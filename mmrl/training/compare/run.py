@@ -114,11 +114,15 @@ class _Session:
         """Try every value of the swept parameter in every arm."""
         if self.experiment.sweep is None:
             return
+        shared = self.experiment.sweep.shared
         self.run(plan_sweep(self.experiment, self.folder))
         for arm, value in chosen_values(self.experiment, self.folder).items():
             if value is None:
                 text = failure_text(self.write("failed").failures)
-                raise RunError(f"no run of the sweep of arm '{arm}' finished: {text}")
+                where = (
+                    "value of the sweep finished in all arms" if shared else f"run of the sweep of arm '{arm}' finished"
+                )
+                raise RunError(f"no {where}: {text}")
             self.announce(f"{arm}: {self.experiment.sweep.parameter}={value} chosen")
 
     def compare(self) -> None:

@@ -116,7 +116,8 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     metric = sweep.metric or experiment.metric
     own = [arm for arm in experiment.arms if experiment.source(arm) == arm]
     arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in own}
-    best = {arm: _best_value(rows, experiment.higher_is_better) for arm, rows in arms.items()}
+    joint = _mean_rows(arms) if sweep.shared else []
+    best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
     chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
     return SweepResult(
         parameter=sweep.parameter,
@@ -139,6 +140,17 @@ def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str, metric: st
         mean = sum(finished.values()) / len(finished) if finished else None
         rows.append(SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean))
     return rows
+
+
+def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
+    """For each value the mean over arms of their means by seed; None unless every arm has all of its seeds."""
+    found = []
+    for rows in zip(*arms.values(), strict=True):
+        values = [list(row.values.values()) for row in rows]
+        whole = all(value is not None for own in values for value in own)
+        mean = sum(row.mean or 0.0 for row in rows) / len(rows) if whole else None
+        found.append(SweepRow(rows[0].value, {}, mean))
+    return found
 
 
 def _best_value(rows: Sequence[SweepRow], higher_is_better: bool) -> Any:
