@@ -4,10 +4,11 @@
     loss = mean over episodes of the mean over their decisions of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)),
 
 with the dual clip 3 for negative advantages, no KL and no critic; groups whose episodes all have the same reward have
-no gradient, and minibatches of such groups alone take no optimiser step. `reward: sparse` is 1 for success and else 0. `reward: dense` is the simulator's own reward at the end of the
-episode (in the tabletop tasks a number from 0 to 1 that grows with progress, 1 at success), on its own scale. `reward:
-flow` is the way that the object came along a flow which a world model, or the simulator, predicts from the first
-picture, with 1 for success; see `robotics.vla.flow_following`.
+no gradient, and minibatches of such groups alone take no optimiser step. `reward: sparse` is 1 for success and else 0.
+`reward: dense` is the simulator's own reward at the end of the episode (in the tabletop tasks a number from 0 to 1 that
+grows with progress, 1 at success), on its own scale. `reward: flow` is the way that the object came along a flow which
+a world model, or the simulator, predicts from the first picture, with 1 for success; see
+`robotics.vla.flow_following`.
 
 Source: SimpleVLA-RL (arXiv 2509.09674, PRIME-RL/SimpleVLA-RL) and the GRPO arm of SRPO (arXiv 2511.15605,
 sii-research/siiRL examples/embodied_srpo_trainer) for clip range, aggregation and filter.

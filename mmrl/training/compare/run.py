@@ -119,10 +119,8 @@ class _Session:
         for arm, value in chosen_values(self.experiment, self.folder).items():
             if value is None:
                 text = failure_text(self.write("failed").failures)
-                where = (
-                    "value of the sweep finished in all arms" if shared else f"run of the sweep of arm '{arm}' finished"
-                )
-                raise RunError(f"no {where}: {text}")
+                own = f"run of the sweep of arm '{arm}' finished"
+                raise RunError(f"no {'value of the sweep finished in all arms' if shared else own}: {text}")
             self.announce(f"{arm}: {self.experiment.sweep.parameter}={value} chosen")
 
     def compare(self) -> None:

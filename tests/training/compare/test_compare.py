@@ -20,7 +20,7 @@ from mmrl.training.compare.run import run_experiment, train_command
 from mmrl.training.record.statistics import paired_difference
 
 # Stands for `mmrl train CONFIG a.b=c ... output_dir=...`: the accuracy follows from the seed, the learning rate
-# (best at 0.01) and `gain`; `trouble` makes it fail in one of the ways a run can fail.
+# (best at 0.01, or at `best`) and `gain`; `trouble` makes it fail in one of the ways a run can fail.
 RUNNER = """
 import json, os, sys, time
 from pathlib import Path
@@ -38,7 +38,7 @@ if trouble == "crash" and not os.environ.get("MENDED"):
 if trouble == "hang":
     time.sleep(60)
 rate = float(settings.get("trainer.learning_rate", 0.01))
-value = 0.5 + 0.01 * seed + float(settings.get("gain", 0)) - abs(rate - 0.01)
+value = 0.5 + 0.01 * seed + float(settings.get("gain", 0)) - abs(rate - float(settings.get("best", 0.01)))
 with (run_dir / "evaluations.jsonl").open("w") as file:
     for step, share in ((0, 0.0), (5, 0.5), (10, 1.0)):
         for split, shift in (("test", 0.0), ("hard", -0.1)):
@@ -255,6 +255,23 @@ def test_the_sweep_chooses_a_value_for_each_arm(lab):
     assert result["arms"]["papo"]["chosen"] == {"trainer.learning_rate": 0.01}
     settings = json.loads((lab.output / "runs/papo/seed-1/settings.json").read_text())
     assert settings["trainer.learning_rate"] == "0.01"
+
+
+def test_a_shared_sweep_chooses_the_value_of_the_best_mean_over_arms(lab):
+    arms = {"papo": {"overrides": {"best": 0.005}}, "grpo": {}}
+    sweep = {"values": [0.001, 0.01], "seeds": [11, 12]}
+    assert lab.run(arms=arms, sweep=sweep, seeds=[1])["sweep"]["chosen"] == {"papo": 0.001, "grpo": 0.01}
+    result = lab.run(arms=arms, sweep={**sweep, "shared": True}, seeds=[1])
+    assert result["sweep"]["chosen"] == {"papo": 0.01, "grpo": 0.01}
+    assert {arm: result["arms"][arm]["chosen"]["trainer.learning_rate"] for arm in arms} == {"papo": 0.01, "grpo": 0.01}
+    assert lab.starts("sweep/papo/0.001/seed-11") == ["fresh"]  # the runs of the sweep are the same
+
+
+def test_a_shared_sweep_leaves_out_values_that_an_arm_did_not_finish(lab):
+    sweep = {"values": [0.01, 0.1], "seeds": [11, 12], "shared": True}
+    arms = {"papo": {"overrides": {"trouble12": "crash"}}, "grpo": {}}
+    with pytest.raises(RunError, match="no value of the sweep finished in all arms"):
+        lab.run(arms=arms, sweep=sweep)
 
 
 def test_runs_of_the_sweep_may_be_shorter(lab):
