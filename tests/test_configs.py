@@ -25,6 +25,7 @@ SMALL = [
     "trainer.minibatches_per_step=1",
     "trainer.warmup_steps=0",
     "trainer.learning_rate=1e-3",
+    "trainer.skip_steps_without_gradient=false",  # a tiny random model earns nothing
     "sampler.max_new_tokens=5",
     "evaluation.max_tasks=2",
     "tracking.quiet=true",
@@ -72,6 +73,7 @@ def test_config_of_picks_builds_and_takes_two_steps(path, tmp_path):
         "trainer.steps=2",
         "trainer.tasks_per_step=2",
         "trainer.samples_per_task=2",
+        "trainer.skip_steps_without_gradient=false",
         "tracking.quiet=true",
         "tracking.tensorboard=false",
         "tracking.strict=true",

@@ -18,6 +18,7 @@ SMALL = [
     "trainer.minibatches_per_step=1",
     "trainer.warmup_steps=0",
     "trainer.learning_rate=1e-3",
+    "trainer.skip_steps_without_gradient=false",  # a tiny random model earns nothing
     "environment.workers=1",
     f"environment.factory={__file__}:small_grid",
     "environment.adapter.action_names=[up, down, left, right]",
