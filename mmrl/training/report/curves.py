@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import fnmatch
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,12 +84,9 @@ def _by_kind(run: RunFolder, title: str, names: Sequence[str], log_scale: bool) 
 
 
 def _kind(name: str) -> str:
-    """What a metric counts in, told from the first words of its definition."""
+    """What a metric is measured in, told from how its definition begins."""
     sentence = describe_metric(name) or ""
-    first = sentence.partition(" ")[0]
-    if first in KINDS:
-        return KINDS[first]
-    return "counts" if first in COUNTED else "values"
+    return next((kind for kind, beginning in KINDS.items() if re.match(beginning, sentence)), "values")
 
 
 def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
@@ -246,13 +244,19 @@ AXIS_CAPTIONS = {
 }
 SCHEDULED = {"optim/lr", "policy/kl_coef", "papo/gamma"}
 """Metrics that a schedule sets: drawn as they are, since a moving average would show rates that were never used."""
-KINDS = {"Share": "shares", "Seconds": "seconds"}
-"""First word of a definition to the kind of number."""
-COUNTED = (
-    *("Decisions", "Environments", "Episodes", "Moments", "Optimiser", "Rows"),
-    *("Samples", "Simulations", "Tasks", "Training", "Updates"),
-)
-"""First words of the definitions of counts."""
+KINDS = {
+    "seconds": r"Seconds\b",
+    "shares": r"(Mean s|S)hare\b",
+    "correlations": r"Spearman's|Correlation\b",
+    "megabytes": r".*\b10\^6 bytes",
+    "counts": (
+        r"(Mean number of|Mean (turns|control steps|answers|actions|predictions) of|Longest|Mean length"
+        r"|Actions|Answers|Checkpoints|Decisions|Environments|Episodes|Groups|Initial states|Moments|Optimiser"
+        r"|Pairs|Predictions|Rows|Samples|Screens|Simulations|Steps|Stored|Tasks|Those of them|Training|Trajectories"
+        r"|Updates|Videos)\b"
+    ),
+}
+"""Kind of number to how the definitions of such metrics begin; the first that fits."""
 CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Reward", ("reward/mean", "reward/std"), False),
     ("Reward terms", ("reward/*",), False),

@@ -19,14 +19,24 @@ def test_counts_and_shares_have_charts_of_their_own(tmp_path):
     for step in (1, 2, 3):
         counts = {"sim/crashed": 20.0 * step, "reward/errors/format/raised": 7.0 * step, "srpo/clusters": 2.0 + step}
         shares = {"srpo/noise_fraction": 0.1 * step, "reward/format": 0.2 * step}
-        tracker.log(step, {**counts, **shares})
+        tracker.log(step, {**counts, **shares, "srpo/agreement": 0.1 * step, "srpo/advantage_correlation": 0.3 * step})
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert headings_of(page) == [
         "Reward terms over steps",
         "sim over steps",
-        "srpo, values over steps",
+        "srpo, correlations over steps",
+        "srpo, counts over steps",
         "srpo, shares over steps",
     ]
+
+
+def test_a_replay_buffer_has_charts_for_counts_megabytes_and_ratios(tmp_path):
+    tracker = Tracker(tmp_path)
+    for step in (1, 2, 3):
+        counts = {"replay/stored": 4.0 * step, "replay/injected": 1.0 * step, "replay/evicted": 2.0 * step}
+        tracker.log(step, {**counts, "replay/memory_mb": 9.0 * step, "replay/ratio/stored": 1 + 0.01 * step})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert headings_of(page) == [f"replay, {kind} over steps" for kind in ("counts", "megabytes", "values")]
 
 
 def test_the_success_of_a_task_is_not_drawn_over_the_length_of_episodes(tmp_path):
@@ -35,7 +45,7 @@ def test_the_success_of_a_task_is_not_drawn_over_the_length_of_episodes(tmp_path
         shares = {"episode/success": 0.1 * step, "episode/success/push": 0.2 * step}
         tracker.log(step, {"episode/steps": 60.0 - step, **shares})
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert headings_of(page) == ["episode, values over steps", "episode, shares over steps"]
+    assert headings_of(page) == ["episode, counts over steps", "episode, shares over steps"]
 
 
 def test_the_learning_rate_is_drawn_as_it_was(tmp_path, monkeypatch):
