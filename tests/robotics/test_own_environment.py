@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -36,6 +37,8 @@ def test_the_example_of_the_docs_trains(example):
     assert (example / "runs" / "my-robot" / "report.html").is_file()
     rows = (example / "runs" / "my-robot" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 20
+    last = json.loads((example / "runs" / "my-robot" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["success/sampled"] >= 0.8, "the example learns, wherever its new policy begins"
 
 
 def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_be_moved(example):
