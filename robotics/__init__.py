@@ -34,6 +34,7 @@ _NAMES = {
     "robotics.vla.cloning": ("CloneConfig", "CloneRecipe"),
     "robotics.vla.collect": ("ActingSettings", "run_episodes"),
     "robotics.vla.flow_policy": ("FlowActionPolicy", "FlowPolicyConfig"),
+    "robotics.vla.gaussian_policy": ("GaussianActionPolicy", "GaussianPolicyConfig"),
     "robotics.vla.grpo": ("RobotGrpoConfig", "RobotGrpoRecipe"),
     "robotics.vla.latents": ("LatentConfig", "make_latent"),
     "robotics.vla.loading": ("ActionPolicyConfig", "load_action_policy"),

@@ -1,9 +1,9 @@
 """Behaviour cloning: the warm start of a policy from demonstrations, in the loop of reinforcement learning.
 
 A row is one moment of a demonstration: an observation and the chunk of K actions that followed; control steps after the
-end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, flow matching of a flow
-head), averaged over the control steps. With `acting.scale: bounds_q99` the policy learns actions normalised by the
-quantiles of the demonstrations. The simulator only evaluates held-out initial states.
+end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, density of a Gaussian head,
+flow matching of a flow head), averaged over the control steps. With `acting.scale: bounds_q99` the policy learns
+actions normalised by the quantiles of the demonstrations. The simulator only evaluates held-out initial states.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ class ActingSettings:
     n_action_steps: int = bounded(0, at_least=0)
     """Control steps of a chunk that are executed before the next observation; 0 = all of them."""
     temperature: float = bounded(1.0, above=0)
-    """Divides the logits while sampling and in every log-probability of the update."""
+    """Divides the logits of tokens, and multiplies the noise of flow steps and the standard deviation of Gaussians,
+    while sampling and in every log-probability of the update."""
     ensemble: float = bounded(0.0, at_least=0)
     """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks, with an observation at
     every control step; 0 = none."""

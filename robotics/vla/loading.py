@@ -21,13 +21,14 @@ __all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
 
 def _option_classes() -> dict[str, type[Any]]:
     from robotics.vla.flow_policy import FlowPolicyConfig
+    from robotics.vla.gaussian_policy import GaussianPolicyConfig
     from robotics.vla.lerobot_flow import LeRobotFlowConfig
     from robotics.vla.lerobot_policy import LeRobotPolicyConfig
     from robotics.vla.openvla_policy import OpenVlaConfig
     from robotics.vla.small import SmallVlaConfig
     from robotics.vla.vlm_policy import VlmActionConfig
 
-    own = {"small": SmallVlaConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
+    own = {"small": SmallVlaConfig, "gaussian": GaussianPolicyConfig, "flow": FlowPolicyConfig, "vlm": VlmActionConfig}
     return {**own, "lerobot": LeRobotPolicyConfig, "lerobot_flow": LeRobotFlowConfig, "openvla": OpenVlaConfig}
 
 
@@ -38,7 +39,7 @@ class ActionPolicyConfig:
     path: str = ""
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
     kind: str = choice("small", lambda: POLICIES, or_function=True)
-    """Kind of a new policy: small, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
+    """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
     lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT), or
     module:function that returns an ActionPolicy or a module with act and log_probs. With a path it matters only for a
     user's function, which builds the module whose weights are loaded."""
@@ -102,6 +103,12 @@ def _small(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed
     from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
 
     return SmallVlaPolicy.build(SmallVlaConfig(**_sizes(SmallVlaConfig, config, sim)), texts, seed)
+
+
+def _gaussian(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
+    from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig
+
+    return GaussianActionPolicy.build(GaussianPolicyConfig(**_sizes(GaussianPolicyConfig, config, sim)), texts, seed)
 
 
 def _flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
@@ -234,10 +241,11 @@ def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
     )
 
 
-ONE_CAMERA = ("small", "flow", "vlm")
+ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
 
 POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, Iterable[str], int], ActionPolicy]] = {
     "small": _small,
+    "gaussian": _gaussian,
     "flow": _flow,
     "vlm": _vlm,
     "lerobot": _lerobot,

@@ -1,7 +1,8 @@
 """The payload of robot rollouts: initial states, stored once per group, and one episode a row, its chunks in order.
 
 Shapes: N groups (initial states), B rows (episodes), C chunks of the longest episode, S state entries, D decisions of a
-chunk (tokens or denoising steps), V further cameras, H x W pixels. Chunks that an episode did not reach are zeros.
+chunk (tokens, control steps or denoising steps), V further cameras, H x W pixels. Chunks that an episode did not reach
+are zeros.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The interface of robot policies, their inputs, and policies of action tokens.
 
 Shapes: B rows (one observation each), K control steps of a chunk, D entries of an action, T decisions of a chunk (its
-tokens, denoising steps, or 1), S state entries, V further cameras, H x W pixels, ... any leading dimensions.
+tokens, control steps, denoising steps, or 1), S state entries, V further cameras, H x W pixels, ... any leading
+dimensions.
 
 A policy chooses a chunk of K actions from one observation, by T decisions with a log-probability each. The form of the
 decisions is up to the policy: `log_probs` is given those that `act` returned.
@@ -351,6 +352,7 @@ def check_demonstrations(policy: ActionPolicy, batch: PolicyInputs, actions: Ten
 
 SAVED_POLICIES = {
     "small": "robotics.vla.small:SmallVlaPolicy",
+    "gaussian": "robotics.vla.gaussian_policy:GaussianActionPolicy",
     "flow": "robotics.vla.flow_policy:FlowActionPolicy",
     "vlm": "robotics.vla.vlm_policy:VlmActionPolicy",
     "lerobot": "robotics.vla.lerobot_policy:LeRobotPolicy",

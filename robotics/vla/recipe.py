@@ -1,7 +1,7 @@
 """Base of the robot recipes: simulator, policy, episodes as rollouts, and evaluation.
 
-An episode is a row. Its decisions are the action tokens (or denoising steps) of its chunks in order, or with
-`logp_level: chunk` the chunks themselves. Tokens of control steps that were not executed have mask 0. A row whose
+An episode is a row. Its decisions are the action tokens (or control or denoising steps) of its chunks in order, or with
+`logp_level: chunk` the chunks themselves. Those of control steps that were not executed have mask 0. A row whose
 environment failed takes its whole group out of the update; both are counted.
 """
 
@@ -79,8 +79,8 @@ class RobotConfig(RunConfig):
     acting: ActingSettings = field(default_factory=ActingSettings)
     """How actions are sampled and executed."""
     logp_level: str = choice("token", LEVELS)
-    """token: every action token (or denoising step) is a decision; chunk: a chunk is one, with the sum of their
-    log-probabilities."""
+    """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
+    their log-probabilities."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """What is optimised."""
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="sampler"))

@@ -188,13 +188,13 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path, demos):
     assert weights_after(whole, 3) != weights_after(whole, 2)
 
 
-@pytest.mark.parametrize("kind", ["small", "flow"])
+@pytest.mark.parametrize("kind", ["small", "gaussian", "flow"])
 def test_cloning_learns_the_line(tmp_path, demos, kind):
-    options = {"encoder": BLIND} | ({"bins": 16} if kind == "small" else {"steps": 3, "hidden": 32, "blocks": 1})
+    own = {"small": {"bins": 16}, "gaussian": {}, "flow": {"steps": 3, "hidden": 32, "blocks": 1}}
     config = clone(
         tmp_path,
         demos,
-        model=ActionPolicyConfig(kind=kind, chunk=K, options=options),
+        model=ActionPolicyConfig(kind=kind, chunk=K, options={"encoder": BLIND} | own[kind]),
         trainer={"steps": 60, "tasks_per_step": 24, "learning_rate": 5e-3, "warmup_steps": 5},
         checkpoint=CheckpointConfig(every=0),
     )

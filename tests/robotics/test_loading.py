@@ -11,6 +11,7 @@ from mmrl.fields import check_config
 from robotics.sim.episodes import EpisodeSpec
 from robotics.vla.collect import ActingSettings, run_episodes
 from robotics.vla.flow_policy import FlowActionPolicy
+from robotics.vla.gaussian_policy import GaussianActionPolicy
 from robotics.vla.loading import ActionPolicyConfig, check_fit, load_action_policy
 from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.small import SmallVlaPolicy
@@ -56,7 +57,11 @@ def same_weights(one, other):
 
 @pytest.mark.parametrize(
     ("kind", "options", "made"),
-    [("small", {"bins": 8}, SmallVlaPolicy), ("flow", FLOW, FlowActionPolicy)],
+    [
+        ("small", {"bins": 8}, SmallVlaPolicy),
+        ("gaussian", {"std_per": "state"}, GaussianActionPolicy),
+        ("flow", FLOW, FlowActionPolicy),
+    ],
 )
 def test_new_policies_fit_the_simulator(kind, options, made):
     policy = load(kind, encoder=ENCODER, **options)
@@ -91,7 +96,7 @@ def test_weights_follow_from_the_seed():
     assert not same_weights(load(encoder=BLIND, seed=3), load(encoder=BLIND, seed=4))
 
 
-@pytest.mark.parametrize(("kind", "options"), [("small", {"bins": 8}), ("flow", FLOW)])
+@pytest.mark.parametrize(("kind", "options"), [("small", {"bins": 8}), ("gaussian", {"std": 0.3}), ("flow", FLOW)])
 def test_a_saved_folder_is_the_same_policy(tmp_path, kind, options):
     policy = load(kind, encoder=ENCODER, **options)
     policy.save_pretrained(tmp_path / "saved")
@@ -201,6 +206,8 @@ def test_what_is_no_policy_is_named(kind, message):
     ("kind", "options", "message"),
     [
         ("small", {"bin": 8}, "model.options has bin; allowed: bins, encoder, label_smoothing"),
+        ("gaussian", {"bins": 8}, "model.options has bins; allowed: cloning, encoder, max_std, min_std, std, std_per"),
+        ("gaussian", {"std": 0.01}, r"std is 0\.01; must be above min_std=0\.05 and below max_std=1"),
         ("flow", {"bins": 8}, "model.options has bins; allowed: blocks, encoder, hidden"),
         ("vlm", {"bin": 8}, "model.options has bin; allowed: bins, first_id"),
         (
@@ -245,7 +252,10 @@ def test_what_is_not_read_does_not_have_to_fit():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"kind": "huge"}, "model.kind is 'huge'; allowed: small, flow, vlm"), ({"chunk": 0}, "model.chunk is 0")],
+    [
+        ({"kind": "huge"}, "model.kind is 'huge'; allowed: small, gaussian, flow, vlm"),
+        ({"chunk": 0}, "model.chunk is 0"),
+    ],
 )
 def test_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -14,6 +14,7 @@ from mmrl.fields import check_config
 from mmrl.training.loop.machine import avoid_refused_instructions
 from robotics.vla.encoder import EncoderConfig
 from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
+from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.policy import ActionPolicy, PolicyInputs, open_policy
 from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
@@ -24,7 +25,10 @@ B, K, D, S = 3, 4, 2, 5
 TEXTS = ("touch the red cube", "put the blue cube gently on the green plate", "touch the green cube")
 ENCODER = {"image_size": (32, 32), "state_size": S, "width": 32, "heads": 2, "layers": 2, "channels": 16}
 PLACES = {"octaves": 2, "condition_queries": True}
-KINDS = ("small_step", "small_token", "flow", "flow_x0", "vlm_zero", "vlm_learned", "adapter")
+KINDS = (
+    *("small_step", "small_token", "gaussian_action", "gaussian_state"),
+    *("flow", "flow_x0", "vlm_zero", "vlm_learned", "adapter"),
+)
 SAVED = tuple(kind for kind in KINDS if kind != "adapter")
 
 
@@ -64,6 +68,11 @@ def make_small(queries="step", seed=0, **changes) -> SmallVlaPolicy:
     return SmallVlaPolicy.build(config, TEXTS, seed)
 
 
+def make_gaussian(std_per="action", seed=0, **changes) -> GaussianActionPolicy:
+    config = GaussianPolicyConfig(D, K, std_per=std_per, **changes, encoder=EncoderConfig(**ENCODER))
+    return GaussianActionPolicy.build(config, TEXTS, seed)
+
+
 def make_flow(seed=0, **changes) -> FlowActionPolicy:
     sizes = ENCODER | changes.pop("encoder", {})
     config = FlowPolicyConfig(D, K, **{"steps": 3, "hidden": 64} | changes, encoder=EncoderConfig(**sizes))
@@ -87,6 +96,8 @@ def make(tiny_folder):
     def build(kind, seed=0, lora=False, **changes) -> ActionPolicy:
         if kind.startswith("small"):
             return make_small(kind.removeprefix("small_"), seed, **changes)
+        if kind.startswith("gaussian"):
+            return make_gaussian(kind.removeprefix("gaussian_"), seed, **changes)
         if kind == "flow":
             return make_flow(seed, **changes)
         if kind == "flow_x0":
@@ -477,7 +488,7 @@ def test_folders_that_are_no_policy_are_named(tmp_path):
     with pytest.raises(UserError, match="damaged"):
         open_policy(tmp_path)
     (tmp_path / "policy.json").write_text('{"kind": "large"}')
-    with pytest.raises(UserError, match="known are: small, flow, vlm"):
+    with pytest.raises(UserError, match="known are: small, gaussian, flow, vlm"):
         open_policy(tmp_path)
 
 
@@ -762,8 +773,8 @@ def test_what_a_module_lacks_is_named():
 def test_importing_the_policies_loads_nothing_heavy():
     code = (
         "import sys; import robotics.vla.small, robotics.vla.flow_policy, robotics.vla.vlm_policy, "
-        "robotics.vla.ensemble; print(*[name for name in ('transformers', 'diffusers', 'mujoco', 'PIL', 'sklearn', "
-        "'open3d', 'peft') if name in sys.modules])"
+        "robotics.vla.gaussian_policy, robotics.vla.ensemble; print(*[name for name in ('transformers', 'diffusers', "
+        "'mujoco', 'PIL', 'sklearn', 'open3d', 'peft') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""

@@ -24,7 +24,7 @@ from tests.robotics.test_robot_recipes import collected, grpo, trainer
 from tests.robotics.tiny_models import save_tiny_vlm
 from tests.rounding import assert_equal_up_to_rounding
 
-KINDS = ("small", "flow", "vlm")
+KINDS = ("small", "gaussian", "flow", "vlm")
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ def model(tmp_path_factory):
             made["path"] = str(save_tiny_vlm(tmp_path_factory.mktemp("policy") / "tiny"))
         options = {
             "small": {"bins": 8, "encoder": ENCODER},
+            "gaussian": {"encoder": ENCODER},
             "flow": {"steps": 3, "hidden": 32, "blocks": 1, "encoder": ENCODER},
             "vlm": {"vlm": made.copy(), "bins": 16, "state_size": 2},
         }
@@ -73,7 +74,7 @@ def test_ratio_is_one_before_the_first_update(tmp_path, model, kind, level):
     assert_equal_up_to_rounding(scores.logp[kept].detach(), rollouts.logp_old[kept])
     assert bool(torch.isfinite(scores.entropy[kept]).all())
     chunks = (rollouts.payload.steps > 0).sum(1)
-    each = {"small": rollouts.payload.lengths, "vlm": rollouts.payload.lengths, "flow": 3 * chunks}[kind]
+    each = 3 * chunks if kind == "flow" else rollouts.payload.lengths  # an action has one number here
     torch.testing.assert_close(rollouts.lengths, chunks if level == "chunk" else each)
     if level == "chunk":
         tokens = RobotGrpoRecipe(configured(tmp_path, model(kind), acting=acting))
@@ -116,7 +117,7 @@ def test_rows_that_all_broke_down_can_be_scored(tmp_path, model, kind):
 
 
 @pytest.mark.parametrize("record", [False, True])
-@pytest.mark.parametrize("kind", ["small", "flow"])
+@pytest.mark.parametrize("kind", ["small", "gaussian", "flow"])
 def test_a_wave_that_cannot_start_does_not_cost_the_others(tmp_path, model, kind, record):
     recipe = RobotGrpoRecipe(configured(tmp_path, model(kind)))
     episodes = [EpisodeSpec("right", "go right", layout) for layout in range(6)]

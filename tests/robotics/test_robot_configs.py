@@ -10,6 +10,8 @@ import pytest
 from mmrl.config import load_run
 from mmrl.training.runs import train
 from mmrl.training.stages import last_model
+from robotics.vla.gaussian_policy import GaussianActionPolicy
+from robotics.vla.policy import open_policy
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "robotics").glob("*.yaml"))
@@ -32,6 +34,27 @@ def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
         assert [row["step"] for row in rows] == [1, 2]
         assert all(0 <= row["reward/dense"] < 1 for row in rows)
+
+
+def test_the_demo_with_a_gaussian_head_takes_two_steps(tmp_path, backend, monkeypatch):
+    monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
+    size = "model.options.encoder={width: 32, heads: 2, layers: 1, channels: 8, keypoints: 4}"
+    small = ["demonstrations.build_options.tasks=[reach]", "demonstrations.build_options.episodes=2", size]
+    small += [f"demonstrations.path={tmp_path / 'demonstrations'}", "demonstrations.build_options.image_size=32"]
+    steps = ["sim.image_size=32", "sim.workers=1", "trainer.steps=2", "eval_data={}", "tracking.quiet=true"]
+    entry, config = load_run(
+        CONFIGS[0].with_name("demo_robot_gaussian_clone.yaml"),
+        [*small, *steps, "trainer.tasks_per_step=8", f"output_dir={tmp_path / 'clone'}"],
+    )
+    assert config.model.kind == "gaussian"
+    clone = train(entry, config)
+    overrides = [*steps, f"model.path={last_model(clone)}", f"output_dir={tmp_path / 'ppo'}", "sim.horizon=8"]
+    overrides += ["trainer.tasks_per_step=2", "trainer.minibatches_per_step=1"]
+    entry, config = load_run(CONFIGS[0].with_name("demo_robot_gaussian_ppo.yaml"), overrides)
+    run_dir = train(entry, config)
+    assert isinstance(open_policy(last_model(run_dir)), GaussianActionPolicy)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
 
 
 def test_clone_and_srpo_take_two_steps(tmp_path, backend):

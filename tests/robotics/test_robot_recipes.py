@@ -424,7 +424,7 @@ def test_broken_environments_are_no_failures_of_the_policy(tmp_path):
         ),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
-        ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, flow, vlm"),
+        ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, gaussian, flow, vlm"),
         ({"sim": SimConfig(kind="isaac")}, "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld"),
         ({"sim": SimConfig(kind="gymnasium")}, "sim.env is ''"),
     ],

@@ -30,6 +30,7 @@ from robotics.serving import ServeConfig, open_served_policy
 from robotics.serving.queue import choose_chunks
 from robotics.vla.encoder import EncoderConfig
 from robotics.vla.flow_policy import FlowActionPolicy, FlowPolicyConfig
+from robotics.vla.gaussian_policy import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.small import SmallVlaConfig, SmallVlaPolicy
 from robotics.vla.vlm_policy import VlmActionConfig, VlmActionPolicy
@@ -70,14 +71,15 @@ def test_run_export_and_checkpoint_open(tmp_path):
         open_served_policy(tmp_path / "saved", ServeConfig(), step=2)
 
 
-def test_flow_and_vision_language_policies_open_with_what_they_read(tmp_path):
+def test_policies_of_every_kind_open_with_what_they_read(tmp_path):
     texts = list(LineSim().tasks().values())
     encoder = EncoderConfig(image_size=None, state_size=2, width=32, heads=2, layers=1)
     flow = FlowActionPolicy.build(FlowPolicyConfig(1, 4, encoder=encoder), texts)
+    gaussian = GaussianActionPolicy.build(GaussianPolicyConfig(1, 4, encoder=encoder), texts)
     vlm = VlmActionPolicy.from_model(
         ModelConfig(path=str(save_tiny_vlm(tmp_path / "tiny"))), VlmActionConfig(1, 4, bins=32)
     )
-    for policy, image_size, state_size in ((flow, None, 2), (vlm, (None, None), None)):
+    for policy, image_size, state_size in ((flow, None, 2), (gaussian, None, 2), (vlm, (None, None), None)):
         folder = tmp_path / type(policy).__name__
         policy.save_pretrained(folder)
         served = open_served_policy(folder, ServeConfig(prompt=texts[0]))
