@@ -24,7 +24,7 @@ def _option_classes() -> dict[str, type[Any]]:
     from robotics.vla.gaussian_policy import GaussianPolicyConfig
     from robotics.vla.lerobot_flow import LeRobotFlowConfig
     from robotics.vla.lerobot_policy import LeRobotPolicyConfig
-    from robotics.vla.openvla_policy import OpenVlaConfig
+    from robotics.vla.openvla_folder import OpenVlaConfig
     from robotics.vla.small import SmallVlaConfig
     from robotics.vla.vlm_policy import VlmActionConfig
 
@@ -40,9 +40,9 @@ class ActionPolicyConfig:
     """Folder of a saved policy, such as the checkpoint of a cloning run; empty = a new one."""
     kind: str = choice("small", lambda: POLICIES, or_function=True)
     """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen one of LeRobot's with a learned correction),
-    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT), or
-    module:function that returns an ActionPolicy or a module with act and log_probs. With a path it matters only for a
-    user's function, which builds the module whose weights are loaded."""
+    lerobot_flow (LeRobot's SmolVLA or pi0, whose action expert learns), openvla (a folder of OpenVLA-OFT, with action
+    tokens or an action head), or module:function that returns an ActionPolicy or a module with act and log_probs. With
+    a path it matters only for a user's function, which builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once, for openvla as it learned them; a saved policy and LeRobot's
     keep their own."""
@@ -144,10 +144,14 @@ def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str
 
 
 def _openvla(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
-    from robotics.vla.openvla_policy import OpenVlaConfig, OpenVlaPolicy
+    from robotics.vla.openvla_folder import OpenVlaConfig
+    from robotics.vla.openvla_parts import has_action_head
+    from robotics.vla.openvla_policy import OpenVlaPolicy
+    from robotics.vla.openvla_regression import OpenVlaRegressionPolicy
 
     _check_known("model.options", config.options, OpenVlaConfig)
-    return OpenVlaPolicy(OpenVlaConfig(chunk=config.chunk, **config.options))
+    settings = OpenVlaConfig(chunk=config.chunk, **config.options)
+    return (OpenVlaRegressionPolicy if has_action_head(settings.folder) else OpenVlaPolicy)(settings)
 
 
 def _nested(kind: type[Any], *entries: dict[str, Any]) -> Any:
@@ -210,10 +214,9 @@ def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
     if encoder is None:
         return
     rendered = None if sim.image_size is None else tuple(sim.image_size)
-    if encoder.image_size is not None and tuple(encoder.image_size) != rendered:
-        raise UserError(
-            f"the policy expects images of {tuple(encoder.image_size)} pixels, the simulator renders {rendered}"
-        )
+    expected = getattr(encoder, "image_size", None)
+    if expected is not None and tuple(expected) != rendered:
+        raise UserError(f"the policy expects images of {tuple(expected)} pixels, the simulator renders {rendered}")
     if encoder.state_size is not None and encoder.state_size != sim.state_size:
         raise UserError(f"the policy reads {encoder.state_size} state entries, the simulator has {sim.state_size}")
 

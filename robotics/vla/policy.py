@@ -116,7 +116,7 @@ class ActionChoice:
     """Chunks of actions and the decisions that led to them."""
 
     actions: Tensor
-    """(B, K, D) float32 in -1..1."""
+    """(B, K, D) float32 in -1..1; a policy with `statistics` may go beyond, which they extrapolate."""
     decisions: Tensor
     """(B, ...) in the form that `log_probs` takes; tokens are (B, T) int64."""
     logp: Tensor
@@ -358,5 +358,6 @@ SAVED_POLICIES = {
     "lerobot": "robotics.vla.lerobot_policy:LeRobotPolicy",
     "lerobot_flow": "robotics.vla.lerobot_flow:LeRobotFlowPolicy",
     "openvla": "robotics.vla.openvla_policy:OpenVlaPolicy",
+    "openvla_regression": "robotics.vla.openvla_regression:OpenVlaRegressionPolicy",
 }
 """Classes of policies that can be saved, by kind."""

@@ -2,9 +2,10 @@
 
 Shapes: B rows, H x W pixels, N patches, L positions, P prompt tokens, T action tokens, C hidden units, V ids.
 
-A row is <s>, the patches of one image or of several after each other, the rest of the prompt, T empty embeddings and
-</s>. Llama attends in both directions, as in the fork of transformers that OpenVLA-OFT runs with, and the last prompt
-token with the first T - 1 empty ones predicts the T tokens at once.
+A row is <s>, the patches of one image or of several after each other, further embeddings such as that of the robot's
+state, the rest of the prompt, T empty embeddings and </s>. Llama attends in both directions, as in the fork of
+transformers that OpenVLA-OFT runs with, and the last prompt token with the first T - 1 empty ones predicts the T tokens
+at once.
 
 Source: OpenVLA, arXiv 2406.09246; OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft
     prismatic/extern/hf/modeling_prismatic.py; moojink/transformers-openvla-oft modeling_llama.py (attention);
@@ -14,7 +15,7 @@ Source: OpenVLA, arXiv 2406.09246; OpenVLA-OFT, arXiv 2502.19645; moojink/openvl
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Prismatic(nn.Module):
         self.projector = _Projector(self.vision_backbone.width, config.hidden_size, self.vision_backbone.count)
         self.language_model = _empty_llama(config)
         self.to(dtype=dtype)
+        self.hidden_size = int(config.hidden_size)
+        """C."""
         self.vocabulary = int(config.vocab_size) - int(entries["pad_to_multiple_of"])
         """V without the rows that pad the table; the last of these ids are the actions."""
 
@@ -75,7 +78,33 @@ class Prismatic(nn.Module):
         Returns:
             (B, T, bins) float32.
         """
+        found = self.hidden(pixels, prompts, tokens, causal)
+        head = self.language_model.lm_head.weight[self.vocabulary - bins : self.vocabulary]
+        return functional.linear(found, head).float()
+
+    def hidden(
+        self,
+        pixels: Tensor,
+        prompts: Sequence[Tensor],
+        tokens: int,
+        causal: bool = False,
+        after_patches: Tensor | None = None,
+    ) -> Tensor:
+        """States of the last layer, normalised, at the positions that predict the tokens of a chunk.
+
+        Args:
+            pixels: as for `logits`.
+            prompts: as for `logits`.
+            tokens: T.
+            causal: attend to earlier positions only.
+            after_patches: (B, n, C) embeddings behind the patches of each row; none when None.
+
+        Returns:
+            (B, T, C) in the dtype of the weights.
+        """
         device, patches = pixels.device, self.projector(self.vision_backbone(pixels))
+        if after_patches is not None:
+            patches = torch.cat([patches, after_patches.to(patches)], 1)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         rows = [torch.cat([prompt, prompt.new_ones(tokens), prompt.new_tensor([STOP_ID])]) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True).to(device)
@@ -86,13 +115,11 @@ class Prismatic(nn.Module):
         ends = lengths + patches.shape[1] + tokens + 1
         mask = _mask(ends, whole.shape[1], causal, whole.dtype)
         positions = torch.arange(whole.shape[1], device=device).expand(len(whole), -1)
-        states = self.language_model.model(
+        states: Tensor = self.language_model.model(
             inputs_embeds=whole, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
         first = lengths + patches.shape[1] - 1
-        found = states[torch.arange(len(states), device=device)[:, None], first[:, None] + place[:tokens]]
-        head = self.language_model.lm_head.weight[self.vocabulary - bins : self.vocabulary]
-        return functional.linear(found, head).float()
+        return states[torch.arange(len(states), device=device)[:, None], first[:, None] + place[:tokens]]
 
 
 class _Vision(nn.Module):
@@ -171,14 +198,21 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
     return model.eval()
 
 
-def save_prismatic(model: Prismatic, source: Path, folder: Path) -> None:
-    """Write a folder that OpenVLA's code loads: the weights by their names there, all other files as in `source`."""
+def save_prismatic(model: Prismatic, source: Path, folder: Path, without: Collection[str] = ()) -> None:
+    """Write a folder that OpenVLA's code loads: the weights by their names there, all other files as in `source`.
+
+    Args:
+        model: whose weights are written.
+        source: folder that it was loaded from.
+        folder: created with its parents.
+        without: names of files of `source` that are not copied, because the caller writes them.
+    """
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
     if source.resolve() != folder.resolve():
         for file in source.iterdir():
-            if file.is_file() and ".safetensors" not in file.name:
+            if file.is_file() and ".safetensors" not in file.name and file.name not in without:
                 shutil.copy2(file, folder / file.name)
     weights = {_outer(name): value.detach().contiguous() for name, value in model.state_dict().items()}
     save_torch_state_dict(weights, str(folder))

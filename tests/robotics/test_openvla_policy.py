@@ -11,7 +11,8 @@ import torch
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
-from robotics.vla.openvla_policy import OpenVlaConfig, OpenVlaPolicy, _centre
+from robotics.vla.openvla_folder import OpenVlaConfig, _centre
+from robotics.vla.openvla_policy import OpenVlaPolicy
 from robotics.vla.policy import PolicyInputs, open_policy
 from tests.robotics import openvla_peer, tiny_timm
 
@@ -91,7 +92,10 @@ def test_a_causal_pass_differs_and_ignores_later_tokens(policy, folder, golden):
     with torch.no_grad():
         logits = causal.logits(batch())
         short = causal.model.logits(
-            causal._images(batch().images, [32], False), [causal._prompt(text) for text in batch().instructions], 1, 256
+            causal.folder._images(batch().images, [32], False),
+            [causal.folder._prompt(text) for text in batch().instructions],
+            1,
+            256,
         )
     assert not np.allclose(logits[..., ::8], golden["logits"], atol=1e-2)
     assert short.shape == (2, 1, 256)
@@ -222,7 +226,7 @@ def test_what_cannot_be_used_is_named(folder, tmp_path):
         OpenVlaPolicy(changed("config.json", use_fused_vision_backbone=False))
     config = changed("config.json")
     (tmp_path / "changed/action_head--150000_checkpoint.pt").write_bytes(b"")
-    with pytest.raises(UserError, match=r"action_head--150000_checkpoint\.pt; supported is the discrete variant"):
+    with pytest.raises(UserError, match=r"has action_head--150000_checkpoint\.pt; a policy of action tokens has"):
         OpenVlaPolicy(config)
     with pytest.raises(UserError, match="needs images, which the observations lack"):
         OpenVlaPolicy(OpenVlaConfig(str(folder))).act(PolicyInputs(None, None, ("go",)), seeded())

@@ -1,0 +1,254 @@
+"""OpenVLA-OFT folders: what lies in them, and how images, instructions and actions go in and out of their model.
+
+Shapes: B rows, K control steps, D entries of an action, S state entries, P prompt tokens, H x W pixels.
+
+`openvla_policy` has the policy of folders with action tokens, `openvla_regression` that of folders with an action head.
+
+Source: OpenVLA-OFT, arXiv 2502.19645; moojink/openvla-oft experiments/robot/openvla_utils.py, robot_utils.py.
+
+Differences: images that are not of the model's size are resized by PIL's Lanczos filter, there by TensorFlow's after a
+pass through JPEG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from mmrl.errors import UserError
+from mmrl.fields import bounded, check_config, choice
+from mmrl.files import expanded, read_json_object
+from robotics.vla.policy import PolicyInputs
+from robotics.vla.prismatic import Prismatic, load_prismatic
+from robotics.vla.statistics import ActionStatistics, libero_gripper
+
+__all__ = ["OpenVlaConfig", "OpenVlaFolder"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ATTENTION = ("bidirectional", "causal")
+BOUNDS = {"q99": {}, "min_max": {"q01": "min", "q99": "max"}}
+GRIPPERS = ("as_data", "libero")
+TRAINED = ("language_model", "all")
+EMPTY_ID = 29871
+"""Llama 2's empty piece, the last token of every prompt of the training data."""
+CROP = 0.9
+"""Share of an image's area that is kept."""
+REFUSED = {"noisy_action_projector--*": "a diffusion head", "vision_backbone--*": "FiLM"}
+
+
+@dataclass
+class OpenVlaConfig:
+    """Which folder, and how its model is used."""
+
+    folder: str = ""
+    """Folder of the model: config.json, safetensors, tokenizer and preprocessor_config.json."""
+    chunk: int = bounded(8, at_least=1)
+    """K, control steps that the model learned to predict at once: 8 for LIBERO, 25 for ALOHA, 5 for Bridge."""
+    unnorm_key: str | None = None
+    """Name of the dataset whose statistics turn tokens into actions; None where the folder has only one."""
+    bounds: str = choice("q99", tuple(BOUNDS))
+    """What -1 and 1 stand for, in actions and in the state: q99, the quantiles 1 % and 99 % of the data (LIBERO,
+    Bridge), or min_max (ALOHA)."""
+    gripper: str = choice("as_data", GRIPPERS)
+    """libero: the last entry, 0 closed to 1 open in the data, becomes -1 to open or 1 to close, by `libero_gripper`."""
+    num_images_in_input: int = bounded(1, at_least=1)
+    """Cameras that the model learned to see: 1 for `sim.camera`, 2 for a view beside it, such as the wrist's."""
+    center_crop: bool = True
+    """Keep the inner 90 % of an image, for models that learned from random crops, as the published ones."""
+    attention: str = choice("bidirectional", ATTENTION)
+    """bidirectional, as OpenVLA-OFT's fork of transformers, or causal, for models trained without the fork."""
+    dtype: str = choice("float32", tuple(DTYPES))
+    """Precision of the weights and activations; log-probabilities are float32 either way."""
+    train: str = choice("language_model", TRAINED)
+    """What learns: the language model, the projectors and the action head, or all, the vision backbones too."""
+    gradient_checkpointing: bool = False
+    """Compute the language model's activations again in the backward pass, to save memory."""
+    label_smoothing: float = bounded(0.0, at_least=0, below=1)
+    """Share of the cloning target that is spread over all bins; refused where the folder has an action head."""
+    std: float = bounded(0.1, above=0)
+    """Folders with an action head: standard deviation of each entry of an action at first, on the scale -1..1."""
+
+    def validate(self) -> None:
+        """Refuse an empty folder; raises ValueError."""
+        if not self.folder:
+            raise ValueError("folder is empty; name the folder of an OpenVLA-OFT model, model.options.folder")
+
+
+class OpenVlaFolder:
+    """A folder of OpenVLA-OFT, without its weights.
+
+    Args:
+        config: which folder, and how its model is used.
+
+    Raises:
+        UserError: the folder is of no OpenVLA model or of one with a diffusion head or FiLM, or its statistics do not
+            fit.
+    """
+
+    def __init__(self, config: OpenVlaConfig) -> None:
+        check_config(config)
+        self.settings, self.path = config, expanded(config.folder)
+        _refuse(self.path)
+        entries = read_json_object(self.path / "config.json")
+        self.bins, self._vision = int(entries.get("n_action_bins", 256)), entries["image_sizes"]
+        self._key, self._known = _statistics(self.path, entries, config.unnorm_key)
+        self.statistics = self.read_statistics("action")
+        """Of the actions; with `min_max` the bounds stand in the place of the quantiles."""
+        self._images, self._texts = _ImageScale(self.path), _tokenizer(self.path)
+
+    def read_statistics(self, part: str) -> ActionStatistics:
+        """Statistics of `unnorm_key` by `bounds`.
+
+        Args:
+            part: action or proprio, the state.
+
+        Raises:
+            UserError: they are missing.
+        """
+        if part not in self._known:
+            raise UserError(f"the statistics of {self._key!r} in {self.path} have no part {part!r}")
+        found = self._known[part]
+        missing = [name for name in ("q01", "q99", "min", "max", "mean", "std") if name not in found]
+        if missing:
+            raise UserError(f"the {part} statistics of {self._key!r} in {self.path} have no {', '.join(missing)}")
+        chosen = {name: found[of] for name, of in BOUNDS[self.settings.bounds].items()}
+        return ActionStatistics.from_lerobot({part: {**found, **chosen}}, part, mask=found.get("mask"))
+
+    def load(self) -> Prismatic:
+        """Load the model, with the weights that learn marked; raises UserError, see `load_prismatic`."""
+        model = load_prismatic(self.path, self.dtype)
+        if model.vocabulary <= EMPTY_ID:
+            raise UserError(f"{self.path} has {model.vocabulary} ids; prompts end with Llama 2's id {EMPTY_ID}")
+        if self.settings.train == "language_model":
+            model.vision_backbone.requires_grad_(False)
+        if self.settings.gradient_checkpointing:
+            model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def look(self, batch: PolicyInputs, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Images and instructions as the model takes them.
+
+        Args:
+            batch: B rows.
+            device: of the results.
+
+        Returns:
+            pixels: (B, 3 n m, H, W) in the dtype of the weights, m images as each of the n backbones takes them.
+            prompts: B texts (P,) int64.
+
+        Raises:
+            UserError: there are no images, or as many as the model does not see.
+        """
+        if batch.images is None:
+            raise UserError(f"{self.path} needs images, which the observations lack")
+        images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
+        wanted = self.settings.num_images_in_input
+        if len(images) != wanted:
+            raise UserError(
+                f"{self.path} sees {wanted} images (num_images_in_input); the observations have {len(images)}, with "
+                "those of sim.views"
+            )
+        parts = [self._images(image, self._vision, self.settings.center_crop) for image in images]
+        pixels = torch.cat(parts, 1).to(device, self.dtype)
+        return pixels, [self._prompt(text).to(device) for text in batch.instructions]
+
+    def to_sim(self, actions: Tensor) -> Tensor:
+        """Turn the gripper of predicted actions (..., D) as `gripper` says."""
+        return actions if self.settings.gripper == "as_data" else libero_gripper(actions)
+
+    def from_sim(self, actions: Tensor) -> Tensor:
+        """Turn the gripper of demonstrated actions (..., D) back, to 0..1 for `gripper: libero`."""
+        if self.settings.gripper == "as_data":
+            return actions
+        return torch.cat([actions[..., :-1], (1 - actions[..., -1:]) / 2], -1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return DTYPES[self.settings.dtype]
+
+    def _prompt(self, text: str) -> Tensor:
+        ids = list(self._texts(f"In: What action should the robot take to {text.lower()}?\nOut:")["input_ids"])
+        return torch.tensor(ids if ids[-1] == EMPTY_ID else [*ids, EMPTY_ID])
+
+
+class _ImageScale:
+    """Images as each backbone takes them; numbers of preprocessor_config.json."""
+
+    def __init__(self, folder: Path) -> None:
+        entries = read_json_object(folder / "preprocessor_config.json")
+        strategy = entries.get("image_resize_strategy")
+        if strategy != "resize-naive":
+            raise UserError(f"{folder} resizes images by {strategy!r}; supported: 'resize-naive'")
+        self.means, self.stds = torch.tensor(entries["means"]), torch.tensor(entries["stds"])
+
+    def __call__(self, images: Tensor, sizes: Sequence[int], crop: bool) -> Tensor:
+        """(B, H, W, 3) uint8 -> (B, 3 n, size, size) float32."""
+        size = int(sizes[0])
+        rows = images.cpu()
+        if rows.shape[1:3] != (size, size):
+            rows = torch.stack([_resized(row.numpy(), size) for row in rows])
+        if crop:
+            rows = _centre(rows)
+        shares = rows.permute(0, 3, 1, 2).float() / 255
+        parts = [
+            (shares - mean[:, None, None]) / std[:, None, None] for mean, std in zip(self.means, self.stds, strict=True)
+        ]
+        return torch.cat(parts, 1)
+
+
+def _resized(pixels: np.ndarray[Any, Any], size: int) -> Tensor:
+    return torch.from_numpy(np.array(Image.fromarray(pixels).resize((size, size), Image.Resampling.LANCZOS)))
+
+
+def _centre(images: Tensor) -> Tensor:
+    """Inner share of (B, H, W, 3) uint8 at the same size, bilinear with the corners on pixels, as TensorFlow's."""
+    count, height, width, _ = images.shape
+    steps = math.sqrt(CROP) * torch.linspace(-1, 1, height), math.sqrt(CROP) * torch.linspace(-1, 1, width)
+    rows, columns = torch.meshgrid(*steps, indexing="ij")
+    grid = torch.stack([columns, rows], -1).expand(count, -1, -1, -1)
+    pixels = images.permute(0, 3, 1, 2).float() / 255
+    found = functional.grid_sample(pixels, grid, mode="bilinear", align_corners=True)
+    return (found.clamp(0, 1) * 255.5).to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def _statistics(folder: Path, entries: dict[str, Any], key: str | None) -> tuple[str, dict[str, Any]]:
+    """Name and statistics of a dataset; the only one when `key` is None."""
+    file = folder / "dataset_statistics.json"
+    known = read_json_object(file) if file.is_file() else entries.get("norm_stats") or {}
+    if key is None and len(known) == 1:
+        key = next(iter(known))
+    if key is None or key not in known:
+        given, names = "is empty" if key is None else f"is {key!r}", ", ".join(known) or "nothing"
+        raise UserError(f"model.options.unnorm_key {given}; {folder} has statistics of: {names}")
+    return key, known[key]
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} has no tokenizer that transformers loads: {error}") from error
+
+
+def _refuse(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no OpenVLA model: it has no config.json")
+    for pattern, what in REFUSED.items():
+        found = sorted(file.name for file in folder.glob(pattern))
+        if found:
+            raise UserError(
+                f"{folder} has {', '.join(found)}, so it is a model with {what}; supported are action tokens and L1 "
+                "regression, both without FiLM"
+            )
