@@ -71,7 +71,8 @@ def compare_long_run(plan: LongRun, options: BenchOptions) -> dict[str, Any]:
         if options.only:
             raise UserError(f"--only long-run measures runs on a CPU; --device {options.device} has no effect on it")
         return comparison({}, notes=[f"left out: it measures runs on a CPU, not on {options.device}"])
-    folder = options.folder / ("long-run-quick" if options.quick else "long-run")
+    length = "long-run-quick" if options.quick else "long-run"
+    folder = options.folder / f"{length}-{plan.config['recipe']}"  # several rooms may be measured at the same time
     steps = QUICK_STEPS if options.quick else plan.steps
     for name, config in plan.prepare.items():
         _prepare(folder, name, config, options)
