@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from mmrl.config import save
@@ -50,6 +51,7 @@ def test_two_processes_run_the_episodes_of_one_and_make_its_update(tmp_path):
     assert float(((weights - shared).abs() > 1e-4).float().mean()) < 0.01
 
 
+@pytest.mark.slow
 def test_a_task_that_a_step_has_twice_is_played_as_by_one_process(tmp_path):
     def repeats(config: Any) -> None:
         config.data.seeds = 3  # of 4 tasks in the step

@@ -82,6 +82,7 @@ load_policy(ModelConfig(path=sys.argv[1], lora=LoraSettings(rank=2, alpha=4))).s
 """
 
 
+@pytest.mark.slow
 def test_equal_adapters_are_equal_bytes_whatever_process_writes_them(tmp_path, pipeline):
     for seed in ("1", "2"):
         command = [sys.executable, "-c", SAVE, str(pipeline), str(tmp_path / seed)]

@@ -36,6 +36,7 @@ def test_sparse_and_dense_grpo_take_two_steps(tmp_path, backend):
         assert all(0 <= row["reward/dense"] < 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_demo_with_a_gaussian_head_takes_two_steps(tmp_path, backend, monkeypatch):
     monkeypatch.setattr("mmrl.training.report.page.write_report", lambda run_dir: None)
     size = "model.options.encoder={width: 32, heads: 2, layers: 1, channels: 8, keypoints: 4}"

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from mmrl.vlm.model_config import ModelConfig
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
+@pytest.mark.slow
 def test_killed_papo_run_resumes_with_equal_bits(tmp_path, tiny_folders):
     data = write_questions(tmp_path / "data")
     command = [

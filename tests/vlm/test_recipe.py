@@ -80,7 +80,9 @@ def test_reloaded_checkpoint_gives_the_same_logits(tmp_path, tiny_folders):
         assert torch.equal(model(**inputs).logits, policy.network.eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize("options", [{}, {"minibatches_per_step": 3, "epochs": 2, "micro_batch": 5}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"minibatches_per_step": 3, "epochs": 2, "micro_batch": 5}]
+)
 def test_runs_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders, options):
     final = []
     for name in ("first", "second", "resumed"):

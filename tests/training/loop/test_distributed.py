@@ -29,7 +29,10 @@ def start(output: Path, preset: str, micro_batch: int, processes: int) -> dict:
 
 # without micro-batches the wrapper averages the gradients, with them the loop does and they share the bias;
 # two processes leave out the groups without a gradient, which DAPO has and one process does not leave out
-@pytest.mark.parametrize(("preset", "micro_batch"), [("grpo", 0), ("reinforce_pp", 3), ("dapo", 0), ("dapo", 5)])
+@pytest.mark.parametrize(
+    ("preset", "micro_batch"),
+    [("grpo", 0), ("reinforce_pp", 3), pytest.param("dapo", 0, marks=pytest.mark.slow), ("dapo", 5)],
+)
 def test_two_processes_make_the_update_of_one(tmp_path, preset, micro_batch):
     one, two = start(tmp_path / "1.pt", preset, 0, 1), start(tmp_path / "2.pt", preset, micro_batch, 2)
     for name, value in one["weights"].items():

@@ -185,7 +185,9 @@ def wait_for_step(folder, step):
     pytest.fail("the run did not come that far")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGINT))]
+)
 def test_signal_ends_the_run_after_the_step_with_a_checkpoint(config, signum):
     config.write_text(CONFIG.replace("steps: 6", "steps: 300").replace("every: 3", "every: 0"))
     whole = run(config, "whole")

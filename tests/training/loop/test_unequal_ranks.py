@@ -20,7 +20,7 @@ def run(output: Path, minibatches: int, micro_batch: int, processes: int) -> dic
     return torch.load(output)
 
 
-@pytest.mark.parametrize("micro_batch", [0, 5])
+@pytest.mark.parametrize("micro_batch", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path, micro_batch):
     # the process with one group left can take one step only, so both do
     one, two = run(tmp_path / "one.pt", 1, 5, 1), run(tmp_path / "two.pt", 2, micro_batch, 2)
