@@ -49,8 +49,8 @@ class TrainerConfig:
     """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
     skip_steps_without_gradient: bool = True
     """Take no optimiser step on a minibatch of which no group has a gradient. AdamW would move the weights by momentum
-    alone and average zeros into its second moment, so that the next gradient moves them too far; false takes such
-    steps."""
+    alone and average zeros into its second moment, so that the next gradient moves them further; false takes such
+    steps, as most trainers do."""
     learning_rate: float = bounded(1e-6, above=0)
     """Peak learning rate of AdamW."""
     schedule: str = choice("constant", SCHEDULES)
