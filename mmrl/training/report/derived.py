@@ -76,6 +76,8 @@ def _amounts(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
     if steps is not None:
         optimiser = result.get("optimiser_steps")
         remark = "" if optimiser is None else f"{optimiser:,} optimiser steps"
+        if waited := result.get("optimiser_steps_without_gradient"):
+            remark += f", {waited:,} more left out, where no group had a gradient"
         rows.append(("steps", f"{steps:,}", remark))
     for key, name in (("samples", "samples/total"), ("tokens", "tokens/total")):
         values = _finite(metrics, name)[1]

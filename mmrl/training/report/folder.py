@@ -21,7 +21,9 @@ COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that say when it was made, not what it measured."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("status", "recipe", "objective", "objective_formula"), str),
-    **dict.fromkeys(("steps", "optimiser_steps", "samples", "tokens"), (int, float)),
+    **dict.fromkeys(
+        ("steps", "optimiser_steps", "optimiser_steps_without_gradient", "samples", "tokens"), (int, float)
+    ),
 }
 """What the report shows of result.json."""
 

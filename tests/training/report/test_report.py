@@ -253,6 +253,7 @@ def test_damaged_result_is_no_obstacle(tmp_path, content):
 
 def test_values_of_another_type_in_a_result_are_left_out(tmp_path):
     result = {"status": ["done"], "recipe": 3, "steps": "many", "optimiser_steps": {}, "samples": [1], "tokens": 7}
+    result["optimiser_steps_without_gradient"] = "some"
     (tmp_path / "result.json").write_text(json.dumps(result))
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "tokens 7" in text
@@ -348,6 +349,9 @@ def test_derived_numbers_by_hand():
     assert rows["rows skipped"][0] == "4"
     assert "optimiser steps skipped" not in rows
     assert sum(stage_shares(metrics).values()) == pytest.approx(1)
+    result = {"steps": 4, "optimiser_steps": 1200, "optimiser_steps_without_gradient": 3}
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, result)}
+    assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more left out, where no group had a gradient")
 
 
 def test_moving_average_skips_gaps():
