@@ -13,6 +13,7 @@ from robotics.serving.opening import ServedPolicy, open_served_policy
 from robotics.serving.queue import choose_chunks
 from robotics.serving.settings import ServeConfig
 from robotics.sim.control import ACTION_SIZE
+from robotics.sim.recent import RecentObservations
 from robotics.sim.tabletop import PROPRIO_SIZE, STATE_SIZE
 from robotics.vla.policy import PolicyInputs
 
@@ -71,15 +72,23 @@ class PolicyActor:
         """Begin an episode."""
         self._generator = make_generator(self._seed, "play", episode)
         self._chunk: list[NDArray[Any]] = []
+        self._recent = RecentObservations(self._served.policy.past)
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[Any]:
         """Choose an action (5,): the next one of the chunk, or the first of a new one."""
+        names = {"images": "rgb", "state": self._state, "views": "views"}
+        seen = {name: observation[key] for name, key in names.items() if key in observation}
+        self._recent.add(seen)
         if not self._chunk:
+            past = self._recent.before() if self._recent.past else {}
+            parts = seen | {f"past_{name}": part for name, part in past.items()}
             inputs = PolicyInputs(
-                images=torch.from_numpy(observation["rgb"])[None] if "rgb" in observation else None,
-                state=torch.from_numpy(observation[self._state])[None] if self._state else None,
+                **{
+                    "images": None,
+                    "state": None,
+                    **{name: torch.from_numpy(part)[None] for name, part in parts.items()},
+                },
                 instructions=(env.instruction,),
-                views=torch.from_numpy(observation["views"])[None] if "views" in observation else None,
             )
             chunk = choose_chunks(self._served, inputs, self._generator)[0]
             self._chunk = list(chunk.actions[: self._n_action_steps])

@@ -24,6 +24,7 @@ from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.films import FilmRenderer
 from robotics.sim.object_poses import object_poses
 from robotics.sim.randomization import RandomizationConfig
+from robotics.sim.recent import RecentObservations
 from robotics.sim.rendering import RenderSettings, check_cameras
 from robotics.sim.rollout import ImageRollout
 from robotics.sim.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_SIZE
@@ -33,7 +34,7 @@ from robotics.sim.variant import ActionDelay, SceneVariant
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from robotics.sim.rollout import Chunk, Observation
+    from robotics.sim.scene_results import Chunk, Look, Observation
     from robotics.sim.variations import Draws
     from robotics.sim.warp_physics import WarpPhysics
 
@@ -147,6 +148,7 @@ class TabletopBatch:
         self._variants: dict[int, SceneVariant] = {}
         self._delays: dict[int, ActionDelay] = {}
         self._elapsed = np.zeros(0, np.int64)
+        self._past, self._recent = 0, dict[int, RecentObservations]()
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
@@ -156,11 +158,13 @@ class TabletopBatch:
         """Names of the splits with their numbers of layouts."""
         return dict.fromkeys(SPLITS, LAYOUTS)
 
-    def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
+    def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
         """Begin episodes in rows 0..R-1, ending those that still run.
 
         Args:
             episodes: R of them, of the tasks of this simulator.
+            past: P, control steps before that observations also tell of, until the next call; images of those within a
+                chunk have to be drawn.
 
         Returns:
             Result of a chunk of no steps.
@@ -177,13 +181,16 @@ class TabletopBatch:
         self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
         self._elapsed = np.zeros(len(episodes), np.int64)
         self._variants, self._delays = {}, {}
+        self._past, self._recent = past, {}
         self._vary(dict(enumerate(episodes)))
         output = self._empty(self.live, 0)
         commands = self._controller.commands(self.live)
         for group in self._groups:
             rows = group.rows.tolist()
-            observation = group.rollout.reset([seeds[row] for row in rows], [self._variants.get(row) for row in rows])
+            variants = [self._variants.get(row) for row in rows]
+            observation = group.rollout.reset([seeds[row] for row in rows], variants, past)
             self._observe(group, observation, commands[group.rows], np.ones(len(group.rows), bool), output)
+        self._begin_past(output)
         return replace(output, drawn=self._drawn(output.rows))
 
     def restart(self, episodes: Mapping[int, EpisodeSpec]) -> ChunkResult:
@@ -213,6 +220,7 @@ class TabletopBatch:
                 variants = [self._variants.get(row) for row in begun.tolist()]
                 observation = group.rollout.restart(scenes, [seeds[row] for row in begun], variants)
                 self._observe(group, observation, self._controller.commands(begun), np.ones(len(begun), bool), output)
+        self._begin_past(output)
         return replace(output, drawn=self._drawn(rows))
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
@@ -252,6 +260,8 @@ class TabletopBatch:
             self._elapsed[rows] += chunk.steps
             ends = plan.commands[places, np.maximum(chunk.steps - 1, 0)]
             self._observe(group, chunk.observation, ends, ~chunk.failed, output)
+            if self._past:
+                self._look_back(group, chunk, plan.commands[places], output)
             frames |= {int(group.rows[scene]): recorded for scene, recorded in chunk.recorded.items()}
         return self._finish(output, frames)
 
@@ -371,7 +381,7 @@ class TabletopBatch:
                 )
 
     def _empty(self, rows: NDArray[np.int64], length: int) -> ChunkResult:
-        output = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views))
+        output = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views), self._past)
         return replace(output, object_poses=np.full((len(rows), 4, 4), np.nan))
 
     def _observe(
@@ -397,16 +407,47 @@ class TabletopBatch:
             out.observation.views[places] = seen.views[sound]
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):
             if row in self._variants:
-                self._add_noise(row, place, out)
+                self._add_noise(row, int(self._elapsed[row]), _parts(out, place))
 
-    def _add_noise(self, row: int, place: int, out: ChunkResult) -> None:
-        variant, step, seen = self._variants[row], int(self._elapsed[row]), out.observation
-        seen.state[place] = variant.noisy_state(seen.state[place], step)
-        if seen.images is not None and self.settings.look == "policy":
-            seen.images[place] = variant.noisy_image(seen.images[place], step)
-        if seen.views is not None:
-            for image, name in zip(seen.views[place], self.views, strict=True):
+    def _add_noise(self, row: int, step: int, parts: Mapping[str, NDArray[Any]]) -> None:
+        """Add the noise of a control step to an observation."""
+        variant = self._variants[row]
+        parts["state"][:] = variant.noisy_state(parts["state"], step)
+        if "images" in parts and self.settings.look == "policy":
+            parts["images"][:] = variant.noisy_image(parts["images"], step)
+        if "views" in parts:
+            for image, name in zip(parts["views"], self.views, strict=True):
                 image[:] = variant.noisy_image(image, step, name)
+
+    def _begin_past(self, out: ChunkResult) -> None:
+        """Start the pasts of rows whose episodes have just begun."""
+        for place, row in enumerate(out.rows.tolist() if self._past else ()):
+            self._recent[row] = RecentObservations(self._past)
+            self._add_present(row, place, out)
+
+    def _look_back(self, group: _Group, chunk: Chunk, commands: NDArray[np.float64], out: ChunkResult) -> None:
+        """Enter what the rows of a group that go on looked like before; `commands` are (L, K, 5), theirs."""
+        for at, scene in enumerate(chunk.scenes.tolist()):
+            if scene not in group.rollout.live:
+                continue
+            row, looks, step = int(group.rows[scene]), chunk.observation.earlier[at], int(chunk.steps[at]) - 1
+            for back, look in zip(range(len(looks), 0, -1), looks, strict=True):
+                parts = self._seen_then(group.scene, look, commands[at, step - back])
+                if row in self._variants:
+                    self._add_noise(row, int(self._elapsed[row]) - back, parts)
+                self._recent[row].add(parts)
+            self._add_present(row, int(np.searchsorted(out.rows, row)), out)
+
+    def _seen_then(self, scene: TabletopScene, look: Look, command: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
+        state = scene.sensors.state(look.measured[None], command[None])[0, : self.state_size]
+        parts = {"state": state, "images": look.frame, "views": look.views}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _add_present(self, row: int, place: int, out: ChunkResult) -> None:
+        """Add what a row observes now to its recent observations, and enter those before."""
+        self._recent[row].add(_parts(out, place))
+        for name, part in self._recent[row].before().items():
+            getattr(out.observation, f"past_{name}")[place] = part
 
     def _vary(self, episodes: Mapping[int, EpisodeSpec]) -> None:
         """Draw the variants of the episodes that begin in some rows."""
@@ -433,6 +474,12 @@ class TabletopBatch:
         self.counts["dropped"] += len(broken)
         reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
+
+
+def _parts(out: ChunkResult, place: int) -> dict[str, NDArray[Any]]:
+    """What one row observes, to be written to."""
+    seen = {name: getattr(out.observation, name) for name in ("state", "images", "views")}
+    return {name: part[place] for name, part in seen.items() if part is not None}
 
 
 def _describe_warp(settings: BatchSettings) -> str | None:

@@ -1,8 +1,8 @@
 """The worker's side of `SubprocessSim`: one environment that resets, acts, draws and asks its expert on request.
 
 A factory returns a `RowEnv` or a gymnasium.Env, which `gym_adapter.py` then wraps. A worker loads this file,
-`gym_adapter.py` and `mmrl/workers/loading.py` by their paths in the environment's own Python: they run on Python 3.8
-and numpy, and import gymnasium only through an environment of it; see `mmrl.workers.serve`.
+`gym_adapter.py`, `recent.py` and `mmrl/workers/loading.py` by their paths in the environment's own Python: they run on
+Python 3.8 and numpy, and import gymnasium only through an environment of it; see `mmrl.workers.serve`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ def _load_file(path: str | Path, name: str) -> ModuleType:
 
 if TYPE_CHECKING:
     from mmrl.workers import loading
-    from robotics.sim import gym_adapter
+    from robotics.sim import gym_adapter, recent
 else:
     loading = _load_file(Path(__file__).resolve().parents[2] / "mmrl" / "workers" / "loading.py", "mmrl_loading")
     gym_adapter = _load_file(Path(__file__).resolve().with_name("gym_adapter.py"), "mmrl_gym_adapter")
+    recent = _load_file(Path(__file__).resolve().with_name("recent.py"), "mmrl_recent")
 
 
 class RowEnv(Protocol):
     """One environment as the worker drives it; what a factory of one's own may return.
 
-    Optional are `expert()`, (A,) what an expert of its own would do now, and for several cameras `views`, the names of
-    the further ones, with `render_views()`, (V, H, W, 3) uint8 RGB of this moment in their order.
+    Optional are `expert()`, (A,) what an expert of its own would do now; for several cameras `views`, the names of the
+    further ones, with `render_views()`, (V, H, W, 3) uint8 RGB of this moment in their order; and `action_bounds`, two
+    arrays (A,), what -1 and 1 are in its own units.
     """
 
     action_size: int
@@ -105,7 +107,7 @@ class EnvService:
 
     def __init__(self, env: RowEnv, images: bool, end_at_success: bool) -> None:
         self._env, self._images, self._end_at_success = env, images, end_at_success
-        self._elapsed = 0
+        self._elapsed, self._recent = 0, recent.RecentObservations(0)
         self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
             raise gym_adapter.EnvError(
@@ -126,6 +128,7 @@ class EnvService:
             "tasks": dict(env.tasks()),
             "layouts": dict(env.layouts()),
             "expert": hasattr(env, "expert"),
+            "action_bounds": [[float(value) for value in bound] for bound in getattr(env, "action_bounds", ())],
             "views": [str(name) for name in self._views],
             "draws": "draw" in inspect.signature(env.reset).parameters,
             "describe": dict(env.describe()),
@@ -147,11 +150,11 @@ class EnvService:
         self._env.close()
 
     def reset(self, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Begin an episode and observe it."""
-        self._elapsed = 0
+        """Begin an episode and observe it; `past` asks for that many control steps before in all that follows."""
+        self._elapsed, self._recent = 0, recent.RecentObservations(int(fields.get("past", 0)))
         draw = {"draw": fields["draw"]} if "draw" in fields else {}
         self._env.reset(fields["task"], int(fields["layout"]), fields["split"], int(fields["seed"]), **draw)
-        return self._observe()
+        return self._with_past(self._observe())
 
     def _drawn(self) -> dict[str, Any]:
         """What was drawn for the episode, where something was that JSON holds."""
@@ -171,15 +174,15 @@ class EnvService:
 
         Returns:
             `diverged`, which says what was not finite at which control step, where something was; and rewards (steps,),
-            flags (3,) success, terminated and truncated, what the end looks like, and frames (steps, H, W, 3) where
-            recorded.
+            flags (3,) success, terminated and truncated, what the end looks like, where the episode goes on also the
+            control steps before that `reset` was asked for, and frames (steps, H, W, 3) where recorded.
 
         Raises:
             ValueError: state or image has another shape than at the beginning.
         """
         rewards, frames = [], []
         success = terminated = truncated = False
-        for action in np.clip(actions, -1.0, 1.0):
+        for step, action in enumerate(np.clip(actions, -1.0, 1.0), 1):
             reward, succeeded, ended, cut = self._env.step(action)
             self._elapsed += 1
             rewards.append(float(reward))
@@ -193,10 +196,13 @@ class EnvService:
                 frames.append(self._draw())
             if terminated or truncated:
                 break
+            if 0 < len(actions) - step <= self._recent.past:
+                self._recent.add(self._observe(frames[-1] if frames else None))
         result = {"rewards": np.array(rewards, np.float64), "flags": np.array([success, terminated, truncated])}
         if record:
             result["frames"] = np.stack(frames)
-        result.update(self._observe(frames[-1] if frames else None))
+        seen = self._observe(frames[-1] if frames else None)
+        result.update(seen if terminated or truncated else self._with_past(seen))
         return {}, result
 
     def expert(self) -> dict[str, np.ndarray]:
@@ -215,6 +221,13 @@ class EnvService:
         if self._views:
             seen["views"] = np.asarray(self._env.render_views(), np.uint8)  # type: ignore[attr-defined]
         return seen
+
+    def _with_past(self, seen: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What is seen now and, under names with `past_`, in the control steps before that are asked for."""
+        if not self._recent.past:
+            return seen
+        self._recent.add(seen)
+        return {**seen, **{f"past_{name}": part for name, part in self._recent.before().items()}}
 
     def _look(self, rewards: list[float]) -> str:
         """What is not finite after a control step; empty where everything is."""

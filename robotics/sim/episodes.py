@@ -3,12 +3,17 @@
 R episodes run at the same time, each in a row. Actions come in chunks of K control steps that run open loop, after
 which the live rows are observed. A row whose environment failed has no result: its reward is NaN, and it does not count
 as an episode without success.
+
+A policy that takes several observations in a row asks `begin_episodes` for a past: what the P control steps before
+looked like, those within a chunk too. At control step t these are t - P .. t - 1, where the first observation of the
+episode stands for steps before it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,7 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim", "views_of"]
+__all__ = ["ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim", "begin_episodes", "keeps_past", "views_of"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,13 @@ class RobotObservation:
     """(R, H, W, 3) RGB; None without images."""
     views: NDArray[np.uint8] | None = None
     """(R, V, H, W, 3) RGB of V further cameras, in the order of the simulator's `views`; None without them."""
+    past_state: NDArray[np.float32] | None = None
+    """(R, P, S) of the P control steps before, the oldest first; zeros where the episode has ended; None without a
+    past."""
+    past_images: NDArray[np.uint8] | None = None
+    """(R, P, H, W, 3) of the same control steps; None without a past or without images."""
+    past_views: NDArray[np.uint8] | None = None
+    """(R, P, V, H, W, 3) of the same control steps; None without a past or without further cameras."""
 
     def of(self, rows: ArrayLike) -> RobotObservation:
         """Some of the rows.
@@ -63,8 +75,9 @@ class RobotObservation:
         if np.array_equal(wanted, self.rows):
             return self
         places = np.searchsorted(self.rows, wanted)
-        images, views = (None if part is None else part[places] for part in (self.images, self.views))
-        return RobotObservation(wanted, self.state[places], images, views)
+        parts = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rows"}
+        chosen = {name: None if part is None else part[places] for name, part in parts.items()}
+        return RobotObservation(wanted, **chosen)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,7 @@ class ChunkResult:
         state_size: int,
         image_size: tuple[int, int] | None,
         views: int = 0,
+        past: int = 0,
     ) -> ChunkResult:
         """Make a result of zeros.
 
@@ -114,10 +128,18 @@ class ChunkResult:
             state_size: S.
             image_size: (H, W); None without images.
             views: V, further cameras.
+            past: P, control steps before.
         """
-        count = len(rows)
-        images = None if image_size is None else np.zeros((count, *image_size, 3), np.uint8)
-        others = None if image_size is None or not views else np.zeros((count, views, *image_size, 3), np.uint8)
+        count, shape = len(rows), None if image_size is None else (*image_size, 3)
+        observation = RobotObservation(
+            rows,
+            np.zeros((count, state_size), np.float32),
+            images=_black(shape, count),
+            views=_black(shape, count, views),
+            past_state=np.zeros((count, past, state_size), np.float32) if past else None,
+            past_images=_black(shape, count, past),
+            past_views=_black(shape, count, past, views),
+        )
         return cls(
             rows=rows,
             rewards=np.zeros((count, length)),
@@ -126,14 +148,15 @@ class ChunkResult:
             terminated=np.zeros(count, bool),
             truncated=np.zeros(count, bool),
             failed=np.zeros(count, bool),
-            observation=RobotObservation(rows, np.zeros((count, state_size), np.float32), images, others),
+            observation=observation,
         )
 
 
 class RobotSim(Protocol):
     """Many episodes at once. A row is live until its episode ends; only live rows take actions.
 
-    One with several cameras also has an attribute `views`, see `views_of`.
+    One with several cameras also has an attribute `views`, see `views_of`. One that keeps a past also takes
+    `past: int = 0` in `reset`, P, and then gives `RobotObservation.past_state` and so on until the next `reset`.
     """
 
     @property
@@ -207,3 +230,28 @@ class RobotSim(Protocol):
 def views_of(sim: object) -> tuple[str, ...]:
     """Names of a simulator's further cameras, in the order of `RobotObservation.views`; none without that attribute."""
     return tuple(getattr(sim, "views", ()))
+
+
+def keeps_past(sim: RobotSim) -> bool:
+    """Whether a simulator can tell what the control steps before looked like."""
+    return "past" in inspect.signature(sim.reset).parameters
+
+
+def begin_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
+    """Begin episodes, with a past where one is wanted and the simulator keeps one.
+
+    Args:
+        sim: the simulator.
+        episodes: R of them, see `RobotSim.reset`.
+        past: P, control steps before that every observation also tells of; 0 = none.
+
+    Returns:
+        Result of a chunk of no steps.
+    """
+    options = {"past": past} if past and keeps_past(sim) else {}
+    return sim.reset(episodes, **options)
+
+
+def _black(shape: tuple[int, ...] | None, *counts: int) -> NDArray[np.uint8] | None:
+    """Black images (*counts, *shape); None without images, or where there would be none beside that of a row."""
+    return None if shape is None or not all(counts[1:]) else np.zeros((*counts, *shape), np.uint8)

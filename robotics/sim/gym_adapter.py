@@ -82,7 +82,7 @@ class GymRow:
         self._layout_options, self._size, self._elapsed = layout_options, size, 0
         self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
-        self.action_size = int(np.prod(env.action_space.shape))
+        self.action_size, self.action_bounds = int(np.prod(env.action_space.shape)), (self._low, self._high)
         self._observation, _ = env.reset(seed=0)
         self.state_size = len(self.state())
         self.image_size = self._image_size()

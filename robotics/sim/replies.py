@@ -38,6 +38,9 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
     views = hello.get("views", [])
     if not isinstance(views, list) or not all(isinstance(name, str) for name in views):
         return f"views is {views!r:.80}; expected the names of further cameras"
+    bounds = hello.get("action_bounds", [])
+    if bounds and np.shape(bounds) != (2, hello["action_size"]):
+        return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
     missing = [name for name in ("python", "numpy", "expert") if name not in hello]
     return f"{missing[0]} is missing" if missing else ""
 
@@ -50,6 +53,7 @@ def misshapen(
     image_size: tuple[int, int] | None,
     frame_size: tuple[int, int] | None,
     views: int = 0,
+    past: int = 0,
 ) -> WorkerFailure | None:
     """Find out what is wrong with the arrays of an answer.
 
@@ -61,6 +65,7 @@ def misshapen(
         image_size: (H, W) of the image that the answer has to hold; None where it need not.
         frame_size: (H, W) of recorded frames.
         views: V, images of further cameras that an observation has to hold.
+        past: P, control steps before that the observation of an episode that goes on has to hold as well.
 
     Returns:
         A failure that names the array; None where all is well.
@@ -82,6 +87,9 @@ def misshapen(
         expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
         if request.fields["record"]:
             expected["frames"] = (steps, *(frame_size or ()), 3)
+    if past and not (kind == "step_chunk" and np.any(answer.arrays.get("flags", ())[1:])):
+        seen = ("state", "image", "views") if kind in ("reset", "step_chunk") else ()
+        expected |= {f"past_{name}": (past, *expected[name]) for name in seen if name in expected}
     for name, shape in expected.items():
         came = answer.arrays[name].shape if name in answer.arrays else None
         if came != shape:
@@ -93,7 +101,7 @@ def divergence(answer: Message) -> WorkerFailure | None:
     """Numbers that are not finite come again from the same layout, so its process is kept and nothing is retried."""
     if "diverged" in answer.fields:
         return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
-    for name in ("state", "rewards", "action"):
+    for name in ("state", "past_state", "rewards", "action"):
         if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():
             return WorkerFailure("diverged", f"{name} is not finite")
     return None

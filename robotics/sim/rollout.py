@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
@@ -26,6 +26,7 @@ from mmrl.errors import UserError
 from mmrl.workers.memory import usable_cores
 from robotics.sim.backends import require_backend
 from robotics.sim.rendering import RenderSettings
+from robotics.sim.scene_results import Chunk, Look, Observation
 from robotics.sim.scene_steps import SceneSteps
 from robotics.sim.scene_worker import SceneWorker
 
@@ -83,67 +84,9 @@ class SceneTask(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What the scenes look like at one moment; the arrays are the caller's to keep."""
-
-    scenes: NDArray[np.int64]
-    """(R,) number of the scene in each row, ascending."""
-    qpos: NDArray[np.float64]
-    """(R, nq)."""
-    qvel: NDArray[np.float64]
-    """(R, nv)."""
-    sensordata: NDArray[np.float64]
-    """(R, nsensordata) with the delay described in `SceneSteps`."""
-    measured: NDArray[np.float64]
-    """(R, nsensordata) sensor values as the scene reports them: late where its variant has an observation delay."""
-    frames: NDArray[np.uint8] | None
-    """(R, H, W, 3) RGB, as late as `measured`; None without images."""
-    views: NDArray[np.uint8] | None = None
-    """(R, V, H, W, 3) RGB of the settings' further cameras, as late as `measured`; None without them."""
-
-    def of(self, scenes: ArrayLike) -> Observation:
-        """Rows of some of the scenes.
-
-        Args:
-            scenes: numbers of scenes that are in this observation, ascending.
-
-        Returns:
-            Observation of these, sharing memory where it is all of them.
-        """
-        wanted = np.asarray(scenes, np.int64)
-        if np.array_equal(wanted, self.scenes):
-            return self
-        rows = np.searchsorted(self.scenes, wanted)
-        frames, views = (None if part is None else part[rows] for part in (self.frames, self.views))
-        numbers = (self.qpos[rows], self.qvel[rows], self.sensordata[rows], self.measured[rows])
-        return Observation(wanted, *numbers, frames, views)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What L scenes did with a chunk of K actions each; control steps after the end of an episode do not count."""
-
-    scenes: NDArray[np.int64]
-    """(L,) number of the scene in each row, ascending."""
-    rewards: NDArray[np.float64]
-    """(L, K); 0 after the end, NaN throughout where the scene failed."""
-    dones: NDArray[np.bool_]
-    """(L, K); True at the control step with which the task said that the episode ended."""
-    steps: NDArray[np.int64]
-    """(L,) control steps that count; 0 where the scene failed."""
-    truncated: NDArray[np.bool_]
-    """(L,) whether the horizon was reached without the task's end."""
-    failed: NDArray[np.bool_]
-    """(L,) whether MuJoCo warned; such an episode has no result and must not be taken for one without success."""
-    observation: Observation
-    """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
-    recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
-    """(steps, H, W, 3) an image of each control step, by the number of a scene that is recorded."""
-
-
 _Past = deque[tuple["NDArray[np.float64]", "NDArray[np.float64]"]]
-"""The last states and sensor values of a scene, the oldest first: as many as its observation delay, and the present."""
+"""The last states and sensor values of a scene, the oldest first: those of its observation delay, of the past that is
+asked for, and the present."""
 
 
 @dataclass
@@ -212,6 +155,7 @@ class ImageRollout:
         self._data = [mujoco.MjData(model) for _ in range(scenes)]
         self._models = [model] * scenes
         self._pasts: list[_Past] = [deque(maxlen=1) for _ in range(scenes)]
+        self._delays, self._past = [0] * scenes, 0
         self._elapsed = np.zeros(scenes, np.int64)
         self._physics = physics
         self._workers = [SceneWorker(model, settings, name, film) for _ in range(count)]
@@ -228,12 +172,14 @@ class ImageRollout:
         """State of a scene after the last call; writing to it changes what comes next."""
         return self._data[scene]
 
-    def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = ()) -> Observation:
+    def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = (), past: int = 0) -> Observation:
         """Begin an episode in every scene, or in the first ones.
 
         Args:
             seeds: one a scene, from the first on; equal seeds give equal starts. Scenes without one rest.
             variants: one a seed, None for the rollout's own model; all are None when empty.
+            past: control steps before the end of a chunk that are observed as well, until the next call; they have to
+                be drawn.
 
         Returns:
             Observation of the scenes that were given a seed.
@@ -243,7 +189,7 @@ class ImageRollout:
         """
         if not 1 <= len(seeds) <= self.scenes:
             raise UserError(f"{len(seeds)} seeds for {self.scenes} scenes")
-        self.live = np.arange(len(seeds))
+        self.live, self._past = np.arange(len(seeds)), past
         return self._begin(self.live, seeds, variants)
 
     def restart(self, scenes: ArrayLike, seeds: Sequence[int], variants: Sequence[Variant | None] = ()) -> Observation:
@@ -267,7 +213,8 @@ class ImageRollout:
         self._elapsed[scenes] = 0
         for scene, variant in zip(scenes.tolist(), variants or [None] * len(scenes), strict=True):
             self._models[scene] = self.model if variant is None else variant.model
-            self._pasts[scene] = deque(maxlen=1 if variant is None else 1 + variant.observation_delay)
+            self._delays[scene] = 0 if variant is None else variant.observation_delay
+            self._pasts[scene] = deque(maxlen=1 + self._delays[scene] + self._past)
         observation = self._allocate(scenes)
 
         def begin(worker: SceneWorker, row: int) -> None:
@@ -351,17 +298,25 @@ class ImageRollout:
 
     def _allocate(self, scenes: NDArray[np.int64]) -> Observation:
         rows, model = len(scenes), self.model
-        shape = None if self.settings is None else (self.settings.height, self.settings.width, 3)
-        cameras = 0 if self.settings is None else len(self.settings.views)
+        frames, views = self._pictures(rows)
         return Observation(
             scenes=scenes,
             qpos=np.empty((rows, model.nq)),
             qvel=np.empty((rows, model.nv)),
             sensordata=np.empty((rows, model.nsensordata)),
             measured=np.empty((rows, model.nsensordata)),
-            frames=None if shape is None else np.empty((rows, *shape), np.uint8),
-            views=None if shape is None or not cameras else np.empty((rows, cameras, *shape), np.uint8),
+            frames=frames,
+            views=views,
+            earlier=[[] for _ in scenes] if self._past else [],
         )
+
+    def _pictures(self, *rows: int) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
+        """Room for images (*rows, H, W, 3) and those of further cameras (*rows, V, H, W, 3)."""
+        if self.settings is None:
+            return None, None
+        shape, cameras = (self.settings.height, self.settings.width, 3), len(self.settings.views)
+        views = np.empty((*rows, cameras, *shape), np.uint8) if cameras else None
+        return np.empty((*rows, *shape), np.uint8), views
 
     def _in_parallel(self, work: Callable[[SceneWorker, int], None], rows: int) -> None:
         if not self._workers:
@@ -400,32 +355,54 @@ class ImageRollout:
         output.rewards[row, : last + 1] = rewards[: last + 1]
         output.dones[row, last] = ends[last]
         output.steps[row] = last + 1
+        late = self.horizon is not None and self._elapsed[scene] + last + 1 >= self.horizon
         if record and worker.renderer is not None:
-            late = self.horizon is not None and self._elapsed[scene] + last + 1 >= self.horizon
             outcome: Outcome = "success" if ends[last] else "failure" if late else ""
             output.recorded[scene] = worker.draw_all(model, data, states[: last + 1], outcome)
         if last + 1 < len(controls) or self._physics is not None:
             worker.physics.restore(data, states[last])
         self._pasts[scene].extend(zip(states[: last + 1], sensors[: last + 1], strict=True))
+        if self._past and not (ends[last] or late):
+            output.observation.earlier[row] = self._look_back(worker, scene, min(self._past, last))
         self._observe(worker, scene, sensors[last], output.observation, row)
 
     def _observe(
         self, worker: SceneWorker, scene: int, sensors: NDArray[np.float64], observation: Observation, row: int
     ) -> None:
         """Enter a scene as it is now, and what it reports of itself, which may be late."""
-        model, data, past = self._models[scene], self._data[scene], self._pasts[scene]
+        model, data = self._models[scene], self._data[scene]
+        state, measured = self._shown(scene)
         observation.qpos[row], observation.qvel[row] = data.qpos, data.qvel
         observation.sensordata[row], observation.measured[row] = sensors, sensors
-        late = past.maxlen != 1
+        late = self._delays[scene] > 0
         if late:
-            observation.measured[row] = past[0][1]
+            observation.measured[row] = measured
         if observation.frames is None:
             return
         if late:
-            worker.physics.restore(data, past[0][0])
+            worker.physics.restore(data, state)
         worker.draw(model, data, observation.frames[row], None if observation.views is None else observation.views[row])
         if late:
-            worker.physics.restore(data, past[-1][0])
+            worker.physics.restore(data, self._pasts[scene][-1][0])
+
+    def _shown(self, scene: int, back: int = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """State and sensor values that a scene reports, or reported some control steps ago."""
+        past = self._pasts[scene]
+        return past[max(0, len(past) - 1 - back - self._delays[scene])]
+
+    def _look_back(self, worker: SceneWorker, scene: int, count: int) -> list[Look]:
+        """What a scene reported after each of the control steps before the present one; its state stays."""
+        data, looks = self._data[scene], []
+        for back in range(count, 0, -1):
+            state, measured = self._shown(scene, back)
+            frame, views = self._pictures()
+            if frame is not None:
+                worker.physics.restore(data, state)
+                worker.draw(self._models[scene], data, frame, views)
+            looks.append(Look(measured, frame, views))
+        if looks:
+            worker.physics.restore(data, self._pasts[scene][-1][0])
+        return looks
 
     def _score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         count = len(steps.actions)

@@ -70,6 +70,7 @@ class SubprocessSim:
         """Reasons of failures; tracebacks are written once its `folder` is set."""
         self._slots: list[int] = []
         self._broken: dict[int, WorkerFailure] = {}
+        self._past = 0
         self._tasks_at: list[str | None] = [None] * settings.workers
         self._hello = self._start()
         self.action_size, self.state_size = self._hello["action_size"], self._hello["state_size"]
@@ -79,6 +80,8 @@ class SubprocessSim:
         self.image_size = self._frame_size if settings.images else None
         self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
         """Names of the further cameras."""
+        self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
+        """What -1 and 1 are in the environment's own units, A numbers each; None where it does not tell."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -93,11 +96,13 @@ class SubprocessSim:
         """Names of the splits with their numbers of layouts; None for any number."""
         return dict(self._hello["layouts"])
 
-    def reset(self, episodes: Sequence[EpisodeSpec]) -> ChunkResult:
+    def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
         """Begin episodes; one that does not begin is tried again in a fresh process, then it has failed.
 
         Args:
             episodes: R of them, at most one a worker.
+            past: P, control steps before that observations also tell of, until the next call; images of those within a
+                chunk have to be drawn.
 
         Returns:
             Result of a chunk of no steps.
@@ -107,8 +112,8 @@ class SubprocessSim:
             RunError: no episode comes to an end any more, only restarts happen.
         """
         self._check_episodes(episodes)
-        self._slots, self._broken = self._assign(episodes), {}
-        requests = {slot: _reset_request(episode) for slot, episode in zip(self._slots, episodes, strict=True)}
+        self._slots, self._broken, self._past = self._assign(episodes), {}, past
+        requests = {slot: _reset_request(episode, past) for slot, episode in zip(self._slots, episodes, strict=True)}
         found = self._pool.ask_with_retries(
             requests, self._settings.reset_timeout_s, self._settings.reset_retries, check=self._misshapen
         )
@@ -298,7 +303,7 @@ class SubprocessSim:
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
         """What is wrong with the arrays of an answer."""
         size = self._frame_size if request.fields["kind"] == "render" else self.image_size
-        sizes = (self.state_size, self.action_size, size, self._frame_size, len(self.views))
+        sizes = (self.state_size, self.action_size, size, self._frame_size, len(self.views), self._past)
         return misshapen(request, answer, *sizes)
 
     def _note_failures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
@@ -316,7 +321,7 @@ class SubprocessSim:
     def _assemble(
         self, rows: NDArray[np.int64], length: int, answers: Mapping[int, Answer], record: Collection[int]
     ) -> ChunkResult:
-        result = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views))
+        result = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views), self._past)
         reasons: dict[int, str] = {}
         frames: dict[int, NDArray[np.uint8]] = {}
         drawn: dict[int, Mapping[str, Any]] = {}
@@ -335,7 +340,7 @@ class SubprocessSim:
         return ChunkResult(**{**vars(result), "reasons": reasons, "frames": frames, "drawn": drawn})
 
 
-def _reset_request(episode: EpisodeSpec) -> Request:
+def _reset_request(episode: EpisodeSpec, past: int) -> Request:
     fields = {
         "kind": "reset",
         "task": episode.task,
@@ -343,17 +348,18 @@ def _reset_request(episode: EpisodeSpec) -> Request:
         "split": episode.split,
         "seed": layout_seed(episode),
     }
-    return Request(fields if episode.draw == 0 else fields | {"draw": episode.draw})
+    asked = {"draw": episode.draw} if episode.draw != 0 else {}
+    return Request(fields | asked | ({"past": past} if past else {}))
 
 
 def _fill(result: ChunkResult, place: int, answer: Message) -> None:
     """Copy an answer into its row."""
-    arrays = answer.arrays
-    result.observation.state[place] = arrays["state"]
-    if result.observation.images is not None:
-        result.observation.images[place] = arrays["image"]
-    if result.observation.views is not None:
-        result.observation.views[place] = arrays["views"]
+    arrays, seen = answer.arrays, result.observation
+    seen.state[place] = arrays["state"]
+    parts = {"image": seen.images, "views": seen.views, "past_state": seen.past_state}
+    for name, part in (parts | {"past_image": seen.past_images, "past_views": seen.past_views}).items():
+        if part is not None and name in arrays:
+            part[place] = arrays[name]
     if "rewards" in arrays:
         steps = len(arrays["rewards"])
         result.rewards[place, :steps], result.steps[place] = arrays["rewards"], steps

@@ -126,7 +126,7 @@ class CloneRecipe(RobotRecipe):
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """Look up observations and actions; nothing is simulated."""
         device = policy.device
-        observed = self.demonstrations.observations(tasks)
+        observed = self.demonstrations.observations(tasks, policy.past)
         done, mask = (torch.from_numpy(part) for part in self.demonstrations.chunks(tasks, policy.chunk))
         actions = done if self.scale is None else self.scale.normalise(done)
         rows = len(tasks)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice
-from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim
+from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
 from robotics.vla.payload import EpisodePayload
-from robotics.vla.policy import PolicyInputs
+from robotics.vla.policy import INPUT_SHAPES, PolicyInputs
 from robotics.vla.swapped import FirstPictures
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
 
     Raises:
         UserError: `settings.scale` needs statistics that the policy lacks or that are of other actions, or it is "none"
-            and the policy has some.
+            and the policy has some, or the policy converts its actions itself by an `action_range`.
     """
     statistics: ActionStatistics | None = getattr(policy, "statistics", None)
     if settings.scale == "none":
@@ -80,6 +80,11 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
                 "cloned with (action_statistics.json in its folder); set acting.scale=bounds_q99"
             )
         return None
+    if getattr(policy, "action_range", None) is not None:
+        raise UserError(
+            f"acting.scale is '{settings.scale}', but model.options.action_low and action_high already bring the "
+            "policy's actions to the simulator's -1..1; set acting.scale=none, or leave them out"
+        )
     if statistics is None:
         raise UserError(
             f"acting.scale is '{settings.scale}', but the policy has no action statistics; it gets them by cloning "
@@ -99,14 +104,10 @@ def sim_actions(actions: NDArray[np.float32], statistics: ActionStatistics | Non
 
 def inputs_of(observation: RobotObservation, episodes: Sequence[EpisodeSpec], device: torch.device) -> PolicyInputs:
     """Turn an observation of R rows into policy inputs; `episodes`, indexed by row number, give the instructions."""
-    images, views = (
-        None if part is None else torch.from_numpy(part).to(device) for part in (observation.images, observation.views)
-    )
+    parts = {name: getattr(observation, name) for name in INPUT_SHAPES}
     return PolicyInputs(
-        images=images,
-        views=views,
-        state=torch.from_numpy(observation.state).to(device),
         instructions=tuple(episodes[row].instruction for row in observation.rows.tolist()),
+        **{name: None if part is None else torch.from_numpy(part).to(device) for name, part in parts.items()},
     )
 
 
@@ -213,7 +214,7 @@ def _run_wave(
     """
     device = next(_parameters(policy), torch.zeros(0)).device
     shown = FirstPictures(sim, pictures_of) if pictures_of else None
-    begun = sim.reset(episodes)
+    begun = begin_episodes(sim, episodes, getattr(policy, "past", 0))
     recorder = _Recorder(episodes, begun, device)
     observation = begun.observation
     blend = _make_blend(policy, settings, len(episodes)) if settings.ensemble and greedy else None

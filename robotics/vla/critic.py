@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.fields import bounded
+from robotics.vla.action_range import ActionRange
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs
 from robotics.vla.saved import read_weights, write_weights
@@ -120,6 +121,16 @@ class PolicyWithCritic(ActionPolicy):
     def statistics(self) -> ActionStatistics | None:  # type: ignore[override]
         """The policy's own."""
         return self.policy.statistics
+
+    @property
+    def past(self) -> int:  # type: ignore[override]
+        """The policy's own."""
+        return self.policy.past
+
+    @property
+    def action_range(self) -> ActionRange | None:  # type: ignore[override]
+        """The policy's own."""
+        return self.policy.action_range
 
     @property
     def config(self) -> Any:

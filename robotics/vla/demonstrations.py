@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -157,8 +158,27 @@ class Demonstrations:
 
         return StateStatistics.from_arrays(np.concatenate(self.states))
 
-    def observations(self, moments: Sequence[Moment]) -> PolicyInputs:
-        """Observations at some moments."""
+    def observations(self, moments: Sequence[Moment], past: int = 0) -> PolicyInputs:
+        """Observations at some moments.
+
+        Args:
+            moments: B of them.
+            past: P, control steps before each that are observed as well; the first of the episode stands for those
+                before it.
+
+        Returns:
+            B rows.
+        """
+        present = self._present(moments)
+        if not past:
+            return present
+        steps = range(past, 0, -1)
+        before = [Moment(moment.episode, max(0, moment.step - back)) for moment in moments for back in steps]
+        seen = {name: getattr(self._present(before), name) for name in ("images", "state", "views")}
+        parts = {f"past_{name}": part.unflatten(0, (-1, past)) for name, part in seen.items() if part is not None}
+        return dataclasses.replace(present, **parts)
+
+    def _present(self, moments: Sequence[Moment]) -> PolicyInputs:
         images = None
         if self.images is not None:
             images = torch.from_numpy(np.stack([self.images[moment.episode][moment.step] for moment in moments]))

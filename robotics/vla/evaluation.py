@@ -28,7 +28,7 @@ from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.resumable import ResumableRows, short_digest
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.statistics import wilson_interval
-from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.episodes import EpisodeSpec, RobotSim, keeps_past
 from robotics.vla.collect import ActingSettings, Episodes, action_scale, run_episodes
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.replays import ReplayVideos, episode_of
@@ -190,6 +190,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
             "ensemble": acting.ensemble,
             "scale": acting.scale if scale is None else scale.as_dict(),
             "weights": _weights_digest(self.policy),
+            **_policy_conditions(self.policy, self.sim),
             **self.conditions,
             "device": next(self.policy.parameters(), torch.zeros(0)).device.type,
             "torch": torch.__version__,
@@ -219,6 +220,13 @@ def success_table(rows: Sequence[dict[str, Any]]) -> str:
         label = "all tasks" if name is None else name
         lines.append(f"{label:<{width}}  {done:>3}/{len(sound):<3} {share:5.3f}  [{low:.3f}, {high:.3f}]  {ends}")
     return "\n".join(lines)
+
+
+def _policy_conditions(policy: ActionPolicy, sim: RobotSim) -> dict[str, Any]:
+    """What a policy's actions depend on besides its weights, where there is something."""
+    bounds = policy.action_range
+    past = {"past": policy.past if keeps_past(sim) else 0} if policy.past else {}
+    return past if bounds is None else {**past, "action_range": bounds.as_dict()}
 
 
 def _row(trial: Trial[EpisodeSpec], episodes: Episodes, place: int) -> Row:

@@ -15,6 +15,9 @@ policy's own ODE. Greedy actions follow the ODE and are those of lerobot's `pred
 Source: SmolVLA, arXiv 2506.01844; pi_0, arXiv 2410.24164; Flow-GRPO, arXiv 2505.05470, and pi_RL, arXiv 2510.25889
     (denoising steps as decisions).
 
+`action_low` and `action_high` say which values of the policy's data are -1 and 1 of the simulator. They convert what
+becomes actions and what is demonstrated; the chain and its density are those of the head.
+
 Differences from pi_RL: all of the chain's numbers are scored unless `scored` is `actions`, because entries that are
 padding, and control steps that are not executed, move the others in the next step; no step is left without noise.
 """
@@ -86,7 +89,8 @@ class LeRobotFlowPolicy(ActionPolicy):
         check_config(config)
         self.settings, self._server = config, LeRobotServer(config, "make_flow")
         self.config, hello = self._server.inputs, self._server.hello
-        self.views, self.cameras = self._server.views, self._server.cameras
+        self.views, self.cameras, self.past = self._server.views, self._server.cameras, self._server.past
+        self.action_range = self._server.action_range
         self.chunk, self.action_size, self.width = hello["chunk"], hello["action_size"], hello["width"]
         self.decisions = config.steps or hello["steps"]
         initial = self._server.ask({"do": "initial"})
@@ -116,8 +120,10 @@ class LeRobotFlowPolicy(ActionPolicy):
             logp, _ = self._scores(chain, velocities, temperature)
             if greedy:
                 logp = torch.full_like(logp, math.nan)
-        actions = self._tensor(found["actions"]).clamp(-1, 1)
-        return ActionChoice(actions, chain.flatten(2), logp)
+        actions = self._tensor(found["actions"])
+        if self.action_range is not None:
+            actions = self.action_range.to_sim(actions)
+        return ActionChoice(actions.clamp(-1, 1), chain.flatten(2), logp)
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """See `ActionPolicy.log_probs`; decisions are (B, S + 1, E), entropies do not depend on the weights."""
@@ -142,6 +148,8 @@ class LeRobotFlowPolicy(ActionPolicy):
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
         wanted = actions.detach().cpu().float().where(mask.cpu()[..., None] > 0, 0.0)
+        if self.action_range is not None:
+            wanted = self.action_range.to_data(wanted)
         found = self._held.ask("normalised", self._weights(), batch, {"actions": wanted.numpy()})
         clean = self._tensor(found["actions"])
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean)

@@ -6,10 +6,11 @@ entry of an action has its own standard deviation. Reinforcement learning moves 
 are lerobot's own. Each control step is a decision, with the log-density of its D entries; the chunk is kept with the
 decisions, so that scoring needs no call of the frozen policy.
 
-Actions are those of the data that the policy learned from, clipped to -1..1 as the simulators take them.
+The frozen policy's actions are in the units of its data. `action_low` and `action_high` say what of them is -1 and 1 of
+the simulator; the Gaussian lies around the converted ones, which are clipped to -1..1 as the simulators take them.
 
-Differences from lerobot's own evaluation: a policy here has no memory, so one that takes several observations in a row,
-as diffusion does by default, gets the current one repeated.
+A policy that takes several observations in a row, as diffusion does by default, gets those of the last control steps,
+which are those that the queues of lerobot's `select_action` hold. Scoring needs no call of it, and so no past.
 
 Source: Residual Policy Learning, arXiv 1812.06298 (frozen policy, correction that begins as zero); huggingface/lerobot
     0.6.1, src/lerobot/scripts/lerobot_eval.py (processors).
@@ -39,7 +40,7 @@ class LeRobotPolicyConfig(LeRobotServerConfig):
     """Which LeRobot policy is served, and the Gaussian around its actions."""
 
     std: float = bounded(0.1, above=0)
-    """Standard deviation of each entry of an action at first, on the scale -1..1."""
+    """Standard deviation of each entry of an action at first, on the simulator's scale -1..1."""
     hidden: int = bounded(64, at_least=1)
     """Width of the network that corrects the actions."""
 
@@ -64,7 +65,8 @@ class LeRobotPolicy(ActionPolicy):
         check_config(config)
         self.settings, self._server = config, LeRobotServer(config, "make")
         self.config, hello = self._server.inputs, self._server.hello
-        self.views, self.cameras = self._server.views, self._server.cameras
+        self.views, self.cameras, self.past = self._server.views, self._server.cameras, self._server.past
+        self.action_range = self._server.action_range
         self.chunk, self.action_size = hello["chunk"], hello["action_size"]
         self.decisions = self.chunk
         size = self.chunk * self.action_size
@@ -83,7 +85,7 @@ class LeRobotPolicy(ActionPolicy):
         """See `ActionPolicy.act`; log-probabilities are of the actions before they are clipped."""
         with torch.no_grad():
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-            base = self.predict(batch, seed)
+            base = self._base(batch, seed)
             mean, std = self._gaussian(batch, base, temperature)
             noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean)
             drawn = mean if greedy else mean + std * noise
@@ -103,7 +105,7 @@ class LeRobotPolicy(ActionPolicy):
         """See `ActionPolicy.bc_loss`; minus the log-density of the demonstrated actions, by control step."""
         check_demonstrations(self, batch, actions, mask)
         seed = 0 if generator is None else int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        base = self.predict(batch, seed)
+        base = self._base(batch, seed)
         logp, _ = self.log_probs(batch, torch.cat([actions.to(base), base], -1))
         weight = mask.to(logp)
         loss = -(logp * weight).sum() / weight.sum().clamp(min=1)
@@ -147,6 +149,11 @@ class LeRobotPolicy(ActionPolicy):
     def close(self) -> None:
         """End the process of the frozen policy; another call of the policy starts a new one."""
         self._server.pool.close()
+
+    def _base(self, batch: PolicyInputs, seed: int) -> Tensor:
+        """(B, K, D) actions of the frozen policy on the simulator's scale."""
+        found = self.predict(batch, seed)
+        return found if self.action_range is None else self.action_range.to_sim(found)
 
     def _gaussian(self, batch: PolicyInputs, base: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         seen = [base.flatten(1)]

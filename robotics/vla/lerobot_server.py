@@ -14,10 +14,11 @@ from mmrl.workers.engine import WorkerSpec
 from mmrl.workers.failures import WorkerFailure
 from mmrl.workers.pool import WorkerPool
 from mmrl.workers.worker import Request
+from robotics.vla.action_range import ActionRange, check_bounds
 from robotics.vla.policy import PolicyInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
@@ -42,15 +43,26 @@ class LeRobotServerConfig:
     cameras: list[str] = field(default_factory=list)
     """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
     `sim.camera`, then `sim.views`; empty = the policy's own order."""
+    action_low: list[float] = field(default_factory=list)
+    """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
+    empty = -1."""
+    action_high: list[float] = field(default_factory=list)
+    """Value of the policy's data that is 1 of the simulator, such as [512, 512] of PushT; empty = 1."""
+    action_box: bool = False
+    """Take both from the bounds of the environment's own actions, as its `action_space` has them; for `sim.kind:
+    gymnasium`, and for policies of data in the environment's own units."""
     start_timeout_s: float = bounded(600.0, above=0)
     """Seconds for importing lerobot and loading the policy."""
     call_timeout_s: float = bounded(300.0, above=0)
     """Seconds for one batch of observations."""
 
     def validate(self) -> None:
-        """Refuse an empty folder; raises ValueError."""
+        """Refuse an empty folder and bounds that are none; raises ValueError."""
         if not self.folder:
             raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
+        if self.action_box and (self.action_low or self.action_high):
+            raise ValueError("action_box is true, but action_low or action_high are given too; leave out one of both")
+        check_bounds(self.action_low, self.action_high)
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,10 @@ class LeRobotServer:
     """
 
     def __init__(self, config: LeRobotServerConfig, service: str) -> None:
+        if config.action_box:
+            raise UserError(
+                "action_box needs a simulator, which load_action_policy has; give action_low and action_high"
+            )
         self.folder = expanded(config.folder).resolve()
         self._timeout_s = config.call_timeout_s
         spec = WorkerSpec(
@@ -107,12 +123,16 @@ class LeRobotServer:
         """Image features of the policy, in the order of the simulator's cameras."""
         self.views = max(len(self.cameras) - 1, 0)
         """Cameras after the first."""
-        if self.hello["history"] > 1:
-            LOGGER.warning(
-                "%s takes %d observations in a row; here it gets the current one repeated, unlike what it learned",
-                self.folder,
-                self.hello["history"],
-            )
+        self.past = int(self.hello["history"]) - 1
+        """P, control steps before the present one whose observations the policy takes as well."""
+        self._warned = False
+        entries = int(self.hello["action_size"])
+        try:
+            self.action_range = ActionRange.of(config.action_low, config.action_high, entries, str(self.folder))
+        except UserError:
+            self.pool.close()
+            raise
+        """What -1 and 1 of the simulator are in the policy's data; None where they are the same."""
 
     def ask(
         self,
@@ -154,12 +174,37 @@ class LeRobotServer:
                 raise UserError(f"{self.folder} needs {name}, which the observations lack{cameras}")
             if needed and value is not None:
                 arrays[name] = value.cpu().numpy()
+        arrays |= self._past(batch, list(arrays)) if self.past else {}
         given = arrays["views"].shape[1] if "views" in arrays else 0
         if given != self.views:
             raise UserError(
                 f"{self.folder} sees {', '.join(self.cameras)}; the observations have {given} views beside the image"
             )
         return arrays
+
+    def _past(self, batch: PolicyInputs, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """The observations before, where the batch has them; else the process repeats the present one."""
+        found = {f"past_{name}": getattr(batch, f"past_{name}") for name in names}
+        missing = [name for name, part in found.items() if part is None]
+        if len(missing) == len(found):
+            if not self._warned:
+                LOGGER.warning(
+                    "%s takes %d observations in a row, but is given the present one alone, which is repeated, unlike "
+                    "what it learned. A simulator of your own keeps a past if its reset takes one, see RobotSim; a "
+                    "loop of your own gives it in PolicyInputs; mmrl serve has none",
+                    self.folder,
+                    self.past + 1,
+                )
+            self._warned = True
+            return {}
+        lengths = {name: part.shape[1] for name, part in found.items() if part is not None}
+        if missing or set(lengths.values()) != {self.past}:
+            told = ", ".join(f"{name} {lengths.get(name, 'missing')}" for name in found)
+            raise UserError(
+                f"{self.folder} takes the observations of {self.past} control steps before the present one; there are: "
+                f"{told}"
+            )
+        return {name: part.cpu().numpy() for name, part in found.items()}
 
     def _error(self, failure: WorkerFailure) -> UserError | RunError:
         if failure.for_user:

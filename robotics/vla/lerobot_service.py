@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+PAST = "past_"
 STATE, IMAGES, TASK, ACTION = "observation.state", "observation.image", "task", "action"
 
 
@@ -73,6 +74,13 @@ class LeRobotService:
         self._folder, self._device, self._config = Path(folder), device, config
         self._policy = get_policy_class(config.type).from_pretrained(folder, config=config, local_files_only=True)
         self._policy.eval()
+        queued = set(getattr(self._policy, "_queues", None) or ()) - {ACTION}
+        if queued and config.type != "diffusion":
+            raise RefusedError(
+                f"{folder} holds a policy of type {config.type}, whose predictions read a queue of observations that "
+                "only its select_action fills; of policies that take several in a row, diffusion is served"
+            )
+        self._history = int(config.n_obs_steps) if queued else 1
         overrides = {"device_processor": {"device": device}}
         self._before, self._after = make_pre_post_processors(
             config, pretrained_path=folder, preprocessor_overrides=overrides
@@ -91,7 +99,7 @@ class LeRobotService:
             "state_size": blank["state"].shape[1] if self._state else None,
             "chunk": found["actions"].shape[1],
             "action_size": found["actions"].shape[2],
-            "history": int(self._config.n_obs_steps),
+            "history": self._history,
             "lerobot": lerobot.__version__,
         }
 
@@ -103,7 +111,9 @@ class LeRobotService:
         Args:
             fields: `tasks`, B instructions, and `seed`, of the noise of policies that draw their actions.
             arrays: `images` (B, H, W, 3) uint8, `views` (B, V, H, W, 3) uint8 of its cameras after the first, and
-                `state` (B, S) float32, where the policy has them.
+                `state` (B, S) float32, where the policy has them; where it takes P + 1 observations in a row also those
+                of the P control steps before, the oldest first, as `past_images` (B, P, H, W, 3) and so on. Without a
+                past the present observation is repeated.
 
         Returns:
             `actions` (B, K, D) float32 in the units of the data that the policy learned from.
@@ -112,8 +122,7 @@ class LeRobotService:
 
         with torch.inference_mode():
             torch.manual_seed(fields["seed"])
-            batch = self._before(self._observation(fields["tasks"], arrays))
-            chunk = self._policy.predict_action_chunk(self._with_history(batch))
+            chunk = self._policy.predict_action_chunk(self._batch(fields["tasks"], arrays))
             return {}, {"actions": self._finished(chunk)}
 
     def close(self) -> None:
@@ -150,13 +159,22 @@ class LeRobotService:
             batch[camera] = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
         return batch
 
-    def _with_history(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Repeat the observation where the policy takes several in a row; a policy of this package has no memory."""
-        steps = self._config.n_obs_steps
-        if self._config.type != "diffusion":  # the only one of those served whose prediction takes a history
-            return batch
-        seen = [key for key in (STATE, *self._cameras) if key in batch]
-        return batch | {key: batch[key].unsqueeze(1).repeat_interleave(steps, 1) for key in seen}
+    def _batch(self, tasks: list[str], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Observations as the policy takes them, several in a row (B, P + 1, ...), where it does.
+
+        Those are what the queues of lerobot's `select_action` hold when a chunk is predicted.
+        """
+        import torch
+
+        present = self._before(self._observation(tasks, arrays))
+        if self._history == 1:
+            return present
+        past = {name[len(PAST) :]: part for name, part in arrays.items() if name.startswith(PAST)}
+        row = [present] * self._history
+        for step in range(self._history - 1 if past else 0):
+            row[step] = self._before(self._observation(tasks, {name: part[:, step] for name, part in past.items()}))
+        seen = [key for key in (STATE, *self._cameras) if key in present]
+        return present | {key: torch.stack([each[key] for each in row], 1) for key in seen}
 
 
 class FlowService(LeRobotService):

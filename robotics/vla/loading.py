@@ -6,17 +6,22 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, by_kind, choice
+from mmrl.fields import bounded, by_kind, check_config, choice
 from robotics.sim.episodes import RobotSim, views_of
 from robotics.vla.module_adapter import ModuleAdapter
 from robotics.vla.policy import ActionPolicy, open_policy
 
+if TYPE_CHECKING:
+    from robotics.vla.lerobot_server import LeRobotServerConfig
+
 __all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
+
+Served = TypeVar("Served", bound="LeRobotServerConfig")
 
 
 def _option_classes() -> dict[str, type[Any]]:
@@ -133,14 +138,37 @@ def _lerobot(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], se
     from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
 
     _check_known("model.options", config.options, LeRobotPolicyConfig)
-    return LeRobotPolicy(LeRobotPolicyConfig(**config.options), seed)
+    return LeRobotPolicy(_with_bounds(LeRobotPolicyConfig(**config.options), sim), seed)
 
 
 def _lerobot_flow(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:
     from robotics.vla.lerobot_flow import LeRobotFlowConfig, LeRobotFlowPolicy
 
     _check_known("model.options", config.options, LeRobotFlowConfig)
-    return LeRobotFlowPolicy(LeRobotFlowConfig(**config.options))
+    return LeRobotFlowPolicy(_with_bounds(LeRobotFlowConfig(**config.options), sim))
+
+
+def _with_bounds(options: Served, sim: RobotSim) -> Served:
+    """The checked options, with the bounds of the environment's own actions where `action_box` asks for them."""
+    _check(options)
+    if not options.action_box:
+        return options
+    bounds = getattr(sim, "action_bounds", None)
+    if bounds is None:
+        raise UserError(
+            "model.options.action_box is true, but the simulator does not tell the bounds of its own actions, as "
+            "sim.kind gymnasium does; give model.options.action_low and action_high"
+        )
+    found = dataclasses.replace(options, action_box=False, action_low=list(bounds[0]), action_high=list(bounds[1]))
+    _check(found)
+    return found
+
+
+def _check(options: LeRobotServerConfig) -> None:
+    try:
+        check_config(options)
+    except ValueError as error:
+        raise UserError(f"model.options: {error}") from error
 
 
 def _openvla(config: ActionPolicyConfig, sim: RobotSim, texts: Iterable[str], seed: int) -> ActionPolicy:

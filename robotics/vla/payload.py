@@ -2,7 +2,7 @@
 
 Shapes: N groups (initial states), B rows (episodes), C chunks of the longest episode, S state entries, D decisions of a
 chunk (tokens, control steps or denoising steps), V further cameras, H x W pixels. Chunks that an episode did not reach
-are zeros.
+are zeros. The past that some policies see when they act (`ActionPolicy.past`) is not kept.
 """
 
 from __future__ import annotations

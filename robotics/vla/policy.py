@@ -1,8 +1,8 @@
 """The interface of robot policies, their inputs, and policies of action tokens.
 
 Shapes: B rows (one observation each), K control steps of a chunk, D entries of an action, T decisions of a chunk (its
-tokens, control steps, denoising steps, or 1), S state entries, V further cameras, H x W pixels, ... any leading
-dimensions.
+tokens, control steps, denoising steps, or 1), S state entries, V further cameras, H x W pixels, P control steps of the
+past, ... any leading dimensions.
 
 A policy chooses a chunk of K actions from one observation, by T decisions with a log-probability each. The form of the
 decisions is up to the policy: `log_probs` is given those that `act` returned.
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.training.record.manifest import check_model
+from robotics.vla.action_range import ActionRange
 from robotics.vla.action_tokens import ActionTokenizer, draw_tokens, score_tokens, token_loss
 from robotics.vla.saved import read_config
 from robotics.vla.statistics import ActionStatistics, StateStatistics
 
 __all__ = [
+    "INPUT_SHAPES",
     "SAVED_POLICIES",
     "ActionChoice",
     "ActionPolicy",
@@ -38,8 +40,15 @@ __all__ = [
 ]
 
 CALLABLE = ("act", "log_probs", "bc_loss")
-TENSORS = ("images", "state", "views")
-"""Parts of `PolicyInputs` that are tensors or None."""
+INPUT_SHAPES = {
+    "images": "(B, H, W, 3)",
+    "state": "(B, S)",
+    "views": "(B, V, H, W, 3)",
+    "past_images": "(B, P, H, W, 3)",
+    "past_state": "(B, P, S)",
+    "past_views": "(B, P, V, H, W, 3)",
+}
+"""Parts of `PolicyInputs` that are tensors or None, and their shapes."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +63,25 @@ class PolicyInputs:
     """Instruction for the robot, one a row."""
     views: Tensor | None = None
     """(B, V, H, W, 3) uint8 RGB of further cameras, in the order of `sim.views`; None without them."""
+    past_images: Tensor | None = None
+    """(B, P, H, W, 3) uint8 RGB of the P control steps before, the oldest first, for policies with a `past`; where the
+    episode is younger, its first observation. None without."""
+    past_state: Tensor | None = None
+    """(B, P, S) float32 of the same control steps; None without a past."""
+    past_views: Tensor | None = None
+    """(B, P, V, H, W, 3) uint8 RGB of the same control steps; None without a past."""
 
     def __post_init__(self) -> None:
         rows = len(self.instructions)
-        if self.images is not None and (
-            self.images.dim() != 4 or self.images.shape[-1] != 3 or self.images.dtype != torch.uint8
-        ):
-            raise ValueError(f"images must be (B, H, W, 3) uint8; got {self.images.dtype} {tuple(self.images.shape)}")
-        if self.views is not None and (
-            self.views.dim() != 5 or self.views.shape[-1] != 3 or self.views.dtype != torch.uint8
-        ):
-            raise ValueError(f"views must be (B, V, H, W, 3) uint8; got {self.views.dtype} {tuple(self.views.shape)}")
-        if self.state is not None and self.state.dim() != 2:
-            raise ValueError(f"state must be (B, S); got {tuple(self.state.shape)}")
-        for name in TENSORS:
+        for name, shape in INPUT_SHAPES.items():
             value = getattr(self, name)
-            if value is not None and len(value) != rows:
+            if value is None:
+                continue
+            is_image, found = shape.endswith("3)"), tuple(value.shape)
+            if len(found) != shape.count(",") + 1 or (is_image and (found[-1] != 3 or value.dtype != torch.uint8)):
+                kinds = (" uint8", f"{value.dtype} ") if is_image else ("", "")
+                raise ValueError(f"{name} must be {shape}{kinds[0]}; got {kinds[1]}{found}")
+            if len(value) != rows:
                 raise ValueError(f"{name} has {len(value)} rows, there are {rows} instructions")
 
     def __len__(self) -> int:
@@ -102,11 +114,11 @@ class PolicyInputs:
             return None if values[0] is None else torch.cat(values)
 
         texts = tuple(text for part in parts for text in part.instructions)
-        return cls(join("images"), join("state"), texts, join("views"))
+        return cls(instructions=texts, **{name: join(name) for name in INPUT_SHAPES})
 
     def _changed(self, change: Callable[[Tensor], Tensor], **others: Any) -> Self:
         """Change every tensor."""
-        given = {name: getattr(self, name) for name in TENSORS}
+        given = {name: getattr(self, name) for name in INPUT_SHAPES}
         changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in given.items()}
         return dataclasses.replace(self, **changed, **others)
 
@@ -140,8 +152,13 @@ class ActionPolicy(nn.Module, ABC):
     """Whether the decisions follow the control steps, the same number for each; else each is about the whole chunk."""
     views: int | None = 0
     """V, further cameras that it sees beside `images`; None for any number."""
+    past: int = 0
+    """P, control steps before the present one whose observations `act` and `bc_loss` also take. `log_probs` is given
+    none, since rollouts do not keep them: a policy with a past has what it needs of them in its decisions."""
     cameras: tuple[str, ...] = ()
     """Its own names of its cameras, `images` first; empty where it has none."""
+    action_range: ActionRange | None = None
+    """What -1 and 1 of the simulator are in the units of data that the policy has of its own; applied inside of it."""
     statistics: ActionStatistics | None = None
     """Statistics that normalised the actions that it was cloned from; saved with the policy, applied outside of it."""
 

@@ -349,6 +349,7 @@ def _chunks_that_count(
 
 
 def _inputs(payload: EpisodePayload, group: Tensor, rows: Tensor, chunks: Tensor) -> PolicyInputs:
+    """What the policy saw before some chunks, without a past: `ActionPolicy.past` says why scoring needs none."""
     instructions = [payload.episodes[number].instruction for number in group.tolist()]
     return PolicyInputs(
         images=None if payload.images is None else payload.images[rows, chunks],

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mmrl.errors import RunError, UserError
 from robotics.sim.episodes import EpisodeSpec
 
@@ -69,6 +71,11 @@ class FirstPictures:
         self._views = None if self._views is None else self._views.copy()
 
     def instead(self, observation: RobotObservation) -> RobotObservation:
-        """The observation of some rows with these pictures."""
+        """The observation of some rows with these pictures, in its past too."""
         images, views = (None if part is None else part[observation.rows] for part in (self._images, self._views))
-        return replace(observation, images=images, views=views)
+        found = replace(observation, images=images, views=views)
+        if observation.past_state is None:
+            return found
+        steps = observation.past_state.shape[1]
+        past = [None if part is None else np.repeat(part[:, None], steps, 1) for part in (images, views)]
+        return replace(found, past_images=past[0], past_views=past[1])

@@ -171,6 +171,17 @@ def lying(**claims):
     return Lying(**claims)
 
 
+class Counting(Fake):
+    """Its expert tells how many images were drawn."""
+
+    def expert(self):
+        return np.full(2, float(self.drawn))
+
+
+def counting(**options):
+    return Counting(**options)
+
+
 class Hungry(Fake):
     def step(self, action):
         self.held = np.ones(40 << 20)

@@ -3,9 +3,13 @@
 With cameras it walks faster by the brightness of the first image, and slower by that of each view.
 """
 
+from pathlib import Path
+
 import numpy as np
 
 CHUNK = 4
+ROW = 3
+"""Observations in a row that `Row` takes."""
 
 
 class SlowWalk:
@@ -38,9 +42,35 @@ def _brightness(images):
     return images.mean((1, 2, 3)) / 255
 
 
+class Row:
+    """Chunks that `choose` makes of ROW observations, for the environment `ball_env` and in its own units."""
+
+    def hello(self):
+        cameras = ["observation.images.top", "observation.images.side"]
+        sizes = {"image_size": [64, 64], "state_size": 2, "chunk": CHUNK, "action_size": 2, "cameras": cameras}
+        return {"type": "row", "history": ROW, "lerobot": "none", **sizes}
+
+    def answer(self, fields, arrays):
+        rows = []
+        for name in ("images", "state", "views"):
+            before = arrays.get(f"past_{name}", np.repeat(arrays[name][:, None], ROW - 1, 1))
+            rows.append(np.concatenate([before, arrays[name][:, None]], 1))
+        return {}, {"actions": np.stack([choose(*parts) for parts in zip(*rows, strict=True)]).astype(np.float32)}
+
+    def close(self):
+        pass
+
+
+def choose(images, state, views):
+    """(CHUNK, 2) actions that every one of the ROW observations moves; views are (ROW, 1, H, W, 3)."""
+    seen = 0.3 * state[:, 0] + images[..., 2].mean((1, 2)) + (255 - views).mean((1, 2, 3, 4))
+    first, push = seen @ [1.0, -2.0, 3.0], 0.05 * (state[-1, 1] - state[0, 1])
+    return np.array([[np.clip(first + 60 * step, 0, 512), np.clip(push + step, -2, 6)] for step in range(CHUNK)])
+
+
 def make(folder, device="cpu", cameras=()):
     """For `mmrl.workers`."""
-    return SlowWalk(folder, device, cameras)
+    return Row() if Path(folder).name == "row" else SlowWalk(folder, device, cameras)
 
 
 class SlowFlow(SlowWalk):

@@ -1,0 +1,43 @@
+"""The last observations of an episode, for policies that take several in a row.
+
+Loaded by its path in an environment's own Python, so it needs only Python 3.8 and numpy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["RecentObservations"]
+
+
+class RecentObservations:
+    """What an episode looked like now and in the P control steps before.
+
+    Args:
+        past: P; 0 keeps nothing but the present.
+    """
+
+    def __init__(self, past: int) -> None:
+        self.past = past
+        self._seen: deque[dict[str, Any]] = deque(maxlen=past + 1)
+
+    def add(self, parts: Mapping[str, Any]) -> None:
+        """Add the next control step.
+
+        Args:
+            parts: arrays by name, which are copied, the same names each time.
+        """
+        self._seen.append({name: np.array(part) for name, part in parts.items()})
+
+    def before(self) -> dict[str, Any]:
+        """Parts (P, ...) of the control steps before the last that was added, the oldest first.
+
+        The first observation of the episode stands for those before it.
+        """
+        seen = list(self._seen)
+        steps = [seen[0]] * (self.past + 1 - len(seen)) + seen[:-1]
+        return {name: np.stack([parts[name] for parts in steps]) for name in seen[0]}

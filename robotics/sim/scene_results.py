@@ -1,0 +1,87 @@
+"""What `ImageRollout` returns: how scenes look, and what they did in a chunk of actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Chunk", "Look", "Observation"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one scene reports of itself after a control step, late where its variant has an observation delay."""
+
+    measured: NDArray[np.float64]
+    """(nsensordata,)."""
+    frame: NDArray[np.uint8] | None
+    """(H, W, 3) RGB; None without images."""
+    views: NDArray[np.uint8] | None
+    """(V, H, W, 3) RGB of the settings' further cameras; None without them."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the scenes look like at one moment; the arrays are the caller's to keep."""
+
+    scenes: NDArray[np.int64]
+    """(R,) number of the scene in each row, ascending."""
+    qpos: NDArray[np.float64]
+    """(R, nq)."""
+    qvel: NDArray[np.float64]
+    """(R, nv)."""
+    sensordata: NDArray[np.float64]
+    """(R, nsensordata) with the delay described in `SceneSteps`."""
+    measured: NDArray[np.float64]
+    """(R, nsensordata) sensor values as the scene reports them: late where its variant has an observation delay."""
+    frames: NDArray[np.uint8] | None
+    """(R, H, W, 3) RGB, as late as `measured`; None without images."""
+    views: NDArray[np.uint8] | None = None
+    """(R, V, H, W, 3) RGB of the settings' further cameras, as late as `measured`; None without them."""
+    earlier: list[list[Look]] = field(default_factory=list)
+    """R lists for the control steps of the chunk just before, at most the past's, the oldest first; empty in scenes
+    whose episode has ended. No lists without a past, and none at the beginning of an episode."""
+
+    def of(self, scenes: ArrayLike) -> Observation:
+        """Rows of some of the scenes.
+
+        Args:
+            scenes: numbers of scenes that are in this observation, ascending.
+
+        Returns:
+            Observation of these without `earlier`, sharing memory where it is all of them.
+        """
+        wanted = np.asarray(scenes, np.int64)
+        if np.array_equal(wanted, self.scenes):
+            return self
+        rows = np.searchsorted(self.scenes, wanted)
+        frames, views = (None if part is None else part[rows] for part in (self.frames, self.views))
+        numbers = (self.qpos[rows], self.qvel[rows], self.sensordata[rows], self.measured[rows])
+        return Observation(wanted, *numbers, frames, views)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What L scenes did with a chunk of K actions each; control steps after the end of an episode do not count."""
+
+    scenes: NDArray[np.int64]
+    """(L,) number of the scene in each row, ascending."""
+    rewards: NDArray[np.float64]
+    """(L, K); 0 after the end, NaN throughout where the scene failed."""
+    dones: NDArray[np.bool_]
+    """(L, K); True at the control step with which the task said that the episode ended."""
+    steps: NDArray[np.int64]
+    """(L,) control steps that count; 0 where the scene failed."""
+    truncated: NDArray[np.bool_]
+    """(L,) whether the horizon was reached without the task's end."""
+    failed: NDArray[np.bool_]
+    """(L,) whether MuJoCo warned; such an episode has no result and must not be taken for one without success."""
+    observation: Observation
+    """At the end of the chunk, or of the episode where that came first; a row for every scene of the chunk."""
+    recorded: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    """(steps, H, W, 3) an image of each control step, by the number of a scene that is recorded."""

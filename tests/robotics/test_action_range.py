@@ -1,0 +1,187 @@
+"""Policies whose data have units of their own: options say what of them is -1 and 1 of the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.cli import main
+from mmrl.errors import UserError
+from robotics.sim.gym_adapter import GymRow
+from robotics.sim.replies import problem_in_hello
+from robotics.vla import lerobot_server
+from robotics.vla.action_range import ActionRange, check_bounds
+from robotics.vla.cloning import CloneRecipe
+from robotics.vla.collect import ActingSettings, action_scale
+from robotics.vla.critic import PolicyWithCritic, StateCritic
+from robotics.vla.lerobot_flow import LeRobotFlowConfig, LeRobotFlowPolicy
+from robotics.vla.lerobot_policy import LeRobotPolicy, LeRobotPolicyConfig
+from robotics.vla.loading import ActionPolicyConfig, load_action_policy
+from robotics.vla.policy import open_policy
+from robotics.vla.statistics import ActionStatistics
+from tests.robotics.ball_env import HIGH, LOW, Ball
+from tests.robotics.line_demos import demonstrate
+from tests.robotics.line_sim import LineSim
+from tests.robotics.test_cloning import clone
+from tests.robotics.test_lerobot_flow import GAP, moved
+from tests.robotics.test_lerobot_policy import configuration, inputs, seeded
+from tests.robotics.test_sim_faults import GOOD
+
+LEAST, MOST = 0.04, 0.24
+"""What -1 and 1 are in the data of the policies below, whose own actions are 0.12 and -0.12."""
+
+
+@pytest.fixture(autouse=True)
+def _served(monkeypatch):
+    monkeypatch.setattr(lerobot_server, "SERVICE", Path(__file__).with_name("fake_lerobot.py"))
+
+
+@pytest.fixture
+def policy():
+    made = LeRobotPolicy(LeRobotPolicyConfig("anything", std=0.3, action_low=[LEAST], action_high=[MOST]), seed=1)
+    yield made
+    made.close()
+
+
+def scaled(values):
+    return 2 * (values - LEAST) / (MOST - LEAST) - 1
+
+
+def test_the_ends_of_a_range_are_minus_one_and_one_in_both_directions():
+    bounds = ActionRange((0.0, -2.0), (512.0, 6.0))
+    data = torch.tensor([[0.0, -2.0], [512.0, 6.0], [256.0, 0.0], [600.0, 2.0]])
+    simulator = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [0.0, -0.5], [1.34375, 0.0]])
+    assert torch.equal(bounds.to_sim(data), simulator)
+    assert torch.equal(bounds.to_data(simulator), data)
+    assert ActionRange.of([], [], 2, "p") is None
+    assert ActionRange.of([0, 0], [], 2, "p") == ActionRange((0, 0), (1.0, 1.0))
+    with pytest.raises(UserError, match=r"model.options.action_low has 3 entries, the actions of p have 2"):
+        ActionRange.of([0, 0, 0], [1, 1, 1], 2, "p")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        ([0, 0], [1], "action_low has 2 entries and action_high 1"),
+        (
+            [0, 2],
+            [1, 2],
+            "entry 1 of action_low is 2 and of action_high 2; both must be finite, and the first one below",
+        ),
+        ([], [1, -1], "entry 1 of action_low is -1.0 and of action_high -1"),
+        ([0.0], [math.inf], "entry 0 of action_low is 0.0 and of action_high inf"),
+        ([math.nan], [], "entry 0 of action_low is nan"),
+    ],
+)
+def test_bounds_that_are_none_are_refused(low, high, message):
+    with pytest.raises(ValueError, match=message):
+        check_bounds(low, high)
+    with pytest.raises(ValueError, match=message):
+        LeRobotPolicyConfig("anything", action_low=low, action_high=high).validate()
+
+
+def test_actions_come_on_the_simulators_scale_with_the_gaussian_there(policy):
+    choice = policy.act(inputs(), seeded(), greedy=True)
+    raw = policy.predict(inputs(), int(torch.randint(2**31, (), generator=seeded())))
+    assert raw[0].min() > 0.1, "the actions of its data"
+    torch.testing.assert_close(choice.decisions[..., 1:], scaled(raw))
+    torch.testing.assert_close(choice.actions, scaled(raw).clamp(-1, 1))
+    np.testing.assert_allclose(choice.actions[:, 0, 0], [scaled(0.12), -1, scaled(0.12)], atol=0.05)
+    drawn = policy.act(inputs(), seeded())
+    spread = drawn.decisions[..., 0] - drawn.decisions[..., 1]
+    np.testing.assert_allclose(spread.std(), 0.3, rtol=0.5)
+    torch.testing.assert_close(policy.log_probs(inputs(), drawn.decisions)[0], drawn.logp)
+
+
+def test_demonstrations_are_on_the_simulators_scale(policy):
+    actions, mask = torch.full((3, 4, 1), 0.25), torch.ones(3, 4)
+    loss, _ = policy.bc_loss(inputs(), actions, mask)
+    density = torch.distributions.Normal(scaled(policy.predict(inputs(), 0)), 0.3)
+    torch.testing.assert_close(loss.detach(), -density.log_prob(actions).mean())
+
+
+def test_a_saved_policy_keeps_its_range(policy, tmp_path):
+    policy.save_pretrained(tmp_path)
+    opened = open_policy(tmp_path)
+    assert opened.action_range == policy.action_range == ActionRange((LEAST,), (MOST,))
+    assert torch.equal(opened.act(inputs(), seeded()).actions, policy.act(inputs(), seeded()).actions)
+    opened.close()
+
+
+def test_only_what_becomes_actions_differs_in_a_flow():
+    plain = moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4)))
+    ranged = moved(LeRobotFlowPolicy(LeRobotFlowConfig("anything", noise_level=0.4, action_low=[-3], action_high=[5])))
+    first, second = (made.act(inputs(), seeded()) for made in (plain, ranged))
+    assert torch.equal(first.decisions, second.decisions)
+    assert torch.equal(first.logp, second.logp)
+    raw = 2 * first.decisions.unflatten(2, (4, 2))[:, -1, :, :1]
+    torch.testing.assert_close(second.actions, (2 * (raw + 3) / 8 - 1).clamp(-1, 1))
+    # the demonstrations of the gain 0.4, see test_the_cloning_loss_is_that_of_flow_matching
+    wanted = (2 * (0.8 * GAP + 3) / 8 - 1).expand(3, 4, 1)
+    loss, _ = moved(ranged, gain=0.4, shift=0.0).bc_loss(inputs(), wanted, torch.ones(3, 4), seeded())
+    assert float(loss.detach()) < 1e-6
+    plain.close()
+    ranged.close()
+
+
+def test_nothing_is_scaled_twice(policy, tmp_path):
+    policy.statistics = ActionStatistics.from_arrays(np.array([[0.0], [1.0]]))
+    with pytest.raises(UserError, match=r"acting.scale is 'bounds_q99', but model.options.action_low and action_high"):
+        action_scale(policy, ActingSettings(scale="bounds_q99"))
+    options = {"folder": "anything", "action_low": [LEAST], "action_high": [MOST]}
+    config = clone(
+        tmp_path,
+        demonstrate(tmp_path / "demos"),
+        model=ActionPolicyConfig(kind="lerobot", options=options),
+        acting=ActingSettings(scale="bounds_q99"),
+    )
+    with pytest.raises(UserError, match=r"set acting.scale=none, or leave them out"):
+        CloneRecipe(config)
+
+
+def test_a_range_of_another_size_ends_the_command_with_its_name(tmp_path, capsys):
+    config = Path(configuration(tmp_path, "anything", None, 1))
+    text = config.read_text()
+    config.write_text(text.replace("options: {folder", "options: {action_low: [0, 0], folder"))
+    assert main(["evaluate", str(config)]) == 2
+    assert "model.options.action_low has 2 entries, the actions of" in capsys.readouterr().err
+    config.write_text(text.replace("options: {folder", "options: {action_low: [2], folder"))
+    assert main(["evaluate", str(config)]) == 2
+    assert "model.options: entry 0 of action_low is 2" in capsys.readouterr().err
+
+
+def test_the_bounds_of_the_environment_are_taken_only_where_it_tells_them():
+    row = GymRow(Ball(), horizon=5, image_key="top")
+    assert [bound.tolist() for bound in row.action_bounds] == [LOW, HIGH]
+    config = ActionPolicyConfig(kind="lerobot", options={"folder": "anything", "action_box": True})
+    with pytest.raises(UserError, match="action_box is true, but the simulator does not tell the bounds"):
+        load_action_policy(config, LineSim(), 0)
+    sim = LineSim()
+    sim.action_bounds = [[LEAST], [MOST]]
+    made = load_action_policy(config, sim, 0)
+    assert made.action_range == ActionRange((LEAST,), (MOST,))
+    flow = load_action_policy(dataclasses.replace(config, kind="lerobot_flow"), sim, 0)
+    assert flow.action_range == made.action_range
+    made.close()
+    flow.close()
+    with pytest.raises(ValueError, match="action_box is true, but action_low or action_high are given too"):
+        LeRobotPolicyConfig("anything", action_box=True, action_low=[0.0]).validate()
+    with pytest.raises(UserError, match="action_box needs a simulator"):
+        LeRobotPolicy(LeRobotPolicyConfig("anything", action_box=True))
+
+
+def test_a_worker_that_tells_bounds_of_another_size_is_not_believed():
+    assert problem_in_hello({**GOOD, "action_bounds": [[0.0] * GOOD["action_size"], [1.0] * GOOD["action_size"]]}) == ""
+    assert "action_bounds" in problem_in_hello({**GOOD, "action_bounds": [[0.0], [1.0], [2.0]]})
+    assert "action_bounds" in problem_in_hello({**GOOD, "action_bounds": "any"})
+
+
+def test_a_critic_changes_neither_units_nor_past(policy):
+    policy.past = 2
+    both = PolicyWithCritic(policy, StateCritic(3, 8))
+    assert (both.action_range, both.past) == (policy.action_range, 2)
