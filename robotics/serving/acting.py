@@ -82,14 +82,9 @@ class PolicyActor:
         if not self._chunk:
             past = self._recent.before() if self._recent.past else {}
             parts = seen | {f"past_{name}": part for name, part in past.items()}
-            inputs = PolicyInputs(
-                **{
-                    "images": None,
-                    "state": None,
-                    **{name: torch.from_numpy(part)[None] for name, part in parts.items()},
-                },
-                instructions=(env.instruction,),
-            )
+            given: dict[str, Any] = {"images": None, "state": None}
+            given |= {name: torch.from_numpy(part)[None] for name, part in parts.items()}
+            inputs = PolicyInputs(instructions=(env.instruction,), **given)
             chunk = choose_chunks(self._served, inputs, self._generator)[0]
             self._chunk = list(chunk.actions[: self._n_action_steps])
         return self._chunk.pop(0)

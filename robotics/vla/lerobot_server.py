@@ -126,12 +126,12 @@ class LeRobotServer:
         self.past = int(self.hello["history"]) - 1
         """P, control steps before the present one whose observations the policy takes as well."""
         self._warned = False
-        entries = int(self.hello["action_size"])
         try:
-            self.action_range = ActionRange.of(config.action_low, config.action_high, entries, str(self.folder))
+            found = ActionRange.of(config.action_low, config.action_high, self.hello["action_size"], str(self.folder))
         except UserError:
             self.pool.close()
             raise
+        self.action_range = found
         """What -1 and 1 of the simulator are in the policy's data; None where they are the same."""
 
     def ask(

@@ -29,3 +29,12 @@ def model():
 @pytest.fixture
 def small() -> RenderSettings:
     return RenderSettings(48, 40, "front")
+
+
+@pytest.fixture(scope="session")
+def lerobot() -> str:
+    """Interpreter of an environment with lerobot."""
+    python = os.environ.get("MMRL_LEROBOT_PYTHON")
+    if not python:
+        pytest.skip("needs MMRL_LEROBOT_PYTHON, the interpreter of an environment with lerobot 0.6.1 and its extras")
+    return python

@@ -189,15 +189,6 @@ def test_reinforcement_learning_improves_a_slow_policy(served, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def lerobot():
-    """Interpreter with lerobot."""
-    python = os.environ.get("MMRL_LEROBOT_PYTHON")
-    if not python:
-        pytest.skip("needs MMRL_LEROBOT_PYTHON, the interpreter of an environment with lerobot 0.6.1 and diffusers")
-    return python
-
-
-@pytest.fixture(scope="module")
 def built(lerobot, tmp_path_factory):
     """Folder of policies that lerobot built and saved."""
     folder = tmp_path_factory.mktemp("policies")
