@@ -39,6 +39,13 @@ class CriticConfig:
     """Width of its two hidden layers."""
     learning_rate_factor: float = bounded(10.0, above=0)
     """Its learning rate over that of the policy."""
+    learning_rate: float | None = bounded(None, above=0)
+    """Its learning rate itself, whatever the policy's is; takes the place of `learning_rate_factor`. The schedule's
+    warm-up and decay apply to it in proportion."""
+
+    def factor(self, policy_rate: float) -> float:
+        """Its learning rate over a policy's of `policy_rate`."""
+        return self.learning_rate_factor if self.learning_rate is None else self.learning_rate / policy_rate
 
 
 class StateCritic(nn.Module):

@@ -114,7 +114,7 @@ class RobotPpoRecipe(RobotRecipe):
         size = getattr(self.sim, "full_state_size", self.sim.state_size) + 1 + len(self.task_names)
         critic = StateCritic(size, config.critic.width, config.seed)
         acting: Any = self.policy
-        self.policy = PolicyWithCritic(acting, critic, config.critic.learning_rate_factor)
+        self.policy = PolicyWithCritic(acting, critic, config.critic.factor(config.trainer.learning_rate))
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
         """See `RobotRecipe.rollout`; the chunks are the turns, with a reward each."""

@@ -9,9 +9,10 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
+from mmrl.training.loop.update import FACTOR, make_optimizer
 from mmrl.training.runs import train
 from robotics.sim.episodes import EpisodeSpec
-from robotics.vla.critic import PolicyWithCritic, StateCritic, critic_inputs
+from robotics.vla.critic import CriticConfig, PolicyWithCritic, StateCritic, critic_inputs
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import open_policy
 from robotics.vla.ppo import ChunkRewardConfig, RobotPpoConfig, RobotPpoRecipe, chunk_rewards, shuffled_successes
@@ -147,6 +148,20 @@ def test_the_value_loss_moves_the_critic_and_not_the_policy(tmp_path):
     recipe.objective.critic_loss(scores, rollouts, recipe.denominators(rollouts)).loss.backward()
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in recipe.policy.critic.parameters())
     assert all(weight.grad is None for weight in recipe.policy.policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("critic", "rate"),
+    [(CriticConfig(), 2e-4), (CriticConfig(learning_rate=3e-3), 3e-3), (CriticConfig(learning_rate=2e-5), 2e-5)],
+)
+def test_the_critic_has_a_rate_of_its_own(tmp_path, critic, rate):
+    config = ppo(tmp_path, critic=critic)
+    config.trainer.learning_rate = 2e-5
+    recipe = RobotPpoRecipe(config)
+    optimizer = make_optimizer(recipe.policy, config.trainer)
+    of = {id(p): config.trainer.learning_rate * g.get(FACTOR, 1.0) for g in optimizer.param_groups for p in g["params"]}
+    assert all(of[id(weight)] == pytest.approx(rate) for weight in recipe.policy.critic.parameters())
+    assert all(of[id(weight)] == pytest.approx(2e-5) for weight in recipe.policy.policy.parameters())
 
 
 def test_a_run_learns_and_its_policy_opens_without_the_critic(tmp_path):
