@@ -219,6 +219,8 @@ def read_randomization(given: RandomizationConfig | Mapping[str, Any] | None) ->
 
 
 def _filled(values: dict[str, Any]) -> RandomizationConfig:
+    if not values:  # a robot's own program makes environments without OmegaConf
+        return RandomizationConfig()
     from mmrl.config import from_values
 
     filled: RandomizationConfig = from_values(RandomizationConfig, values, "randomization")

@@ -70,6 +70,23 @@ def test_importing_the_package_stays_light():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_robots_own_program_needs_no_more_than_gymnasium_and_mujoco():
+    """An environment such as the one of the policy server's client: without torch, OmegaConf and accelerate."""
+    code = """
+import sys
+for name in ("torch", "omegaconf", "accelerate", "transformers", "yaml"):
+    sys.modules[name] = None  # importing it raises ImportError
+import gymnasium
+env = gymnasium.make("robotics.sim.registration:mmrl/Push-v0", observation=("proprio", "rgb"))
+seen, info = env.reset(seed=0, options={"layout": 3})
+seen, *_ = env.step(env.action_space.sample())
+print(sorted(seen), info["instruction"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['proprio', 'rgb'] push")
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_equal_seeds_and_actions_give_equal_bits(arm):
     env, other = (TabletopEnv("push", arm, "state") for _ in range(2))
