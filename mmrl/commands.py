@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, require_packages
 
 __all__ = ["COMMANDS", "Command", "is_first_process", "say"]
 
@@ -255,7 +255,7 @@ def serve(args: argparse.Namespace) -> int:
     rooms = importlib.import_module("robotics.serving")
     config = fill(rooms.ServeConfig, args.overrides, "mmrl serve")
     server = importlib.import_module("robotics.serving.server")
-    server.require_packages()
+    require_packages("serving", server.PACKAGES, "serve")
     served = rooms.open_served_policy(args.folder, config, args.step)
     server.PolicyServer(served, args.host or server.HOST, server.PORT if args.port is None else args.port).run()
     return 0

@@ -1,6 +1,9 @@
 """What ends a command: a mistake in what was asked (exit 2), a run that failed (exit 1), a signal (exit 128 + n)."""
 
-__all__ = ["ConfigError", "RunError", "RunStopped", "UserError"]
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+__all__ = ["ConfigError", "RunError", "RunStopped", "UserError", "require_packages"]
 
 
 class UserError(Exception):
@@ -28,3 +31,19 @@ class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the 
         super().__init__(message)
         self.signum = signum
         self.resumable = resumable
+
+
+def require_packages(what: str, names: Sequence[str], extra: str) -> None:
+    """Check that packages of an extra are installed, before anything is begun.
+
+    Args:
+        what: what needs them, such as "serving".
+        names: of the modules.
+        extra: of this suite, which installs them.
+
+    Raises:
+        UserError: some are missing; names them and the command that installs them.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise UserError(f"{what} needs {' and '.join(missing)}, not installed here: pip install 'mmrl-suite[{extra}]'")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, require_packages
 from robotics.data.clips import decode_depth, decode_png, read_clip
 from robotics.data.depth import DepthCodes, metres_of
 from robotics.data.episodes import EpisodeData, FrameSample, LazyImages, action_chunks
@@ -66,10 +66,12 @@ class LeRobotReader:
         folder: of the dataset.
 
     Raises:
-        UserError: a file is missing or broken, of another version, or episodes that the info counts are not there.
+        UserError: a file is missing or broken, of another version, or episodes that the info counts are not there;
+            pyarrow is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require_packages("a LeRobotDataset", ["pyarrow"], "vla")
         self.folder = Path(folder)
         content = read_json(self.folder / INFO_PATH)
         version = content.get("codebase_version") if isinstance(content, dict) else None

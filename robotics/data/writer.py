@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, require_packages
 from mmrl.hub.video import copy_video, write_mp4
 from robotics.data.appending import aligned_rows, check_appendable, remove_joined, remove_leftovers, row_schema
 from robotics.data.clips import describe_video
@@ -67,7 +67,8 @@ class EpisodeWriter:
         settings: sizes of files and the encoder; `StorageSettings()` when None.
 
     Raises:
-        UserError: fps or a feature is not possible or missing, or the dataset that is there has others.
+        UserError: fps or a feature is not possible or missing, or the dataset that is there has others; pyarrow is not
+            installed.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class EpisodeWriter:
         robot_type: str | None = None,
         settings: StorageSettings | None = None,
     ) -> None:
+        require_packages("a LeRobotDataset", ["pyarrow"], "vla")
         if fps is not None and (fps != int(fps) or fps < 1):
             raise UserError(f"fps is {fps}; the format takes a whole number of at least 1")
         self.folder = Path(folder)

@@ -24,10 +24,9 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mmrl.errors import RunError, RunStopped, UserError
+from mmrl.errors import RunError, RunStopped, UserError, require_packages
 from mmrl.training.loop.seeds import make_generator
 from robotics.serving.latencies import AnswerCounts
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, unpack
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
     from websockets.http11 import Request, Response
 
-__all__ = ["HOST", "PORT", "PolicyServer", "require_packages"]
+__all__ = ["HOST", "PACKAGES", "PORT", "PolicyServer"]
 
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
@@ -50,13 +49,7 @@ ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
 """What a close code says; openpi's client never closes, its program just ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGES = ("websockets", "msgpack")
-
-
-def require_packages() -> None:
-    """Check that the packages of the extra `serve` are there; raises UserError."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise UserError(f"serving needs {' and '.join(missing)}, not installed here: pip install 'mmrl-suite[serve]'")
+"""Of the extra `serve`."""
 
 
 class PolicyServer:
@@ -75,7 +68,7 @@ class PolicyServer:
     """
 
     def __init__(self, served: ServedPolicy, host: str = HOST, port: int = PORT) -> None:
-        require_packages()
+        require_packages("serving", PACKAGES, "serve")
         self.host, self.port = host, port
         self.counts = AnswerCounts()
         """Over all robots."""

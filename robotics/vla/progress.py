@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mmrl.errors import require_packages
 from mmrl.fields import check_fields
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.tasks import task_of_id
@@ -211,6 +212,7 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
     Returns:
         (M,) number of the cluster from 0, -1 for a success in none.
     """
+    require_packages("the clustering of successes", ["sklearn"], "vla")
     from sklearn.cluster import DBSCAN
 
     points = np.asarray(reference, np.float64)
