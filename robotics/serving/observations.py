@@ -1,6 +1,7 @@
 """From a robot's message to the inputs of a policy, and what such a message has to hold.
 
-Shapes: H x W pixels, S state entries.
+Shapes: H x W pixels, S state entries, V further cameras, n observations in a row: 1, or a policy's past and the present
+one, the oldest first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class ObservationFormat:
     """Names of the entries and the usual instruction."""
     views: int = 0
     """V, further cameras; their entries are the first of `config.view_keys`."""
+    past: int = 0
+    """P, observations before the present one that the policy takes; a robot that sends them sends P + 1 in a row."""
 
     def __post_init__(self) -> None:
         if self.views > len(self.config.view_keys):
@@ -61,62 +64,72 @@ class ObservationFormat:
         views = self._views(message, image, problems)
         state = self._state(message, problems)
         prompt = self._prompt(message, problems)
+        counts = {len(part) for part in (image, state, *views) if part is not None}
+        if len(counts) > 1:
+            problems.append(f"some entries hold {self.past + 1} observations in a row and others one; send all alike")
         if problems:
             raise BadMessageError(f"{'; '.join(problems)}. The message has: {', '.join(message)[:500] or 'nothing'}")
-        return PolicyInputs(
-            images=None if image is None else torch.from_numpy(image.copy())[None],
-            state=None if state is None else torch.from_numpy(state)[None],
-            instructions=(prompt,),
-            views=torch.from_numpy(np.stack(views))[None] if views else None,
-        )
+        parts = {"images": image, "state": state, "views": np.stack(views, axis=1) if views else None}
+        rows = {name: None if part is None else torch.tensor(part) for name, part in parts.items()}
+        past = {f"past_{name}": _before(row) for name, row in rows.items()}
+        present = {name: None if row is None else row[-1:] for name, row in rows.items()}
+        return PolicyInputs(instructions=(prompt,), **present, **past)
 
     def unused(self, message: Mapping[str, Any]) -> list[str]:
         """Entries that the policy does not read."""
         return sorted(set(message) - set(self.describe()))
 
     def describe(self) -> dict[str, Any]:
-        """Entries that are read, with dtype and shape; None in a shape stands for any number."""
-        image = {} if self.image_size is None else {self.config.image_key: _kind("uint8", (*self.image_size, 3))}
-        image |= {} if self.image_size is None else dict.fromkeys(self._view_keys, image[self.config.image_key])
-        state = {} if self.state_size is None else {self.config.state_key: _kind("float32", (self.state_size,))}
+        """Entries that are read, with dtype and shape; None in a shape stands for any number.
+
+        With `n_obs_steps`, as many may stand in a row, along an axis before those of the shape.
+        """
+        image, state = {}, {}
+        if self.image_size is not None:
+            image = dict.fromkeys((self.config.image_key, *self._view_keys), self._kind("uint8", *self.image_size, 3))
+        if self.state_size is not None:
+            state = {self.config.state_key: self._kind("float32", self.state_size)}
         return {**image, **state, self.config.prompt_key: {"dtype": "text", "default": self.config.prompt or None}}
 
     def example(self) -> PolicyInputs:
-        """Inputs of zeros, with 64 pixels where any number will do."""
-        size = None if self.image_size is None else [pixels or 64 for pixels in self.image_size]
-        return PolicyInputs(
-            images=None if size is None else torch.zeros((1, *size, 3), dtype=torch.uint8),
-            state=None if self.state_size is None else torch.zeros(1, self.state_size),
-            instructions=(self.config.prompt or "test",),
-            views=torch.zeros((1, self.views, *size, 3), dtype=torch.uint8) if size and self.views else None,
-        )
+        """Inputs of zeros, the past included, with 64 pixels where any number will do."""
+        image = np.zeros([pixels or 64 for pixels in self.image_size or (0, 0)] + [3], np.uint8)
+        zeros = dict.fromkeys((self.config.image_key, *self._view_keys), image)
+        zeros |= {self.config.state_key: np.zeros(self.state_size or 0, np.float32)}
+        if self.past:
+            zeros = {key: np.stack([part] * (self.past + 1)) for key, part in zeros.items()}
+        return self.read({**zeros, self.config.prompt_key: self.config.prompt or "test"})
 
     @property
     def _view_keys(self) -> list[str]:
         return self.config.view_keys[: self.views]
 
     def _image(self, message: Mapping[str, Any], key: str, problems: list[str]) -> NDArray[np.uint8] | None:
+        """Images (n, H, W, 3) of a camera."""
         if self.image_size is None:
             return None
-        shape = ", ".join("any" if pixels is None else str(pixels) for pixels in self.image_size)
-        value = self._entry(message, key, f"uint8 ({shape}, 3), rows of RGB pixels", problems)
+        shape = ", ".join("any" if pixels is None else str(pixels) for pixels in self.image_size) + ", 3"
+        expected = f"uint8 ({shape}){self._or_in_a_row(shape)}, RGB"
+        value = self._entry(message, key, expected, problems)
         if value is None:
             return None
-        fits = value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3 and min(value.shape) > 0
-        if fits and all(want in (None, have) for want, have in zip(self.image_size, value.shape, strict=False)):
-            return value
-        problems.append(f"{key} is {describe_value(value)}; expected uint8 ({shape}, 3), RGB")
+        rows = self._in_a_row(value, 3)
+        if rows is not None and rows.dtype == np.uint8 and rows.shape[3] == 3 and min(rows.shape) > 0:
+            height, width = self.image_size
+            if height in (None, rows.shape[1]) and width in (None, rows.shape[2]):
+                return rows
+        problems.append(f"{key} is {describe_value(value)}; expected {expected}")
         return None
 
     def _views(
         self, message: Mapping[str, Any], image: NDArray[np.uint8] | None, problems: list[str]
     ) -> list[NDArray[np.uint8]]:
-        """Images of the further cameras; they have the image's size."""
+        """Images of the further cameras, (n, H, W, 3); they have the image's size."""
         found = []
         for key in self._view_keys:
             view = self._image(message, key, problems)
-            if view is not None and image is not None and view.shape != image.shape:
-                problems.append(f"{key} has the shape {view.shape}; expected {image.shape}, that of the image")
+            if view is not None and image is not None and view.shape[1:] != image.shape[1:]:
+                problems.append(f"{key} has the shape {view.shape[1:]}; expected {image.shape[1:]}, that of the image")
             elif view is not None:
                 found.append(view)
         return found
@@ -124,17 +137,18 @@ class ObservationFormat:
     def _state(self, message: Mapping[str, Any], problems: list[str]) -> NDArray[np.float32] | None:
         if self.state_size is None:
             return None
-        key, expected = self.config.state_key, f"float32 ({self.state_size},)"
+        key, expected = self.config.state_key, f"float32 ({self.state_size},){self._or_in_a_row(str(self.state_size))}"
         value = self._entry(message, key, expected, problems)
         if value is None:
             return None
-        if value.shape != (self.state_size,) or value.dtype.kind not in "iuf":
+        rows = self._in_a_row(value, 1)
+        if rows is None or rows.shape[1] != self.state_size or rows.dtype.kind not in "iuf":
             problems.append(f"{key} is {describe_value(value)}; expected {expected}")
             return None
         with np.errstate(over="ignore"):
-            state = value.astype(np.float32)
+            state = rows.astype(np.float32)
         if not np.isfinite(state).all():
-            places = np.flatnonzero(~np.isfinite(state)).tolist()
+            places = sorted({int(entry) for entry in np.argwhere(~np.isfinite(state))[:, 1]})
             problems.append(f"{key} is not finite in the entries {places[:10]}; expected finite float32 numbers")
         return state
 
@@ -149,6 +163,19 @@ class ObservationFormat:
             problems.append(f"{key} is {describe_value(value)}; expected a text")
         return str(value)
 
+    def _in_a_row(self, value: NDArray[Any], axes: int) -> NDArray[Any] | None:
+        """An entry of `axes` axes as observations in a row (n, ...); None where it is neither one nor P + 1 of them."""
+        if value.ndim == axes:
+            return value[None]
+        return value if self.past and value.ndim == axes + 1 and len(value) == self.past + 1 else None
+
+    def _or_in_a_row(self, shape: str) -> str:
+        return f" or ({self.past + 1}, {shape}), the oldest first" if self.past else ""
+
+    def _kind(self, dtype: str, *shape: int | None) -> dict[str, Any]:
+        several = {"n_obs_steps": self.past + 1} if self.past else {}
+        return {"dtype": dtype, "shape": list(shape), **several}
+
     @staticmethod
     def _entry(message: Mapping[str, Any], key: str, expected: str, problems: list[str]) -> NDArray[Any] | None:
         """The array of an entry; None and a line in `problems` where there is none."""
@@ -162,5 +189,6 @@ class ObservationFormat:
         return None
 
 
-def _kind(dtype: str, shape: tuple[int | None, ...]) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape)}
+def _before(rows: torch.Tensor | None) -> torch.Tensor | None:
+    """The past (1, P, ...) of observations in a row (n, ...); None without one."""
+    return None if rows is None or len(rows) == 1 else rows[:-1][None]

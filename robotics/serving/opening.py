@@ -80,7 +80,8 @@ class ServedPolicy:
             UserError: `config.view_keys` has too few entries for them.
         """
         scale = "none" if policy.statistics is None else "bounds_q99"
-        read = ObservationFormat(image_size, state_size, config, (policy.views or 0) if views is None else views)
+        cameras = (policy.views or 0) if views is None else views
+        read = ObservationFormat(image_size, state_size, config, cameras, policy.past)
         return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)))
 
 

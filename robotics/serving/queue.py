@@ -15,7 +15,7 @@ import torch
 from mmrl.errors import RunError
 from robotics.serving.opening import ServedPolicy
 from robotics.vla.collect import sim_actions
-from robotics.vla.policy import PolicyInputs
+from robotics.vla.policy import INPUT_SHAPES, PolicyInputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,16 +35,17 @@ class Chunk:
     """Observations that it answered."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors cannot be compared by ==
 class _Request:
     inputs: PolicyInputs
     generator: torch.Generator
     answer: asyncio.Future[Chunk]
 
     @property
-    def shape(self) -> tuple[int, ...] | None:
-        """Rows of the same shape can be answered at once."""
-        return None if self.inputs.images is None else tuple(self.inputs.images.shape)
+    def shapes(self) -> list[torch.Size | None]:
+        """Of the parts of the inputs; requests with the same ones can be answered at once."""
+        parts = (getattr(self.inputs, name) for name in INPUT_SHAPES)
+        return [None if part is None else part.shape for part in parts]
 
 
 class PolicyQueue:
@@ -105,7 +106,9 @@ class PolicyQueue:
     def _next_batch(self) -> list[_Request]:
         """Take the oldest request and those that can be answered with it."""
         first = self._waiting[0]
-        batch = [request for request in self._waiting if request.shape == first.shape][: self._served.config.max_batch]
+        batch = [request for request in self._waiting if request.shapes == first.shapes][
+            : self._served.config.max_batch
+        ]
         for request in batch:
             self._waiting.remove(request)
         if not self._waiting:

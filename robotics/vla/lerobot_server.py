@@ -191,7 +191,7 @@ class LeRobotServer:
                 LOGGER.warning(
                     "%s takes %d observations in a row, but is given the present one alone, which is repeated, unlike "
                     "what it learned. A simulator of your own keeps a past if its reset takes one, see RobotSim; a "
-                    "loop of your own gives it in PolicyInputs; mmrl serve has none",
+                    "loop of your own gives it in PolicyInputs; robots send it to mmrl serve, see the metadata",
                     self.folder,
                     self.past + 1,
                 )

@@ -5,6 +5,7 @@ The slow test needs an environment with lerobot, see `test_lerobot_policy.py`.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -18,6 +19,9 @@ import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from robotics.serving.opening import ServedPolicy
+from robotics.serving.queue import choose_chunks
+from robotics.serving.settings import ServeConfig
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.vla import lerobot_server
@@ -122,6 +126,22 @@ def test_a_loop_without_a_past_repeats_the_observation_and_says_so_once(policy, 
         policy.act(alone, seeded(), greedy=True)
     assert caplog.text.count("takes 3 observations in a row, but is given the present one alone") == 1
     assert not torch.equal(policy.act(given, seeded(), greedy=True).actions, repeated)
+
+
+def test_a_robot_that_sends_its_last_observations_is_served_the_chunks_of_the_loop_with_a_queue(policy):
+    config = ServeConfig(view_keys=["side"], image_key="top", state_key="place", prompt="go")
+    server = ServedPolicy.from_policy(policy, config, (64, 64), 2)
+    env = Ball(1e9)
+    observation, _ = env.reset(seed=3)
+    recent = deque([copy.deepcopy(observation)] * fake_lerobot.ROW, maxlen=fake_lerobot.ROW)
+    found = []
+    while len(found) < 20:
+        message = {name: np.stack([seen[name] for seen in recent]) for name in ("top", "side", "place")}
+        for action in choose_chunks(server, server.format.read(message), seeded())[0].actions:
+            found.append((action + 1) / 2 * (np.array(HIGH) - LOW) + LOW)
+            observation, *_ = env.step(found[-1])
+            recent.append(copy.deepcopy(observation))  # the environment changes it in place
+    np.testing.assert_allclose(found, own_loop(3, len(found))[1], atol=2e-2, rtol=1e-4)
 
 
 def test_scoring_needs_no_past(policy):

@@ -66,6 +66,20 @@ class StatePolicy(ActionPolicy):
     bc_loss = save_pretrained = load_weights = log_probs
 
 
+class PastPolicy(StatePolicy):
+    """Takes three observations in a row from two cameras and keeps what it is given."""
+
+    past, views = 2, 1
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def act(self, batch, generator, temperature=1.0, greedy=False):
+        self.given.append(batch)
+        return super().act(batch, generator, temperature, greedy)
+
+
 def tiny_policy(sim):
     encoder = EncoderConfig(image_size=(32, 32), state_size=2, width=32, heads=2, layers=1, channels=8, keypoints=4)
     return SmallVlaPolicy.build(SmallVlaConfig(1, 4, encoder=encoder), sim.tasks().values())
@@ -197,6 +211,81 @@ def test_images_of_another_shape_are_refused():
             read.read({"images/front": image})
     any_size = ObservationFormat((None, None), None, ServeConfig(prompt="go"))
     assert any_size.read({"observation/image": good[:7]}).images.shape == (1, 7, 48, 3)
+
+
+VIEW, IMAGE = "observation/wrist_image", "observation/image"
+
+
+def in_a_row(count, seed=0):
+    """What a robot with two cameras saw in its last control steps."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (2, count, 4, 5, 3), np.uint8)
+    states = rng.uniform(-1, 1, (count, 2)).astype(np.float32)
+    return {IMAGE: images[0], VIEW: images[1], STATE: states, "prompt": "go right"}
+
+
+def of_step(message, step):
+    return {name: part if isinstance(part, str) else part[step] for name, part in message.items()}
+
+
+def test_observations_in_a_row_are_the_present_one_and_the_past():
+    policy, message = PastPolicy(), in_a_row(3)
+    with running(policy, image_size=(4, 5)) as server, robot(server) as connection:
+        assert policy.given[0].past_state.shape == (1, 2, 2), "it was tried without a past"
+        described = connection.metadata["observation"]
+        assert described[IMAGE] == described[VIEW] == {"dtype": "uint8", "shape": [4, 5, 3], "n_obs_steps": 3}
+        assert described[STATE] == {"dtype": "float32", "shape": [2], "n_obs_steps": 3}
+        assert ask(connection, message)["actions"][0, 0] == message[STATE][2, 0]
+        assert ask(connection, of_step(message, 1))["actions"][0, 0] == message[STATE][1, 0]
+    row, alone = policy.given[1:]
+    for given, present in ((row, 2), (alone, 1)):
+        np.testing.assert_array_equal(given.images[0], message[IMAGE][present])
+        np.testing.assert_array_equal(given.state[0], message[STATE][present])
+        np.testing.assert_array_equal(given.views[0, 0], message[VIEW][present])
+    np.testing.assert_array_equal(row.past_images[0], message[IMAGE][:2])
+    np.testing.assert_array_equal(row.past_state[0], message[STATE][:2])
+    np.testing.assert_array_equal(row.past_views[0, :, 0], message[VIEW][:2])
+    assert alone.past_images is alone.past_state is alone.past_views is None
+
+
+def test_other_numbers_of_observations_in_a_row_are_refused():
+    read = ObservationFormat((4, 5), 2, ServeConfig(), views=1, past=2)
+    message = in_a_row(3)
+    expected = {
+        IMAGE: r"uint8 \(2, 4, 5, 3\); expected uint8 \(4, 5, 3\) or \(3, 4, 5, 3\), the oldest first, RGB",
+        VIEW: r"uint8 \(2, 4, 5, 3\); expected uint8 \(4, 5, 3\) or \(3, 4, 5, 3\), the oldest first, RGB",
+        STATE: r"float32 \(2, 2\); expected float32 \(2,\) or \(3, 2\), the oldest first",
+    }
+    for name, said in expected.items():
+        with pytest.raises(BadMessageError, match=f"{name} is {said}"):
+            read.read(message | {name: message[name][1:]})
+        with pytest.raises(BadMessageError, match="some entries hold 3 observations in a row and others one"):
+            read.read(message | {name: message[name][0]})
+    message[STATE][0, 1] = np.nan
+    with pytest.raises(BadMessageError, match=rf"{STATE} is not finite in the entries \[1\]"):
+        read.read(message)
+    with pytest.raises(BadMessageError, match=rf"{STATE} is float32 \(3, 2\); expected float32 \(2,\)\."):
+        ObservationFormat(None, 2, ServeConfig()).read(message)
+
+
+def test_robots_with_and_without_a_past_are_not_answered_together():
+    policy = PastPolicy()
+    rows = [in_a_row(3), in_a_row(3, 1), of_step(in_a_row(3), 0), in_a_row(3, 2)]
+    with running(policy, image_size=(4, 5)) as server, contextlib.ExitStack() as stack:
+        robots = [stack.enter_context(robot(server)) for _ in rows]
+        policy.rows.clear()
+        policy.entered.clear()
+        policy.go_on.clear()
+        robots[0].send(pack(rows[0]))
+        assert policy.entered.wait(30)
+        for connection, message in zip(robots[1:], rows[1:], strict=True):
+            connection.send(pack(message))
+        while len(server._queue._waiting) < 3:
+            time.sleep(0.01)
+        policy.go_on.set()
+        found = [unpack(connection.recv(timeout=30))["actions"][0, 0] for connection in robots]
+    assert sorted(policy.rows) == [1, 1, 2]
+    assert found == [np.atleast_2d(message[STATE])[-1, 0] for message in rows]
 
 
 def test_own_messages_read_back_what_they_packed():
