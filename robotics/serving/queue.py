@@ -106,9 +106,8 @@ class PolicyQueue:
     def _next_batch(self) -> list[_Request]:
         """Take the oldest request and those that can be answered with it."""
         first = self._waiting[0]
-        batch = [request for request in self._waiting if request.shapes == first.shapes][
-            : self._served.config.max_batch
-        ]
+        alike = [request for request in self._waiting if request.shapes == first.shapes]
+        batch = alike[: self._served.config.max_batch]
         for request in batch:
             self._waiting.remove(request)
         if not self._waiting:
