@@ -70,8 +70,6 @@ from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, mak
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["AcFlowConfig", "AcFlowRecipe"]
-
 
 @dataclass
 class AcFlowConfig(DiffusionConfig):

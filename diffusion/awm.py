@@ -40,8 +40,6 @@ from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["AwmConfig", "AwmRecipe"]
-
 
 @dataclass
 class AwmConfig(DiffusionConfig):

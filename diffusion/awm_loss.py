@@ -32,8 +32,6 @@ from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
 
-__all__ = ["AwmLoss", "AwmScores", "AwmSettings", "with_ratio"]
-
 
 @dataclass
 class AwmSettings:
@@ -70,13 +68,7 @@ class AwmScores(PolicyOutputs):
 
 
 class AwmLoss:
-    """The parts of AWM that a recipe hands its stages to.
-
-    Args:
-        policy: the trained policy, unwrapped.
-        settings: the matching loss.
-        process: the noisy versions.
-    """
+    """The parts of AWM that a recipe hands its stages to."""
 
     def __init__(self, policy: nn.Module, settings: AwmSettings, process: VelocityMatching) -> None:
         self.policy, self.settings, self.process = policy, settings, process

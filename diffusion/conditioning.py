@@ -22,8 +22,6 @@ from diffusion.encoders import Embedding, TextEncoders, shortened
 from mmrl.errors import RunError, UserError
 from mmrl.files import replaced
 
-__all__ = ["EmbeddingCounts", "EmbeddingFolder", "PromptEmbeddings", "TextRows"]
-
 LOGGER = logging.getLogger("mmrl")
 OVER_LONG = ("error", "cut")
 
@@ -271,11 +269,7 @@ class PromptEmbeddings:
 
 
 class EmbeddingFolder:
-    """Embeddings of one set of text encoders as files, one for each prompt; several processes may share it.
-
-    Args:
-        folder: the folder, named after the fingerprint of the encoders; created when the first file is written.
-    """
+    """Embeddings of one set of text encoders as files, one for each prompt; several processes may share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -285,18 +279,7 @@ class EmbeddingFolder:
         return self.folder / f"{hashlib.blake2b(prompt.encode(), digest_size=16).hexdigest()}.safetensors"
 
     def read(self, prompt: str, device: Any) -> Embedding | None:
-        """Read an embedding.
-
-        Args:
-            prompt: the prompt.
-            device: where the tensors go.
-
-        Returns:
-            The embedding, or None where there is none.
-
-        Raises:
-            RunError: the file is damaged or holds another prompt.
-        """
+        """Read an embedding."""
         path = self.path(prompt)
         if not path.is_file():
             return None

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from mmrl.fields import bounded
 from mmrl.training.loop.distributed import average_gradients, merge_lists
 
-__all__ = ["CREDITS", "Critic", "CriticConfig", "CriticTrainer", "explained_variance"]
-
 TIME_FEATURES = 16
 
 
@@ -91,12 +89,7 @@ class Critic(nn.Module):
 
 
 class CriticTrainer:
-    """A critic with its optimiser.
-
-    Args:
-        critic: the network.
-        config: its training.
-    """
+    """A critic with its optimiser."""
 
     def __init__(self, critic: Critic, config: CriticConfig) -> None:
         self.critic = critic
@@ -126,9 +119,6 @@ class CriticTrainer:
             returns: (M,).
             generator: CPU generator of the order.
             accelerator: gradients are averaged over its processes; each must call with rows of its own.
-
-        Returns:
-            Mean squared error before the update, over all updates.
         """
         losses = []
         count = self._batches(len(returns), accelerator)

@@ -16,8 +16,6 @@ from mmrl.fields import bounded, choice
 from mmrl.files import expanded
 from mmrl.hub.tables import MAX_LINE_MB, read_rows
 
-__all__ = ["DiffusionTask", "LoadedPrompts", "PromptConfig", "columns_of", "load_prompts"]
-
 LOGGER = logging.getLogger("mmrl")
 BAD_ROWS = ("error", "skip")
 

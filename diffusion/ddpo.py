@@ -28,8 +28,6 @@ from mmrl.fields import bounded
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 
-__all__ = ["DdpoConfig", "DdpoRecipe", "HistoryConfig"]
-
 
 @dataclass
 class HistoryConfig:

@@ -13,8 +13,6 @@ from torch import Tensor
 from mmrl.core.aggregation import Denominators, token_mean
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["TrainedDecisions", "mean_over_decisions"]
-
 
 @dataclass(frozen=True)
 class TrainedDecisions:

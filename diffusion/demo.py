@@ -13,8 +13,6 @@ from mmrl.training.report.page import write_report
 from mmrl.training.report.tables import score_tables
 from mmrl.training.stages import finish_run, last_model, read_result
 
-__all__ = ["run"]
-
 CONFIGS = Path("configs/diffusion")
 SPLIT = "digits"
 OPTIMISED = "score/class_prob"

@@ -12,21 +12,12 @@ from numpy.typing import NDArray
 from diffusion.rewards.digits import digit_scans
 from mmrl.files import write_atomically
 
-__all__ = ["CAPTIONS", "build_images", "build_pipeline", "build_prompts"]
-
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 CAPTIONS = tuple(f"the digit {name}" for name in NAMES)
 
 
 def build_prompts(path: str) -> Path:
-    """Write one prompt for each digit, with its label.
-
-    Args:
-        path: .jsonl file to write.
-
-    Returns:
-        The file.
-    """
+    """Write one prompt for each digit, with its label."""
     file = Path(path)
     rows = [{"prompt": caption, "metadata": {"label": label}} for label, caption in enumerate(CAPTIONS)]
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
@@ -42,17 +33,7 @@ def build_images(path: str) -> Path:
 
 
 def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any) -> Path:
-    """Write a tiny Stable Diffusion 3 pipeline of 8 x 8 grey images whose transformer is random.
-
-    Args:
-        path: folder to write.
-        shift: timestep shift of the scheduler.
-        seed: seed of the weights.
-        sizes: further fields of `TinySd3Sizes`.
-
-    Returns:
-        The folder.
-    """
+    """Write a tiny Stable Diffusion 3 pipeline of 8 x 8 grey images whose transformer is random."""
     from diffusion.patches import PatchAutoencoder
     from diffusion.tiny import TinySd3Sizes, build_tiny_sd3
 

@@ -50,8 +50,6 @@ from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
 from mmrl.training.record.samples import SampleRecord
 
-__all__ = ["DiffusionDpoConfig", "DiffusionDpoRecipe"]
-
 ERRORS = ("velocity", "noise")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 
-__all__ = ["EMAWeights", "eval_ema_decay", "kl_ema_decay", "nft_old_decay"]
-
 
 class EMAWeights:
     """A second set of values for the parameters that are trained; all other weights are shared with the policy.
@@ -138,13 +136,6 @@ class _Ramp(NamedTuple):
 def eval_ema_decay(step: int, decay: float = 0.9999) -> float:
     """Decay of the average that is evaluated and saved: min((1 + s) / (10 + s), d).
 
-    Args:
-        step: updates so far, from 0.
-        decay: limit d; 0.9999 in Flow-GRPO, 0.99 in AWM, 0.9 in DiffusionNFT.
-
-    Returns:
-        Share of the old average that is kept.
-
     Source: yifan123/flow_grpo flow_grpo/ema.py, scxue/advantage_weighted_matching.
     """
     return min((1 + step) / (10 + step), decay)
@@ -152,14 +143,6 @@ def eval_ema_decay(step: int, decay: float = 0.9999) -> float:
 
 def kl_ema_decay(step: int, limit: float = 0.3, slope: float = 0.001) -> float:
     """Decay of the anchor of AWM's KL term: min(slope * s, limit), so at first the anchor is the last sampling policy.
-
-    Args:
-        step: optimiser steps so far, from 0.
-        limit: largest decay.
-        slope: growth a step.
-
-    Returns:
-        Share of the old average that is kept.
 
     Source: scxue/advantage_weighted_matching (the linear schedule of the adapter `ema`).
     """
@@ -172,12 +155,6 @@ def nft_old_decay(step: int, kind: int) -> float:
     Args:
         step: optimiser steps so far, from 0.
         kind: 0 always copies; 1 is min(0.001 s, 0.5); 2 copies for 75 steps, then min(0.0075 (s - 75), 0.999).
-
-    Returns:
-        Share of the old policy that is kept.
-
-    Raises:
-        UserError: an unknown kind.
 
     Source: NVlabs/DiffusionNFT (decay types of the adapter `old`).
     """

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["PIPELINES", "Cut", "Embedding", "TextEncoders", "shortened"]
-
 SHOWN_CHARACTERS = 60
 
 
@@ -47,15 +45,7 @@ class Cut(NamedTuple):
 
 
 class TextEncoders:
-    """The text encoders and tokenizers of one pipeline.
-
-    Args:
-        pipeline: StableDiffusion3Pipeline, FluxPipeline or a class derived from one.
-        max_sequence_length: tokens of the T5 encoder; None = the pipeline's own default.
-
-    Raises:
-        UserError: another pipeline, one without a text encoder that it needs, or no room for a token.
-    """
+    """The text encoders and tokenizers of one pipeline."""
 
     def __init__(self, pipeline: Any, max_sequence_length: int | None = None) -> None:
         self.pipeline = pipeline
@@ -89,12 +79,6 @@ class TextEncoders:
     def encode(self, prompt: str) -> Embedding:
         """Embed one prompt with the pipeline's own `encode_prompt`.
 
-        Args:
-            prompt: the prompt, for every encoder the same.
-
-        Returns:
-            Its embedding.
-
         Gradient: none.
         """
         with torch.no_grad():
@@ -102,14 +86,7 @@ class TextEncoders:
         return Embedding(tokens[0], pooled[0])
 
     def cuts(self, prompt: str) -> list[Cut]:
-        """Find the ends of a prompt that diffusers would drop with only a warning.
-
-        Args:
-            prompt: the prompt.
-
-        Returns:
-            One item for each tokenizer that is too short for it.
-        """
+        """Find the ends of a prompt that diffusers would drop with only a warning."""
         found = []
         for name, limit in self._limits():
             tokenizer = getattr(self.pipeline, name)
@@ -120,11 +97,7 @@ class TextEncoders:
         return found
 
     def fingerprint(self) -> str:
-        """Digest of everything that an embedding depends on beside its prompt.
-
-        Returns:
-            32 hexadecimal digits over class, lengths, tokenizers and every weight.
-        """
+        """Digest of everything that an embedding depends on beside its prompt."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{type(self.pipeline).__name__} {self.max_sequence_length}".encode())
         for name, limit in self._limits():
@@ -137,11 +110,7 @@ class TextEncoders:
         return digest.hexdigest()
 
     def free(self) -> int:
-        """Take the encoders out of the pipeline; they leave memory unless something else holds them.
-
-        Returns:
-            Bytes of weights that the pipeline no longer holds.
-        """
+        """Take the encoders out of the pipeline; they leave memory unless something else holds them."""
         modules = self.modules()
         tensors = {id(t): t.nbytes for module in modules.values() for t in (*module.parameters(), *module.buffers())}
         for name in modules:

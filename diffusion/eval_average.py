@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from diffusion.ema import EMAWeights, eval_ema_decay
 from mmrl.fields import bounded
 
-__all__ = ["EvalAverage", "EvalEmaConfig"]
-
 FOLDER = "eval_ema"
 """Folder of a checkpoint that holds the averaged policy."""
 
@@ -28,15 +26,7 @@ class EvalEmaConfig:
 
 
 class EvalAverage:
-    """The average of a policy's trained weights; with a decay of 0 there is none, and the policy itself is evaluated.
-
-    Args:
-        policy: the trained policy, with `save_pretrained`.
-        config: the decay.
-
-    Raises:
-        UserError: nothing of the policy is trained.
-    """
+    """The average of a policy's trained weights; a decay of 0 evaluates the policy itself."""
 
     def __init__(self, policy: nn.Module, config: EvalEmaConfig) -> None:
         self._policy, self._decay = policy, config.decay

@@ -29,8 +29,6 @@ from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 
-__all__ = ["DiffusionEvaluationConfig", "ImageMeasure", "base_distance", "latent_diversity", "training_cost"]
-
 DISTANCE_TIMES = (0.2, 0.4, 0.6, 0.8)
 SHOWN_IMAGES = 4
 """Images of a prompt that the report keeps."""
@@ -165,15 +163,7 @@ class ImageMeasure(Measure[DiffusionTask]):
 
 @contextmanager
 def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator[dict[str, float]]:
-    """Keep evaluations out of a policy's cost.
-
-    Args:
-        policy: its counts are put back in the end.
-        accelerator: processes whose counts are added up.
-
-    Yields:
-        The cost of training so far as metrics cost/<name>.
-    """
+    """Keep evaluations out of a policy's cost."""
     spent = dict(policy.cost)
     yield {f"cost/{name}": float(sum(merge_lists([value], accelerator))) for name, value in spent.items()}
     policy.cost.update(spent)
@@ -205,9 +195,6 @@ def base_distance(policy: DiffusionPolicy, base: Reference, latents: Tensor, tex
         latents: x_0 (B, C, H, W).
         text: text of the rows.
         seed: of the noise.
-
-    Returns:
-        The mean over images, latent dimensions and the times 0.2, 0.4, 0.6, 0.8.
     """
     generator = torch.Generator().manual_seed(seed)
     noisy = stack_timesteps(latents, len(DISTANCE_TIMES), generator=generator, sigma=torch.tensor(DISTANCE_TIMES))

@@ -36,16 +36,6 @@ from diffusion.pairs import NUMBERS, ImagePair, ImagePairConfig, load_pairs, wri
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 
-__all__ = [
-    "PairFilterConfig",
-    "Selection",
-    "embed_captions",
-    "main",
-    "neighbour_distances",
-    "score_pairs",
-    "select_pairs",
-]
-
 CHUNK = 1024
 """Rows of the table of distances that are in memory at a time."""
 
@@ -103,12 +93,6 @@ def select_pairs(
         pairs: N pairs, with scores for fifa.
         config: what to look at.
         embed: embeddings (U, D) of U captions; called for the diversity only.
-
-    Returns:
-        At most `config.keep` pairs; equal importance keeps the order of the data.
-
-    Raises:
-        UserError: fifa is asked for and scores or the captions' quality are missing.
     """
     keep = len(pairs) if config.keep is None else min(config.keep, len(pairs))
     if config.kind != "fifa":
@@ -135,18 +119,7 @@ def select_pairs(
 
 
 def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
-    """Score both images of each pair.
-
-    Args:
-        pairs: N pairs.
-        reward: key of `diffusion.rewards.IMAGE_REWARDS`, or a user's `module:function`.
-
-    Returns:
-        The pairs with score_chosen and score_rejected.
-
-    Raises:
-        UserError: there is no such reward, or it fails on an image.
-    """
+    """Score both images of each pair."""
     from diffusion.data import DiffusionTask
     from diffusion.rewards.scoring import load_rewards, score_images
     from mmrl.rewards import RewardConfig

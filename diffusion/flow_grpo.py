@@ -24,8 +24,6 @@ from diffusion.settings import DiffusionConfig
 from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
 from mmrl.training.loop.objectives import ObjectiveConfig
 
-__all__ = ["FlowGrpoConfig", "FlowGrpoRecipe", "flow_grpo_objective"]
-
 
 def flow_grpo_objective() -> ObjectiveConfig:
     """The published objective; groups of equal reward have no gradient and are dropped."""

@@ -28,8 +28,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["FlowMatching", "check_matching", "matched_rollouts", "matching_sampler", "matching_trainer"]
-
 
 def matching_sampler() -> SamplerConfig:
     """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
@@ -61,13 +59,7 @@ def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: Ti
 
 
 class FlowMatching(VelocityMatching):
-    """Draws images with noisy versions of them, and evaluates models on these.
-
-    Args:
-        policy: gives embeddings and grid; the model that is evaluated is an argument of each method.
-        sampler: solver and guidance.
-        timesteps: the noisy versions.
-    """
+    """Draws images with noisy versions of them, and evaluates models on these."""
 
     def __init__(self, policy: DiffusionPolicy, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
         super().__init__(timesteps)
@@ -77,17 +69,7 @@ class FlowMatching(VelocityMatching):
     def draw(
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
     ) -> Rollouts:
-        """Draw G images of each task, and the times and noises that they will be trained on.
-
-        Args:
-            policy: the policy that samples.
-            tasks: N prompts.
-            group_size: G images of each.
-            generator: seeds the noise of sampler and versions, and draws the times.
-
-        Returns:
-            B = N * G rows with T decisions, without images and rewards.
-        """
+        """Draw G images of each task, and the times and noises that they will be trained on."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
         seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
         latents = sample_latents(policy, text_of(policy, tasks, group), seeds, self.sampler)
@@ -109,11 +91,6 @@ class FlowMatching(VelocityMatching):
 
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
         """Guided velocity (M, C, H, W) of a model on noisy rows.
-
-        Args:
-            model: the policy, a wrapper of it, or another model of the same kind.
-            rollouts: the images that the rows are versions of; their prompts are read.
-            noisy: M rows.
 
         Gradient: through the positive half of guidance.
         """

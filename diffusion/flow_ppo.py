@@ -37,8 +37,6 @@ from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.seeds import make_generator
 
-__all__ = ["FlowPpoConfig", "FlowPpoRecipe"]
-
 
 def _objective() -> ObjectiveConfig:
     return ObjectiveConfig(

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["PATCH", "FluxTransformer", "pack_latents", "unpack_latents"]
-
 PATCH = 2
 """Latent pixels on a side of one image token."""
 
@@ -37,11 +35,7 @@ class FluxTransformer:
         self.guidance_embedding = guidance_embedding
 
     def __call__(self, latents: Tensor, sigma: Tensor, tokens: Tensor, pooled: Tensor) -> Tensor:
-        """Velocity (B, C, H, W) in the transformer's dtype.
-
-        Raises:
-            UserError: an odd number of latent rows or columns.
-        """
+        """Velocity (B, C, H, W) in the transformer's dtype."""
         height, width = latents.shape[-2:]
         guidance = None
         if self.transformer.config.guidance_embeds:
@@ -68,9 +62,6 @@ def pack_latents(latents: Tensor) -> Tensor:
 
     Returns:
         (B, H/2 * W/2, 4 C); the channels of a token are those of the latent, of each its 2 x 2 pixels.
-
-    Raises:
-        UserError: H or W is odd.
     """
     rows, channels, height, width = latents.shape
     if height % PATCH or width % PATCH:

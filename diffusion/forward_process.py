@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["NoisyRows", "matched_velocities", "mix", "stack_timesteps", "stratified"]
-
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(latents (R, C, H, W), sigma (R,)) -> velocity (R, C, H, W)."""
 
@@ -98,9 +96,6 @@ def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows
         noise: (R, C, H, W) float32.
         sigma: time of each row (R,) float32.
         image: image that each row is a version of (R,) int64, on the CPU.
-
-    Returns:
-        The R rows, latents in the dtype of `clean`.
     """
     wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
     return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)

@@ -25,8 +25,6 @@ from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.objectives import ObjectiveConfig
 
-__all__ = ["GrpoGuardConfig", "GrpoGuardRecipe"]
-
 
 @dataclass
 class GrpoGuardConfig(DiffusionConfig):

@@ -18,8 +18,6 @@ from torch import Tensor
 from diffusion.conditioning import TextRows
 from mmrl.errors import UserError
 
-__all__ = ["GuidedVelocity", "Sd3Transformer", "VelocityModel", "euler_ode"]
-
 VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(latents (B, C, H, W), sigma (B,), tokens (B, L, D), pooled (B, P)) -> velocity (B, C, H, W)."""
 

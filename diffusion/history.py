@@ -11,22 +11,11 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["PromptHistory"]
-
 
 class PromptHistory:
     """The latest rewards of each prompt, over rollouts.
 
     Unlike a group baseline it needs no several images of a prompt in one rollout; it has to be saved with a run.
-
-    Args:
-        buffer_size: rewards kept for each prompt.
-        min_count: rewards that a prompt needs before it is compared with its own; fewer, and it is compared with the
-            whole rollout. At most `buffer_size`, which is the most a prompt can have.
-        eps: added to the standard deviation.
-
-    Raises:
-        UserError: numbers that cannot work.
 
     Source: kvablack/ddpo-pytorch ddpo_pytorch/stat_tracking.py.
     """
@@ -54,9 +43,6 @@ class PromptHistory:
 
         Returns:
             (B,) in the dtype of the rewards, float64 for numbers; 0 where the reward is NaN.
-
-        Raises:
-            ValueError: a different number of prompts and rewards.
         """
         if not isinstance(rewards, Tensor):
             rewards = torch.tensor(rewards, dtype=torch.float64)

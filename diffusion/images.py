@@ -21,17 +21,6 @@ from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, rea
 from mmrl.hub.tables import LINES, READERS, read_rows
 from mmrl.values import is_text
 
-__all__ = [
-    "CaptionedImage",
-    "ImageDataConfig",
-    "ImageFile",
-    "StoredImage",
-    "array_header",
-    "check_caption",
-    "load_images",
-    "write_images",
-]
-
 PACKED = ".npz"
 
 
@@ -135,15 +124,7 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
 
 
 def array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an array, checked against the bytes that there are of it, before memory is taken for it.
-
-    Args:
-        packed: the .npz file.
-        name: of the array in it, with .npy.
-
-    Raises:
-        ValueError, KeyError: the array is not there or not what its header says.
-    """
+    """Shape and type of an array, checked against the bytes that there are of it, before memory is taken for it."""
     with packed.open(name) as content:
         version = np.lib.format.read_magic(content)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -13,8 +13,6 @@ from diffusion.saved import ADAPTER
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
 
-__all__ = ["ATTENTION_PROJECTIONS", "add_adapter"]
-
 
 def add_adapter(transformer: Any, settings: LoraSettings, seed: int) -> None:
     """Put adapters beside linear layers; the random half is Gaussian, and both are float32."""

@@ -15,17 +15,6 @@ from diffusion.forward_process import NoisyRows, stratified
 from diffusion.schedule import shift_sigmas
 from mmrl.errors import UserError
 
-__all__ = [
-    "TIME_SAMPLERS",
-    "VELOCITY_KLS",
-    "WEIGHTINGS",
-    "nft_loss",
-    "nft_weight",
-    "pseudo_log_likelihood",
-    "sample_times",
-    "velocity_kl",
-]
-
 ERROR_FLOOR = 1e-10
 NFT_ADVANTAGE_LIMIT = 5.0
 NFT_ERROR_FLOOR = 1e-5

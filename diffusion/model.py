@@ -11,8 +11,6 @@ from omegaconf import MISSING
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 
-__all__ = ["DTYPES", "LoraSettings", "ModelConfig", "full_model"]
-
 
 @dataclass
 class LoraSettings:

@@ -42,8 +42,6 @@ from mmrl.fields import bounded, choice
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["ADVANTAGE_MODES", "DiffusionNftConfig", "DiffusionNftRecipe", "NftSettings"]
-
 
 @dataclass
 class NftSettings:

@@ -49,17 +49,6 @@ from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = [
-    "WEIGHTS",
-    "LastPolicy",
-    "OrwConfig",
-    "OrwRecipe",
-    "OrwSettings",
-    "describe_loss",
-    "image_weights",
-    "weighted_matching_loss",
-]
-
 
 @dataclass
 class OrwSettings:
@@ -78,12 +67,7 @@ class OrwSettings:
 
 
 class LastPolicy:
-    """The policy that images are drawn with: the trained one as it was at the last refresh.
-
-    Args:
-        policy: the trained policy.
-        refresh_every: steps between refreshes; 1 samples from the policy itself.
-    """
+    """The policy that images are drawn with: the trained one as it was at the last refresh."""
 
     def __init__(self, policy: nn.Module, refresh_every: int) -> None:
         self.refresh_every = refresh_every

@@ -27,8 +27,6 @@ from mmrl.files import expanded, is_file, replaced
 from mmrl.hub.images import check_pixels, image_pixels_option
 from mmrl.hub.tables import LINES, READERS, read_rows
 
-__all__ = ["NUMBERS", "ImagePair", "ImagePairConfig", "LoadedPairs", "load_pairs", "write_pairs"]
-
 LOGGER = logging.getLogger("mmrl")
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""

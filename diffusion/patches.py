@@ -25,8 +25,6 @@ from diffusers import ModelMixin  # noqa: E402
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # noqa: E402
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution  # noqa: E402
 
-__all__ = ["PatchAutoencoder"]
-
 NOISELESS = -60.0
 """Log-variance of the encoder's Gaussian: it is a point."""
 
@@ -68,9 +66,6 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
             images: RGB uint8 (N, h, w, 3); h and w multiples of the patch.
             patch: p, a power of 2.
             latent_channels: K.
-
-        Returns:
-            The autoencoder, scaled so that latents have mean 0 and standard deviation 1 over all channels.
         """
         levels = (1,) * (int(math.log2(patch)) + 1)
         model = cls(patch=patch, latent_channels=latent_channels, block_out_channels=levels)

@@ -16,8 +16,6 @@ from torch import Tensor
 from diffusion.data import DiffusionTask
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 
-__all__ = ["DiffusionPayload"]
-
 
 @dataclass
 class DiffusionPayload(Payload):

@@ -24,16 +24,6 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
-__all__ = [
-    "DecodedImages",
-    "decode_latents",
-    "encode_images",
-    "image_tokens",
-    "latent_shape",
-    "load_pipeline",
-    "quiet_diffusers",
-]
-
 INDEX_FILE = "model_index.json"
 PATCHES = "diffusion.patches"
 
@@ -163,12 +153,6 @@ def latent_shape(pipeline: Any, height: int | None = None, width: int | None = N
         pipeline: the pipeline.
         height: image height in pixels; None = the size that the pipeline was trained for.
         width: image width in pixels; None likewise.
-
-    Returns:
-        C, H, W.
-
-    Raises:
-        UserError: a size that the autoencoder and the transformer cannot represent.
     """
     factor = int(pipeline.vae_scale_factor)
     limits = PIPELINES[_family(pipeline)](pipeline)

@@ -41,8 +41,6 @@ from mmrl.hub.saved_files import base_entries
 from mmrl.training.loop.machine import avoid_refused_instructions
 from mmrl.training.record.manifest import check_model
 
-__all__ = ["DiffusionPolicy", "load_policy"]
-
 
 class DiffusionPolicy(nn.Module):
     """A velocity model with weights to train. It is a `VelocityModel`.

@@ -14,8 +14,6 @@ from diffusion.sampler import SamplerConfig
 from diffusion.settings import image_trainer
 from mmrl.training.loop.objectives import ObjectiveConfig
 
-__all__ = ["dance_grpo", "flow_grpo_fast"]
-
 
 def flow_grpo_fast() -> FlowGrpoConfig:
     """Flow-GRPO on a short window of the steps, placed at random in the first half; the others follow the ODE.

@@ -41,8 +41,6 @@ from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["PretrainConfig", "PretrainRecipe"]
-
 
 def pretraining_trainer() -> TrainerConfig:
     """Batches and schedule under which a tiny pipeline learns to draw."""

@@ -44,8 +44,6 @@ from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["DiffusionRecipe", "Process"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -68,14 +66,7 @@ class Process(Protocol):
 
 
 class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
-    """Prompts, images, rewards and evaluation of a diffusion or flow model.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: model, prompts or rewards cannot be used.
-    """
+    """Prompts, images, rewards and evaluation of a diffusion or flow model."""
 
     config: DiffusionConfig
     policy: DiffusionPolicy
@@ -148,9 +139,6 @@ class DiffusionRecipe(Recipe[DiffusionPolicy, Any]):
             tasks: the task of each row.
             images: uint8 (B, height, width, 3).
             finite: whether the row has an image; the others are failures of every term.
-
-        Returns:
-            Sums over the optimised rewards, and every term.
         """
         result = score_images(self.rewards, tasks, images, finite)
         self.errors.warn(result)

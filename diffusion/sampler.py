@@ -20,21 +20,6 @@ from diffusion.schedule import RANDOM_SOLVERS, SOLVERS, Solver, make_solver, sde
 from diffusion.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.fields import bounded, choice
 
-__all__ = [
-    "SampledStates",
-    "SamplerConfig",
-    "Trajectory",
-    "group_seeds",
-    "guided",
-    "make_kernel",
-    "row_noise",
-    "sample_latents",
-    "sample_states",
-    "sample_trajectories",
-    "text_of",
-    "trained_window",
-]
-
 
 @dataclass
 class SamplerConfig:
@@ -133,12 +118,6 @@ def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
 def group_seeds(groups: int, size: int, generator: torch.Generator, *, same_noise: bool = False) -> Tensor:
     """Draw the seeds of each row: of its initial noise and of its later noise.
 
-    Args:
-        groups: N.
-        size: G rows of each group.
-        generator: source of the seeds.
-        same_noise: whether the rows of a group start from the same noise.
-
     Returns:
         (N * G, 2) int64.
     """
@@ -155,9 +134,6 @@ def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRo
         policy: a `DiffusionPolicy`; gives the embeddings.
         tasks: N tasks; the prompt of one may be empty, as it is without a caption.
         rows: task of each row (B,) int64, on any device.
-
-    Returns:
-        B rows.
     """
     embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
     return embedded.select(rows.cpu())
@@ -167,14 +143,6 @@ def guided(
     policy: Any, velocity_of: Any, text: TextRows, scale: float, negative: str, **options: Any
 ) -> GuidedVelocity:
     """Velocity of some rows under classifier-free guidance.
-
-    Args:
-        policy: gives the embedding of the negative prompt.
-        velocity_of: the model that is called, the policy or what wraps it.
-        text: text of the rows.
-        scale: guidance scale.
-        negative: negative prompt, read where the scale is not 1.
-        options: see `GuidedVelocity`.
 
     Returns:
         (latents (B, C, H, W), sigma () or (B,)) -> velocity (B, C, H, W).
@@ -298,9 +266,6 @@ def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerCon
         seeds: (B,) int64 or (B, 2): of the initial noise and of the solver's noise.
         config: grid, solver and guidance.
         kept: (B, T) int64, steps before which the latents of each row are kept, 0..S - 1.
-
-    Returns:
-        The images and the states that were kept.
     """
     made = _solver(policy, config, config.solver, config.steps)
     finished, states = [], []
@@ -331,15 +296,7 @@ def _solved(policy: Any, velocity: GuidedVelocity, solver: Solver, seeds: Tensor
 
 
 def trained_window(config: SamplerConfig, generator: torch.Generator) -> range:
-    """Steps that are stochastic and trained in one rollout.
-
-    Args:
-        config: window and fraction.
-        generator: places a window.
-
-    Returns:
-        Consecutive steps.
-    """
+    """Steps that are stochastic and trained in one rollout."""
     if not config.window:
         return trained_steps(config.steps, config.fraction)
     high = config.window_high or max(config.steps // 2, config.window_low + config.window)

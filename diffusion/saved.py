@@ -14,18 +14,6 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.saved_files import base_path, sort_header
 
-__all__ = [
-    "ADAPTER",
-    "BASE_FILE",
-    "copy_into",
-    "guarded",
-    "merged",
-    "read_adapter",
-    "read_base",
-    "read_transformer",
-    "save_adapter",
-]
-
 BASE_FILE = "base.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 ADAPTER = "default"

@@ -17,19 +17,6 @@ from torch import Tensor
 from diffusion.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.errors import UserError
 
-__all__ = [
-    "RANDOM_SOLVERS",
-    "SOLVERS",
-    "Solver",
-    "dynamic_shift",
-    "make_solver",
-    "sa_solver_grid",
-    "sde_window",
-    "shift_sigmas",
-    "sigma_grid",
-    "trained_steps",
-]
-
 Noise = torch.Generator | list[torch.Generator] | None
 """Source of noise: one for all rows, or one for each, so that how images are batched changes none of them."""
 
@@ -83,13 +70,6 @@ def sigma_grid(scheduler: Any, steps: int, image_tokens: int | None = None) -> T
 def dynamic_shift(scheduler: Any, image_tokens: int) -> float:
     """Return mu, the logarithm of the shift for an image size: a line through two sizes of the scheduler's config.
 
-    Args:
-        scheduler: with the config entries base_image_seq_len, max_image_seq_len, base_shift and max_shift.
-        image_tokens: tokens that the transformer sees of an image.
-
-    Returns:
-        mu.
-
     Source: diffusers pipelines/flux/pipeline_flux.py, calculate_shift.
     """
     config = scheduler.config
@@ -107,9 +87,6 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     Returns:
         The shape of `sigmas`.
 
-    Raises:
-        UserError: a shift that is not above 0.
-
     Source: Stable Diffusion 3, arXiv 2403.03206, eq. 23.
     """
     if shift <= 0:
@@ -126,9 +103,6 @@ def sa_solver_grid(sigmas: Tensor) -> Tensor:
     Returns:
         (S + 1,) with the first time 0.999 and the last before 0 half of the one before it.
 
-    Raises:
-        UserError: fewer than 2 steps.
-
     Source: scxue/advantage_weighted_matching, SA-Solver of the rollout (which changes the scheduler in place).
     """
     if len(sigmas) < 3:
@@ -140,19 +114,6 @@ def sa_solver_grid(sigmas: Tensor) -> Tensor:
 
 def sde_window(steps: int, size: int, low: int, high: int, generator: torch.Generator) -> range:
     """Draw the consecutive steps of a rollout that are random and trained; the others follow the ODE.
-
-    Args:
-        steps: S of the rollout.
-        size: steps in the window.
-        low: first step that it may contain.
-        high: end of the steps that it may contain, exclusive; at most S.
-        generator: source of the draw.
-
-    Returns:
-        The steps of the window; every place in low..high is equally likely.
-
-    Raises:
-        UserError: no place for the window.
 
     Source: Flow-GRPO-Fast, yifan123/flow_grpo scripts/train_sd3_fast.py (low 0, high S // 2).
     """
@@ -170,16 +131,6 @@ def trained_steps(steps: int, fraction: float = 0.99) -> range:
     """Return the steps that an update trains on, the first int(fraction * S).
 
     The default leaves out the last step alone, whose Gaussian is so narrow that its log-ratio is mostly rounding.
-
-    Args:
-        steps: S of the rollout.
-        fraction: 0..1.
-
-    Returns:
-        The steps.
-
-    Raises:
-        UserError: nothing would be trained.
 
     Source: yifan123/flow_grpo config/grpo.py, train.timestep_fraction.
     """
@@ -210,10 +161,6 @@ class Solver(ABC):
 
         Returns:
             (B, C, H, W) in the dtype of `latents`; computed in float32.
-
-        Raises:
-            ValueError: steps out of order.
-            UserError: noise without a generator.
         """
 
 

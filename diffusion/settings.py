@@ -15,8 +15,6 @@ from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig, TrainerConfig
 
-__all__ = ["SCORES", "DiffusionConfig", "image_trainer"]
-
 COMBINATIONS = ("sum", "gdpo")
 SCORES = ("kl_ref",)
 """What an image policy scores beside log-probabilities: the divergence of two Gaussians, or a velocity distance."""

@@ -13,8 +13,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.distributed import global_advantages, merge_lists
 
-__all__ = ["SHAPINGS", "RewardShaping", "ShapingConfig"]
-
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
 Z_LIMIT = 3.0
 
@@ -40,12 +38,7 @@ class ShapingConfig:
 
 
 class RewardShaping:
-    """Turns the rewards of a step into returns and keeps their running mean and deviation.
-
-    Args:
-        config: the kind and its numbers.
-        objective: its advantage estimator serves `group_z`.
-    """
+    """Turns the rewards of a step into returns and keeps their running mean and deviation."""
 
     def __init__(self, config: ShapingConfig, objective: Objective) -> None:
         self.config = config

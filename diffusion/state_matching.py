@@ -41,8 +41,6 @@ from diffusion.sampler import SamplerConfig, group_seeds, sample_states, text_of
 from diffusion.velocity_matching import NoisyVersions, TimestepConfig, draw_times
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["StateMatching", "check_states", "towards"]
-
 FIRST_STEP = {"discrete": 0, "discrete_wo_init": 1, "discrete_with_init": 0}
 """Kinds of time that are times of the sampler, and the first step that each can draw."""
 

@@ -21,8 +21,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["States", "explained_by_time", "make_critic", "state_values", "train_critic"]
-
 
 class States(NamedTuple):
     """The states of some rollouts whose mask is 1."""
@@ -38,14 +36,7 @@ class States(NamedTuple):
 def make_critic(
     policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], config: CriticConfig, seed: int
 ) -> CriticTrainer:
-    """A critic for the latents and the pooled text of a policy; the global generator is left alone.
-
-    Args:
-        policy: gives the sizes and the device.
-        tasks: at least one task, for the width of its text.
-        config: size and training.
-        seed: of the run.
-    """
+    """A critic for the latents and the pooled text of a policy; the global generator is left alone."""
     pooled = text_of(policy, tasks[:1], torch.zeros(1, dtype=torch.int64)).pooled.shape[1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "critic"))

@@ -28,22 +28,6 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = [
-    "KERNELS",
-    "STEPS",
-    "CpsStep",
-    "DanceSdeStep",
-    "DdimStep",
-    "FlowSdeStep",
-    "OdeStep",
-    "StepKernel",
-    "StepResult",
-    "flow_grpo_head_kl",
-    "gaussian_kl",
-    "guard_log_ratio",
-    "sample_step",
-]
-
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -76,9 +60,6 @@ class StepKernel(ABC):
 
         Returns:
             mean (B, C, H, W) and std (B,), float32.
-
-        Raises:
-            ValueError: shapes that do not fit.
 
         Gradient: through velocity and latents.
         """

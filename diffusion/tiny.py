@@ -17,8 +17,6 @@ from mmrl.fields import bounded, check_config
 from mmrl.files import replaced
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
-__all__ = ["TinyFluxSizes", "TinySd3Sizes", "build_tiny_flux", "build_tiny_sd3"]
-
 PIXELS_PER_LATENT_DOUBLING = 2
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["clip_text_model", "clip_tokenizer", "t5_text_model", "t5_tokenizer"]
-
 CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
 CLIP_WORD_END = "</w>"
 T5_PAD, T5_END, T5_UNKNOWN, T5_SPACE = "<pad>", "</s>", "<unk>", "▁"
@@ -21,19 +19,7 @@ T5_PAD, T5_END, T5_UNKNOWN, T5_SPACE = "<pad>", "</s>", "<unk>", "▁"
 def clip_text_model(
     tokenizer: Any, width: int, layers: int, heads: int, tokens: int, *, projection: int | None = None
 ) -> Any:
-    """Build a random CLIP text encoder.
-
-    Args:
-        tokenizer: its tokenizer.
-        width: width of a token.
-        layers: layers.
-        heads: attention heads, a divisor of width.
-        tokens: longest prompt in tokens.
-        projection: width of the pooled output; None is a model without projection, as FLUX has it.
-
-    Returns:
-        CLIPTextModelWithProjection, or CLIPTextModel without a projection, in evaluation mode.
-    """
+    """Build a random CLIP text encoder."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
@@ -54,17 +40,7 @@ def clip_text_model(
 
 
 def t5_text_model(tokenizer: Any, width: int, layers: int, heads: int) -> Any:
-    """Build a random T5 encoder.
-
-    Args:
-        tokenizer: its tokenizer.
-        width: width of a token, a multiple of heads.
-        layers: layers.
-        heads: attention heads.
-
-    Returns:
-        T5EncoderModel in evaluation mode.
-    """
+    """Build a random T5 encoder."""
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(
@@ -94,19 +70,7 @@ def _spread_embeddings(model: Any) -> None:
 
 
 def clip_tokenizer(corpus: Sequence[str], vocab_size: int, max_tokens: int) -> Any:
-    """Train a CLIP tokenizer: byte-level BPE with an end-of-word mark, start and end tokens last.
-
-    Args:
-        corpus: texts to learn merges from.
-        vocab_size: most tokens; 514 of them are the bytes inside and at the end of a word, start and end.
-        max_tokens: longest prompt in tokens, start and end counted.
-
-    Returns:
-        A CLIPTokenizer that pads with its end token.
-
-    Raises:
-        UserError: the vocabulary is too small for the bytes.
-    """
+    """Train a CLIP tokenizer: byte-level BPE with an end-of-word mark, start and end tokens last."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
@@ -131,13 +95,6 @@ def learn_merges(words: Mapping[str, int], most: int) -> list[tuple[str, str]]:
 
     The trainer of the tokenizers library numbers end-of-word symbols in the order of a hash table, differently in
     every process.
-
-    Args:
-        words: how often each word occurs, one character a byte.
-        most: merges at most.
-
-    Returns:
-        Pairs in the order in which they were learnt.
     """
     spelled = {word: [*word[:-1], word[-1] + CLIP_WORD_END] for word in sorted(words)}
     merges: list[tuple[str, str]] = []
@@ -165,15 +122,7 @@ def _joined(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def t5_tokenizer(corpus: Sequence[str], vocab_size: int) -> Any:
-    """Count a T5 tokenizer: a unigram model of the corpus's words, and its characters for all other words.
-
-    Args:
-        corpus: texts whose words are counted.
-        vocab_size: most tokens.
-
-    Returns:
-        A T5Tokenizer without sentinels.
-    """
+    """Count a T5 tokenizer: a unigram model of the corpus's words, and its characters for all other words."""
     from transformers import T5Tokenizer
 
     counts = Counter(word for text in corpus for word in re.findall(r"\S+", text))

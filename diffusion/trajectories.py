@@ -40,8 +40,6 @@ from mmrl.errors import UserError
 from mmrl.fields import choice
 from mmrl.training.loop.reference import Reference
 
-__all__ = ["KL_FORMS", "StepConfig", "StepScores", "TrainedSteps", "Trajectories", "check_trajectories"]
-
 KL_FORMS = ("exact", "flow_grpo_head", "velocity")
 
 
@@ -104,15 +102,7 @@ class StepScores:
 
 
 class Trajectories:
-    """Draws denoising trajectories and evaluates their trained steps again.
-
-    Args:
-        policy: gives embeddings, grid and precision; the model that is evaluated is an argument of each method.
-        sampler: steps, transition kernel and guidance.
-        step: evaluation in the update.
-        mixed_precision: `trainer.mixed_precision` of the run.
-        keep_mean: whether rollouts keep the transitions' means under the sampling policy.
-    """
+    """Draws denoising trajectories and evaluates their trained steps again."""
 
     def __init__(
         self,
@@ -142,17 +132,7 @@ class Trajectories:
     def draw(
         self, policy: DiffusionPolicy, tasks: Sequence[DiffusionTask], group_size: int, generator: torch.Generator
     ) -> Rollouts:
-        """Denoise G images of each task with stochastic steps inside the window.
-
-        Args:
-            policy: the policy that samples.
-            tasks: N prompts.
-            group_size: G images of each.
-            generator: places the window, seeds the noise and draws the steps that are trained.
-
-        Returns:
-            B = N * G rows with T decisions, without images and rewards.
-        """
+        """Denoise G images of each task with stochastic steps inside the window."""
         group = torch.arange(len(tasks)).repeat_interleave(group_size)
         window = trained_window(self.sampler, generator)
         seeds = group_seeds(len(tasks), group_size, generator, same_noise=self.sampler.same_noise)
@@ -180,10 +160,6 @@ class Trajectories:
     def evaluate(self, model: Any, rollouts: Rollouts) -> StepScores:
         """Evaluate a model on the trained steps of some rows; steps with mask 0 cost nothing.
 
-        Args:
-            model: the policy, a wrapper of it, or the reference.
-            rollouts: rows of `draw`.
-
         Gradient: through velocity, mean and log-density; see `StepConfig.detach_negative`.
         """
         steps = self.trained_steps(rollouts)
@@ -197,10 +173,6 @@ class Trajectories:
 
     def kl(self, scores: StepScores, reference: Reference | None) -> Tensor | None:
         """Divergence (B, T) of the policy's steps from those of the reference, in the form of `StepConfig.kl_form`.
-
-        Args:
-            scores: the policy's steps.
-            reference: None where the loss has no such term.
 
         Returns:
             float32, 0 where a step is not trained; None without a reference.

@@ -27,8 +27,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.reference import Reference
 
-__all__ = ["MatchedSamples", "Matching", "NoisyVersions", "TimestepConfig", "VelocityMatching", "draw_times"]
-
 SHARING = ("batch", "group", "image")
 
 
@@ -128,11 +126,7 @@ class Matching:
 
 
 class VelocityMatching(ABC):
-    """Evaluates models on noisy versions of samples; a subclass says what the samples are and how models are called.
-
-    Args:
-        timesteps: the noisy versions.
-    """
+    """Evaluates models on noisy versions of samples; a subclass says what the samples are and how models are called."""
 
     def __init__(self, timesteps: TimestepConfig) -> None:
         self.timesteps = timesteps
@@ -143,13 +137,7 @@ class VelocityMatching(ABC):
 
     @abstractmethod
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
-        """Velocity (M, ...) of a model on noisy rows.
-
-        Args:
-            model: the policy, a wrapper of it, or another model of the same kind.
-            rollouts: the samples that the rows are versions of; what they were made for is read.
-            noisy: M rows.
-        """
+        """Velocity (M, ...) of a model on noisy rows."""
 
     def noisy(self, rollouts: Rollouts) -> NoisyVersions:
         """Mix the noisy versions whose mask is 1, row by row."""

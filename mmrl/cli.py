@@ -24,8 +24,6 @@ from mmrl.streams import lasting_streams
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["COMMANDS", "main"]
-
 DISTRIBUTION = "mmrl-suite"
 LONGEST_LINE = 4000
 QUIET_ENVIRONMENT = {
@@ -40,14 +38,7 @@ QUIET_ENVIRONMENT = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments after the program's name; those of the process when None.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command."""
     with lasting_streams():
         return _run(list(sys.argv[1:] if argv is None else argv))
 

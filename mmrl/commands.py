@@ -18,8 +18,6 @@ from typing import NamedTuple, TextIO
 
 from mmrl.errors import UserError, require_packages
 
-__all__ = ["COMMANDS", "Command", "is_first_process", "say"]
-
 BENCH_DIR = Path("runs/bench")
 DEMOS = {
     "vlm": ("mmrl.vlm.demo", "runs/demo"),

@@ -19,24 +19,11 @@ if TYPE_CHECKING:
 
     from mmrl.recipes import RecipeEntry
 
-__all__ = ["fill", "from_values", "load", "load_run", "save", "to_container"]
-
 ConfigT = TypeVar("ConfigT")
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEntry, Any]:
-    """Read a run's configuration with the schema of the recipe that it names.
-
-    Args:
-        path: YAML file with a `recipe:` key; an `extends:` key names a file (relative to this one) to start from.
-        overrides: dotted assignments such as `trainer.steps=10`, applied last.
-
-    Returns:
-        The recipe's table entry and the filled dataclass instance.
-
-    Raises:
-        UserError: missing file, unknown recipe, unknown key, wrong type, missing mandatory value.
-    """
+    """Read a run's configuration with the schema of the recipe that it names."""
     from omegaconf.errors import OmegaConfBaseException
 
     from mmrl.recipes import find_recipe
@@ -53,54 +40,18 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEnt
 
 
 def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a YAML file into an instance of a dataclass.
-
-    Args:
-        path: YAML file; an `extends:` key names a file (relative to this one) to start from.
-        schema: dataclass that holds the allowed keys, their types and defaults.
-        overrides: dotted assignments such as `a.b=c`, applied last.
-
-    Returns:
-        The filled instance.
-
-    Raises:
-        UserError: missing file, bad YAML, unknown key (with a suggestion), wrong type, missing mandatory value.
-    """
+    """Read a YAML file into an instance of a dataclass."""
     filled: ConfigT = _fill(schema, _merge_sources(Path(path), overrides), where=str(path))
     return filled
 
 
 def fill(defaults: Any, overrides: Sequence[str], where: str) -> Any:
-    """Apply dotted overrides to a dataclass or to an instance of one, without a file.
-
-    Args:
-        defaults: the dataclass, or an instance whose values are the defaults.
-        overrides: assignments such as `a.b=c`.
-        where: what the values are for, named in errors.
-
-    Returns:
-        The filled instance.
-
-    Raises:
-        UserError: unknown key (with a suggestion), wrong type, value out of bounds.
-    """
+    """Apply dotted overrides to a dataclass or to an instance of one, without a file."""
     return _fill(defaults, _with_overrides({}, overrides), where)
 
 
 def from_values(schema: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
-    """Make a dataclass from a dictionary, with the checks of a file.
-
-    Args:
-        schema: the dataclass.
-        values: its fields, those of its parts in dictionaries of their own; what is missing has its default.
-        where: what the values are for, named in errors.
-
-    Returns:
-        The filled instance.
-
-    Raises:
-        UserError: unknown key (with a suggestion), wrong type, value out of bounds.
-    """
+    """Make a dataclass from a dictionary, with the checks of a file."""
     from omegaconf import OmegaConf
 
     filled: ConfigT = _fill(schema, OmegaConf.create(dict(values)), where)

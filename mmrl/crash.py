@@ -10,22 +10,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["describe_crash"]
-
 LONGEST_MESSAGE = 300
 
 
 def describe_crash(error: Exception, arguments: Sequence[str], run_dir: Path | None) -> str:
-    """Write the traceback of an unexpected exception to a file.
-
-    Args:
-        error: the exception.
-        arguments: those of the command.
-        run_dir: folder of the run; where there is none the file goes to the working folder, else to the temporary one.
-
-    Returns:
-        Type and message of the exception and the file's path, in one line.
-    """
+    """Write the traceback of an unexpected exception to a file."""
     command = shlex.join(["mmrl", *arguments])
     text = f"{command}\n\n{''.join(traceback.format_exception(error))}"
     name = f"mmrl-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"

@@ -26,8 +26,6 @@ from mmrl.listings import LISTINGS
 from mmrl.options import Option, options_of, select_options
 from mmrl.recipes import find_recipe
 
-__all__ = ["main", "markdown", "refreshed"]
-
 PROJECT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(?P<head><!-- generated: (?P<name>[^>]*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
@@ -56,11 +54,7 @@ def stale_files(project: Path) -> Iterable[tuple[Path, str]]:
 
 
 def refreshed(text: str, where: str = "document") -> str:
-    """Replace what stands between the marks of a document.
-
-    Raises:
-        UserError: A mark names no table, or has no end.
-    """
+    """Replace what stands between the marks of a document."""
     opened, closed = text.count("<!-- generated:"), len(MARKED.findall(text))
     if opened != closed:
         raise UserError(f"{where}: {opened} marks `<!-- generated: NAME -->`, but {closed} have an `<!-- end -->`")
@@ -68,11 +62,7 @@ def refreshed(text: str, where: str = "document") -> str:
 
 
 def markdown(name: str) -> str:
-    """Write a table: recipes, objectives, preferences, rewards, image_rewards, blocks PART, or options RECIPE [PREFIX].
-
-    Raises:
-        UserError: There is no such table, recipe or option.
-    """
+    """Write the table of a name: recipes, objectives, rewards, blocks PART, options RECIPE [PREFIX] and so on."""
     kind, *arguments = name.split()
     if kind not in TABLES:
         close = difflib.get_close_matches(kind, TABLES, n=1)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-__all__ = ["ConfigError", "RunError", "RunStopped", "UserError", "require_packages"]
-
 
 class UserError(Exception):
     """A mistake in a command, configuration or input; the message names the culprit and what is allowed."""
@@ -19,13 +17,7 @@ class RunError(Exception):
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the signal asked for
-    """A run that ended because a signal asked for it.
-
-    Args:
-        signum: the signal.
-        message: what was saved.
-        resumable: whether there is a checkpoint to go on from.
-    """
+    """A run that ended because a signal asked for it."""
 
     def __init__(self, signum: int, message: str, *, resumable: bool = True) -> None:
         super().__init__(message)
@@ -34,16 +26,7 @@ class RunStopped(Exception):  # noqa: N818 - not an error: the run did what the 
 
 
 def require_packages(what: str, names: Sequence[str], extra: str) -> None:
-    """Check that packages of an extra are installed, before anything is begun.
-
-    Args:
-        what: what needs them, such as "serving".
-        names: of the modules.
-        extra: of this suite, which installs them.
-
-    Raises:
-        UserError: some are missing; names them and the command that installs them.
-    """
+    """Check that packages of an extra are installed, before anything is begun."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UserError(f"{what} needs {' and '.join(missing)}, not installed here: pip install 'mmrl-suite[{extra}]'")

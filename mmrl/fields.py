@@ -24,20 +24,6 @@ from typing import Any, TypedDict, Unpack
 from mmrl.errors import ConfigError
 from mmrl.values import value_problems
 
-__all__ = [
-    "Bounds",
-    "Kinds",
-    "bounded",
-    "bounds_of",
-    "by_kind",
-    "check_config",
-    "check_fields",
-    "choice",
-    "field_problems",
-    "kinds_of",
-    "parts_of",
-]
-
 FUNCTION = "module:function"
 
 
@@ -189,12 +175,7 @@ def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
 
 
 def field_problems(config: Any, where: str = "") -> Iterator[str]:
-    """Yield one line for each value outside its field's type or bounds, in dataclasses, their lists and dictionaries.
-
-    Args:
-        config: A dataclass instance.
-        where: Dotted key of the instance; empty for the root.
-    """
+    """Yield one line for each value outside its field's type or bounds, nested dataclasses included."""
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
         key = f"{where}.{item.name}" if where else item.name
@@ -210,11 +191,7 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
 
 
 def check_fields(config: Any, where: str = "") -> None:
-    """Refuse the first value outside its field's bounds; see `field_problems`.
-
-    Raises:
-        ConfigError: The message names the key, the value and what is allowed.
-    """
+    """Refuse the first value outside its field's bounds; see `field_problems`."""
     for problem in field_problems(config, where):
         raise ConfigError(problem)
 
@@ -228,12 +205,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def check_config(config: Any, where: str = "") -> None:
-    """Check a dataclass by all that it declares: bounds of fields, then `validate` of its parts and its own.
-
-    Raises:
-        ConfigError: A value is outside its field's bounds.
-        ValueError, UserError: Fields do not fit together, as `validate` says.
-    """
+    """Check a dataclass by all that it declares: bounds of fields, then `validate` of its parts and its own."""
     check_fields(config, where)
     for part in (*parts_of(config), config):
         if hasattr(part, "validate"):

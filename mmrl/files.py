@@ -13,9 +13,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["expanded", "is_file", "read_json_object", "remove_drafts", "replaced", "write_atomically"]
-
-
 DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
 """Names that `replaced` writes to, with the number of the process."""
 LARGEST_JSON = 64 * 2**20
@@ -23,11 +20,7 @@ LARGEST_JSON = 64 * 2**20
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file of settings that somebody may have changed.
-
-    Raises:
-        UserError: it is missing, no JSON object, or larger than settings are.
-    """
+    """Read a file of settings that somebody may have changed."""
     if not is_file(path):
         raise UserError(f"there is no file {path}")
     try:
@@ -44,16 +37,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Put a file or folder in place at once, so that a reader or a kill never sees half of it.
-
-    Args:
-        path: what is to be there; its folder is made where it is missing. A file is replaced; in a folder that is there
-            already every file of the new one is, and others stay.
-
-    Yields:
-        A name beside it to write to, of this process alone and with the same ending; renamed where the body ends, else
-        removed.
-    """
+    """Put a file or folder in place at once, so that a reader or a kill never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem[:200]}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
     _remove(draft)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     pass
 
-__all__ = ["LISTINGS", "Row"]
-
 
 class Row(NamedTuple):
     """One entry of a list."""

@@ -20,8 +20,6 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.fields import Kinds, bounds_of, kinds_of
 
-__all__ = ["Option", "options_of", "select_options"]
-
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
 
@@ -63,25 +61,14 @@ class Option:
 
 
 def options_of(defaults: Any) -> list[Option]:
-    """List every option of a configuration, parts before what they hold.
-
-    Args:
-        defaults: The configuration's dataclass, or an instance of it whose values are the defaults.
-
-    Returns:
-        The options in the order of the source; those of a base class come first.
-    """
+    """List every option of a configuration, parts before what they hold."""
     if isinstance(defaults, type):
         return list(_walk(defaults, None, ""))
     return list(_walk(type(defaults), defaults, ""))
 
 
 def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
-    """Pick the options at or below a dotted key.
-
-    Raises:
-        UserError: There is none; the message has a suggestion.
-    """
+    """Pick the options at or below a dotted key."""
     inside = (f"{prefix}.", f"{prefix}[")
     chosen = [option for option in options if option.key == prefix or option.key.startswith(inside)]
     if chosen:

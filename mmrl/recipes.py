@@ -10,8 +10,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["EVALUATIONS", "RECIPES", "RecipeEntry", "find_recipe"]
-
 
 @dataclass(frozen=True)
 class RecipeEntry:
@@ -58,18 +56,7 @@ class RecipeEntry:
 
 
 def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
-    """Look a recipe up by its name or by `module:RecipeClass:ConfigClass`.
-
-    Args:
-        name: key of `RECIPES` or `EVALUATIONS`, or a user's own classes.
-        where: what to name in the error.
-
-    Returns:
-        The entry.
-
-    Raises:
-        UserError: the name is unknown; the message lists what exists.
-    """
+    """Look a recipe up by its name or by `module:RecipeClass:ConfigClass`."""
     found = RECIPES.get(name) or EVALUATIONS.get(name)
     if found is not None:
         return found

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-__all__ = ["lasting_streams"]
-
 
 class _Lasting:
     """A text stream that drops what cannot be written, as on a full disk; a closed pipe is still an error."""

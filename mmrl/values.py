@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["is_text", "value_problems"]
-
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit neither tensors nor files."""
 PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (Real,), str: (str, os.PathLike)}
@@ -23,13 +21,7 @@ def is_text(value: str) -> bool:
 
 
 def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
-    """Yield one line for each part of a value that its annotation does not allow or that nothing can use.
-
-    Args:
-        key: Dotted key, for messages.
-        hint: Annotation of the field.
-        value: Its value; entries of lists and dictionaries are looked at, dataclasses are not.
-    """
+    """Yield one line for each part of a value that its annotation does not allow or that nothing can use."""
     if isinstance(value, str) and not is_text(value):
         yield f"{key} is {value!r}; a text may hold no NUL and no half of a surrogate pair"
     elif isinstance(value, int) and not -LARGEST - 1 <= value <= LARGEST:

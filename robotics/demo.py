@@ -10,8 +10,6 @@ from mmrl.errors import UserError
 from mmrl.training.report.page import write_report
 from mmrl.training.stages import finish_run, last_model, read_result
 
-__all__ = ["run"]
-
 CONFIGS = Path("configs/robotics")
 SPLIT = "held_out"
 TASKS = ("reach", "push")

@@ -15,18 +15,9 @@ from diffusion.forward_process import stack_timesteps
 from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
 from mmrl.bench.measure import Stopwatch, repeat
 
-__all__ = ["cost_arm", "encode_arm", "guidance_arm", "rollout_arm", "stack_arm"]
-
 
 def rollout_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Sample the latents of one group with guidance.
-
-    Args:
-        options: model, way (row of `ROLLOUTS`), images, image_batch, steps, scale, text_tokens, result (file).
-
-    Returns:
-        Measurements; the latents are in the file.
-    """
+    """Sample the latents of one group with guidance."""
     pipeline = open_pipeline(options)
     counted, start = RowCount(pipeline), noise(pipeline, options["images"])
     drawn: dict[str, Tensor] = {}
@@ -93,14 +84,7 @@ def _rollout_shared(pipeline: Any, start: Tensor, options: dict[str, Any], watch
 
 
 def encode_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Embed the prompts of a step: some prompts, each for a whole group.
-
-    Args:
-        options: model, way ("each image" or "each prompt"), prompts, images (of each), image_batch, text_tokens.
-
-    Returns:
-        Measurements.
-    """
+    """Embed the prompts of a step: some prompts, each for a whole group."""
     pipeline = open_pipeline(options)
     counted = RowCount(pipeline)
     prompts = [f"{PROMPT} {number}" for number in range(options["prompts"])]
@@ -124,16 +108,7 @@ def encode_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def guidance_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate the guided velocity of a batch, or of each of its images alone.
-
-    Args:
-        options: model, rows, calls (evaluations), scale, text_tokens, result (file), and which way: together (both
-            halves in one call), alone (one image a call), train (forward and backward pass), detach ("no", "after"
-            the batched call, "before": no graph for the negative half).
-
-    Returns:
-        Measurements; the velocity, or the gradient, is in the file.
-    """
+    """Evaluate the guided velocity of a batch, or of each of its images alone."""
     pipeline = open_pipeline(options)
     counted, latents = RowCount(pipeline), noise(pipeline, options["rows"])
     cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
@@ -173,14 +148,7 @@ def _with_negative_detached(model: Sd3Transformer, *inputs: Tensor) -> Tensor:
 
 
 def stack_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Forward and backward pass of the matching loss of a few images, K draws of time and noise for each.
-
-    Args:
-        options: model, way ("stacked" or "each draw"), rows (images), draws, text_tokens, result (file).
-
-    Returns:
-        Measurements; the gradient is in the file.
-    """
+    """Forward and backward pass of the matching loss of a few images, K draws of time and noise for each."""
     pipeline = open_pipeline(options)
     counted, images, draws = RowCount(pipeline), noise(pipeline, options["rows"]), options["draws"]
     text = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"]).rows([PROMPT], samples=len(images))
@@ -202,15 +170,7 @@ def stack_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def cost_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Count the operations of one row: transformer forward, forward and backward, and text encoders.
-
-    Args:
-        options: model, text_tokens.
-
-    Returns:
-        Counts forward_flops, train_flops, text_flops and transformer_parameters; `other_prompt` is how far another
-        prompt moves the velocity, and `size` the largest velocity.
-    """
+    """Count the operations of one row: transformer forward, forward and backward, and text encoders."""
     pipeline = open_pipeline(options)
     cache = PromptEmbeddings(pipeline, max_sequence_length=options["text_tokens"])
     latents, sigma = noise(pipeline, 1), torch.tensor(0.5)

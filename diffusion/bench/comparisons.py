@@ -16,8 +16,6 @@ from diffusion.bench.long_run import long_run
 from mmrl.bench.harness import Arm, BenchOptions, check, comparison, progress, ratio, run_arms
 from mmrl.errors import UserError
 
-__all__ = ["NAMES", "compare"]
-
 ARMS = "diffusion.bench.arms"
 RECIPE_ARMS = "diffusion.bench.recipes"
 ON_RECIPES = ("recipe_arm", "step_arm")
@@ -137,9 +135,6 @@ class _Work:
             limit: largest allowed difference, or with `above` the smallest.
             relative: the norm of the difference over that of the first result in place of the largest difference.
             above: whether they must differ by so much.
-
-        Returns:
-            Result of `check`.
         """
         import torch
 

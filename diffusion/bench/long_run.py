@@ -8,8 +8,6 @@ from typing import Any
 from mmrl.bench.harness import BenchOptions
 from mmrl.bench.long_run import LongRun, compare_long_run
 
-__all__ = ["images_run", "long_run"]
-
 
 def long_run(options: BenchOptions) -> dict[str, Any]:
     """Run the comparison of this room."""

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
-__all__ = ["OTHER_PROMPT", "PROMPT", "RowCount", "noise", "open_pipeline", "sigma_grid"]
-
 PROMPT = "a red circle and a blue square"
 OTHER_PROMPT = "three green triangles"
 
@@ -42,14 +40,7 @@ class RowCount:
 
 
 def open_pipeline(options: dict[str, Any]) -> Any:
-    """Load the benchmark's pipeline with frozen text encoders.
-
-    Args:
-        options: model (folder), device.
-
-    Returns:
-        StableDiffusion3Pipeline.
-    """
+    """Load the benchmark's pipeline with frozen text encoders."""
     ensure_torchvision()
     from diffusers import StableDiffusion3Pipeline
     from diffusers.utils import logging

@@ -16,8 +16,6 @@ from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
 from mmrl.bench.measure import Stopwatch, repeat
 from mmrl.hub.compat import ensure_torchvision
 
-__all__ = ["recipe_arm", "step_arm"]
-
 TRAINED_STEPS = {"flow-grpo": 9, "flow-grpo-fast": 2}
 """Steps of the rollout that are trained: 0.99 of 10, and the window of the fast variant."""
 AWM_STEPS, AWM_DRAWS = 14, 6
@@ -25,14 +23,7 @@ AWM_STEPS, AWM_DRAWS = 14, 6
 
 
 def recipe_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """The transformer passes of one epoch of a published recipe, on a few images of one prompt.
-
-    Args:
-        options: model, way (row of `RECIPES`), rows (images), steps, scale, text_tokens.
-
-    Returns:
-        Measurements.
-    """
+    """The transformer passes of one epoch of a published recipe, on a few images of one prompt."""
     pipeline = open_pipeline(options)
     counted, start = RowCount(pipeline), noise(pipeline, options["rows"])
     passes = RECIPES[options["way"]]
@@ -78,15 +69,7 @@ def _matching_passes(pipeline: Any, start: Tensor, options: dict[str, Any], watc
 
 
 def step_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Whole steps of a recipe in the suite's own loop: images of two prompts, reward, advantages, updates with LoRA.
-
-    Args:
-        options: model (folder), way (name of a recipe), images (an even number), micro_batch, steps (of the solver;
-            0: the recipe's), folder (to write to), device.
-
-    Returns:
-        Measurements, rows that the transformer evaluated for an image, and parameters of the transformer.
-    """
+    """Whole steps of a recipe in the suite's own loop: images of two prompts, reward, advantages, updates with LoRA."""
     from mmrl.recipes import RECIPES
     from mmrl.training.loop.distributed import make_accelerator
     from mmrl.training.loop.trainer import Trainer

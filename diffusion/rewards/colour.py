@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from diffusion.rewards.geneval import metadata_rows
 from diffusion.shapes.captions import COLOURS, RELATIONS
 
-__all__ = ["caption_colour", "caption_position"]
-
 LARGEST_DISTANCE = 255.0 * math.sqrt(3.0)
 FAINT = 1e-3
 """Weight spread evenly over the picture, so that a colour that is absent lies in the middle."""
@@ -33,10 +31,6 @@ def caption_colour(
         prompts: B captions; their words are searched for colours where there is no metadata.
         completions: B pictures (H, W, 3) uint8.
         metadata: B descriptions in GenEval's layout.
-
-    Returns:
-        B numbers from 0 to 1, distances measured in RGB and 1 apart from black to white; None where no colour is
-        asked for.
     """
     rows = metadata or [None] * len(prompts)
     return [
@@ -58,13 +52,6 @@ def caption_position(
         prompts: B captions; read where there is no metadata.
         completions: B pictures (H, W, 3) uint8.
         metadata: B descriptions in GenEval's layout.
-
-    Returns:
-        B numbers from -1 to 1, in sides of the picture, positive where the relation holds; None where the caption
-        has no relation.
-
-    Raises:
-        UserError: no metadata and a prompt that is not a caption of shapes.
     """
     rewards: list[float | None] = []
     for image, row in zip(completions, metadata_rows(prompts, metadata), strict=True):

@@ -17,8 +17,6 @@ from PIL import Image
 
 from mmrl.errors import UserError
 
-__all__ = ["class_log_prob", "class_prob", "class_prob_judge", "digit_scans"]
-
 SIDE_PX = 8
 INK = 16.0
 """Brightest value of a scan."""
@@ -41,12 +39,6 @@ def class_prob(
         prompts: B captions; the only digit in it counts where there is no metadata.
         completions: B pictures (H, W, 3) uint8 of any size, white ink on black as in the scans.
         metadata: B times {"label": digit}.
-
-    Returns:
-        B numbers from 0 to 1.
-
-    Raises:
-        UserError: a row without metadata whose prompt has not one digit, or scikit-learn is not installed.
     """
     return _probabilities("reward", prompts, completions, metadata)
 
@@ -79,14 +71,8 @@ def class_prob_judge(
 def digit_scans(half: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Load one half of the scans.
 
-    Args:
-        half: "reward" or "judge", which are disjoint.
-
     Returns:
         Scans (N, 64), 0..1, and their digits (N,).
-
-    Raises:
-        UserError: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from diffusion.shapes import Detection, detect, parse_caption, relative_position
 from mmrl.errors import UserError
 
-__all__ = ["Verdict", "judge_scene", "metadata_rows", "shapes_geneval", "shapes_geneval_strict"]
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -53,9 +51,6 @@ def shapes_geneval(
         strict: 1 for an entirely right picture and otherwise 0, instead of the mean of the parts.
         compat: give a wrong relation 0.5 instead of 0, as the published reward does by adding a second part of 1.
 
-    Returns:
-        B numbers from 0 to 1.
-
     Raises:
         UserError: no metadata and a prompt that is not a caption of shapes.
         ValueError: a picture of another shape or type.
@@ -83,20 +78,7 @@ def shapes_geneval_strict(
 
 
 def judge_scene(found: Sequence[Detection], include: Sequence[Mapping[str, Any]], *, compat: bool = False) -> Verdict:
-    """Compare what was found with what was asked for.
-
-    Args:
-        found: objects of the picture.
-        include: GenEval's list: class, count, and perhaps color and position (relation, index of the other entry).
-        compat: see `shapes_geneval`.
-
-    Returns:
-        Parts: for each entry its count, its colour and its relation, the latter two 0 when the count is wrong; last
-        the share of asked-for objects among all.
-
-    Raises:
-        ValueError: a relation refers to an entry that does not come before it.
-    """
+    """Compare what was found with what was asked for."""
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
     for wanted in include:
@@ -114,18 +96,7 @@ def judge_scene(found: Sequence[Detection], include: Sequence[Mapping[str, Any]]
 def metadata_rows(
     prompts: Sequence[str], metadata: Sequence[Mapping[str, Any] | None] | None
 ) -> list[Mapping[str, Any]]:
-    """Take each row's metadata, or read it from the prompt where there is none.
-
-    Args:
-        prompts: B captions.
-        metadata: B descriptions in GenEval's layout.
-
-    Returns:
-        B descriptions.
-
-    Raises:
-        UserError: a description without `include`, or none and a prompt that is not a caption of shapes.
-    """
+    """Take each row's metadata, or read it from the prompt where there is none."""
     given = [None] * len(prompts) if metadata is None else metadata
     rows = [parse_caption(prompt).metadata if row is None else row for prompt, row in zip(prompts, given, strict=True)]
     for row in rows:

@@ -13,8 +13,6 @@ from PIL import Image
 
 from mmrl.errors import UserError
 
-__all__ = ["image_reward"]
-
 WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
 
 
@@ -30,12 +28,6 @@ def image_reward(
         completions: B pictures (H, W, 3) uint8.
         path: folder with ImageReward.pt and med_config.json.
         device: where the model runs.
-
-    Returns:
-        B numbers without bounds, most of them between -2 and 2.
-
-    Raises:
-        UserError: there are no weights at the path, or the package ImageReward is not installed.
 
     Source: ImageReward, arXiv 2304.05977; THUDM/ImageReward.
     """

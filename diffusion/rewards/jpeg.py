@@ -12,8 +12,6 @@ from PIL import Image
 
 from mmrl.errors import UserError
 
-__all__ = ["jpeg_compressibility", "jpeg_incompressibility", "jpeg_kilobytes"]
-
 QUALITY = 95
 
 
@@ -23,9 +21,6 @@ def jpeg_incompressibility(prompts: Sequence[str], completions: Sequence[NDArray
     Args:
         prompts: B captions, not used.
         completions: B pictures (H, W, 3) uint8.
-
-    Returns:
-        B sizes in kB.
 
     Source: DDPO, arXiv 2305.13301; kvablack/ddpo-pytorch ddpo_pytorch/rewards.py.
     """
@@ -42,12 +37,6 @@ def jpeg_compressibility(
         completions: B pictures (H, W, 3) uint8.
         scale: "ddpo" for -kB, "flow_grpo" for -kB / 500.
 
-    Returns:
-        B numbers below 0.
-
-    Raises:
-        UserError: the scale does not exist.
-
     Source: as `jpeg_incompressibility`; the second scale is that of yifan123/flow_grpo flow_grpo/rewards.py.
     """
     if scale not in SCALES:
@@ -60,9 +49,6 @@ def jpeg_kilobytes(image: NDArray[np.uint8]) -> float:
 
     Args:
         image: RGB (H, W, 3) uint8.
-
-    Returns:
-        Thousands of bytes.
     """
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)

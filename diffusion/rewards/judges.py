@@ -23,8 +23,6 @@ from diffusion.shapes import COLOURS, SHAPES, Scene, ShapeGroup, all_scenes, ren
 from mmrl.errors import UserError
 from mmrl.files import read_json_object, replaced, write_atomically
 
-__all__ = ["LOOKS", "ShapesJudge", "shapes_judge", "wanted_counts"]
-
 LOOKS: tuple[tuple[str, str], ...] = tuple(itertools.product(COLOURS, SHAPES))
 """The 12 pairs of colour and shape, in the order of the network's answers."""
 COUNT_CLASSES = 4
@@ -66,12 +64,6 @@ class ShapesJudge:
             seed: seed of renders, weights and order.
             images: number of renders.
             size: side of a render in pixels.
-
-        Returns:
-            The judge.
-
-        Raises:
-            UserError: too few images for one minibatch.
         """
         if images < BATCH:
             raise UserError(f"images={images} must be at least {BATCH}")
@@ -106,9 +98,6 @@ class ShapesJudge:
         Args:
             images: B pictures (H, W, 3) uint8.
             metadatas: B descriptions in GenEval's layout.
-
-        Returns:
-            B numbers from 0 to 1: the product over the 12 looks.
         """
         if len(images) != len(metadatas):
             raise ValueError(f"there are {len(images)} pictures and {len(metadatas)} descriptions")
@@ -119,14 +108,7 @@ class ShapesJudge:
         return chosen.prod(-1).tolist()
 
     def save(self, folder: Path | str) -> Path:
-        """Write weights and settings to a folder.
-
-        Args:
-            folder: created with its parents.
-
-        Returns:
-            The folder.
-        """
+        """Write weights and settings to a folder."""
         from safetensors.torch import save_file
 
         folder = Path(folder)
@@ -137,17 +119,7 @@ class ShapesJudge:
 
     @classmethod
     def load(cls, folder: Path | str) -> ShapesJudge:
-        """Read a judge that was saved.
-
-        Args:
-            folder: where `save` wrote it.
-
-        Returns:
-            The judge.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Read a judge that was saved."""
         from safetensors.torch import load_file
 
         folder = Path(folder)
@@ -182,21 +154,12 @@ def shapes_judge(
         metadata: B descriptions in GenEval's layout.
         seed: seed of the training.
         images: number of renders to train on.
-
-    Returns:
-        B numbers from 0 to 1; see `ShapesJudge.score`.
-
-    Raises:
-        UserError: no metadata and a prompt that is not a caption of shapes.
     """
     return _kept_judge(path, seed, images).score(completions, metadata_rows(prompts, metadata))
 
 
 def wanted_counts(metadata: Mapping[str, Any]) -> Tensor:
     """Turn a description into the count class of each look.
-
-    Args:
-        metadata: description in GenEval's layout, every entry with a colour.
 
     Returns:
         Classes (12,) int64, 0 where nothing of the look was asked for.

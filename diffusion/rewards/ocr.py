@@ -15,8 +15,6 @@ from PIL import Image
 
 from mmrl.errors import UserError
 
-__all__ = ["edit_distance", "ocr", "quoted_text", "text_score"]
-
 MIN_SIDE_PX = 256
 """Smaller pictures are enlarged before they are read; tesseract wants letters of some 30 pixels."""
 
@@ -41,14 +39,6 @@ def ocr(
         layout: tesseract's page segmentation mode; 6 = one block of text, 7 = one line.
         timeout_s: seconds for one picture.
 
-    Returns:
-        B scores as of `text_score`; None where the prompt quotes nothing.
-
-    Raises:
-        UserError: the program is not installed.
-        RuntimeError: the program failed on a picture; that is no reward of 0.
-        TimeoutError: it took too long.
-
     Source: yifan123/flow_grpo flow_grpo/ocr.py, with another reader; a failure there scores 0.
     """
     found = shutil.which(program)
@@ -66,15 +56,7 @@ def ocr(
 
 
 def text_score(text: str, target: str) -> float:
-    """Score a text: 1 if it contains the target, otherwise 1 - edit distance over the target's length, at least 0.
-
-    Args:
-        text: what was read; case and white space do not matter.
-        target: what should be there.
-
-    Returns:
-        0 to 1.
-    """
+    """Score a text: 1 if it contains the target, otherwise 1 - edit distance over the target's length, at least 0."""
     text, target = _bare(text), _bare(target)
     if target in text:
         return 1.0
@@ -88,15 +70,7 @@ def quoted_text(prompt: str) -> str | None:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Count the insertions, deletions and substitutions that turn one text into the other.
-
-    Args:
-        one: a text.
-        other: a text.
-
-    Returns:
-        The least number, Levenshtein's distance.
-    """
+    """Count the insertions, deletions and substitutions that turn one text into the other."""
     previous = list(range(len(other) + 1))
     for row, character in enumerate(one, start=1):
         current = [row]

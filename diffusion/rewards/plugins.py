@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
-__all__ = ["aesthetic", "clip_score", "hpsv2", "pickscore"]
-
 PICKSCORE_SCALE = 26.0
 CLIP_SCALE = 100.0
 HPS_FILE, HPS_ARCHITECTURE = "HPS_v2.1_compressed.pt", "ViT-H-14"
@@ -48,12 +46,6 @@ def pickscore(
         path: folder of PickScore_v1, its CLIP processor beside it.
         device: where the model runs.
         batch: pictures at a time.
-
-    Returns:
-        B numbers, some 0.7 to 0.95 for ordinary pictures.
-
-    Raises:
-        UserError: there are no weights at the path.
 
     Source: Pick-a-Pic, arXiv 2305.01569; scaled as in yifan123/flow_grpo flow_grpo/pickscore_scorer.py.
     """
@@ -97,12 +89,6 @@ def hpsv2(
         device: where the model runs.
         batch: pictures at a time.
 
-    Returns:
-        B numbers, some 0.2 to 0.35 for ordinary pictures.
-
-    Raises:
-        UserError: there are no weights at the path, or open_clip is needed and not installed.
-
     Source: HPS v2, arXiv 2306.09341; tgxs002/HPSv2 hpsv2/img_score.py.
     """
     released = (Path(path) / HPS_FILE).is_file()
@@ -133,12 +119,6 @@ def aesthetic(
         head: file of the network's weights; None looks for one of `HEAD_FILES` in the folder.
         device: where the model runs.
         batch: pictures at a time.
-
-    Returns:
-        B numbers, some 1 to 10.
-
-    Raises:
-        UserError: there are no weights at the path, or the head does not fit the model.
 
     Source: christophschuhmann/improved-aesthetic-predictor; kvablack/ddpo-pytorch ddpo_pytorch/aesthetic_scorer.py.
     """

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from mmrl.errors import UserError
 from mmrl.hub.chat_endpoint import ask_chat, check_url
 
-__all__ = ["read_score", "unified_reward"]
-
 HIGHEST = 5.0
 MAX_TOKENS = 512
 QUESTION = (
@@ -44,14 +42,6 @@ def unified_reward(
         question: what the model is asked; {prompt} stands for the caption.
         timeout_s: seconds for one exchange, from the connection to the last byte of the answer.
 
-    Returns:
-        B numbers from 0 to 1, the score over 5.
-
-    Raises:
-        UserError: the address is not http or https, or the question has no {prompt}.
-        RuntimeError: the server cannot be reached, or its answer has no score; that is no reward of 0.
-        TimeoutError: it took too long.
-
     Source: UnifiedReward, arXiv 2503.05236; the scale of yifan123/flow_grpo flow_grpo/rewards.py, where a failure
         scores 0.
     """
@@ -66,17 +56,7 @@ def unified_reward(
 
 
 def read_score(answer: str) -> float:
-    """Read the last "Final Score: x" of an answer.
-
-    Args:
-        answer: what the model wrote.
-
-    Returns:
-        x / 5.
-
-    Raises:
-        RuntimeError: there is no score, or it is not between 0 and 5.
-    """
+    """Read the last "Final Score: x" of an answer."""
     found = FINAL_SCORE.findall(answer)
     if not found:
         raise RuntimeError(f"the answer has no 'Final Score: x': {answer[-200:]!r}")

@@ -12,15 +12,9 @@ from diffusion.data import DiffusionTask, columns_of
 from diffusion.rewards.table import load_image_rewards
 from mmrl.rewards import RewardConfig, RewardResult, RewardSum
 
-__all__ = ["load_rewards", "score_images"]
-
 
 def load_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> RewardSum:
-    """Load all terms as one sum in which the held-out rewards have no weight.
-
-    Raises:
-        UserError: a reward or an option does not exist, or what a reward needs is missing.
-    """
+    """Load all terms as one sum in which the held-out rewards have no weight."""
     terms = [*rewards, *(dataclasses.replace(reward, weight=0.0) for reward in heldout_rewards)]
     functions: dict[str, Any] = {}
     for term in terms:
@@ -41,9 +35,6 @@ def score_images(
         tasks: the task of each row.
         images: uint8 (B, height, width, 3).
         finite: whether the row has an image; the others are failures of every term.
-
-    Returns:
-        Sums over the optimised rewards, and every term.
     """
     rows = [row for row, good in enumerate(finite) if good]
     kept = [tasks[row] for row in rows]

@@ -12,8 +12,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["IMAGE_REWARDS", "ImageReward", "load_image_rewards"]
-
 
 @dataclass(frozen=True)
 class ImageReward:

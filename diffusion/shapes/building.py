@@ -10,8 +10,6 @@ from diffusion.shapes.captions import all_scenes, split_scenes, write_prompt_fil
 from diffusion.shapes.render import render_dataset
 from mmrl.errors import UserError
 
-__all__ = ["build_images", "build_pipeline", "build_prompts"]
-
 PARTS = ("train", "held_out", "all")
 
 
@@ -23,21 +21,7 @@ def build_prompts(
     held_out_share: float = 0.2,
     seed: int = 0,
 ) -> Path:
-    """Write captions of shapes with what they ask for.
-
-    Args:
-        path: .jsonl file to write.
-        kinds: kinds of scenes, see `all_scenes`.
-        part: train, held_out or all of them.
-        held_out_share: share of each kind that is held out.
-        seed: seed of the choice.
-
-    Returns:
-        The file.
-
-    Raises:
-        UserError: unknown part or kind.
-    """
+    """Write captions of shapes with what they ask for."""
     if part not in PARTS:
         raise UserError(f"part={part!r}; there are: {', '.join(PARTS)}")
     scenes = all_scenes(kinds)
@@ -56,9 +40,6 @@ def build_images(
         kinds: kinds of scenes, see `all_scenes`.
         size: side in pixels.
         seed: seed of sizes, places and shades.
-
-    Returns:
-        The file.
     """
     from diffusion.images import write_images
 
@@ -87,9 +68,6 @@ def build_pipeline(
         shift: timestep shift of the scheduler; small images need less than the 3 of the released models.
         seed: seed of the weights.
         sizes: further fields of `TinySd3Sizes`.
-
-    Returns:
-        The folder.
     """
     from diffusion.patches import PatchAutoencoder
     from diffusion.tiny import TinySd3Sizes, build_tiny_sd3

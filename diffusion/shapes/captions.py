@@ -15,20 +15,6 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 
-__all__ = [
-    "COLOURS",
-    "KINDS",
-    "NUMBERS",
-    "RELATIONS",
-    "SHAPES",
-    "Scene",
-    "ShapeGroup",
-    "all_scenes",
-    "parse_caption",
-    "split_scenes",
-    "write_prompt_file",
-]
-
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (220, 45, 45),
     "green": (40, 165, 70),

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from diffusion.shapes.captions import COLOURS
 
-__all__ = ["UNKNOWN", "Detection", "detect", "relative_position"]
-
 UNKNOWN = "unknown"
 """Shape of an object that is large enough to count and none of the shapes."""
 MIN_SATURATION = 60

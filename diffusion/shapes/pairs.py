@@ -11,8 +11,6 @@ import numpy as np
 from diffusion.shapes.captions import all_scenes, parse_caption
 from mmrl.errors import UserError
 
-__all__ = ["build_pairs", "caption_quality"]
-
 
 def build_pairs(
     path: str,
@@ -80,14 +78,7 @@ def build_pairs(
 
 
 def caption_quality(captions: Sequence[str]) -> list[float]:
-    """10 for a caption of shapes that can be read, else 0: a rule in the place of a language model's score.
-
-    Args:
-        captions: texts.
-
-    Returns:
-        One number a caption.
-    """
+    """10 for a caption of shapes that can be read, else 0: a rule in the place of a language model's score."""
     return [10.0 if _readable(caption) else 0.0 for caption in captions]
 
 

@@ -12,8 +12,6 @@ from PIL import Image, ImageDraw
 from diffusion.shapes.captions import COLOURS, RELATIONS, Scene, ShapeGroup
 from mmrl.errors import UserError
 
-__all__ = ["MIN_SIZE_PX", "render_dataset", "render_scene"]
-
 MIN_SIZE_PX = 32
 """Smallest picture; in a smaller one the objects have too few pixels for their shapes to differ."""
 SUPERSAMPLING = 4

@@ -14,8 +14,6 @@ from typing import Any
 
 from mmrl.agents.literals import CALL, UnreadableError, check_value, read_call
 
-__all__ = ["SAY", "NamedAction", "read_calls", "read_object", "read_tags", "read_text"]
-
 NamedAction = tuple[str, dict[str, Any]]
 Found = tuple[str, list[NamedAction]]
 

@@ -10,8 +10,6 @@ from typing import Any
 from mmrl.agents.action_readers import SAY, NamedAction
 from mmrl.agents.literals import NAME
 
-__all__ = ["write_calls", "write_object", "write_tags", "write_text"]
-
 
 def write_object(thought: str, actions: Sequence[NamedAction]) -> str:
     """A JSON object with thoughts and action; an action without arguments is its name."""

@@ -18,17 +18,6 @@ from mmrl.agents.action_writers import write_calls, write_object, write_tags, wr
 from mmrl.agents.literals import UnreadableError
 from mmrl.fields import bounded, choice
 
-__all__ = [
-    "FORMATS",
-    "PARSE_ERRORS",
-    "Action",
-    "ActionConfig",
-    "ActionFormat",
-    "ParsedAnswer",
-    "parse_answer",
-    "write_answer",
-]
-
 MAX_CHARS = 1_000_000
 ON_PARSE_ERROR = ("terminate", "noop")
 
@@ -123,14 +112,6 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
 
 def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> str:
     """Write actions as a model is to write them, for demonstrations.
-
-    Args:
-        actions: at least one.
-        format: key of `FORMATS`.
-        thought: what stands beside them.
-
-    Returns:
-        An answer of which `parse_answer` reads the same, strictly too.
 
     Raises:
         ValueError: the format cannot say this, such as a name with a space in a call, or NaN.

@@ -50,8 +50,6 @@ from mmrl.training.loop.seeds import make_generator
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["ArpoConfig", "ArpoRecipe", "inject_successes", "source_metrics"]
-
 REPLAYED = "replayed"
 """(B,) 1 where a row was replayed."""
 SAMPLED = "logp_sampled"
@@ -82,11 +80,7 @@ class ArpoRecipe(AgentRecipe):
         self._seen_now: Counter[str] = Counter()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Run G episodes of each task and replay a success in groups that have none.
-
-        Raises:
-            NoUsableTasksError: no episode came to a result.
-        """
+        """Run G episodes of each task and replay a success in groups that have none."""
         settings = self.config.replay
         if not settings.enabled:
             return super().rollout(policy, tasks, generator)
@@ -194,18 +188,7 @@ class ArpoRecipe(AgentRecipe):
 def inject_successes(
     groups: list[list[Episode]], buffer: ReplayBuffer, config: ReplayConfig, step: int, seed: int
 ) -> dict[int, tuple[int, int]]:
-    """Replace an episode by a stored one in each group that needs it and whose task has one.
-
-    Args:
-        groups: episodes by group, changed in place. The first slot is filled, or the first without a result.
-        buffer: stored trajectories.
-        config: when a group needs one.
-        step: now.
-        seed: of the run; which trajectory is drawn follows from it, the step and the task.
-
-    Returns:
-        By number of the group, which slot was filled and how many steps old the trajectory is.
-    """
+    """Replace an episode by a stored one in each group that needs it and whose task has one."""
     injected, times = {}, Counter[str]()
     for number, group in enumerate(groups):
         task = group[0].task
@@ -227,9 +210,6 @@ def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
     Args:
         rollouts: rows with `logp_old` as the loss uses it, and the extras "replayed" and "logp_sampled".
         logp: (B, T) nats, now.
-
-    Returns:
-        Metrics `replay/<name>/<source>`; none of a source without rows.
     """
     logp, replayed = logp.detach(), rollouts.extras[REPLAYED][:, None] > 0
     moved = logp - rollouts.extras[SAMPLED]

@@ -26,8 +26,6 @@ from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["sample_arm", "turn_rows", "update_arm"]
-
 CHUNK = 6
 """Rows of single turns in one pass; all at once, they would not fit into memory."""
 TOLERANCE = 1e-5
@@ -39,9 +37,6 @@ def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, turns, and anew: whether each turn reads its conversation from the beginning.
-
-    Returns:
-        What `repeat` returns; counts say how many tokens were drawn.
     """
     with make_recipe(options) as recipe:
         drawn: list[Rollouts] = []
@@ -59,9 +54,6 @@ def update_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, turns, and anew: whether each turn is a row behind its whole conversation.
-
-    Returns:
-        What `repeat` returns; checks compare the log-probabilities with those of sampling.
     """
     with make_recipe(options) as recipe:
         whole = _converse(recipe, options)
@@ -83,14 +75,7 @@ def update_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn_rows(rollouts: Rollouts) -> Rollouts:
-    """Episodes without a window as rows of single turns, each behind its whole conversation.
-
-    Args:
-        rollouts: B episodes.
-
-    Returns:
-        A row and a group a turn, in the order of the episodes and their turns.
-    """
+    """Episodes without a window as rows of single turns, each behind its whole conversation."""
     payload = VlmPayload.of(rollouts)
     prompts, ids, logp = [], [], []
     for row, inserts in enumerate(payload.inserts):

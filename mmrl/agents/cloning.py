@@ -46,8 +46,6 @@ from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precis
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
 
-__all__ = ["AgentCloneConfig", "AgentCloneRecipe"]
-
 
 @dataclass
 class AgentCloneConfig(RunConfig):
@@ -91,15 +89,7 @@ class AgentCloneConfig(RunConfig):
 
 
 class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
-    """Maximum likelihood of an expert's answers.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: environment, tasks or model cannot be used, or there is no expert.
-        RunError: the environment does not start.
-    """
+    """Maximum likelihood of an expert's answers."""
 
     config: AgentCloneConfig  # type: ignore[assignment]
 
@@ -114,11 +104,7 @@ class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
             )
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Let the expert play each task, and write down what it answered as if it had been sampled.
-
-        Raises:
-            NoUsableTasksError: no episode came to its end, or none fits into the model.
-        """
+        """Let the expert play each task, and write down what it answered as if it had been sampled."""
         episodes = [self._play(policy, task, number) for number, task in enumerate(tasks)]
         self._note(episodes)
         usable = [episode for episode in episodes if episode.has_result]

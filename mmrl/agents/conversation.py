@@ -18,8 +18,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.task import ImageSource, VlmTask
 
-__all__ = ["Conversation", "ConversationConfig", "Writer"]
-
 OMITTED = "[picture left out]"
 """What stands for a picture that has left the history."""
 
@@ -36,12 +34,7 @@ class ConversationConfig:
     every turn is read from the beginning."""
 
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
-        """The system turn.
-
-        Args:
-            actions: how actions are written.
-            known: names of the environment's actions with a sentence each.
-        """
+        """The system turn."""
         listed = "\n".join(f"- {name}: {about}" if about else f"- {name}" for name, about in known.items())
         return self.system.replace("{manual}", FORMATS[actions.format].manual).replace("{actions}", listed).strip()
 
@@ -75,29 +68,14 @@ class Conversation:
 
 
 class Writer:
-    """Writes conversations for a policy; screens that are seen again in any of them are encoded once.
-
-    Args:
-        policy: whose chat template and processor are used.
-        config: how an episode is put into words.
-        system: text of the system turn; empty without one.
-    """
+    """Writes conversations for a policy; screens that are seen again in any of them are encoded once."""
 
     def __init__(self, policy: VlmPolicy, config: ConversationConfig, system: str) -> None:
         self._policy, self._config, self._system = policy, config, system
         self._turns: dict[tuple[object, ...], Prompt] = {}
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
-        """Start a conversation.
-
-        Args:
-            task: its instruction stands in front of the observation's text.
-            observation: what the agent sees first.
-            prompt: that of another conversation which begins with the same; None encodes it.
-
-        Raises:
-            TaskError: the observation cannot be encoded, or is too long.
-        """
+        """Start a conversation."""
         first = self._first(task, observation, observation.images) if prompt is None else prompt
         return Conversation(task, [_Part(first, observation)])
 
@@ -106,19 +84,7 @@ class Writer:
         conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64))))
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
-        """Append what the agent sees next.
-
-        Args:
-            conversation: one that ends with an answer.
-            observation: what it sees.
-            note: stands in front of its text, such as what was wrong with the answer.
-
-        Returns:
-            What stands between the two answers.
-
-        Raises:
-            TaskError: the observation cannot be encoded, or is too long.
-        """
+        """Append what the agent sees next."""
         last = conversation.parts[-1].prompt.input_ids
         answered = bool(last[-1] == self._policy.processor.tokenizer.eos_token_id)
         prompt = self._turn(conversation.task, observation, observation.images, note, answered)
@@ -126,11 +92,7 @@ class Writer:
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt without the pictures that the window leaves out.
-
-        Returns:
-            The prompt; None where no further picture has to be left out.
-        """
+        """The conversation as one prompt without the pictures that the window leaves out."""
         keep = self._config.history_images
         excess = conversation.pictures - keep
         if not keep or excess <= conversation.left_out:

@@ -15,9 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from mmrl.fields import bounded
 
-__all__ = ["CriticConfig", "Fitter", "InstructionCritic", "StepCritic", "StepData", "instruction_loss", "step_loss"]
-
-
 CriticT = TypeVar("CriticT", bound=nn.Module)
 
 
@@ -62,11 +59,7 @@ class StepData:
 
 
 class InstructionCritic(nn.Module):
-    """Probability that an instruction is carried out, by the state of its text: one linear layer.
-
-    Args:
-        size: entries S of a state.
-    """
+    """Probability that an instruction is carried out, by the state of its text: one linear layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -83,12 +76,7 @@ class InstructionCritic(nn.Module):
 
 
 class StepCritic(nn.Module):
-    """Probability that an episode succeeds from a state on: the smaller one of two heads.
-
-    Args:
-        size: entries S of a state.
-        hidden: width of the hidden layers.
-    """
+    """Probability that an episode succeeds from a state on: the smaller one of two heads."""
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
@@ -107,10 +95,6 @@ class StepCritic(nn.Module):
 
 def instruction_loss(logits: Tensor, succeeded: Tensor) -> Tensor:
     """Cross-entropy of episodes.
-
-    Args:
-        logits: (n, 2).
-        succeeded: (n,) int64.
 
     Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, trajectory_critic_loss.
     """
@@ -136,12 +120,7 @@ def step_loss(
 
 
 class Fitter(Generic[CriticT]):
-    """Adam on one critic.
-
-    Args:
-        critic: what is trained.
-        config: rates and sizes.
-    """
+    """Adam on one critic."""
 
     def __init__(self, critic: CriticT, config: CriticConfig) -> None:
         self.critic, self._config = critic, config

@@ -65,8 +65,6 @@ from mmrl.training.loop.seeds import make_generator, stream_seed
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["DigirlConfig", "DigirlRecipe", "DigirlSettings", "kept_steps"]
-
 EPISODES = "episodes"
 STEPS = "steps"
 
@@ -101,11 +99,7 @@ class DigirlRecipe(AgentRecipe):
         return self.step < self.config.digirl.offline_steps
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of.
-
-        Raises:
-            NoUsableTasksError: no episode came to a result.
-        """
+        """Run G episodes of each task; offline, draw stored ones, which only the step's statistics are taken of."""
         if not self.is_offline:
             groups = self.run_groups(policy, tasks)
             sound = [(number, episode) for number, own in enumerate(groups) for episode in own if episode.has_result]
@@ -258,11 +252,6 @@ class DigirlRecipe(AgentRecipe):
 
 def kept_steps(data: LabelledEpisodes, critic: StepCritic, settings: DigirlSettings) -> Tensor:
     """Which steps have an advantage above the threshold.
-
-    Args:
-        data: n episodes of M steps.
-        critic: values of states.
-        settings: form of the advantage, and the threshold.
 
     Returns:
         (M,) bool.

@@ -14,8 +14,6 @@ from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.model_config import check_update_precision
 
-__all__ = ["DigirlConfig", "DigirlSettings"]
-
 METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 
 

@@ -14,8 +14,6 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.workers.engine import WorkerSpec
 
-__all__ = ["EnvironmentConfig"]
-
 SERVICE = Path(__file__).resolve().with_name("env_service.py")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -11,8 +11,6 @@ from mmrl.workers.values import decode, encode
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["NOT_SENT", "Fields", "pack_outcome", "unpack_outcome"]
-
 Fields = tuple[dict[str, Any], "dict[str, np.ndarray]"]
 
 NOT_SENT = "not_sent"
@@ -37,11 +35,7 @@ def pack_outcome(outcome: Outcome) -> Fields:
 
 
 def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Outcome:
-    """Read what `pack_outcome` made, and check it again: the other side runs code of users.
-
-    Raises:
-        MalformedError: it is no outcome.
-    """
+    """Read what `pack_outcome` made, and check it again: the other side runs code of users."""
     try:
         text, images, reward, terminated, truncated, info = decode(fields["outcome"], arrays)
     except (KeyError, TypeError, ValueError, IndexError) as error:

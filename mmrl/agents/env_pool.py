@@ -31,8 +31,6 @@ from mmrl.workers.pool import WorkerPool
 from mmrl.workers.values import decode, encode
 from mmrl.workers.worker import Answer, Request
 
-__all__ = ["EnvPool", "TurnResult"]
-
 
 @dataclass(frozen=True)
 class TurnResult:

@@ -16,8 +16,6 @@ from mmrl.workers.values import decode, encode
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["EnvService", "make", "open_environment"]
-
 METHODS = ("reset", "step", "close")
 
 
@@ -25,9 +23,6 @@ class EnvService:
     """Answers requests of the kinds reset, step and expert.
 
     An observation, reward or flag that nothing can be made of is reported, not raised: the process is fine.
-
-    Args:
-        env: the environment.
     """
 
     def __init__(self, env: Environment) -> None:
@@ -84,20 +79,7 @@ class EnvService:
 
 
 def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:
-    """Make an environment; one of Gymnasium's is wrapped.
-
-    Args:
-        factory: `module:function`, `path/to/file.py:function`, or a class in their place; `gymnasium:make` takes any
-            registered id.
-        kwargs: its keyword arguments.
-        adapter: keyword arguments of `mmrl.agents.gym_env.GymEnvironment`, for an environment of Gymnasium's.
-
-    Returns:
-        The environment.
-
-    Raises:
-        LoadError: there is no such function, it takes other arguments, or what it makes is no environment.
-    """
+    """Make an environment; one of Gymnasium's is wrapped."""
     function = find_function(factory, what="environment.factory")
     check_arguments(f"environment.kwargs for {factory}", function, kwargs)
     try:

@@ -20,8 +20,6 @@ from mmrl.agents.pictures import MalformedError, as_picture
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Environment", "MalformedError", "Observation", "Outcome", "as_observation", "as_outcome", "as_start"]
-
 ACTION_ERROR = "action_error"
 KEYS = ("image", "images", "text")
 """Of an observation that is a dict."""
@@ -63,24 +61,11 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        """Begin an episode.
-
-        Args:
-            task: what the configuration or the data file says of the task.
-            seed: of everything that is random; equal arguments begin the same episode.
-
-        Returns:
-            Anything that `as_observation` takes, or a pair of that and a dict of information.
-        """
+        """Begin an episode."""
         ...
 
     def step(self, action: Action) -> Any:
-        """Execute an action.
-
-        Returns:
-            Observation, reward and whether the episode has ended; a fourth value is information. Or the five values of
-            Gymnasium: observation, reward, terminated, truncated, information.
-        """
+        """Execute an action."""
         ...
 
     def close(self) -> None:
@@ -94,12 +79,6 @@ def as_observation(value: Any) -> Observation:
     Args:
         value: `Observation`; a dict with `image`, `images` and `text`, each optional; a text; an array (H, W, 3), (H,
             W, 4) over white, (H, W, 1) or (H, W) uint8; an image of PIL; or a list of pictures.
-
-    Returns:
-        The observation; its pictures are copies in row-major order.
-
-    Raises:
-        MalformedError: it is none of these.
     """
     if isinstance(value, Observation):
         return _observation(value.text, list(value.images))
@@ -120,14 +99,7 @@ def as_observation(value: Any) -> Observation:
 
 
 def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
-    """Bring what `reset` returned into one form.
-
-    Returns:
-        Observation and information.
-
-    Raises:
-        MalformedError: it is neither an observation nor a pair of one and a dict.
-    """
+    """Bring what `reset` returned into one form."""
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[1], Mapping):
             raise MalformedError(
@@ -139,13 +111,6 @@ def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
 
 def as_outcome(value: Any) -> Outcome:
     """Bring what `step` returned into one form.
-
-    Args:
-        value: (observation, reward, ended), the same with a dict of information, or Gymnasium's (observation, reward,
-            terminated, truncated, information).
-
-    Returns:
-        The outcome.
 
     Raises:
         MalformedError: it is none of these, the reward is not finite, or a flag is no bool.

@@ -12,8 +12,6 @@ from mmrl.agents.trajectories import Trajectory
 from mmrl.fields import bounded
 from mmrl.vlm.payload import Prompt
 
-__all__ = ["ENDINGS", "NO_RESULT", "Episode", "EpisodeConfig"]
-
 
 @dataclass
 class EpisodeConfig:

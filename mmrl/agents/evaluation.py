@@ -20,8 +20,6 @@ from mmrl.training.record.metrics import metric_label
 from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 
-__all__ = ["AgentEvaluationConfig", "AgentMeasure", "episode_record"]
-
 RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]], list[Episode]]
 """Tasks, seeds, whether greedy, and which are filmed, to their episodes."""
 

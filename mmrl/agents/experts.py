@@ -22,17 +22,6 @@ from mmrl.agents.tasks import AgentTask
 from mmrl.files import replaced
 from mmrl.workers.failures import WorkerFailure
 
-__all__ = [
-    "CarelessExpert",
-    "ExpertEnvironment",
-    "ExpertEpisode",
-    "ExpertFailedError",
-    "ExpertTurn",
-    "RemoteExpert",
-    "run_expert",
-    "write_episodes",
-]
-
 MOST_TURNS = 1000
 
 
@@ -49,14 +38,7 @@ class ExpertEnvironment(Environment, Protocol):
 
 
 class RemoteExpert:
-    """The environment and expert of a pool's first row, which may raise, hang or die without harm to this process.
-
-    Args:
-        pool: its environments have an expert; closing it stays with its owner.
-
-    Raises:
-        ExpertFailedError: from reset, step and expert, where the environment failed.
-    """
+    """The environment and expert of a pool's first row, which may raise, hang or die without harm to this process."""
 
     def __init__(self, pool: EnvPool) -> None:
         self._pool = pool
@@ -84,14 +66,7 @@ class RemoteExpert:
 
 
 class CarelessExpert:
-    """An environment whose expert errs: now and then it takes any of some actions.
-
-    Args:
-        env: with an expert of its own.
-        actions: names of the actions that it may take by mistake.
-        mistakes: share of the turns in which it does.
-        generator: source of randomness.
-    """
+    """An environment whose expert errs: now and then it takes any of some actions."""
 
     def __init__(
         self, env: ExpertEnvironment, actions: Sequence[str], mistakes: float, generator: random.Random
@@ -200,11 +175,6 @@ def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, films: int =
     """Write episodes as a data set: episodes.jsonl, a picture for each turn that shows one, and films.
 
     A row has task, seed, instruction, reward, success and turns, each with images, text, answer, name and arguments.
-
-    Args:
-        episodes: in the order of the rows.
-        folder: where to; made where it is missing.
-        films: of the first episodes that ended well, and of those that did not.
     """
     from PIL import Image
 

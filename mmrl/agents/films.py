@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.ImageDraw import ImageDraw
 
-__all__ = ["MARKS", "Film", "FilmFrame", "draw_frames", "write_films"]
-
 MARKS = "marks"
 SMALLEST_SIDE, LARGEST_SIDE = 240, 1280
 """Pixels of the pictures in a film; smaller ones are enlarged by whole factors, larger ones shrunk."""
@@ -62,26 +60,14 @@ class Film:
     """None until the episode has ended."""
 
     def add(self, observation: Observation, caption: str, info: Mapping[str, Any] | None = None) -> None:
-        """Append a turn.
-
-        Args:
-            observation: what the agent saw before it acted.
-            caption: what it did.
-            info: what the environment said of the step.
-        """
+        """Append a turn."""
         info = info or {}
         error = info.get("action_error")
         marks = _marks(info.get(MARKS))
         self.frames.append(FilmFrame(_picture(observation), f"{caption}   [{error}]" if error else caption, marks))
 
     def end(self, observation: Observation, reward: float, success: bool) -> None:
-        """Append what the agent saw last.
-
-        Args:
-            observation: after the last action.
-            reward: of the whole episode.
-            success: whether it counts as solved.
-        """
+        """Append what the agent saw last."""
         self.success = success
         self.frames.append(
             FilmFrame(_picture(observation), f"{'success' if success else 'failure'}, reward {reward:g}")
@@ -90,9 +76,6 @@ class Film:
 
 def draw_frames(film: Film) -> Iterator[NDArray[np.uint8]]:
     """Draw the frames of a film, all of one size: picture, marks, and the caption below.
-
-    Args:
-        film: with at least one frame.
 
     Yields:
         (H, W, 3), a frame a turn.
@@ -117,17 +100,7 @@ def draw_frames(film: Film) -> Iterator[NDArray[np.uint8]]:
 
 
 def write_films(folder: Path, label: str, films: Sequence[Film], count: int) -> list[Path]:
-    """Write the first films that ended well, and as many that did not; the report shows those of `videos/`.
-
-    Args:
-        folder: of the videos.
-        label: beginning of their names, such as step-000010-held_out.
-        films: that have ended, in an order that does not depend on chance.
-        count: of each kind.
-
-    Returns:
-        `<folder>/<label>-<success or failure>-<task>.mp4`.
-    """
+    """Write the first films that ended well, and as many that did not; the report shows those of `videos/`."""
     from mmrl.hub.video import write_mp4
 
     paths = []

@@ -11,17 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "VALUE_MARGIN",
-    "clamp_logp",
-    "code_advantages",
-    "discounted_returns",
-    "instruction_advantages",
-    "keep_best",
-    "paper_advantages",
-    "step_threshold",
-]
-
 VALUE_MARGIN = 1e-4
 """Instruction values are kept this far from 0 and 1."""
 CODE_OFFSET = 0.05
@@ -30,10 +19,6 @@ CODE_OFFSET = 0.05
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> Tensor:
     """Monte-Carlo return of each step of a trajectory, R_t = sum_u gamma^(u - t) r_u.
-
-    Args:
-        rewards: of the H steps.
-        gamma: discount, 0.5 in the public code.
 
     Returns:
         (H,) float64.

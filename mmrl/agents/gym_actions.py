@@ -10,8 +10,6 @@ import numpy as np
 from mmrl.agents.actions import Action
 from mmrl.errors import UserError
 
-__all__ = ["ActionReader", "NotExecutableError", "action_reader"]
-
 
 class NotExecutableError(ValueError):
     """An action that the environment does not have; the message is for the agent."""
@@ -35,12 +33,7 @@ class ActionReader(Protocol):
 
 
 class NamedActions:
-    """A Discrete space: one name an action.
-
-    Args:
-        space: gymnasium.spaces.Discrete.
-        names: in the order of the space; numbers when None.
-    """
+    """A Discrete space: one name an action."""
 
     def __init__(self, space: Any, names: Sequence[str] | None) -> None:
         count, start = int(space.n), int(getattr(space, "start", 0))
@@ -134,18 +127,7 @@ class ArgumentActions:
 
 
 def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:
-    """Find the reader of a space, which is recognised by the name of its class.
-
-    Args:
-        space: of the environment's actions.
-        names: of a Discrete space's actions.
-
-    Returns:
-        The reader.
-
-    Raises:
-        UserError: names are given for another space, or agents cannot write members of this one.
-    """
+    """Find the reader of a space, which is recognised by the name of its class."""
     kind = type(space).__name__
     if kind == "Discrete":
         return NamedActions(space, names)

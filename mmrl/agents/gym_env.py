@@ -21,8 +21,6 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["GymEnvironment"]
-
 
 class GymEnvironment:
     """One Gymnasium environment behind `mmrl.agents.environment.Environment`.

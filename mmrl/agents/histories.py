@@ -20,8 +20,6 @@ from mmrl.vlm.prefix import Prefix
 from mmrl.vlm.shared_attention import ResponseRow, response_index
 from mmrl.vlm.vision import gather_features
 
-__all__ = ["Histories"]
-
 
 @dataclass
 class _KeepingRow(ResponseRow):
@@ -37,12 +35,7 @@ class _KeepingRow(ResponseRow):
 
 
 class Histories:
-    """Keys, values and last states of B rows, each as long as it happens to be.
-
-    Args:
-        policy: the model, in evaluation mode while this is used; its weights must not change.
-        rows: B.
-    """
+    """Keys, values and last states of B rows, each as long as it happens to be."""
 
     def __init__(self, policy: VlmPolicy, rows: int) -> None:
         self._policy = policy
@@ -56,13 +49,7 @@ class Histories:
         self._last_state = torch.zeros(rows, policy.network.lm_head.in_features, device=device)
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
-        """Start rows anew behind prompts that they may share; each prompt is read once.
-
-        Args:
-            rows: (b,) int64.
-            prompts: n prompts.
-            prompt: (b,) int64, the prompt of each of the rows.
-        """
+        """Start rows anew behind prompts that they may share; each prompt is read once."""
         read = self._policy.encode_prefix(prompts).select(prompt)
         if not self._keys:
             self._make_room_like(read)
@@ -72,12 +59,7 @@ class Histories:
         self._last_state[rows] = read.last_state.to(self._last_state.dtype)
 
     def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
-        """Read what was put behind some rows.
-
-        Args:
-            rows: (b,) int64, ascending, rows that have begun.
-            parts: tokens and pictures of each of the rows, with positions from 0.
-        """
+        """Read what was put behind some rows."""
         lengths = torch.tensor([len(part) for part in parts], device=rows.device)
         before = self.prefix(rows)
         index = response_index(lengths, torch.arange(len(rows), device=rows.device), len(rows))
@@ -94,14 +76,7 @@ class Histories:
         self._last_state[rows] = states[place + lengths - 1].to(self._last_state.dtype)
 
     def append(self, rows: Tensor, lengths: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Append sampled tokens that a decoder has read; the last state is then that before the next of them.
-
-        Args:
-            rows: (b,) int64.
-            lengths: (b,) int64, tokens of each row.
-            keys: by layer (b, Hk, t, d), rotary applied; what lies behind the lengths is not read.
-            values: by layer (b, Hk, t, d).
-        """
+        """Append sampled tokens that a decoder has read; the last state is then that before the next of them."""
         self._append(rows, lengths, [*zip(keys, values, strict=True)])
         self.next_position[rows] += lengths
 

@@ -20,9 +20,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.rotary import TEXT
 
-__all__ = ["LabelledEpisodes", "label_episodes"]
-
-
 ROWS = 16
 """Episodes that are read together where nothing else is asked for; more of them only cost memory."""
 
@@ -68,18 +65,7 @@ class LabelledEpisodes:
 def label_episodes(
     policy: VlmPolicy, episodes: Sequence[Episode], gamma: float, rows: int, *, read: bool = True
 ) -> LabelledEpisodes:
-    """Label episodes, and read them with the policy.
-
-    Args:
-        policy: its states are constants here.
-        episodes: with a result; the same on every process, which share the work.
-        gamma: discount of the returns.
-        rows: episodes that are read together; 0 = 16.
-        read: whether the policy's states are needed; without critics they are not, and have no entries.
-
-    Returns:
-        The episodes with their labels, the same on every process.
-    """
+    """Label episodes, and read them with the policy."""
     counts = [episode.trajectory.turns for episode in episodes]
     if read:
         text_state, state = _shared_states(policy, episodes, rows or ROWS)

@@ -8,8 +8,6 @@ import re
 import warnings
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "MAX_NUMBER", "NAME", "UnreadableError", "check_value", "read_call", "read_literal"]
-
 MAX_CALL_CHARS = 20_000
 MAX_DEPTH = 8
 """Lists and dicts inside each other."""
@@ -26,12 +24,7 @@ TOKEN = re.compile(
 
 
 class UnreadableError(ValueError):
-    """An answer without an action that can be read.
-
-    Args:
-        code: key of `mmrl.agents.actions.PARSE_ERRORS`.
-        detail: one line about this answer.
-    """
+    """An answer without an action that can be read."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -39,17 +32,7 @@ class UnreadableError(ValueError):
 
 
 def read_call(text: str) -> tuple[str, dict[str, Any]]:
-    """Read a call such as `click(start_box='(10,20)', times=2)`.
-
-    Args:
-        text: a name and keyword arguments that are literals.
-
-    Returns:
-        Name and arguments.
-
-    Raises:
-        UnreadableError: it is anything else.
-    """
+    """Read a call such as `click(start_box='(10,20)', times=2)`."""
     call = CALL.match(text)
     if call is None:
         raise UnreadableError("malformed", f"{text[:80]!r} is no call")
@@ -71,9 +54,6 @@ def read_literal(text: str) -> Any:
 
     Returns:
         Text, number, bool, None, or lists and dicts of these; a tuple becomes a list.
-
-    Raises:
-        UnreadableError: it is no literal, a number in it is not finite or too large, or it nests too deep.
     """
     value = _value(_parse(text.strip(), 0))
     check_value(value)
@@ -81,11 +61,7 @@ def read_literal(text: str) -> Any:
 
 
 def check_value(value: Any, depth: int = 0) -> None:
-    """Refuse numbers that are not finite or beyond `MAX_NUMBER`, and what nests deeper than `MAX_DEPTH`.
-
-    Raises:
-        UnreadableError: there is one.
-    """
+    """Refuse numbers that are not finite or beyond `MAX_NUMBER`, and what nests deeper than `MAX_DEPTH`."""
     if depth > MAX_DEPTH:
         raise UnreadableError("too_deep", f"lists and dicts nest deeper than {MAX_DEPTH}")
     if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= MAX_NUMBER):

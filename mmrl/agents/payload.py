@@ -16,8 +16,6 @@ from mmrl.vlm.payload import Context, Prompt, VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["AgentPayload", "pack_episodes", "pack_groups"]
-
 
 @dataclass
 class AgentPayload(VlmPayload):
@@ -33,18 +31,10 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
     An episode that began with another observation than its group's first one is read behind a prompt of its own. One
     without a result has no decision that is trained.
 
-    Args:
-        episodes: B episodes; each group has one that began.
-        group: the group of each, 0 to N - 1.
-        policy: names the padding.
-
     Returns:
         Rows with the log-probabilities as sampled, the turn of each token, and the reward still NaN. Extras:
         "decision_reward" (B, T), the environment's reward at the last token of each turn; "truncated" (B,), 1 where a
         time limit ended the episode; "outlook" (B, T), 1 at the token behind what was seen after the last action.
-
-    Raises:
-        ValueError: no episode of a group began.
     """
     prompts = _first_prompts(episodes, group)
     rows = [_behind(episode, prompts[number]) for episode, number in zip(episodes, group, strict=True)]

@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MAX_SIDE", "MalformedError", "as_picture"]
-
 MAX_SIDE = 16_384
 """Pixels."""
 

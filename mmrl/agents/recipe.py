@@ -50,8 +50,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.storage import save_merged
 
-__all__ = ["AgentConfig", "AgentRecipe", "AgentRewardConfig"]
-
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("values", "turns", "entropy", "logp_ref")
 """What an agent's policy scores beside log-probabilities."""
@@ -104,15 +102,7 @@ class AgentConfig(RunConfig):
 
 
 class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
-    """Runs, scores and evaluates episodes of an agent; the loss is the objective's.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: environment, tasks or model cannot be used.
-        RunError: the environment does not start.
-    """
+    """Runs, scores and evaluates episodes of an agent; the loss is the objective's."""
 
     config: AgentConfig
 
@@ -137,22 +127,11 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         self._seen: Counter[str] = Counter()
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], generator: torch.Generator) -> Rollouts:
-        """Run G episodes of each task; the random numbers of an episode follow from seed, step, task and sample.
-
-        Raises:
-            NoUsableTasksError: no episode came to a result; the loop tries other tasks.
-        """
+        """Run G episodes of each task; the random numbers of an episode follow from seed, step, task and sample."""
         return pack_groups(self.run_groups(policy, tasks), policy)
 
     def run_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask]) -> list[list[Episode]]:
-        """Run G episodes of each task.
-
-        Returns:
-            The groups in which an episode came to a result.
-
-        Raises:
-            NoUsableTasksError: none did.
-        """
+        """Run G episodes of each task."""
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
         episodes = self.run_episodes(policy, repeated, self._seeds(tasks), outlook=self._bootstraps)
@@ -175,17 +154,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         temperature: float | None = None,
         outlook: bool = False,
     ) -> list[Episode]:
-        """Run an episode of each task; see `EpisodeRunner.run`.
-
-        Args:
-            policy: samples the answers.
-            tasks: a task an episode.
-            seeds: of each episode's answers.
-            greedy: take the likeliest tokens.
-            film: which episodes are recorded.
-            temperature: of the answers; None is the run's.
-            outlook: append to truncated episodes what was seen last, for a critic.
-        """
+        """Run an episode of each task; see `EpisodeRunner.run`."""
         config = self.config
         sampler = config.sampler if temperature is None else replace(config.sampler, temperature=temperature)
         system = config.conversation.system_text(config.actions, self.pool.actions)

@@ -29,22 +29,12 @@ from mmrl.hub.tables import Row, read_rows
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import TaskError
 
-__all__ = ["live_through", "read_recorded", "write_recorded"]
-
 LOGGER = logging.getLogger("mmrl")
 ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
 
 
 def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
-    """Write episodes of a model, each into a file of its own; those without a result are left out.
-
-    Args:
-        episodes: in order.
-        folder: where to; made where it is missing.
-
-    Returns:
-        How many were written.
-    """
+    """Write episodes of a model, each into a file of its own; those without a result are left out."""
     folder.mkdir(parents=True, exist_ok=True)
     sound = [episode for episode in episodes if episode.has_result]
     first = len(list(folder.glob(SINGLE)))
@@ -55,19 +45,7 @@ def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
 
 
 def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episode]:
-    """Read the episodes of a folder.
-
-    Args:
-        folder: see the module.
-        policy: its tokenizer and processor read the answers and pictures.
-        writer: writes the conversations, as in the run's own episodes.
-
-    Returns:
-        The episodes, the rows of `episodes.jsonl` first. Those that do not fit into the model are left out, and said.
-
-    Raises:
-        UserError: there is none, one is malformed, or it was written with another tokenizer.
-    """
+    """Read the episodes of a folder."""
     episodes: list[Episode] = []
     if (folder / ROWS).is_file():
         episodes = [_episode(row, folder, policy, writer) for row in read_rows(str(folder / ROWS), "train", None)]
@@ -97,17 +75,7 @@ def _read_single(file: Path, policy: VlmPolicy) -> Episode:
 def live_through(
     task: AgentTask, turns: Sequence[tuple[Observation, str]], policy: VlmPolicy, writer: Writer
 ) -> Episode:
-    """An episode in which somebody else answered, as the policy would have read and written it.
-
-    Args:
-        task: what it is an episode of.
-        turns: what was seen and what was answered.
-        policy: its tokenizer and processor read them.
-        writer: writes the conversation.
-
-    Returns:
-        The episode, with log-probs of 0 and without rewards; one that does not fit into the model has no result.
-    """
+    """An episode in which somebody else answered, as the policy would have read and written it."""
     episode = Episode(task, ending="terminated", finish="eos")
     steps, tokenizer = episode.trajectory, policy.processor.tokenizer
     try:

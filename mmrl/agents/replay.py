@@ -14,8 +14,6 @@ import torch
 from mmrl.agents.stored import Record, size_of
 from mmrl.fields import bounded, choice
 
-__all__ = ["CORRECTIONS", "ReplayBuffer", "ReplayConfig", "needs_replay"]
-
 CORRECTIONS = ("recompute", "behaviour")
 MEGABYTE = 10**6
 
@@ -54,9 +52,6 @@ def needs_replay(outcomes: Sequence[float], max_std: float = 0.05, max_mean: flo
         max_std: bound of the standard deviation of the population.
         max_mean: bound of the mean.
 
-    Returns:
-        True where both are smaller than their bounds; False where nothing has a result.
-
     Source: dvlab-research/ARPO verl/trainer/ray_trainer.py, apply_replay.
     """
     known = [outcome for outcome in outcomes if not math.isnan(outcome)]
@@ -65,9 +60,6 @@ def needs_replay(outcomes: Sequence[float], max_std: float = 0.05, max_mean: flo
 
 class ReplayBuffer:
     """Trajectories by task, first in, first out.
-
-    Args:
-        config: sizes and ages.
 
     Source: dvlab-research/ARPO verl/trainer/replay_buffer.py.
     """
@@ -89,13 +81,7 @@ class ReplayBuffer:
         return sum(entry["bytes"] for own in self._stored.values() for entry in own) / MEGABYTE
 
     def push(self, task: str, record: Record, step: int) -> None:
-        """Store a trajectory.
-
-        Args:
-            task: id of its task.
-            record: as `store_episode` makes it.
-            step: in which it was sampled.
-        """
+        """Store a trajectory."""
         own = self._stored.setdefault(task, deque(maxlen=self._config.size))
         own.append({"episode": record, "step": step, "number": self._added, "bytes": size_of(record)})
         self._added += 1
@@ -104,16 +90,7 @@ class ReplayBuffer:
             self._evict_oldest()
 
     def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
-        """Draw one of a task's trajectories, each as likely as the others.
-
-        Args:
-            task: id of the task.
-            step: now; trajectories beyond `max_age` are not drawn.
-            generator: CPU generator.
-
-        Returns:
-            The record and its age in steps; None where there is none.
-        """
+        """Draw one of a task's trajectories, each as likely as the others."""
         own = [entry for entry in self._stored.get(task, ()) if not self._is_old(entry, step)]
         if not own:
             return None

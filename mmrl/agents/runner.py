@@ -29,8 +29,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig, Samples
 from mmrl.vlm.task import TaskError
 
-__all__ = ["EpisodeRunner"]
-
 FINISH = "finish"
 """Action that asks an environment for its verdict, where it has such an action."""
 
@@ -48,18 +46,7 @@ class _Slot:
 
 
 class EpisodeRunner:
-    """Runs episodes of a policy.
-
-    Args:
-        policy: samples the answers; its weights must not change meanwhile.
-        pool: environments.
-        writer: puts what is seen into prompts.
-        actions: how actions are read.
-        sampler: how answers are drawn.
-        limits: how long episodes last.
-        reread: read the conversation anew in each turn; for comparisons.
-        outlook: append to truncated episodes what was seen after their last action, see `Trajectory.end_in`.
-    """
+    """Runs episodes of a policy."""
 
     def __init__(
         self,
@@ -80,17 +67,7 @@ class EpisodeRunner:
     def run(
         self, tasks: Sequence[AgentTask], seeds: Sequence[int], *, greedy: bool = False, film: Sequence[bool] = ()
     ) -> list[Episode]:
-        """Run an episode of each task.
-
-        Args:
-            tasks: equal tasks are read once, as far as they begin with the same observation.
-            seeds: of each episode's answers.
-            greedy: take the likeliest tokens; the seeds are not used.
-            film: of each episode, whether it is recorded; none are by default.
-
-        Returns:
-            The episodes, in the order of the tasks.
-        """
+        """Run an episode of each task."""
         episodes = [Episode(task) for task in tasks]
         for number, wanted in enumerate(film):
             episodes[number].film = Film(tasks[number].id) if wanted else None

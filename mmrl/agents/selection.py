@@ -26,8 +26,6 @@ from mmrl.training.loop.seeds import stream_seed
 if TYPE_CHECKING:
     from mmrl.agents.recipe import AgentRecipe
 
-__all__ = ["TaskRate", "TaskSelector", "build_tasks", "measure_tasks", "open_agent", "write_tasks"]
-
 
 @dataclass(frozen=True)
 class TaskRate:
@@ -47,14 +45,6 @@ class TaskRate:
 @dataclass(frozen=True)
 class TaskSelector:
     """Keeps tasks that the agent solves sometimes.
-
-    Args:
-        min_success: successes that a task needs.
-        n_rollouts: episodes that are run of each task.
-        max_rate: largest share of successes; 1 keeps tasks that are always solved.
-
-    Raises:
-        UserError: no task can be kept.
 
     Source: dvlab-research/ARPO, its list of training tasks (solved by the base agent at least once).
     """
@@ -82,17 +72,7 @@ class TaskSelector:
 def measure_tasks(
     recipe: AgentRecipe, n_rollouts: int, batch_tasks: int = 16, record: Path | None = None
 ) -> Iterator[TaskRate]:
-    """Run the recipe's policy, as it samples in training, on its training tasks.
-
-    Args:
-        recipe: names policy, environment and tasks.
-        n_rollouts: episodes of each task.
-        batch_tasks: tasks whose episodes are begun together.
-        record: folder that the episodes are written to, for `digirl.path`; None keeps none.
-
-    Yields:
-        The rate of each task, in order. The answers follow from the run's seed and the task's id.
-    """
+    """Run the recipe's policy, as it samples in training, on its training tasks."""
     tasks = recipe.train_tasks
     for start in range(0, len(tasks), batch_tasks):
         batch = tasks[start : start + batch_tasks]
@@ -112,15 +92,7 @@ def measure_tasks(
 
 
 def open_agent(config: Path | str, overrides: Sequence[str] = ()) -> AgentRecipe:
-    """Open the recipe of an agent's configuration, with its policy where it samples fastest; close it afterwards.
-
-    Args:
-        config: YAML file.
-        overrides: `a.b=c`, applied last.
-
-    Raises:
-        UserError: it is no agent's recipe, or cannot be opened.
-    """
+    """Open the recipe of an agent's configuration, with its policy where it samples fastest; close it afterwards."""
     from mmrl.agents.recipe import AgentRecipe
     from mmrl.config import load_run
 
@@ -145,17 +117,6 @@ def build_tasks(
     """Choose tasks before a run that has no file of them yet; the function of `data.build`.
 
     data: {file: runs/tasks.jsonl, build: "mmrl.agents.selection:build_tasks", build_options: {config: start.yaml}}
-
-    Args:
-        path: file to write.
-        config: YAML file of the agent as it is before training.
-        rollouts: episodes of each task.
-        min_success: successes that a task needs.
-        max_rate: largest share of successes.
-        overrides: `a.b=c`, on top of the file.
-
-    Returns:
-        The file.
     """
     selector = TaskSelector(min_success, rollouts, max_rate)
     with contextlib.closing(open_agent(config, overrides)) as recipe:
@@ -165,15 +126,7 @@ def build_tasks(
 
 
 def write_tasks(rates: Sequence[TaskRate], path: Path) -> None:
-    """Write tasks with their rates as a file that `data.file` reads.
-
-    Args:
-        rates: the tasks, in order.
-        path: a .jsonl file.
-
-    Raises:
-        UserError: there is no task, or the file is of another kind.
-    """
+    """Write tasks with their rates as a file that `data.file` reads."""
     if path.suffix != ".jsonl":
         raise UserError(f"the tasks go into {path}; expected a name that ends in .jsonl")
     if not rates:

@@ -20,8 +20,6 @@ from mmrl.agents.tasks import AgentTask
 from mmrl.agents.trajectories import Trajectory
 from mmrl.vlm.payload import Context, Insert, Prompt
 
-__all__ = ["Record", "restore_episode", "size_of", "store_episode"]
-
 Record = dict[str, Any]
 """Tensors, numbers, texts, and lists and dictionaries of them."""
 
@@ -34,17 +32,7 @@ FASTEST = 1
 
 
 def store_episode(episode: Episode) -> Record:
-    """Turn an episode that is over into plain data.
-
-    Args:
-        episode: one that began; its film is not kept.
-
-    Returns:
-        Data of its own memory, on the CPU.
-
-    Raises:
-        ValueError: it did not begin, so there is nothing to store.
-    """
+    """Turn an episode that is over into plain data."""
     if episode.prompt is None:
         raise ValueError("an episode that did not begin cannot be stored.")
     table = _PromptTable()
@@ -71,12 +59,7 @@ def store_episode(episode: Episode) -> Record:
 
 
 def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
-    """The episode that `store_episode` was given, without its film and all but the last picture of its end.
-
-    Args:
-        record: as stored, or as read back from a file.
-        task: the task that it belongs to; None makes one of what is stored, which has only id and instruction.
-    """
+    """The episode that `store_episode` was given, without its film and all but the last picture of its end."""
     prompts = _restored_prompts(record["prompts"])
     trajectory = Trajectory(
         ids=record["ids"].tolist(),

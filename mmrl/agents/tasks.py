@@ -13,8 +13,6 @@ from mmrl.fields import bounded
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.tables import Row, read_rows
 
-__all__ = ["AgentTask", "TaskSetConfig", "check_disjoint", "check_splits", "list_tasks"]
-
 COLUMNS = ("id", "task", "seed", "instruction")
 NOTES = ("success_rate", "rollouts")
 """What `mmrl select` writes beside them."""
@@ -74,17 +72,7 @@ class TaskSetConfig:
 
 
 def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
-    """The tasks of a set, one of each name in turn, so that the first ones cover all names.
-
-    Args:
-        config: the set.
-
-    Returns:
-        seeds x names tasks, or those of the file.
-
-    Raises:
-        UserError: a row of the file is no task, or a task is there twice.
-    """
+    """The tasks of a set, one of each name in turn, so that the first ones cover all names."""
     if config.file is not None:
         built = SimpleNamespace(path=config.file, build=config.build, build_options=config.build_options)
         build_if_missing(built, "data")
@@ -103,32 +91,14 @@ def check_splits(
     eval_data: Mapping[str, TaskSetConfig],
     splits: Mapping[str, Sequence[AgentTask]],
 ) -> None:
-    """Refuse an evaluation on tasks that are trained on, where it does not say so (`seen`).
-
-    Args:
-        data: the set of training.
-        train: its tasks.
-        eval_data: sets of evaluation by name.
-        splits: their tasks.
-
-    Raises:
-        UserError: a task of another set is in both, or the set of training is said to be seen.
-    """
+    """Refuse an evaluation on tasks that are trained on, where it does not say so (`seen`)."""
     if data.seen:
         raise UserError("data.seen is for sets of evaluation (eval_data); tasks of training are always seen")
     check_disjoint(train, {name: tasks for name, tasks in splits.items() if not eval_data[name].seen})
 
 
 def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[AgentTask]]) -> None:
-    """Refuse an evaluation on tasks that are trained on.
-
-    Args:
-        train: tasks of training.
-        splits: tasks of evaluation by name.
-
-    Raises:
-        UserError: a task with the same seed is in both.
-    """
+    """Refuse an evaluation on tasks that are trained on."""
     known = {_key(task): task.id for task in train}
     for name, tasks in splits.items():
         shared = [task.id for task in tasks if _key(task) in known]

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mmrl.vlm.payload import Context, Insert, Prompt
 
-__all__ = ["TokenTable", "Trajectory", "tabulate_tokens"]
-
 
 @dataclass
 class Trajectory:
@@ -58,10 +56,6 @@ class Trajectory:
         """Append what the agent saw after its last action, so that a critic can be asked for the value of that state.
 
         A value belongs to the state before a token, so a token is appended that stands for the next answer.
-
-        Args:
-            seen: what was seen.
-            anew: whether it stands for everything up to here.
         """
         self.restart(seen) if anew else self.add_given(seen)
         self.outlook = len(self.ids)
@@ -96,16 +90,7 @@ class TokenTable:
 
 
 def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TokenTable:
-    """Lay trajectories side by side.
-
-    Args:
-        rows: B trajectories.
-        pad_id: token of the padding.
-        device: where the tensors go.
-
-    Returns:
-        The table, whose fields are those of `Rollouts` and `VlmPayload`.
-    """
+    """Lay trajectories side by side."""
     width = max([1, *(len(row.ids) for row in rows)])
 
     def table(columns: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:

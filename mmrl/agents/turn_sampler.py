@@ -18,8 +18,6 @@ from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.sampler import sample_with
 from mmrl.vlm.sampling import SamplerConfig, Samples
 
-__all__ = ["TurnSampler", "keeps_histories"]
-
 
 def keeps_histories(policy: VlmPolicy, config: SamplerConfig) -> bool:
     """Whether turns go on from what was read before; otherwise each turn reads its whole conversation again."""
@@ -37,12 +35,6 @@ class TurnSampler:
         turns.begin(rows, prompts, group)
         samples = turns.sample(rows, uniforms)
         turns.extend(rows, observations)
-
-    Args:
-        policy: the model; its weights must not change in between.
-        config: lengths, temperature and truncation of a turn.
-        rows: B.
-        reread: read the whole conversation in every turn, as policies without a lean decoder need; for comparisons.
     """
 
     def __init__(self, policy: VlmPolicy, config: SamplerConfig, rows: int, *, reread: bool = False) -> None:
@@ -53,13 +45,7 @@ class TurnSampler:
         self._unread: dict[int, Tensor] = {}
 
     def begin(self, rows: Tensor, prompts: Sequence[Prompt], prompt: Tensor) -> None:
-        """Start rows behind prompts; rows that had begun start anew.
-
-        Args:
-            rows: (b,) int64, ascending.
-            prompts: n prompts; each is read once, however many rows it has.
-            prompt: (b,) int64, the prompt of each of the rows.
-        """
+        """Start rows behind prompts; rows that had begun start anew."""
         for row, number in zip(rows.tolist(), prompt.tolist(), strict=True):
             self._whole[row] = [prompts[number]]
             self._unread.pop(row, None)
@@ -68,12 +54,7 @@ class TurnSampler:
                 self._histories.begin(rows, prompts, prompt)
 
     def extend(self, rows: Tensor, parts: Sequence[Prompt]) -> None:
-        """Put what rows were given behind what they have sampled.
-
-        Args:
-            rows: (b,) int64, ascending, rows that have sampled.
-            parts: tokens and pictures for each of them, with positions from 0.
-        """
+        """Put what rows were given behind what they have sampled."""
         given = []
         for row, part in zip(rows.tolist(), parts, strict=True):
             unread = self._unread.pop(row, None)
@@ -84,15 +65,7 @@ class TurnSampler:
                 self._histories.extend(rows, given)
 
     def sample(self, rows: Tensor, uniforms: Tensor | None) -> Samples:
-        """Draw the next turn of some rows.
-
-        Args:
-            rows: (b,) int64, ascending.
-            uniforms: (b, max_new_tokens) in [0, 1), the random numbers of each row; None takes the likeliest tokens.
-
-        Returns:
-            The turns of these rows, in order.
-        """
+        """Draw the next turn of some rows."""
         with self._sampling():
             drawn = self._go_on(rows, uniforms) if self._histories is not None else self._reread(rows, uniforms)
         lengths = drawn.mask.sum(1).long().tolist()

@@ -50,8 +50,6 @@ from mmrl.training.loop.settings import TrainerConfig
 from mmrl.vlm.model_config import CriticSettings, LoraSettings, ModelConfig
 from mmrl.vlm.sampling import SamplerConfig
 
-__all__ = ["VlDacConfig", "VlDacRecipe", "repo_preset"]
-
 CRITIC_ALONE = frozenset({"values"})
 
 
@@ -110,15 +108,7 @@ class VlDacConfig(AgentConfig):
 
 
 class VlDacRecipe(AgentRecipe):
-    """Trains the critic alone for the first steps, then policy and critic.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: environment, tasks or model cannot be used.
-        RunError: the environment does not start.
-    """
+    """Trains the critic alone for the first steps, then policy and critic."""
 
     config: VlDacConfig
 

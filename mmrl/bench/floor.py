@@ -10,17 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "Dimensions",
-    "activation_bytes",
-    "decode_bytes",
-    "decode_flops",
-    "dimensions_of",
-    "forward_flops",
-    "matmul_rates",
-    "vision_flops",
-]
-
 
 @dataclass(frozen=True)
 class Dimensions:
@@ -82,15 +71,7 @@ def dimensions_of(config: Any) -> Dimensions:
 
 
 def vision_flops(size: Dimensions, image_tokens: int) -> float:
-    """Operations of the tower's forward pass over one image.
-
-    Args:
-        size: the model.
-        image_tokens: tokens that the image becomes; merge x merge patches each.
-
-    Returns:
-        Operations of patch embedding, blocks and mergers.
-    """
+    """Operations of the tower's forward pass over one image."""
     unit = size.merge**2
     patches = unit * image_tokens
     width = size.vision_hidden
@@ -106,19 +87,7 @@ def vision_flops(size: Dimensions, image_tokens: int) -> float:
 def forward_flops(
     size: Dimensions, prompt: int, completions: Sequence[int], image_tokens: int, *, shared: bool, images: int = 1
 ) -> dict[str, float]:
-    """Operations of one forward pass over a group, log-probs of its completions included.
-
-    Args:
-        size: the model.
-        prompt: tokens of the prompt P, image tokens included.
-        completions: tokens of each completion T_i.
-        image_tokens: image tokens of the prompt.
-        shared: prompt and image once for the group, else once for each completion.
-        images: images that the image tokens are of, each of which the tower looks at alone, as at a video's frames.
-
-    Returns:
-        vision, linear, attention, head and their total.
-    """
+    """Operations of one forward pass over a group, log-probs of its completions included."""
     rows = len(completions)
     suffix = sum(completions)
     tokens = (1 if shared else rows) * prompt + suffix
@@ -136,16 +105,7 @@ def forward_flops(
 
 
 def decode_flops(size: Dimensions, prompt: int, completions: Sequence[int]) -> float:
-    """Operations of drawing completions token by token from a prompt that has been read.
-
-    Args:
-        size: the model.
-        prompt: tokens of the prompt P.
-        completions: tokens of each completion T_i.
-
-    Returns:
-        Operations of decoder and head; the last token of a completion is drawn but not read.
-    """
+    """Operations of drawing completions token by token from a prompt that has been read."""
     read = sum(max(length - 1, 0) for length in completions)
     pairs = sum((length - 1) * prompt + _causal(length - 1) for length in completions if length > 1)
     linear = 2.0 * size.layers * size.layer_weights * read
@@ -154,17 +114,7 @@ def decode_flops(size: Dimensions, prompt: int, completions: Sequence[int]) -> f
 
 
 def decode_bytes(size: Dimensions, prompt: int, completions: Sequence[int], width: int = 4) -> float:
-    """Bytes that drawing completions together must read: all weights at every step, each cached key and value.
-
-    Args:
-        size: the model.
-        prompt: tokens of the prompt P, whose keys and values are read once a step for the whole group.
-        completions: tokens of each completion T_i.
-        width: bytes of a number.
-
-    Returns:
-        Bytes.
-    """
+    """Bytes that drawing completions together must read: all weights at every step, each cached key and value."""
     steps = max(completions, default=1) - 1
     head = size.hidden * size.vocabulary
     weights = steps * size.layers * size.layer_weights + (steps + 1) * head
@@ -176,19 +126,7 @@ def decode_bytes(size: Dimensions, prompt: int, completions: Sequence[int], widt
 def activation_bytes(
     size: Dimensions, prompt: int, completions: Sequence[int], image_tokens: int, *, shared: bool, width: int = 4
 ) -> float:
-    """Bytes that a backward pass needs of its forward pass: inputs of matrices, norms, gates and attention.
-
-    Args:
-        size: the model.
-        prompt: tokens of the prompt P, image tokens included.
-        completions: tokens of each completion T_i.
-        image_tokens: image tokens of the prompt.
-        shared: prompt and image once for the group, else once for each completion.
-        width: bytes of a number.
-
-    Returns:
-        Bytes without the head's chunks, weights, gradients and optimiser states.
-    """
+    """Bytes that a backward pass needs of its forward pass: inputs of matrices, norms, gates and attention."""
     copies = 1 if shared else len(completions)
     tokens = copies * prompt + sum(completions)
     heads = (2 * size.heads + 2 * size.kv_heads) * size.head_dim
@@ -200,10 +138,6 @@ def activation_bytes(
 
 def matmul_rates(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arm that measures what the machine does with matrices of the model's sizes.
-
-    Args:
-        options: hidden, intermediate, tall (rows of a training pass), flat (rows of a decode step), operations (of
-            one measurement), read (bytes that are added up), repetitions, device.
 
     Returns:
         counts: tall_flops and flat_flops, operations a second, and read_bytes, bytes a second.

@@ -49,8 +49,6 @@ from mmrl.bench.worker import answer_to
 from mmrl.errors import UserError
 from mmrl.fields import bounded, field_problems
 
-__all__ = ["Arm", "BenchOptions", "check", "comparison", "progress", "ratio", "run_arms"]
-
 KEPT_BYTES = str(2**20)
 """In the processes that measure memory, blocks above this go back to the system when they are freed: glibc would keep
 them, and peaks would not be comparable. It costs time, a quarter of a TRL step, so other processes measure that."""
@@ -120,18 +118,7 @@ class BenchOptions:
 
 
 def run_arms(title: str, arms: Sequence[Arm], options: BenchOptions) -> dict[str, dict[str, Any]]:
-    """Run every arm `options.blocks` times in turns, A B C A B C ..., then once more for its memory.
-
-    Args:
-        title: what is compared, for the lines of progress.
-        arms: the ways to do the work.
-        options: blocks, repetitions, threads and device.
-
-    Returns:
-        For each arm the medians over its blocks cpu_s and wall_s by stage, peak_mb by stage and held_mb, `counts`,
-        `checks` and `series` of its first block, the numbers of every block as `blocks`, and `error` where a process
-        failed; an arm that failed is not run again.
-    """
+    """Run every arm `options.blocks` times in turns, A B C A B C ..., then once more for its memory."""
     found: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
     spacious: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}
@@ -216,18 +203,7 @@ def comparison(
     checks: Mapping[str, dict[str, Any]] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Put the parts of one comparison together.
-
-    Args:
-        runs: result of `run_arms`.
-        ratios: results of `ratio` by name.
-        floor: counted operations and bytes.
-        checks: results of `check` by name, beside those that arms returned.
-        notes: what a reader must know to read the numbers.
-
-    Returns:
-        {"arms", "ratios", "floor", "checks", "notes", "failed"}, the last being whether an arm or a check failed.
-    """
+    """Put the parts of one comparison together."""
     every = {**(checks or {})}
     for name, run in runs.items():
         every |= {f"{name}/{key}": value for key, value in run.get("checks", {}).items()}

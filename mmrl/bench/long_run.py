@@ -19,8 +19,6 @@ from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from mmrl.bench.measure import ResidentMemory
 from mmrl.errors import RunError, UserError
 
-__all__ = ["ENVIRONMENT", "LongRun", "compare_long_run", "growth", "long_run_arm", "prepare_arm"]
-
 HERE = "mmrl.bench.long_run"
 QUICK_STEPS = 6
 """The second half of fewer has no slope."""
@@ -54,19 +52,7 @@ class LongRun:
 
 
 def compare_long_run(plan: LongRun, options: BenchOptions) -> dict[str, Any]:
-    """Run the steps with and without `trainer.release_memory`, and with glibc's thresholds set by hand.
-
-    Args:
-        plan: the run of the room.
-        options: threads, folder, and whether a few steps are enough; each arm runs once.
-
-    Returns:
-        The comparison; `counts` of each arm are those of `long_run_arm`.
-
-    Raises:
-        RunError: a run that comes first failed.
-        UserError: it is asked for on a GPU.
-    """
+    """Run the steps with and without `trainer.release_memory`, and with glibc's thresholds set by hand."""
     if options.device != "cpu":
         if options.only:
             raise UserError(f"--only long-run measures runs on a CPU; --device {options.device} has no effect on it")
@@ -93,14 +79,7 @@ def compare_long_run(plan: LongRun, options: BenchOptions) -> dict[str, Any]:
 
 
 def prepare_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Carry out a run that others start from.
-
-    Args:
-        options: config and folder as for `long_run_arm`, and name of the run's folder.
-
-    Returns:
-        counts: steps of the run.
-    """
+    """Carry out a run that others start from."""
     from mmrl.training.runs import train
 
     entry, config = _load(options, options["name"], {})
@@ -110,10 +89,6 @@ def prepare_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 def long_run_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Take the steps of a run and note the memory of this process.
-
-    Args:
-        options: config as a nested dict, folder that `{folder}` stands for, steps, and release: the value of
-            `trainer.release_memory`.
 
     Returns:
         cpu_s and wall_s: mean seconds of a step; peak_mb: largest resident memory; held_mb: that after the last step;
@@ -148,10 +123,6 @@ def long_run_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 def growth(resident_mb: Sequence[float], batch: int = BATCH) -> tuple[float, float]:
     """Slope of the memory over the second half of a run, fitted to the means of batches of steps.
-
-    Args:
-        resident_mb: memory after every step.
-        batch: steps of a batch; fewer where the half has not three batches of that size.
 
     Returns:
         Slope in MB per 100 steps and its standard error, by ordinary least squares; NaN with fewer than three points.

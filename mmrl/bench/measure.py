@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PeakMemory", "Recorder", "ResidentMemory", "Stopwatch", "repeat"]
-
 MEBIBYTE = 2**20
 WHOLE = "total"
 """Stage that spans a repetition."""
@@ -24,9 +22,6 @@ class PeakMemory:
 
     Resident memory of the process, or allocated memory of the GPU. Where the system does not let a process reset its
     own peak, the peak of a stage is the largest until its end.
-
-    Args:
-        device: "cpu" or "cuda".
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -98,12 +93,7 @@ class Stopwatch:
 
 
 class Recorder:
-    """Measures the repetitions of an arm; the first one warms up and counts for memory only.
-
-    Args:
-        device: "cpu" or "cuda".
-        cpu_clock: as in `Stopwatch`.
-    """
+    """Measures the repetitions of an arm; the first one warms up and counts for memory only."""
 
     def __init__(self, device: str = "cpu", cpu_clock: Callable[[], float] | None = None) -> None:
         self.device = device

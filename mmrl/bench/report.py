@@ -12,8 +12,6 @@ from typing import Any
 
 from mmrl.bench.harness import BenchOptions
 
-__all__ = ["describe_machine", "describe_versions", "settings_of", "table"]
-
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "diffusers", "mujoco", "gymnasium", "numpy")
 
 

@@ -9,8 +9,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["answer_to", "main"]
-
 
 def main(request: str, result: str) -> int:
     """Answer the request in one JSON file with another; returns the exit code, 1 where the function raised."""
@@ -20,14 +18,7 @@ def main(request: str, result: str) -> int:
 
 
 def answer_to(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run an arm in this process.
-
-    Args:
-        asked: "function" as `module:function` and its "options".
-
-    Returns:
-        What the function returned, or {"error", "traceback"}.
-    """
+    """Run an arm in this process."""
     module, _, name = asked["function"].partition(":")
     try:
         return dict(getattr(importlib.import_module(module), name)(asked["options"]))

@@ -9,19 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Denominators",
-    "count",
-    "fixed_length",
-    "masked_mean",
-    "masked_sum",
-    "sequence_mean",
-    "sequence_sum",
-    "token_mean",
-    "turn_mean",
-    "turn_segments",
-]
-
 
 @dataclass(frozen=True)
 class Denominators:
@@ -105,9 +92,6 @@ def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
         x: (B, T) terms.
         mask: (B, T) {0, 1}, what counts.
         denominators: Counts over the whole step.
-
-    Returns:
-        Scalar; 0 where the mask is empty.
     """
     return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
 
@@ -130,9 +114,6 @@ def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators)
         mask: (B, T) {0, 1}, what counts.
         turn: (B, T) int64, not falling along a row.
         denominators: Counts over the whole step; `turns` counts those with a decision that counts.
-
-    Returns:
-        Scalar; 0 where the mask is empty.
     """
     segment = turn_segments(turn)
     number = torch.zeros_like(mask).scatter_add(1, segment, mask).gather(1, segment).clamp(min=1)
@@ -154,11 +135,7 @@ def turn_segments(turn: Tensor) -> Tensor:
 
 
 def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the sum over rows * `denominators.length`; see `token_mean`.
-
-    Raises:
-        ValueError: The denominators hold no length.
-    """
+    """This batch's share of the sum over rows * `denominators.length`; see `token_mean`."""
     if denominators.length <= 0:
         raise ValueError(
             "The aggregation 'fixed_length' divides every row by a constant; got length "

@@ -9,16 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "check_choice_of_fields",
-    "check_decisions",
-    "check_groups",
-    "check_mask",
-    "check_rows",
-    "look_up",
-    "unknown_name",
-]
-
 _FLOATS = (torch.float32, torch.float64)
 _Value = TypeVar("_Value")
 

@@ -12,8 +12,6 @@ from mmrl.core.blocks import AdvantageScaling
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["decoupled_advantages"]
-
 STD_EPS = 1e-4
 
 

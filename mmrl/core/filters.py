@@ -11,8 +11,6 @@ from mmrl.core.checks import unknown_name
 from mmrl.core.groups import group_extremes, group_sum
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["DynamicSamplingBuffer", "FilterCounts", "drop", "zero_variance_groups"]
-
 
 def zero_variance_groups(
     rollouts: Rollouts, key: str = "reward", low: float | None = None, high: float | None = None

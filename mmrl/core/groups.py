@@ -7,16 +7,6 @@ from torch import Tensor
 
 from mmrl.core.aggregation import masked_sum
 
-__all__ = [
-    "group_center",
-    "group_count",
-    "group_extremes",
-    "group_std",
-    "group_sum",
-    "masked_whiten",
-    "whitening_factor",
-]
-
 WHITEN_EPS = 1e-8
 
 
@@ -120,12 +110,7 @@ def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
 
 
 def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
-    """What centred values are multiplied by to have variance 1.
-
-    Args:
-        variance: Theirs, a scalar.
-        eps_to: What 1e-8 is added to: "variance", inside the root, or "deviation".
-    """
+    """What centred values are multiplied by to have variance 1."""
     if eps_to == "deviation":
         return 1.0 / (variance.sqrt() + WHITEN_EPS)
     return torch.rsqrt(variance + WHITEN_EPS)

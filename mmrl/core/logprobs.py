@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["LogProbs", "gaussian_step_logprob", "linear_logprobs", "logprobs_from_logits"]
-
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
 
 

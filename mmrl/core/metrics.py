@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Metric", "max_metric", "mean_metric", "merge_metrics", "metric_values"]
-
 
 @dataclass(frozen=True)
 class Metric:

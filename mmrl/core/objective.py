@@ -41,8 +41,6 @@ from mmrl.core.regularizers import entropy_sampled, k3
 from mmrl.core.returns import decision_rewards, turn_starts
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["LossOutput", "Objective", "PolicyOutputs"]
-
 Term = tuple[Tensor | None, dict[str, Metric]]
 """A term of the loss, None where it has none, and its metrics."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from mmrl.core.checks import check_decisions
 from mmrl.core.metrics import Metric
 
-__all__ = ["LossOutput", "PolicyOutputs", "required"]
-
 
 @dataclass(frozen=True)
 class PolicyOutputs:

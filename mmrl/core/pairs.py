@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["CHOSEN", "SCORE", "Pairs", "pair_rows"]
-
 CHOSEN = "chosen"
 """Key of `Rollouts.extras` (B,): 1 on the preferred row of a group, 0 on the rejected one."""
 SCORE = "pair_score"

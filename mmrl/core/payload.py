@@ -26,19 +26,6 @@ from torch import Tensor
 
 from mmrl.core.checks import check_choice_of_fields
 
-__all__ = [
-    "Payload",
-    "join_fields",
-    "move_fields",
-    "nested",
-    "per_decision",
-    "per_group",
-    "per_row",
-    "select_fields",
-    "shared",
-    "trim_fields",
-]
-
 _Kind = Literal["row", "decision", "group", "shared", "nested"]
 _REQUIRED: Any = object()
 
@@ -152,16 +139,7 @@ class Payload:
 
 
 def select_fields(batch: Any, rows: Tensor, groups: Tensor) -> dict[str, Any]:
-    """Select rows and groups of every field of a batch.
-
-    Args:
-        batch: instance of a dataclass with declared fields.
-        rows: (b,) int64 row indices.
-        groups: (n,) int64 group indices.
-
-    Returns:
-        The new values by field, for `dataclasses.replace`.
-    """
+    """Select rows and groups of every field of a batch."""
     by_row, by_group = _Index(rows), _Index(groups)
     taken: dict[str, Callable[[Any], Any]] = {
         "row": by_row.take,
@@ -174,17 +152,7 @@ def select_fields(batch: Any, rows: Tensor, groups: Tensor) -> dict[str, Any]:
 
 
 def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
-    """Join every field of some batches; decisions are padded to the longest part.
-
-    Args:
-        parts: at least one instance of a dataclass with declared fields.
-
-    Returns:
-        The new values by field, for `dataclasses.replace`.
-
-    Raises:
-        ValueError: some parts have a field that others lack, and its declaration names no blank entry.
-    """
+    """Join every field of some batches; decisions are padded to the longest part."""
     check_choice_of_fields([_required(part) for part in parts])
     counts = [_counts(part) for part in parts]
     joined = {}

@@ -26,8 +26,6 @@ from mmrl.core.outputs import LossOutput, PolicyOutputs, required
 from mmrl.core.pairs import SCORE, Pairs, pair_rows
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["PreferenceObjective"]
-
 PAIRS, ANSWERS, DECISIONS = "pairs", "preferred_answers", "preferred_decisions"
 """Keys of `Denominators.others`."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["entropy_from_logits", "entropy_sampled", "k1", "k1p", "k2", "k3", "k3p", "kl_full"]
-
 EXPONENT_LIMIT = 20.0
 VALUE_LIMIT = 10.0
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["decision_rewards", "gae", "gae_over_turns", "returns_to_go", "turn_means", "turn_starts"]
-
 
 def decision_rewards(rollouts: Rollouts) -> Tensor:
     """Return the reward received at each decision.

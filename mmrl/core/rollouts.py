@@ -32,8 +32,6 @@ from mmrl.core.payload import (
     trim_fields,
 )
 
-__all__ = ["Rollouts"]
-
 _DECISION_FIELDS = ("mask", "logp_old", "advantage", "logp_ref", "values", "returns", "entropy", "turn")
 
 

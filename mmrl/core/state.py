@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AdaptiveKL", "DifficultyTracker"]
-
 
 @dataclass
 class AdaptiveKL:
@@ -69,12 +67,7 @@ class DifficultyTracker:
     """Mean reward of each prompt's last samples."""
 
     def note(self, key: str, rewards: Sequence[float]) -> None:
-        """Remember the samples of a prompt.
-
-        Args:
-            key: Id of the prompt.
-            rewards: Theirs; those that are not finite were not scored and do not count.
-        """
+        """Remember the samples of a prompt."""
         scored = [float(reward) for reward in rewards if math.isfinite(reward)]
         if scored:
             self.recent = [*self.recent, *scored][-self.window :]

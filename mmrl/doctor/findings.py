@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CPU_INDEX", "DISTRIBUTION", "PROJECT_DIR", "Finding", "install_command", "one_line", "release"]
-
 DISTRIBUTION = "mmrl-suite"
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -18,16 +18,6 @@ from mmrl.doctor.findings import CPU_INDEX, Finding, install_command, one_line, 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "check_disk",
-    "check_processor",
-    "check_rendering",
-    "check_sandbox",
-    "check_torch",
-    "check_torchvision",
-    "check_video",
-]
-
 LOW_DISK_GB = 2.0
 GB = 1e9
 RENDER_LIBRARIES = {

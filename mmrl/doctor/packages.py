@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
 
-__all__ = ["Requirement", "check_names", "check_packages", "check_python", "read_requirements"]
-
 OLDEST_PYTHON = (3, 11)
 IMPORT_NAMES = ("mmrl", "diffusion", "robotics")
 ROOMS = ("vlm", "diffusion", "robotics")
@@ -82,15 +80,7 @@ def check_packages(
 
 
 def read_requirements(lines: Iterable[str] | None = None) -> list[Requirement]:
-    """Parse the suite's requirement strings.
-
-    Args:
-        lines: such as `transformers>=5.0; extra == "vlm"`; those of the installed suite, or else of the
-            checkout's pyproject.toml, when None.
-
-    Returns:
-        Base dependencies and those of the extras that install packages for users; each package once an extra.
-    """
+    """Parse the suite's requirement strings."""
     declared = _declared_requirements() if lines is None else lines
     matches = [match for match in map(REQUIREMENT.match, declared) if match]
     parsed = [Requirement(match["name"], match["floor"] or "", match["extra"] or "") for match in matches]

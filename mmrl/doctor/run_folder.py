@@ -18,8 +18,6 @@ from mmrl.training.record.run_folder import has_begun
 from mmrl.training.record.run_lock import LOCK_FILE, read_owner
 from mmrl.training.record.tracking import read_evaluations, read_metrics
 
-__all__ = ["check_run"]
-
 AREA = "run"
 
 

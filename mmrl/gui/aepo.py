@@ -30,8 +30,6 @@ from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.recipe import VlmRecipe
 
-__all__ = ["AepoConfig", "AepoRecipe"]
-
 KIND = "kind"
 """Column with the kind of instruction."""
 
@@ -60,15 +58,7 @@ class AepoRecipe(GroundingTasks, VlmRecipe):
 
 
 def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, float]:
-    """Share of groups without signal by kind of instruction.
-
-    Args:
-        rollouts: B rows with rewards in N groups.
-        kinds: kind of each group's question.
-
-    Returns:
-        Metrics aepo/no_signal/<kind>; groups with fewer than two scored answers have no signal either.
-    """
+    """Share of groups without signal by kind of instruction."""
     scored = rollouts.reward.isfinite()
     reward = torch.where(scored, rollouts.reward, torch.zeros_like(rollouts.reward))
     counts = group_sum(scored.to(reward.dtype), rollouts.group)

@@ -24,18 +24,6 @@ from mmrl.gui.tables import target_of
 from mmrl.rewards import RewardConfig
 from mmrl.rewards.answers import Chat, completion_text
 
-__all__ = [
-    "ACCURACIES",
-    "PARTS",
-    "AnswerRules",
-    "PointScore",
-    "adaptive_accuracy",
-    "has_collinear",
-    "point_reward",
-    "point_rewards",
-    "score_answer",
-]
-
 COLLINEAR_SCOPES = ("total", "accuracy")
 
 
@@ -118,12 +106,6 @@ def point_reward(
         max_answers: most answers.
         dedupe_px: distance below which an answer repeats another.
         empty_is_malformed: whether an empty list is a wrong format.
-
-    Returns:
-        B numbers; score is -1 or in [0, 2].
-
-    Raises:
-        UserError: an option has no such value.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`calculate_point_reward`).
     """
@@ -210,10 +192,6 @@ def _score(text: str, target: Target, rules: AnswerRules, locate: Callable[[Any]
 def adaptive_accuracy(answers: int, rank: int) -> float:
     """1/sqrt(N k) where the answer of rank k is the first inside, -1/N where none is; -1 without answers.
 
-    Args:
-        answers: N.
-        rank: k from 1, or 0 where no answer is inside.
-
     Source: AEPO, arXiv 2508.05731; InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_accuracy_reward`).
     """
     if rank:
@@ -223,11 +201,6 @@ def adaptive_accuracy(answers: int, rank: int) -> float:
 
 def has_collinear(points: Iterable[Any], tol: float = 0.0) -> bool:
     """Whether three of the points are on a line.
-
-    Args:
-        points: pairs of numbers.
-        tol: least height of a triangle that is none; 0 compares the two products of the exact test with
-            `math.isclose`, as the public code does.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_check_collinear`).
     """

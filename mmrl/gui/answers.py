@@ -16,8 +16,6 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.gui.coords import CoordinateSpace, Point
 
-__all__ = ["ANSWER_ERRORS", "PARSERS", "ParsedAnswer", "answer_text", "answer_tokens", "parse_answer", "split_think"]
-
 THINK, END_THINK = "<think>", "</think>"
 LONGEST = 100_000
 """Characters of an answer that `robust` reads; no sampler of a grounding model gives more."""
@@ -67,13 +65,7 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
 
 
 def answer_text(points: Sequence[Point], space: CoordinateSpace, labels: Sequence[str] | None = None) -> str:
-    """Points as Qwen2.5-VL writes them: a JSON list of {"point_2d": [x, y]}, whole numbers where the space has them.
-
-    Args:
-        points: in the model's space.
-        space: what the numbers mean.
-        labels: what each point is, written before it as "label"; None writes points alone.
-    """
+    """Points as Qwen2.5-VL writes them: a JSON list of {"point_2d": [x, y]}, whole numbers where the space has them."""
     fractions = space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX)
     pairs = [[round(number, 4) if fractions else round(number) for number in point] for point in points]
     if labels is None:
@@ -86,9 +78,6 @@ def answer_tokens(labels: Sequence[str]) -> tuple[str, ...]:
 
     A number then directly follows the token of its label, so that a random model learns to find a thing by its label in
     one step of attention instead of two.
-
-    Args:
-        labels: all that occur.
     """
     parts = ('[{"label": "', ']}, {"label": "', "]}]", ", ")
     return (*parts, *(f'{label}", "point_2d": [' for label in labels), *map(str, range(1001)))
@@ -96,10 +85,6 @@ def answer_tokens(labels: Sequence[str]) -> tuple[str, ...]:
 
 def split_think(text: str) -> str | None:
     """What follows the one think block at the very start of an answer.
-
-    Returns:
-        The stripped rest; None where the text does not start with the tag, a tag is repeated or missing, or the
-        block or the rest is blank.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`extract_think_format`).
     """

@@ -24,8 +24,6 @@ from mmrl.gui.chromium import require_chromium
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext
 
-__all__ = ["Browser", "BrowserFailure", "BrowserSettings", "process_browser"]
-
 ARGUMENTS = (
     "--no-sandbox",  # containers give Chromium no user namespaces; pages are local files, and offline
     "--disable-gpu",
@@ -57,15 +55,7 @@ class BrowserSettings:
 
 
 class Browser:
-    """A running Chromium.
-
-    Args:
-        settings: how it runs.
-
-    Raises:
-        UserError: playwright or a browser is missing, or this is inside an asyncio loop.
-        BrowserFailure: it did not start.
-    """
+    """A running Chromium."""
 
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
@@ -93,9 +83,6 @@ class Browser:
             height: in CSS pixels.
             scale: device pixels of a CSS pixel.
             locale: language that pages are told.
-
-        Raises:
-            BrowserFailure: the browser is dead; see `restart`.
         """
         self._check_thread()
         with self.limited("opening a context"):
@@ -130,14 +117,7 @@ class Browser:
         return self.pages >= self.settings.pages_per_start and len(self._open_contexts) <= 1
 
     def restart(self, after_failure: bool = True) -> None:
-        """Start anew; every context is lost.
-
-        Args:
-            after_failure: whether it counts in `restarts`.
-
-        Raises:
-            BrowserFailure: it did not start.
-        """
+        """Start anew; every context is lost."""
         self._check_thread()
         self.restarts += after_failure
         self._stop()
@@ -152,9 +132,6 @@ class Browser:
         """Run playwright calls; a browser that hangs is killed, and every failure is a `BrowserFailure`.
 
         playwright limits some calls only: a script in a page that never returns would hold `evaluate` for ever.
-
-        Args:
-            what: the calls in words, for the message.
         """
         from playwright.sync_api import Error
 
@@ -225,15 +202,7 @@ class Browser:
 
 
 def process_browser(settings: BrowserSettings | None = None) -> Browser:
-    """The browser that the environments of this process share; it ends with the process.
-
-    Args:
-        settings: how it runs.
-
-    Raises:
-        UserError: one with other settings runs already; or as for `Browser`.
-        BrowserFailure: it did not start.
-    """
+    """The browser that the environments of this process share; it ends with the process."""
     wanted = settings or BrowserSettings()
     running = _RUNNING.get(os.getpid())
     if running is None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 
-__all__ = ["EXECUTABLE_VARIABLE", "INSTALL_BROWSER", "INSTALL_PACKAGE", "find_chromium", "require_chromium"]
-
 EXECUTABLE_VARIABLE = "MMRL_CHROMIUM"
 """Environment variable that names the browser's program."""
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -26,17 +24,7 @@ INSTALL_PACKAGE = "pip install 'mmrl-suite[gui]'"
 
 
 def find_chromium(executable: str = "") -> str | None:
-    """Find a Chromium, Chrome or Edge.
-
-    Args:
-        executable: program to use; the one that `MMRL_CHROMIUM` names, else one on the PATH, when empty.
-
-    Returns:
-        Its path, or None where there is none.
-
-    Raises:
-        UserError: `executable` or `MMRL_CHROMIUM` names no program.
-    """
+    """Find a Chromium, Chrome or Edge."""
     named = executable or os.environ.get(EXECUTABLE_VARIABLE, "")
     if named:
         found = shutil.which(os.path.expanduser(named))
@@ -49,14 +37,7 @@ def find_chromium(executable: str = "") -> str | None:
 
 
 def require_chromium(executable: str = "") -> str:
-    """The browser's program, with playwright there to drive it.
-
-    Args:
-        executable: as for `find_chromium`.
-
-    Raises:
-        UserError: playwright or a browser is missing; the message says what to install.
-    """
+    """The browser's program, with playwright there to drive it."""
     if importlib.util.find_spec("playwright") is None:
         raise UserError(f"screens from a browser need playwright, which is not installed: {INSTALL_PACKAGE}")
     found = find_chromium(executable)

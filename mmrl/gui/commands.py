@@ -16,8 +16,6 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from mmrl.gui.benchmarks.validation import Validation
 
-__all__ = ["COMMANDS", "GuiCommand", "add_arguments"]
-
 Say = Callable[[str], None]
 LISTED = 50
 

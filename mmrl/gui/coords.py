@@ -15,21 +15,6 @@ from typing import NamedTuple, TypeAlias
 from mmrl.errors import UserError
 from mmrl.fields import bounded
 
-__all__ = [
-    "FAMILIES",
-    "Box",
-    "CoordinateSpace",
-    "Family",
-    "Point",
-    "Resize",
-    "Size",
-    "clean_box",
-    "coordinate_space",
-    "from_original",
-    "smart_resize",
-    "to_original",
-]
-
 Point: TypeAlias = tuple[float, float]
 """(x, y), or (y, x) in the space rel1_yx."""
 Size: TypeAlias = tuple[int, int]
@@ -118,11 +103,7 @@ class Family:
 
 
 def coordinate_space(name: str) -> CoordinateSpace:
-    """The space of that name.
-
-    Raises:
-        UserError: there is none; the message lists them.
-    """
+    """The space of that name."""
     try:
         return CoordinateSpace(name)
     except ValueError:
@@ -144,9 +125,6 @@ def smart_resize(
         factor: patch size times merge size.
         min_pixels: smallest area; None is 4 factor^2.
         max_pixels: largest area; None is 16384 factor^2.
-
-    Returns:
-        (height, width).
 
     Raises:
         ValueError: the image has no pixels, is over 200 times as long as wide, the bounds are reversed, or no side of
@@ -235,9 +213,6 @@ def clean_box(
         height: of the image in pixels.
         min_side: shortest side in pixels after clipping.
         min_visible: smallest share of the area that is inside the image.
-
-    Returns:
-        Sorted corners clipped to the image; None where a number is not finite or the box is too small or outside.
     """
     if not all(math.isfinite(number) for number in box):
         return None

@@ -10,8 +10,6 @@ from mmrl.training.report.console import part_lines
 from mmrl.training.report.page import write_report
 from mmrl.training.stages import finish_run, last_model
 
-__all__ = ["run"]
-
 CONFIGS = Path("configs/gui")
 
 

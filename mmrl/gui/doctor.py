@@ -12,8 +12,6 @@ from mmrl.doctor.findings import Finding, install_command, one_line
 from mmrl.errors import UserError
 from mmrl.gui.chromium import INSTALL_BROWSER, find_chromium
 
-__all__ = ["check_browser"]
-
 AREA = "browser"
 ONLY = "(only mmrl.gui needs it)"
 

@@ -20,8 +20,6 @@ from mmrl.gui.icons import ICONS, Color, draw_icon
 from mmrl.gui.samples import GroundingSample
 from mmrl.gui.tables import write_samples
 
-__all__ = ["ASKS", "KINDS", "IconGrid", "build_icons", "build_model", "corpus", "draw_grid", "icon_samples"]
-
 KINDS = ("name", "function")
 """Kinds of instruction."""
 ASKS = ("one", "some")
@@ -66,16 +64,7 @@ def draw_grid(
     grid: IconGrid = IconGrid(),
     present: Sequence[str] = (),
 ) -> Screen:
-    """Draw icons in random cells.
-
-    Args:
-        rng: source of choice, order, colours, sizes and places.
-        grid: layout.
-        present: icons that are there in any case; the others are drawn at random.
-
-    Returns:
-        The screen.
-    """
+    """Draw icons in random cells."""
     paper, ink = _grey(rng) if grid.colored else _theme(rng)
     image = Image.new("RGB", (grid.columns * grid.cell_px, grid.rows * grid.cell_px), paper)
     cells = grid.columns * grid.rows
@@ -119,29 +108,7 @@ def icon_samples(
     listings: float = 0.0,
     grid: IconGrid = IconGrid(),
 ) -> Iterator[GroundingSample]:
-    """Draw screens with an instruction each; the same seed gives the same pixels.
-
-    Args:
-        count: samples.
-        seed: of everything drawn; other seeds are other layouts.
-        kinds: of instruction, drawn evenly: name or function.
-        ask: one, some, or both drawn evenly.
-        worked: add worked answers for a supervised start, as the columns `answers` and `labels`.
-        trap: chance of the icon that a function is taken for to be drawn first as a worked answer, between 0 and 1; all
-            others, the right one among them, share what is left alike.
-        most_answers: worked answers to a question for some are 1 to this many; the later ones are drawn like the first
-            from the icons that are left.
-        ranked: whether worked answers to a function begin with the one that was drawn first, or stand in the order of
-            listings, as the answers of a model that has only learned to list what it sees.
-        listings: share of worked rows that ask for everything, whose answer lists every icon with its place.
-        grid: layout, or what differs from the usual one.
-
-    Returns:
-        Samples whose meta has the columns kind, ask, icon and, with `worked`, answers and labels.
-
-    Raises:
-        ValueError: unknown kind or ask.
-    """
+    """Draw screens with an instruction each; the same seed gives the same pixels."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds or ask not in (*ASKS, "both"):
         raise ValueError(
@@ -187,17 +154,7 @@ def _function_weights(name: str, trap: float) -> dict[str, float]:
 
 
 def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options: Any) -> Path:
-    """Write `icon_samples` as JSON lines with PNG images beside them.
-
-    Args:
-        path: .jsonl file.
-        count: samples.
-        seed: of everything drawn.
-        options: see `icon_samples`.
-
-    Returns:
-        The file.
-    """
+    """Write `icon_samples` as JSON lines with PNG images beside them."""
     return write_samples(path, icon_samples(count, seed=seed, **options))
 
 

@@ -21,8 +21,6 @@ from mmrl.gui.pages.vocabulary import functions
 from mmrl.gui.samples import AnyOf, GroundingSample
 from mmrl.gui.tables import write_samples
 
-__all__ = ["TEMPLATES", "build_pages", "draw_page", "page_samples"]
-
 SCALES = (1.0, 0.875, 1.4)
 
 
@@ -134,9 +132,6 @@ def draw_page(page: PageModel, size: Size, scale: float = 1.0) -> tuple[Image.Im
         page: its contents and look; a template of the page's split is chosen by its layout.
         size: (width, height) of the picture in pixels.
         scale: pixels of a CSS pixel.
-
-    Returns:
-        RGB picture, and the controls in it; those that do not fit are left out.
     """
     sheet = _Sheet(page, size, scale)
     layouts = LAYOUTS["train"] if page.layout in LAYOUTS["train"] else LAYOUTS["test"]
@@ -163,9 +158,6 @@ def page_samples(
         size: (width, height) in pixels.
         language: of labels and instructions: en, de or es.
         all_boxes: keep instructions that several controls fulfil, with all boxes; they are left out otherwise.
-
-    Returns:
-        Samples whose meta has kind (name, function, relation), role, name, layout, theme and scale.
     """
     given = number = 0
     while given < count:
@@ -190,18 +182,7 @@ def page_samples(
 
 
 def build_pages(path: str | Path, *, count: int = 1000, seed: int = 0, split: str = "train", **options: object) -> Path:
-    """Write `page_samples` as JSON lines with PNG images beside them.
-
-    Args:
-        path: .jsonl file.
-        count: samples.
-        seed: of everything drawn.
-        split: train, layouts or test.
-        options: see `page_samples`.
-
-    Returns:
-        The file.
-    """
+    """Write `page_samples` as JSON lines with PNG images beside them."""
     return write_samples(path, page_samples(count, seed=seed, split=split, **options))  # type: ignore[arg-type]
 
 

@@ -14,8 +14,6 @@ from mmrl.gui.coords import Box, Point
 if TYPE_CHECKING:
     from mmrl.gui.guarded_page import GuardedPage
 
-__all__ = ["Element", "read_elements"]
-
 
 @dataclass(frozen=True)
 class Element:
@@ -65,14 +63,8 @@ class Element:
 def read_elements(page: GuardedPage) -> list[Element]:
     """The controls of a page in the order of the document, also those that are not visible.
 
-    Args:
-        page: an open page.
-
     Returns:
         Elements with boxes in pixels of the screenshot.
-
-    Raises:
-        BrowserFailure: the page does not answer.
     """
     return [_element(entry, page.scale) for entry in json.loads(page.evaluate(_script()))]
 

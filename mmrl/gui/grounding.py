@@ -27,16 +27,6 @@ from mmrl.vlm.task import TaskError, VlmTask, open_image
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "GROUNDING_ERRORS",
-    "GroundingOptions",
-    "GroundingSettings",
-    "GroundingTasks",
-    "grounding_task",
-    "prepare_tasks",
-    "sample_of",
-]
-
 LOGGER = logging.getLogger("mmrl")
 
 TEMPLATE = (
@@ -94,11 +84,7 @@ class GroundingSettings:
 
 
 def sample_of(task: VlmTask) -> GroundingSample:
-    """The screen, instruction and target of a task whose columns are those of `mmrl.gui.tables`.
-
-    Raises:
-        TaskError: the task has not exactly one image, or no usable target.
-    """
+    """The screen, instruction and target of a task whose columns are those of `mmrl.gui.tables`."""
     if len(task.images) != 1:
         raise TaskError("bad_screen", task.id, f"a grounding question has one image, found {len(task.images)}")
     try:
@@ -126,20 +112,7 @@ def _size(task: VlmTask) -> Size:
 
 
 def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -> VlmTask:
-    """Write the question about a screen.
-
-    Args:
-        task: one image, the instruction as its last turn, columns as in `mmrl.gui.tables`.
-        settings: how the model reads and writes.
-        resize: the one resize.
-
-    Returns:
-        The task with its prompt and its image's size in the model; columns `grounding` (what `point_reward` needs) and,
-        where there are `answers`, `completion` for supervised runs: the points, with `labels` where the row has them.
-
-    Raises:
-        TaskError: the screen or its target cannot be used.
-    """
+    """Write the question about a screen."""
     sample = sample_of(task)
     try:
         sample = sample.fitted(resize)
@@ -186,17 +159,7 @@ def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
 
 
 def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
-    """Write the questions of a data set.
-
-    Args:
-        loaded: tasks with the columns of `mmrl.gui.tables`.
-        settings: how the model reads and writes.
-        resize: the one resize.
-        training: whether unusable boxes are dropped and counted; a held-out box is never dropped or altered.
-
-    Raises:
-        UserError: a row cannot be used; the message names it.
-    """
+    """Write the questions of a data set."""
     tasks, skipped = [], Counter(loaded.skipped)
     for task in loaded.tasks:
         try:
@@ -245,11 +208,7 @@ class GroundingOptions:
 
 
 class GroundingTasks:
-    """Makes a vision-language recipe ask about screens; to be inherited first.
-
-    Args:
-        config: options of the run.
-    """
+    """Makes a vision-language recipe ask about screens; to be inherited first."""
 
     config: Any
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from mmrl.gui.grounding import GroundingOptions, GroundingTasks
 from mmrl.vlm.sft import SftConfig, SftRecipe
 
-__all__ = ["GroundingSftConfig", "GroundingSftRecipe"]
-
 
 @dataclass
 class GroundingSftConfig(GroundingOptions, SftConfig):

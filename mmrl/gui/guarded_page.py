@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from playwright.sync_api import Dialog, Download, Frame, Page, Route
 
-__all__ = ["GuardedPage"]
-
 ADDRESS = "http://page.invalid/"
 """Of pages given as HTML: with an address, a form or a reload makes a request that can be refused."""
 FREEZE = """async () => {
@@ -42,9 +40,6 @@ class GuardedPage:
         height: in CSS pixels.
         scale: device pixels of a CSS pixel; the picture has width * scale columns.
         locale: language that the page is told.
-
-    Raises:
-        BrowserFailure: the browser is dead.
     """
 
     def __init__(self, browser: Browser, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> None:
@@ -71,26 +66,12 @@ class GuardedPage:
         return self.generation == self.browser.generation and self.browser.is_alive()
 
     def load_html(self, html: str, *, new_document: bool = True) -> None:
-        """Show a page.
-
-        Args:
-            html: the whole page.
-            new_document: False writes it into the document that is open, which takes a fifth of the time. What a user
-                has done there leaves traces (autofocus works once, a ring shows where keys were used), so this is for
-                pages that are only looked at.
-
-        Raises:
-            BrowserFailure: it did not load in time.
-        """
+        """Show a page."""
         self._html = html
         self._load(lambda: self._open(new_document), "loading the page")
 
     def load_url(self, url: str) -> None:
-        """Show a local file.
-
-        Raises:
-            BrowserFailure: it did not load in time, or does not exist.
-        """
+        """Show a local file."""
         self._load(lambda: self._page.goto(url, wait_until="load"), f"loading {url}")
 
     def _open(self, new_document: bool) -> None:
@@ -112,11 +93,7 @@ class GuardedPage:
         self._events.clear()
 
     def evaluate(self, script: str, argument: Any = None) -> Any:
-        """The value of a JavaScript function in the page.
-
-        Raises:
-            BrowserFailure: it threw, took too long, or the browser died.
-        """
+        """The value of a JavaScript function in the page."""
         with self.browser.limited("a script in the page"):
             return self._page.evaluate(script, argument)
 
@@ -125,11 +102,7 @@ class GuardedPage:
         self.evaluate(SETTLE)
 
     def screenshot(self) -> NDArray[np.uint8]:
-        """The visible part as (H, W, 3) uint8 RGB.
-
-        Raises:
-            BrowserFailure: it took too long, or the browser died.
-        """
+        """The visible part as (H, W, 3) uint8 RGB."""
         from PIL import Image
 
         with self.browser.limited("a screenshot"):

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
-__all__ = ["ICONS", "Color", "Icon", "draw_icon"]
-
 Color: TypeAlias = tuple[int, int, int]
 
 OVERSAMPLING = 4
@@ -74,9 +72,6 @@ def draw_icon(name: str, side: int, ink: Color, paper: Color) -> Image.Image:
         side: of the square in pixels.
         ink: colour of the icon.
         paper: colour behind it.
-
-    Returns:
-        RGB image.
     """
     from PIL import Image, ImageDraw
 

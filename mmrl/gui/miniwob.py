@@ -25,8 +25,6 @@ from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict
 from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.web_env import WebAgentEnv
 
-__all__ = ["ONE_CLICK", "RESTLESS", "MiniWobEnv", "MiniWobSettings", "miniwob_names", "miniwob_tasks"]
-
 ONE_CLICK = (
     "click-button",
     "click-color",
@@ -104,13 +102,6 @@ class MiniWobEnv(PageEnv):
     """Pages of MiniWoB++.
 
     A task is {"name", "seed"}; what is left out is drawn from the seed of the episode.
-
-    Args:
-        settings: which pages, and what the agent sees.
-        browser: a running browser to use; that of the process when None.
-
-    Raises:
-        UserError: miniwob is not installed, or there is no such page.
     """
 
     settings: MiniWobSettings
@@ -157,23 +148,12 @@ class MiniWobEnv(PageEnv):
 
 
 def miniwob_names() -> list[str]:
-    """Names of the pages.
-
-    Raises:
-        UserError: miniwob is not installed.
-    """
+    """Names of the pages."""
     return sorted(path.stem for path in _folder().glob("*.html"))
 
 
 def miniwob_tasks(**settings: Any) -> WebAgentEnv:
-    """Pages of MiniWoB++ for agents: `environment.factory: mmrl.gui.miniwob:miniwob_tasks`.
-
-    Args:
-        settings: fields of `MiniWobSettings` as plain data.
-
-    Raises:
-        UserError: there is no such field, its value is out of bounds, or miniwob is not installed.
-    """
+    """Pages of MiniWoB++ for agents: `environment.factory: mmrl.gui.miniwob:miniwob_tasks`."""
     return WebAgentEnv(MiniWobEnv(settings_from(MiniWobSettings, settings)))
 
 

@@ -30,8 +30,6 @@ from mmrl.hub.images import resize_image
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ActionSpace", "PageEnv", "PageEnvSettings", "Verdict"]
-
 RESET_ATTEMPTS = 3
 CHARACTERS = "".join(chr(code) for code in range(32, 0x250)) + "\n\t–—‘’“”•…€"
 MAX_INSTRUCTION_CHARS = 4000
@@ -81,12 +79,7 @@ class Verdict:
 
 
 class ActionSpace(spaces.Space[dict[str, Any]]):
-    """Actions as {"name": ..., "arguments": {...}}.
-
-    Args:
-        viewpoint: what points mean.
-        seed: of `sample`.
-    """
+    """Actions as {"name": ..., "arguments": {...}}."""
 
     def __init__(self, viewpoint: Viewpoint, seed: int | None = None) -> None:
         super().__init__(None, None, seed)
@@ -113,15 +106,7 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
 
 
 class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
-    """Base of the environments whose episodes run in a page.
-
-    Args:
-        settings: what the agent sees, and how long it may act.
-        browser: a running browser to use; that of the process, started at the first reset, when None.
-
-    Raises:
-        UserError: a setting is out of bounds.
-    """
+    """Base of the environments whose episodes run in a page."""
 
     def __init__(self, settings: PageEnvSettings, browser: Browser | None = None) -> None:
         check_config(settings, "environment")
@@ -160,19 +145,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode.
-
-        Args:
-            seed: of everything that is random.
-            options: the task, as the subclass describes it, directly or under the key `task`.
-
-        Returns:
-            Observation with image, instruction and step; information with task, wh and elements.
-
-        Raises:
-            UserError: there is no such task.
-            BrowserFailure: the browser failed three times in a row.
-        """
+        """Begin an episode."""
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
         task = self._task(_task_of(options), number)
@@ -190,15 +163,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         return self._observation(), {**self._facts(), "task": task, "elements": elements}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute an action.
-
-        Args:
-            action: `mmrl.agents.actions.Action`, or a mapping with name and arguments.
-
-        Returns:
-            Gymnasium's five values. The information has action_error (a code, or None) and action_message, events (what
-            the page tried and was refused), success and progress; env_error where the browser failed.
-        """
+        """Execute an action."""
         if self._over:
             raise UserError("the episode is over: call reset()")
         self._steps += 1

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from PIL.ImageDraw import ImageDraw as Drawing
 
-__all__ = ["draw_answer"]
-
 TARGET_COLOUR = (0, 150, 60)
 HIT_COLOUR = (0, 110, 255)
 MISS_COLOUR = (230, 30, 30)

@@ -10,22 +10,11 @@ from typing import Any, TypeVar
 from mmrl.errors import UserError
 from mmrl.gui.coords import CoordinateSpace, coordinate_space
 
-__all__ = ["settings_from"]
-
 SettingsT = TypeVar("SettingsT")
 
 
 def settings_from(kind: type[SettingsT], values: Mapping[str, Any], where: str = "environment.kwargs") -> SettingsT:
-    """Build settings out of plain data, as a configuration file holds them.
-
-    Args:
-        kind: dataclass.
-        values: its fields; those that are dataclasses as mappings, coordinate spaces by name.
-        where: for messages.
-
-    Raises:
-        UserError: there is no such field; the message lists those that there are.
-    """
+    """Build settings out of plain data, as a configuration file holds them."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = [name for name in values if name not in names]
     if unknown:

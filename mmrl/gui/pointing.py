@@ -18,15 +18,9 @@ from mmrl.gui.answers import answer_text, parse_answer
 from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.web_env import WebTaskAgentEnv, WebTaskEnv, WebTaskSettings
 
-__all__ = ["PointingAgentEnv", "pointing_tasks"]
-
 
 class PointingAgentEnv(WebTaskAgentEnv):
-    """Tasks that clicks alone solve, such as those of the home screen; the first point of an answer is clicked.
-
-    Args:
-        env: the environment.
-    """
+    """Tasks that clicks alone solve, such as those of the home screen; the first point of an answer is clicked."""
 
     @property
     def actions(self) -> Mapping[str, str]:
@@ -39,11 +33,7 @@ class PointingAgentEnv(WebTaskAgentEnv):
         return super().step(Action("click", {"point": list(points[0])} if points else {}))
 
     def expert(self) -> Action:
-        """What solves the task from here on, as an answer.
-
-        Raises:
-            UserError: it is no click.
-        """
+        """What solves the task from here on, as an answer."""
         move = super().expert()
         if move.name == "wait":  # while a page loads, a click anywhere passes the time
             return Action(
@@ -64,12 +54,5 @@ class PointingAgentEnv(WebTaskAgentEnv):
 
 
 def pointing_tasks(**settings: Any) -> PointingAgentEnv:
-    """`web_tasks` with answers that are points: `environment.factory: mmrl.gui.pointing:pointing_tasks`.
-
-    Args:
-        settings: as those of `mmrl.gui.web_env.web_tasks`.
-
-    Raises:
-        UserError: there is no such field, or its value is out of bounds.
-    """
+    """`web_tasks` with answers that are points: `environment.factory: mmrl.gui.pointing:pointing_tasks`."""
     return PointingAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))

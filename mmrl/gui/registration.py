@@ -11,8 +11,6 @@ from typing import Any
 from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.tasks.catalogue import TASKS
 
-__all__ = ["ENVIRONMENT_IDS", "make_miniwob", "make_web", "register"]
-
 
 def make_web(render_mode: str | None = None, **settings: Any) -> Any:
     """A `WebTaskEnv`; arguments are fields of `WebTaskSettings` as plain data."""

@@ -13,8 +13,6 @@ from mmrl.hub.images import resize_image
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["AnyOf", "GroundingSample", "Polygon", "Refusal", "Target"]
-
 
 @dataclass(frozen=True)
 class Polygon:
@@ -98,12 +96,7 @@ class GroundingSample:
         return replace(self, model_wh=resize.model_wh(self.original_wh))
 
     def load_image(self) -> Image.Image:
-        """The original image as upright RGB.
-
-        Raises:
-            mmrl.vlm.task.TaskError: it is missing or cannot be decoded.
-            ValueError: its size is not `original_wh`.
-        """
+        """The original image as upright RGB."""
         from mmrl.vlm.task import open_image
 
         source = str(self.image) if isinstance(self.image, Path) else self.image
@@ -114,11 +107,7 @@ class GroundingSample:
         return image
 
     def model_image(self) -> Image.Image:
-        """The image as the model sees it.
-
-        Raises:
-            ValueError: `model_wh` is not set.
-        """
+        """The image as the model sees it."""
         if self.model_wh is None:
             raise ValueError(f"{self._name}: model_wh is not set; call fitted(Resize(...)) first")
         return resize_image(self.load_image(), self.model_wh)

@@ -21,8 +21,6 @@ from mmrl.errors import UserError
 from mmrl.gui.coords import Box, Point, Size
 from mmrl.gui.samples import AnyOf, GroundingSample, Polygon, Refusal, Target
 
-__all__ = ["TARGET_COLUMNS", "image_size", "sample_row", "target_of", "write_samples"]
-
 TARGET_COLUMNS = ("bbox", "boxes", "polygon", "refusal")
 ROTATED = (5, 6, 7, 8)
 """EXIF orientations that swap the sides."""
@@ -30,9 +28,6 @@ ROTATED = (5, 6, 7, 8)
 
 def target_of(row: Mapping[str, Any]) -> Target:
     """The target of a row.
-
-    Args:
-        row: columns by name.
 
     Returns:
         Box, places, polygon or refusal, in pixels of the original image.
@@ -71,18 +66,7 @@ def sample_row(sample: GroundingSample) -> dict[str, Any]:
 
 
 def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
-    """Write samples as JSON lines with PNG images in a folder beside them.
-
-    Args:
-        path: .jsonl file; runs that write it at the same time must write the same.
-        samples: with images in memory; `meta` becomes columns, its `id` names the row.
-
-    Returns:
-        The file.
-
-    Raises:
-        UserError: the name does not end in .jsonl.
-    """
+    """Write samples as JSON lines with PNG images in a folder beside them."""
     path = Path(path)
     if path.suffix != ".jsonl":
         raise UserError(f"screens go to a .jsonl file, with their images in a folder beside it; got {path}")

@@ -16,8 +16,6 @@ from mmrl.gui.coords import CoordinateSpace, Point, Size, from_original, to_orig
 if TYPE_CHECKING:
     from mmrl.gui.guarded_page import GuardedPage
 
-__all__ = ["ACTIONS", "ActionError", "Command", "Viewpoint", "carry_out", "read_action"]
-
 MAX_TEXT_CHARS = 500
 MAX_SCROLL_PX = 5000
 SCROLL_PX = 120
@@ -25,12 +23,7 @@ DRAG_STEPS = 4
 
 
 class ActionError(ValueError):
-    """An action that cannot be executed; the message is for the agent.
-
-    Args:
-        code: unknown_action, wrong_arguments or out_of_bounds.
-        message: one sentence.
-    """
+    """An action that cannot be executed; the message is for the agent."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -50,11 +43,7 @@ class Viewpoint:
     """Pixels of the screenshot in a CSS pixel."""
 
     def to_picture(self, point: Point) -> Point:
-        """A point of the agent in pixels of the screenshot.
-
-        Raises:
-            ActionError: it is outside.
-        """
+        """A point of the agent in pixels of the screenshot."""
         x, y = to_original(point, self.space, self.picture_wh, self.model_wh)
         width, height = self.picture_wh
         if not (0 <= x <= width and 0 <= y <= height):
@@ -93,20 +82,7 @@ class ActionKind:
 
 
 def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> Command:
-    """Check an action.
-
-    Args:
-        name: key of `ACTIONS`.
-        arguments: by name; a point is `x` and `y`, or `point` [x, y]; the end of a drag is `to_x` and `to_y`, or the
-            two are `start` and `end`.
-        viewpoint: what the agent's points mean.
-
-    Returns:
-        The command.
-
-    Raises:
-        ActionError: the action, an argument or a point does not exist.
-    """
+    """Check an action."""
     if name not in ACTIONS:
         raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(ACTIONS)}.")
     left = dict(arguments)
@@ -118,11 +94,7 @@ def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -
 
 
 def carry_out(command: Command, page: GuardedPage) -> None:
-    """Do it in the page; returns when the page has handled the input.
-
-    Raises:
-        BrowserFailure: the browser died or hangs.
-    """
+    """Do it in the page; returns when the page has handled the input."""
     mouse, keyboard = page.page.mouse, page.page.keyboard
     points = [(x / page.scale, y / page.scale) for x, y in command.points]
     with page.browser.limited(f"the action {command.name}"):

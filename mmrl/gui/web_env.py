@@ -23,8 +23,6 @@ from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.tasks.case import Case, View
 from mmrl.gui.tasks.catalogue import TASKS, Disturbances, expert_move, make_case, page_html
 
-__all__ = ["WebAgentEnv", "WebTaskAgentEnv", "WebTaskEnv", "WebTaskSettings", "web_tasks"]
-
 TASK_FIELDS = ("name", "seed", "sub_goals", "distractors")
 TICK = """async () => {
   const frames = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
@@ -62,10 +60,6 @@ class WebTaskEnv(PageEnv):
 
     A task is {"name", "seed", "sub_goals", "distractors"}; what is left out comes from the settings, and the seed of
     the case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
-
-    Args:
-        settings: which tasks, and what the agent sees.
-        browser: a running browser to use; that of the process when None.
     """
 
     settings: WebTaskSettings
@@ -112,9 +106,6 @@ class WebAgentEnv:
 
     The first observation's text is the instruction; later ones say what went wrong with an action, or what the page
     tried and was refused. A browser that fails raises, so that the episode has no result.
-
-    Args:
-        env: the environment.
     """
 
     def __init__(self, env: PageEnv) -> None:
@@ -144,11 +135,7 @@ class WebAgentEnv:
 
 
 class WebTaskAgentEnv(WebAgentEnv):
-    """The suite's own tasks behind the three methods, with their experts: see `mmrl.agents.experts`.
-
-    Args:
-        env: the environment.
-    """
+    """The suite's own tasks behind the three methods, with their experts: see `mmrl.agents.experts`."""
 
     env: WebTaskEnv
 
@@ -158,13 +145,5 @@ class WebTaskAgentEnv(WebAgentEnv):
 
 
 def web_tasks(**settings: Any) -> WebTaskAgentEnv:
-    """The suite's own tasks for agents: `environment.factory: mmrl.gui.web_env:web_tasks`.
-
-    Args:
-        settings: fields of `WebTaskSettings` as plain data; `space` by its name, `resize`, `browser` and
-            `disturbances` as mappings.
-
-    Raises:
-        UserError: there is no such field, or its value is out of bounds.
-    """
+    """The suite's own tasks for agents: `environment.factory: mmrl.gui.web_env:web_tasks`."""
     return WebTaskAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))

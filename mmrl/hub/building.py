@@ -12,21 +12,11 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import expanded
 
-__all__ = ["build_if_missing"]
-
 log = logging.getLogger("mmrl")
 
 
 def build_if_missing(config: Any, what: str = "data") -> None:
-    """Call a configuration's `build` function where its `path` is missing; other processes wait for it.
-
-    Args:
-        config: a dataclass with `path`, `build` and `build_options` as in `DataConfig`.
-        what: key of the configuration, for messages.
-
-    Raises:
-        UserError: the function cannot be loaded, fails on its options or writes nothing.
-    """
+    """Call a configuration's `build` function where its `path` is missing; other processes wait for it."""
     path = expanded(config.path)
     if config.build is None or path.exists():
         return

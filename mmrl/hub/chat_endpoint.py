@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["ModelRefused", "ask_chat", "check_url"]
-
 MAX_ANSWER_BYTES = 4 << 20
 
 
@@ -63,14 +61,6 @@ def ask_chat(
         max_tokens: longest answer.
         timeout_s: seconds for the whole exchange, from the connection to the last byte of the answer.
         api_key: sent as a bearer token where given.
-
-    Returns:
-        What the model wrote.
-
-    Raises:
-        TimeoutError: it took too long.
-        ModelRefused: the model declines.
-        RuntimeError: the server cannot be asked, or does not answer as a chat endpoint does.
     """
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _data_uri(each)}} for each in pictures]
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 
 from mmrl.errors import UserError
 
-__all__ = ["TORCHVISION_STATES", "ensure_torchvision", "quiet_transformers"]
-
 _MISSING_OPERATOR = re.compile(r"operator (torchvision::\w+) does not exist")
 _OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _CPU_WHEEL = "pip install --index-url https://download.pytorch.org/whl/cpu torchvision"

@@ -12,16 +12,6 @@ from mmrl.fields import bounded
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "MAX_IMAGE_PIXELS",
-    "ImageError",
-    "check_pixels",
-    "decode_image",
-    "image_pixels_option",
-    "read_image_file",
-    "resize_image",
-]
-
 MAX_IMAGE_PIXELS = 64_000_000
 """Largest image that is decoded unless an option says otherwise: 192 MB as RGB."""
 PILLOW_LIMIT = 178_956_970
@@ -66,12 +56,6 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
         content: of the file, in any format that Pillow knows.
         max_pixels: most pixels; the header says how many there are.
         option: name of the setting that holds `max_pixels`, for the message.
-
-    Returns:
-        The image in the mode that it was stored in.
-
-    Raises:
-        ImageError: it is no image, too large or damaged.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -93,12 +77,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, option: str
 
 
 def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
-    """Read an image file, unless it is longer than an image of so many pixels can be.
-
-    Raises:
-        ImageError: it is too long.
-        OSError, ValueError: it cannot be read, or the path cannot be one.
-    """
+    """Read an image file, unless it is longer than an image of so many pixels can be."""
     size = path.stat().st_size
     if size > max_pixels * BYTES_PER_PIXEL + 2**20:
         raise ImageError(f"it has {size} bytes, more than an image of {max_pixels} pixels can have")

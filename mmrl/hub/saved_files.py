@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["base_entries", "base_path", "sort_header"]
-
 LENGTH_BYTES = 8
 ALIGNMENT = 8
 
@@ -19,9 +17,6 @@ def sort_header(file: Path) -> None:
     """Rewrite a safetensors file so that equal tensors and metadata are equal bytes.
 
     The library writes the entries of its metadata in an order that differs from process to process.
-
-    Args:
-        file: replaced in one step; the tensors' bytes stay as they are.
     """
     with file.open("rb") as source:
         length = int.from_bytes(source.read(LENGTH_BYTES), "little")
@@ -36,15 +31,7 @@ def sort_header(file: Path) -> None:
 
 
 def base_entries(path: str, folder: Path) -> dict[str, str]:
-    """How a saved model names the one that it builds on.
-
-    Args:
-        path: folder or hub id of the base.
-        folder: where the names are written to; a checkpoint's folder may be renamed, not moved to another depth.
-
-    Returns:
-        `path`, and for a folder also `relative`, its way from `folder`.
-    """
+    """How a saved model names the one that it builds on."""
     if not Path(path).is_dir():
         return {"path": path}
     start = folder.resolve()
@@ -52,12 +39,7 @@ def base_entries(path: str, folder: Path) -> dict[str, str]:
 
 
 def base_path(entries: Mapping[str, Any], folder: Path) -> str:
-    """The base that `base_entries` named: where it lies from the folder, else where it lay.
-
-    Args:
-        entries: what was written.
-        folder: where it was written to.
-    """
+    """The base that `base_entries` named: where it lies from the folder, else where it lay."""
     relative = entries.get("relative")
     if isinstance(relative, str) and (folder.resolve() / relative).is_dir():
         return str((folder.resolve() / relative).resolve())

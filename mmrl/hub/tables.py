@@ -15,8 +15,6 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import expanded, is_file
 
-__all__ = ["LINES", "MAX_LINE_MB", "READERS", "ArrowImage", "Row", "read_rows"]
-
 MAX_LINE_MB = 32
 """Longest line of a .jsonl file in 10^6 bytes, unless an option says otherwise."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,20 +46,7 @@ class ArrowImage:
 
 
 def read_rows(path: str, split: str, subset: str | None, max_line_mb: float = MAX_LINE_MB) -> Iterator[Row]:
-    """Read all rows behind a path or hub id.
-
-    Args:
-        path: File (see `READERS`), folder written by `datasets.save_to_disk`, folder of data files, hub id.
-        split: Split of a data set that has several; a single file is one split.
-        subset: Configuration name of a hub data set.
-        max_line_mb: Longest line of a .jsonl file in 10^6 bytes; a longer one is a row with a problem, never in memory.
-
-    Yields:
-        Rows in file order.
-
-    Raises:
-        UserError: Nothing is there, the extension is unknown or the file as a whole cannot be read.
-    """
+    """Read all rows behind a path or hub id."""
     file = expanded(path)
     if file.is_dir():
         yield from _read_folder(file, split)

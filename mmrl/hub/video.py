@@ -23,8 +23,6 @@ from mmrl.files import replaced
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["VideoRecorder", "VideoSettings", "copy_video", "pad_to_even", "write_mp4"]
-
 
 @dataclass(frozen=True)
 class VideoSettings:
@@ -137,15 +135,7 @@ class VideoRecorder:
 
 
 def copy_video(sources: Iterable[Path], target: Path) -> None:
-    """Put videos of one size and rate behind each other without decoding them; replaces the target at once.
-
-    Args:
-        sources: mp4 files from the same encoder and settings, without reordered frames.
-        target: mp4 to write; may be one of the sources.
-
-    Raises:
-        ValueError: there is no source.
-    """
+    """Put videos of one size and rate behind each other without decoding them; replaces the target at once."""
     import av
 
     with replaced(target) as draft:

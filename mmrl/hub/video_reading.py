@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     Frame = NDArray[np.uint8]
 
-__all__ = ["VideoError", "VideoIndex", "decode_frames", "frame_to_array", "read_index"]
-
 LOGGER = logging.getLogger("mmrl")
 
 STEADY = (0.5, 1.5)
@@ -42,12 +40,7 @@ BATCH = 8
 
 
 class VideoError(ValueError):
-    """A video that cannot be used.
-
-    Args:
-        kind: missing_video, empty_video, unreadable_video, truncated_video or unusable_video.
-        message: what is wrong with it.
-    """
+    """A video that cannot be used."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -90,9 +83,6 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
     Args:
         path: of the file, in any format that FFmpeg knows.
         max_pixels: most pixels of a frame.
-
-    Raises:
-        VideoError: the file does not exist, has no frames, is no video, is too large or cut off.
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
@@ -122,15 +112,8 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
 def decode_frames(index: VideoIndex, numbers: Sequence[int]) -> Iterator[Frame]:
     """Decode some frames of a video, upright, one at a time.
 
-    Args:
-        index: of `read_index`.
-        numbers: places on the index' grid, rising; a number may come twice.
-
     Yields:
         (H, W, 3) uint8 RGB for each number.
-
-    Raises:
-        VideoError: a frame is damaged or missing.
     """
     places = [index.frame_at(number) for number in numbers]
     decode = _torchcodec_decoder() or _decode_pyav
@@ -279,9 +262,6 @@ def frame_to_array(pixel_format: str = "rgb24") -> Callable[[Any], NDArray[Any]]
 
     All frames share a converter. `av.VideoFrame.to_ndarray` makes one for each frame, with threads of its own, which
     for small frames takes longer than decoding them.
-
-    Args:
-        pixel_format: FFmpeg's name of the format: rgb24, or gray12le for the codes of depth.
 
     Returns:
         Function of an `av.VideoFrame`; returns (H, W, 3) uint8, or (H, W) uint16 for gray12le. For one thread.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-__all__ = ["FILE_OPTIONS", "FRAME_LIST_OPTIONS", "Frames", "frame_times", "sample_file", "sample_frames"]
-
 Frames = tuple[Any, dict[str, Any]]
 """Frames (T, 3, height, width) float32 0..255, and fps, frames_indices and total_num_frames of the whole video."""
 
@@ -45,13 +43,6 @@ def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixe
         patch_size: pixels on a side of one patch of the vision tower: 14 for Qwen2.5-VL, 16 for Qwen3-VL.
         max_pixels: most pixels of a frame in the file.
 
-    Returns:
-        Frames and metadata. A file of one frame gives it twice.
-
-    Raises:
-        VideoError: the file or the options cannot be used.
-        UserError: qwen-vl-utils is not installed.
-
     Source: QwenLM/Qwen3-VL qwen-vl-utils/src/qwen_vl_utils/vision_process.py (the decord reader, `fetch_video`).
     """
     import torch
@@ -70,20 +61,6 @@ def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixe
 
 def sample_frames(images: Iterable[Image.Image], count: int, options: Mapping[str, Any], patch_size: int) -> Frames:
     """Resize a video that is given as its frames.
-
-    Args:
-        images: RGB frames of one size; each is let go before the next one is taken.
-        count: how many there are; the last one is repeated to make the number even.
-        options: of `FRAME_LIST_OPTIONS`; `sample_fps` is the rate of the frames, 2 by default, `max_frames` how many
-            there may be, 768 by default.
-        patch_size: as in `sample_file`.
-
-    Returns:
-        Frames and metadata.
-
-    Raises:
-        VideoError: there are none or too many, or they differ in size.
-        UserError: qwen-vl-utils is not installed.
 
     Source: as for `sample_file`; the library first fits every frame to a multiple of the square of the patches that
     make a token, and so does this.

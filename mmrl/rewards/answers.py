@@ -12,21 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-__all__ = [
-    "MAX_ANSWER_CHARS",
-    "Chat",
-    "answer_blocks",
-    "boxes",
-    "completion_text",
-    "final_answer",
-    "final_part",
-    "gold_text",
-    "has_answer_marks",
-    "normalise",
-    "read_answer",
-    "without_prompt",
-]
-
 Chat: TypeAlias = "str | Sequence[Mapping[str, Any]]"
 """Text, or chat turns with role and content as TRL gives them."""
 
@@ -40,11 +25,7 @@ ROLE = re.compile(r"\A\s*(?:system|user|assistant)\s*\n")
 
 
 def completion_text(completion: Chat) -> str:
-    """Return the text of a completion given as a string or as chat turns.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return the text of a completion given as a string or as chat turns."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, Sequence):
@@ -62,12 +43,7 @@ def _turn_text(turn: Any) -> str:
 
 
 def without_prompt(text: str, prompt: Chat) -> str:
-    """Remove the question from a completion that repeats it.
-
-    Args:
-        text: The completion.
-        prompt: The question as text, as chat turns, or rendered with the model's special tokens.
-    """
+    """Remove the question from a completion that repeats it."""
     turns = [prompt] if isinstance(prompt, str) else [_turn_text(turn) for turn in prompt or ()]
     for turn in turns:
         for echo in _echoes(turn):
@@ -138,15 +114,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def final_answer(text: str, *, several: str = "wrong") -> str | None:
-    r"""Return the content of the answer block after the thinking, else of the \boxed{...} there.
-
-    Args:
-        text: The completion.
-        several: What different answers are: "wrong" (no answer) or "last" (the last one counts, as in EasyR1).
-
-    Returns:
-        The answer's text, or None without an answer, with malformed tags, or with different answers.
-    """
+    r"""Return the content of the answer block after the thinking, else of the \boxed{...} there."""
     part = final_part(text)
     if part is None:
         part = text if answer_blocks(text) else ""
@@ -163,14 +131,7 @@ def final_answer(text: str, *, several: str = "wrong") -> str | None:
 
 
 def read_answer(completion: Chat, prompt: Chat, *, require_block: bool = True, several: str = "wrong") -> str | None:
-    """Return what a response gives as its answer, or None.
-
-    Args:
-        completion: The response.
-        prompt: The question; a repetition of it is cut out first.
-        require_block: False also takes all that follows the thinking when there is no block and no box.
-        several: See `final_answer`.
-    """
+    """Return what a response gives as its answer, or None."""
     text = without_prompt(completion_text(completion), prompt)
     found = final_answer(text, several=several)
     if found is not None or require_block or has_answer_marks(text):
@@ -192,11 +153,7 @@ def _open_boxes(text: str) -> str:
 
 
 def gold_text(gold: Any) -> str:
-    """Return the right answer of a data set row as text, without the tags or the box it may stand in.
-
-    Raises:
-        ValueError: It is missing or empty.
-    """
+    """Return the right answer of a data set row as text, without the tags or the box it may stand in."""
     if gold is None or isinstance(gold, bool | list | tuple | dict):
         raise ValueError(f"the right answer is {gold!r}; expected a text or a number")
     text = str(gold)

@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 from mmrl.rewards.config import TrainerState
 from mmrl.workers.wire import error_text
 
-__all__ = ["FAILURE_KINDS", "Batch", "Failure", "Outcome", "Signature", "call", "signature_of"]
-
 MAX_MESSAGE_CHARS = 400
 MAX_TRACE_CHARS = 4000
 ROWS = ("prompts", "completions")

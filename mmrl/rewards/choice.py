@@ -20,8 +20,6 @@ from mmrl.rewards.answers import (
     without_prompt,
 )
 
-__all__ = ["choice_reward", "find_choice"]
-
 MENTION = re.compile(r"(?<![\w'’\-])([A-Z])(?![\w'’\-])")
 CONNECTOR = r"(?:or|and|nor|to|vs|through|then|else|also|maybe|perhaps)"
 # "A dog", but not "A or B": an article is followed by a word of the sentence, not by a connector or a verb.
@@ -48,19 +46,6 @@ def choice_reward(
     The letter is looked for in the answer block, else in \boxed{...}, else (unless `require_block`) in the
     text after the thinking. A response that repeats the question or lists several options gets 0.
 
-    Args:
-        prompts: B questions; a repetition of the question is cut out of the response.
-        completions: B responses.
-        answer: B right letters: "B", "(b)", "B. a dog", also inside answer tags.
-        letters: Letters that can be options.
-        require_block: Accept a letter in an answer block or a box only.
-
-    Returns:
-        B numbers, 0 or 1.
-
-    Raises:
-        ValueError: A right answer is not one of the letters.
-
     Source: Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (the letter occurs, no other letter does).
     """
     wanted = [_gold_letter(gold, letters) for gold in answer]
@@ -71,14 +56,7 @@ def choice_reward(
 
 
 def find_choice(text: str, prompt: Chat, letters: str, require_block: bool) -> str | None:
-    """Return the one letter a response settles on, None without one or with several.
-
-    Args:
-        text: The response.
-        prompt: The question.
-        letters: Letters that can be options.
-        require_block: Look into answer blocks and boxes only.
-    """
+    """Return the one letter a response settles on, None without one or with several."""
     text = without_prompt(text, prompt)
     block = final_answer(text)
     if block is not None:

@@ -15,8 +15,6 @@ from mmrl.rewards.config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.terms import Term, make_term
 
-__all__ = ["RewardSum"]
-
 log = logging.getLogger(__name__)
 NAN = float("nan")
 

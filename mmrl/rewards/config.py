@@ -7,8 +7,6 @@ from typing import Any
 
 from mmrl.fields import bounded, choice
 
-__all__ = ["RewardConfig", "RewardResult", "TrainerState"]
-
 SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from mmrl.rewards.answers import Chat, gold_text, normalise, read_answer
 
-__all__ = ["exact_reward", "overlong_penalty"]
-
 
 def exact_reward(
     prompts: Sequence[Chat],
@@ -18,20 +16,7 @@ def exact_reward(
     require_block: bool = True,
     **_: Any,
 ) -> list[float]:
-    r"""Give 1 when the answer equals the right one, apart from case, width, spaces and closing punctuation.
-
-    Args:
-        prompts: B questions; a repetition of the question is cut out of the response.
-        completions: B responses.
-        answer: B right answers; a list means that each of its members is right.
-        require_block: Read the answer block or the box only; otherwise, without one, all after the thinking.
-
-    Returns:
-        B numbers, 0 or 1.
-
-    Raises:
-        ValueError: A right answer is empty.
-    """
+    r"""Give 1 when the answer equals the right one, apart from case, width, spaces and closing punctuation."""
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
         right = {normalise(gold_text(one)) for one in (gold if isinstance(gold, list | tuple) else [gold])}
@@ -54,19 +39,6 @@ def overlong_penalty(
     """Take up to 1 from responses that come close to the length limit.
 
     0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens.
-
-    Args:
-        prompts: Not used.
-        completions: Not used.
-        completion_lengths: B lengths in tokens.
-        max_tokens: Length that costs the full penalty; usually the sampler's max_new_tokens.
-        buffer_tokens: Width of the ramp.
-
-    Returns:
-        B numbers from -1 to 0.
-
-    Raises:
-        ValueError: The buffer is not inside the limit.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """

@@ -8,8 +8,6 @@ from typing import Any
 
 from mmrl.rewards.answers import Chat, boxes, completion_text
 
-__all__ = ["RULES", "STYLES", "format_reward"]
-
 STYLES = ("answer_tags", "boxed")
 TAGS = {
     "answer_tags": ("<think>", "</think>", "<answer>", "</answer>"),
@@ -27,22 +25,6 @@ def format_reward(
     **_: Any,
 ) -> list[float]:
     r"""Give 1 to a think block followed by an answer, 0 to everything else.
-
-    Args:
-        prompts: Not used.
-        completions: B responses.
-        style: Shape of the answer: "answer_tags" (<answer>x</answer>) or "boxed" (\boxed{x}).
-        rule: "one_block": exactly one think block and, after nothing but whitespace, exactly one answer block,
-            neither empty (for "boxed": exactly one box somewhere after the think block); text may stand around.
-            "strict": the same, with nothing before the think block and nothing after the answer block.
-            "fullmatch": the whole response matches EasyR1's expression, which lets blocks repeat.
-        open_think: The chat template already wrote <think>; the response starts inside the block.
-
-    Returns:
-        B numbers, 0 or 1.
-
-    Raises:
-        ValueError: Unknown style or rule.
 
     Source: hiyouga/EasyR1 examples/reward_function/{math,r1v}.py and MikeWangWZHL/PAPO (fullmatch);
         Indolent-Kawhi/View-R1 examples/scripts/reward_func.py (one_block).

@@ -22,8 +22,6 @@ from mmrl.workers.values import encode
 from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Preparation, Request
 
-__all__ = ["RewardWorkers", "default_workers"]
-
 SERVICE = Path(__file__).resolve().with_name("service.py")
 LOAD_SECONDS = 120.0
 MESSAGE_CHARS, TRACE_CHARS = 500, 4000
@@ -38,17 +36,7 @@ def default_workers() -> int:
 
 
 class RewardWorkers:
-    """Calls reward functions in worker processes, which are started when first needed and reused between calls.
-
-    Args:
-        size: Most workers at a time; None for `default_workers`.
-        memory_mb: MiB that a worker may hold with what it starts; None for half of the machine's memory.
-        strict: The only function that they call, shut in as `mmrl.workers.sandbox` promises, in processes that end with
-            the call; empty for plain workers.
-
-    Raises:
-        UserError: Strict processes cannot be run here.
-    """
+    """Calls reward functions in worker processes, which are started when first needed and reused between calls."""
 
     def __init__(self, size: int | None = None, memory_mb: float | None = None, strict: str = "") -> None:
         spec = WorkerSpec(
@@ -69,18 +57,7 @@ class RewardWorkers:
         self._pool = WorkerPool(spec, self.size)
 
     def load(self, function: str, what: str) -> Signature:
-        """Import a function in a worker.
-
-        Args:
-            function: `module:function` or `file.py:function`.
-            what: Config key that names it, for the errors.
-
-        Returns:
-            The named arguments it takes.
-
-        Raises:
-            UserError: It cannot be loaded.
-        """
+        """Import a function in a worker."""
         answer = self._pool.prepare(_loading(function, what))
         if isinstance(answer, WorkerFailure):
             raise UserError(f"{what}: {function} cannot be loaded: {_failure(answer).message}")
@@ -92,17 +69,7 @@ class RewardWorkers:
     def call_together(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float
     ) -> list[Outcome] | Failure:
-        """Call a function once with all rows.
-
-        Args:
-            function: One that was loaded before.
-            options: Keyword arguments.
-            batch: Rows.
-            limit_s: Seconds after which the worker is killed.
-
-        Returns:
-            One outcome a row, or one failure for the whole call.
-        """
+        """Call a function once with all rows."""
 
         def make_request(_: int) -> Request:
             return _request(function, options, batch)
@@ -115,18 +82,7 @@ class RewardWorkers:
     def call_rows(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float, total_s: float
     ) -> list[Outcome]:
-        """Call a function row by row on all workers; a row that hangs or crashes costs itself only.
-
-        Args:
-            function: One that was loaded before.
-            options: Keyword arguments.
-            batch: Rows.
-            limit_s: Seconds for one row.
-            total_s: Seconds for all; the rows that remain are given up.
-
-        Returns:
-            One outcome a row.
-        """
+        """Call a function row by row on all workers; a row that hangs or crashes costs itself only."""
 
         def make_request(row: int) -> Request:
             return _request(function, options, batch.select([row]))

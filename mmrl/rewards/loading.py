@@ -11,22 +11,9 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.workers.loading import LoadError, append_path, find_function
 
-__all__ = ["load_function", "source_digest"]
-
 
 def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
-    """Load a function by name, from an installed module, the working directory or a file.
-
-    Args:
-        spec: `package.module:function` or `path/to/file.py:function`.
-        what: Config key or role that names the function, for the errors.
-
-    Returns:
-        The function.
-
-    Raises:
-        UserError: The name is malformed, or module, file or function do not exist or fail to import.
-    """
+    """Load a function by name, from an installed module, the working directory or a file."""
     try:
         return find_function(spec, what=what)
     except LoadError as error:
@@ -34,14 +21,7 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
 
 
 def source_digest(spec: str) -> str:
-    """What the file that a function is in holds, so that results of changed code can be told from earlier ones.
-
-    Args:
-        spec: `package.module:function` or `path/to/file.py:function`.
-
-    Returns:
-        A digest of the file's bytes; empty where there is no such file.
-    """
+    """What the file that a function is in holds, so that results of changed code can be told from earlier ones."""
     place = spec.rpartition(":")[0]
     file: str | Path | None = Path(place).expanduser()
     if place and not place.endswith(".py"):

@@ -17,8 +17,6 @@ from math_verify import LatexExtractionConfig, parse, verify
 from mmrl.rewards.answers import Chat, gold_text, read_answer
 from mmrl.rewards.number import read_number
 
-__all__ = ["maths_reward"]
-
 # Their warning that a timeout is off is meant: the worker's own limit holds.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -40,19 +38,6 @@ def maths_reward(
     **_: Any,
 ) -> list[float]:
     r"""Give 1 when the answer is mathematically equal to the right one.
-
-    Args:
-        prompts: B questions; a repetition of the question is cut out of the response.
-        completions: B responses; read is the answer block, else \boxed{...}.
-        answer: B right answers in LaTeX or plain notation.
-        several: What different answer blocks or boxes are: "wrong", or "last" (the last counts, as in EasyR1).
-        require_block: False also reads all that follows the thinking when there is no block and no box.
-
-    Returns:
-        B numbers, 0 or 1.
-
-    Raises:
-        ValueError: A right answer cannot be parsed (it is never taken for solved), or `several` is unknown.
 
     Source: huggingface/Math-Verify; hiyouga/EasyR1 examples/reward_function/math.py.
     """

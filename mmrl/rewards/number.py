@@ -11,8 +11,6 @@ from typing import Any
 
 from mmrl.rewards.answers import Chat, gold_text, read_answer
 
-__all__ = ["number_reward", "read_number"]
-
 MAX_NUMBER_CHARS = 64
 PERCENT = ("strip", "value")
 
@@ -46,22 +44,6 @@ def number_reward(
     Read are integers, decimals, thousands separators (1,234), fractions (3/4, 1 3/4, \frac{3}{4}), powers of
     ten (1.2e3, 1.2 x 10^3) and percentages, with words or units around them. Different numbers in the answer,
     or an expression that would have to be computed, get 0.
-
-    Args:
-        prompts: B questions; a repetition of the question is cut out of the response.
-        completions: B responses.
-        answer: B right numbers, as numbers or text.
-        absolute: Largest allowed difference.
-        relative: Largest allowed difference as a part of the right number; the larger of both holds.
-        percent: "strip": 25% equals 25; "value": 25% equals 0.25.
-        require_block: Accept a number in an answer block or a box only; otherwise also as the only number
-            after the thinking.
-
-    Returns:
-        B numbers, 0 or 1.
-
-    Raises:
-        ValueError: A right answer is not one number, or an option is out of range.
     """
     if percent not in PERCENT or absolute < 0 or relative < 0:
         raise ValueError(f"number: percent is one of {', '.join(PERCENT)}, tolerances are not negative")
@@ -78,15 +60,7 @@ def number_reward(
 
 
 def read_number(text: str, percent: str = "strip") -> Fraction | None:
-    """Read the one number of a text exactly.
-
-    Args:
-        text: At most `MAX_ANSWER_CHARS` characters.
-        percent: "strip" or "value", see `number_reward`.
-
-    Returns:
-        The number, or None when there is none, when there are different ones, or when it is an expression.
-    """
+    """Read the one number of a text exactly."""
     text = unicodedata.normalize("NFKC", UNIT_POWER.sub(r"\1", text)).replace("−", "-").replace("⁄", "/")
     matches = list(TOKEN.finditer(text))
     values = {_value(match, percent) for match in matches}

@@ -13,8 +13,6 @@ from mmrl.workers.loading import LoadError, find_function
 from mmrl.workers.values import decode
 from mmrl.workers.wire import error_text
 
-__all__ = ["RewardService", "make"]
-
 
 class RewardService:
     """Calls reward functions; requests are of the kinds load, together and row."""

@@ -18,8 +18,6 @@ from mmrl.rewards.config import RewardConfig
 from mmrl.rewards.isolated import RewardWorkers
 from mmrl.rewards.loading import load_function
 
-__all__ = ["Term", "make_term"]
-
 LOGGER = logging.getLogger("mmrl")
 ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
@@ -28,12 +26,7 @@ SPARE_LIMITS = 10.0
 
 
 class Term(ABC):
-    """A reward function with its options.
-
-    Args:
-        config: The term.
-        signature: The named arguments of its function.
-    """
+    """A reward function with its options."""
 
     def __init__(self, config: RewardConfig, signature: Signature) -> None:
         self.config = config
@@ -159,16 +152,7 @@ class _IsolatedTerm(Term):
 
 
 def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[str, Callable[..., Any]]) -> Term:
-    """Find the function of a term and decide where it runs.
-
-    Args:
-        config: The term.
-        workers: Processes for isolated functions.
-        functions: Functions of the calling program by name.
-
-    Raises:
-        UserError: There is no such function, or its options do not fit.
-    """
+    """Find the function of a term and decide where it runs."""
     wanted = config.function or config.name
     if wanted in functions:
         if config.isolate or config.sandbox == "strict":

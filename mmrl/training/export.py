@@ -10,27 +10,11 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.training.record.checkpoint import Checkpoints
 
-__all__ = ["chosen_checkpoint", "export_run"]
-
 ABOUT_FILE = "export.json"
 
 
 def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int | None = None) -> str:
-    """Write the model of a run's best (else newest) checkpoint as one ordinary folder, adapters merged.
-
-    Args:
-        entry: the recipe's row of `mmrl.recipes.RECIPES`.
-        config: the run's configuration.
-        run_dir: the run.
-        output: folder to create.
-        step: take this step's checkpoint.
-
-    Returns:
-        A call that loads the folder.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or the output exists.
-    """
+    """Write the model of a run's best (else newest) checkpoint as one ordinary folder, adapters merged."""
     checkpoint = chosen_checkpoint(run_dir, step)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists; choose another --output, or delete it")
@@ -52,11 +36,7 @@ def export_run(entry: Any, config: Any, run_dir: Path, output: Path, step: int |
 
 
 def chosen_checkpoint(run_dir: Path, step: int | None = None) -> Path:
-    """A run's best checkpoint, else its newest one, or that of a step, checked to be whole.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """A run's best checkpoint, else its newest one, or that of a step, checked to be whole."""
     checkpoints = Checkpoints(run_dir / "checkpoints")
     steps = checkpoints.steps()
     if not steps:

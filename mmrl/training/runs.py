@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mmrl.training.loop.recipe import Recipe
     from mmrl.training.record.tracking import Tracker
 
-__all__ = ["evaluate", "train"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -98,20 +96,7 @@ def _train(recipe: Recipe[Any, Any], config: Any, accelerator: Accelerator, *, r
 
 
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
-    """Measure a model on the configuration's held-out splits.
-
-    Args:
-        entry: the recipe's row of `mmrl.recipes.RECIPES`.
-        config: its filled configuration.
-        run_dir: a finished run whose best (else newest) checkpoint is measured; None = the model of the configuration.
-
-    Returns:
-        Metrics as "split/name"; also appended to evaluations.jsonl of the run folder, or of `config.output_dir`, which
-        then gets samples and a report too, unless it holds a run.
-
-    Raises:
-        UserError: there is no such checkpoint, or no evaluation data.
-    """
+    """Measure a model on the configuration's held-out splits."""
     from mmrl.training.record.checkpoint import Checkpoints
 
     if run_dir is not None:

@@ -12,24 +12,9 @@ from mmrl.errors import UserError
 from mmrl.training.record.run_folder import has_begun
 from mmrl.training.runs import train
 
-__all__ = ["finish_run", "last_model", "read_result"]
-
 
 def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Path:
-    """Train a configuration, continue it where it was interrupted, or leave it where it is done.
-
-    Args:
-        config: YAML file.
-        run_dir: folder of the run.
-        overrides: values that replace the file's, `a.b=c`.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        UserError: the configuration is wrong.
-        RunError: the run failed.
-    """
+    """Train a configuration, continue it where it was interrupted, or leave it where it is done."""
     entry, options = load_run(config, [*overrides, f"output_dir={run_dir}"])
     if read_result(run_dir).get("status") == "done":
         return run_dir
@@ -37,11 +22,7 @@ def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Pa
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """Content of a run's result.json; empty where there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Content of a run's result.json; empty where there is none."""
     path = run_dir / "result.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -32,16 +32,6 @@ from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.recipe import VlmRecipe
 
-__all__ = [
-    "DADS_SHAPES",
-    "ApoConfig",
-    "ApoRecipe",
-    "ApoSettings",
-    "difficulty",
-    "kl_weights",
-    "length_multipliers",
-]
-
 
 @dataclass
 class ApoSettings:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded, choice
 
-__all__ = ["AugmentationSettings"]
-
 
 @dataclass
 class AugmentationSettings:

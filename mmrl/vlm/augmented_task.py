@@ -14,16 +14,6 @@ from PIL import Image
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.task import VlmTask
 
-__all__ = [
-    "AugmentedTask",
-    "augment_task",
-    "noisy_frames",
-    "noisy_image",
-    "partial_trace",
-    "reasoning_of",
-    "rewrite_question",
-]
-
 IMAGES, VIDEOS = 0, 1
 """Streams of random numbers."""
 
@@ -68,48 +58,21 @@ def augment_task(task: VlmTask, **changes: Any) -> AugmentedTask:
 
 
 def noisy_image(image: Image.Image, sigma: float, rng: np.random.Generator) -> Image.Image:
-    """Add Gaussian noise to an image.
-
-    Args:
-        image: RGB image.
-        sigma: standard deviation as a share of full contrast.
-        rng: source of randomness.
-
-    Returns:
-        A copy, its values cut off at black and white.
-    """
+    """Add Gaussian noise to an image."""
     pixels = np.asarray(image.convert("RGB"), np.float32)
     noise = rng.standard_normal(pixels.shape, np.float32) * (255 * sigma)
     return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
 
 
 def noisy_frames(frames: Frames, sigma: float, rng: np.random.Generator) -> Frames:
-    """Add Gaussian noise to a video, drawn anew for each frame.
-
-    Args:
-        frames: of `mmrl.hub.video_sampling`.
-        sigma: standard deviation as a share of full contrast.
-        rng: source of randomness.
-
-    Returns:
-        A copy with the same times, its values cut off at black and white.
-    """
+    """Add Gaussian noise to a video, drawn anew for each frame."""
     pixels, metadata = frames
     noise = torch.from_numpy(rng.standard_normal(tuple(pixels.shape), np.float32))
     return (pixels + noise.to(pixels) * (255 * sigma)).clamp(0, 255), metadata
 
 
 def rewrite_question(task: VlmTask, template: str, **values: str) -> list[dict[str, Any]]:
-    """Chat turns of a task with another text in the last user turn.
-
-    Args:
-        task: the question.
-        template: the new text; {question} stands for the last text of that turn, other names for `values`.
-        values: texts by name.
-
-    Returns:
-        New turns; images, videos and other texts stay where they are.
-    """
+    """Chat turns of a task with another text in the last user turn."""
     turns = [{**turn, "content": list(turn["content"])} for turn in task.messages]
     content = next(turn for turn in reversed(turns) if turn["role"] == "user")["content"]
     places = [place for place, item in enumerate(content) if item["type"] == "text"]
@@ -129,15 +92,6 @@ def reasoning_of(text: str, start: str, end: str) -> str:
 
 
 def partial_trace(text: str, fraction: float, tokenizer: Any) -> str:
-    """The beginning of a reasoning trace.
-
-    Args:
-        text: the trace.
-        fraction: share of its tokens, rounded up to whole ones.
-        tokenizer: the model's.
-
-    Returns:
-        Its first tokens as text; a character that the cut splits is left out.
-    """
+    """The beginning of a reasoning trace."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return str(tokenizer.decode(ids[: math.ceil(fraction * len(ids))])).rstrip("\N{REPLACEMENT CHARACTER}")

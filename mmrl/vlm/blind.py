@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BlindStrategy", "fit_blind"]
-
 SEEN_OFTEN = 5
 """Times a hint must have been seen with a kind of question before its usual answer is used."""
 
@@ -39,14 +37,7 @@ class BlindStrategy:
 
 
 def fit_blind(rows: Sequence[Row]) -> BlindStrategy:
-    """Learn the best guesses that the text allows.
-
-    Args:
-        rows: training questions with the columns kind, hint_text (empty without hint) and answer.
-
-    Returns:
-        The strategy; measure it on other questions.
-    """
+    """Learn the best guesses that the text allows."""
     strategy = BlindStrategy()
     for kind in sorted({str(row["kind"]) for row in rows}):
         own = [row for row in rows if row["kind"] == kind]

@@ -14,8 +14,6 @@ from mmrl.files import expanded
 from mmrl.rewards.loading import load_function
 from mmrl.vlm.model_config import ModelConfig
 
-__all__ = ["build_model_if_missing"]
-
 LOGGER = logging.getLogger("mmrl")
 
 BUILD_FILE = "build.json"
@@ -23,14 +21,7 @@ BUILD_FILE = "build.json"
 
 
 def build_model_if_missing(config: ModelConfig) -> None:
-    """Make a missing model folder with the user's function, under another name until it is complete.
-
-    Args:
-        config: the model's settings; `path` is the folder, `build` the function.
-
-    Raises:
-        UserError: the function fails, or the folder was built with other options.
-    """
+    """Make a missing model folder with the user's function, under another name until it is complete."""
     if config.build is None:
         return
     folder = expanded(config.path)

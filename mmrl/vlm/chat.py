@@ -16,18 +16,9 @@ from mmrl.vlm.rotary import rotary_positions, split_frames
 from mmrl.vlm.task import TaskError, VlmTask
 from mmrl.vlm.video_input import load_videos
 
-__all__ = ["PROMPT_ERRORS", "PromptLayout", "PromptTooLong", "encode_prompt", "encode_turn"]
-
 
 class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the kinds of TaskError
-    """A prompt with more tokens than the model or the settings allow.
-
-    Args:
-        task_id: Id of the task.
-        tokens: Tokens of the prompt.
-        limit: Most tokens allowed.
-        source: Where the limit comes from.
-    """
+    """A prompt with more tokens than the model or the settings allow."""
 
     def __init__(self, task_id: str, tokens: int, limit: int, source: str) -> None:
         message = (
@@ -62,46 +53,14 @@ def encode_prompt(
     images: Sequence[Image.Image] | None = None,
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
-    """Turn a task into the tokens, pixels and positions that the model reads.
-
-    Args:
-        task: chat turns with places for images and videos.
-        processor: the model's processor.
-        layout: limits and positions of the model.
-        images: RGB images to use in place of the task's own, for example masked ones; None loads the task's.
-        videos: frames of the videos in place of the task's own; None decodes the task's.
-
-    Returns:
-        The prompt, up to and including the start of the assistant's turn and of a given start of the answer.
-
-    Raises:
-        TaskError: an image or video is unreadable or cannot be processed, or places and images differ in number.
-        PromptTooLong: more tokens than the model or the settings allow.
-        UserError: the processor resized an image that the task had resized already.
-    """
+    """Turn a task into the tokens, pixels and positions that the model reads."""
     return _encode(task, _render(task, processor) + task.answer_start, processor, layout, images, videos)
 
 
 def encode_turn(
     task: VlmTask, processor: Any, layout: PromptLayout, *, answered: bool, images: Sequence[Image.Image] | None = None
 ) -> Prompt:
-    """Turn the user's next message into the tokens that stand between two answers of the model.
-
-    Args:
-        task: one user turn with places for images.
-        processor: the model's processor.
-        layout: limits and positions of the model.
-        answered: whether the answer before ended with the token that the template ends a turn with; else this begins
-            with that token.
-        images: RGB images to use in place of the task's own; None loads the task's.
-
-    Returns:
-        What the template puts between the two answers, up to and including the start of the assistant's turn; its
-        positions begin at 0.
-
-    Raises:
-        TaskError: as for `encode_prompt`.
-    """
+    """Turn the user's next message into the tokens that stand between two answers of the model."""
     end, turn = _render_turn(task, processor)
     return _encode(task, turn if answered else end + turn, processor, layout, images)
 

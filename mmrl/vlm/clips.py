@@ -16,8 +16,6 @@ from PIL import Image
 from mmrl.hub.video import VideoSettings, write_mp4
 from mmrl.vlm.digits import CELL_PX, scans_and_labels, texture
 
-__all__ = ["Shot", "clip_frames", "first_frames", "write_clip"]
-
 CUE_RGB = (0.9, 0.1, 0.1)
 SMALLEST_PX = 40
 """Side of the smallest digit."""
@@ -59,9 +57,6 @@ def write_clip(path: Path, shots: Sequence[Shot], *, fps: float, noise: float = 
         fps: frames a second.
         noise: see `clip_frames`.
         seed: see `clip_frames`.
-
-    Returns:
-        The file.
     """
     # a key frame every ten seconds lets readers of long clips jump
     settings = VideoSettings(gop=max(1, round(10 * fps)))

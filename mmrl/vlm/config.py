@@ -13,8 +13,6 @@ from mmrl.vlm.evaluation import VlmEvaluationConfig
 from mmrl.vlm.model_config import ModelConfig, check_critic, check_update_precision
 from mmrl.vlm.sampling import SamplerConfig
 
-__all__ = ["AdaptiveKlConfig", "VlmConfig", "VlmRunConfig"]
-
 SCORES = ("values", "entropy", "logp_ref")
 """What a vision-language policy scores beside log-probabilities."""
 

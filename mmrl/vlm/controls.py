@@ -11,20 +11,9 @@ import numpy as np
 from mmrl.rewards.answers import Chat
 from mmrl.rewards.exact import exact_reward
 
-__all__ = ["shuffled_exact"]
-
 
 def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `exact`, shuffled among the responses of the same batch.
-
-    Args:
-        prompts: B questions.
-        completions: B responses.
-        columns: columns of the data, such as `answer`.
-
-    Returns:
-        The same rewards in an order that follows from the responses, so that a run repeats.
-    """
+    """The rewards of `exact`, shuffled among the responses of the same batch."""
     rewards = exact_reward(prompts, completions, **columns)
     digest = hashlib.blake2b(repr(list(completions)).encode(), digest_size=8).digest()
     order = np.random.default_rng(int.from_bytes(digest)).permutation(len(rewards))

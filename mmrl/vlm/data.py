@@ -26,21 +26,8 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import MAX_LINE_MB, Row, read_rows
 from mmrl.training.loop.breakdown import parts_of_tasks
 from mmrl.vlm.prompts import MediaCells, build_messages, has_marks, make_renderer
-from mmrl.vlm.task import TASK_ERRORS, ImageSource, StoredImage, TaskError, VlmTask, open_image
+from mmrl.vlm.task import TaskError, VlmTask
 from mmrl.vlm.video_input import VideoOptions
-
-__all__ = [
-    "TASK_ERRORS",
-    "DataConfig",
-    "ImageSource",
-    "LoadedTasks",
-    "StoredImage",
-    "TaskError",
-    "VlmTask",
-    "load_splits",
-    "load_tasks",
-    "open_image",
-]
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from torch.nn import functional
 from mmrl.vlm.lean_weights import LeanLayer, LeanWeights
 from mmrl.vlm.prefix import Prefix
 
-__all__ = ["PrefixDecoder"]
-
 ROOM = 64
 """Steps that room is made for at first; later for twice as many."""
 
@@ -37,33 +35,15 @@ class PrefixDecoder:
         self._attention = _GroupAttention(weights, prefix, prompt, steps)
 
     def keep(self, index: Tensor) -> None:
-        """Drop all rows but some, and the prompts that are left without rows.
-
-        Args:
-            index: (n,) int64, ascending.
-        """
+        """Drop all rows but some, and the prompts that are left without rows."""
         self._attention.keep(index)
 
     def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What some rows keep of the tokens that they have read so far.
-
-        Args:
-            index: (n,) int64.
-
-        Returns:
-            Keys with rotary applied and values, for each layer (n, Hk, t, d).
-        """
+        """What some rows keep of the tokens that they have read so far."""
         return self._attention.cached(index)
 
     def advance(self, token: Tensor) -> Tensor:
-        """Read one token of each row.
-
-        Args:
-            token: (b,) int64.
-
-        Returns:
-            (b, H), the states that predict the next.
-        """
+        """Read one token of each row."""
         weights = self._weights
         with torch.autocast(token.device.type, enabled=False):
             self._attention.begin_step()
@@ -76,10 +56,6 @@ class PrefixDecoder:
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities of the next token.
-
-        Args:
-            states: (b, H).
-            temperature: logits are divided by it.
 
         Returns:
             (b, V) float32.
@@ -163,9 +139,6 @@ class _GroupAttention:
 
     def __call__(self, layer: int) -> Tensor:
         """Attention of one layer for the projections in `incoming`.
-
-        Args:
-            layer: its number.
 
         Returns:
             (b, heads * d) float32.

@@ -18,8 +18,6 @@ from mmrl.vlm.clips import Shot, first_frames, write_clip
 from mmrl.vlm.digits import scan_pool, scans_and_labels
 from mmrl.vlm.image_rows import write_media_rows
 
-__all__ = ["QUESTIONS", "build_model", "build_questions", "corpus"]
-
 FPS = 2.0
 """Frames a second of the clips, which is also qwen-vl-utils' rate: every frame is seen."""
 SHOT_FRAMES = 2

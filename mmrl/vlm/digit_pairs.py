@@ -12,8 +12,6 @@ from PIL import Image
 from mmrl.vlm.digits import QUESTIONS, question_rows
 from mmrl.vlm.image_rows import write_rows
 
-__all__ = ["build_pairs"]
-
 
 def build_pairs(
     path: str | Path,

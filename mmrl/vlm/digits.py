@@ -19,22 +19,6 @@ from PIL import Image
 
 from mmrl.vlm.image_rows import MakeRow, write_rows
 
-__all__ = [
-    "CELL_PX",
-    "QUESTIONS",
-    "Scene",
-    "build_hints",
-    "build_model",
-    "build_questions",
-    "corpus",
-    "draw_scene",
-    "question_rows",
-    "reads_digits",
-    "scan_pool",
-    "scans_and_labels",
-    "texture",
-]
-
 CELL_PX = 56
 """Side of one digit's cell: four 28-pixel image tokens of Qwen2.5-VL."""
 _REASONING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -180,12 +164,6 @@ def build_hints(
         noise: strength of background texture and pixel noise, share of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
         seed: seed of everything drawn.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: unknown `hint`.
     """
     if hint not in ("none", "mixed", "noisy", "wrong"):
         raise ValueError(f"hint is '{hint}'; allowed: none, mixed, noisy, wrong")
@@ -208,15 +186,7 @@ def build_hints(
 
 
 def reads_digits(completions: Sequence[str], digits: Sequence[str], **_: Any) -> list[float]:
-    """Reward 1 for a reasoning step that names the digits of the scene in their order, else 0.
-
-    Args:
-        completions: answers of the form <think>8 3 8</think>...
-        digits: the right digits of each, separated by spaces.
-
-    Returns:
-        One reward a completion.
-    """
+    """Reward 1 for a reasoning step that names the digits of the scene in their order, else 0."""
     said = [_REASONING.match(completion.strip()) for completion in completions]
     return [
         float(match is not None and match[1].split() == right.split())

@@ -29,8 +29,6 @@ from mmrl.vlm.task import VlmTask
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["AnswerMeasure", "Encode", "VlmEvaluationConfig"]
-
 
 @dataclass
 class VlmEvaluationConfig(EvaluationConfig):

@@ -11,8 +11,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import EOS, FINISH_REASONS, STOP, SamplerConfig, Samples
 from mmrl.vlm.token_choice import choose_tokens
 
-__all__ = ["Decoder", "GenerationState", "decode"]
-
 COMPACT_BELOW = 0.75
 """Finished rows are dropped once less than this share of a batch is still running."""
 
@@ -103,15 +101,7 @@ class Decoder(Protocol):
 
 
 def decode(draw: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
-    """Draw the responses of some rows, token by token, dropping finished rows from the batch.
-
-    Args:
-        draw: records what is drawn.
-        decoder: reads tokens and predicts the next.
-        rows: (b,) int64, rows of `draw`.
-        budget: (b,) int64, positions that each row has left in the model.
-        states: (b, H), the states that predict the first token.
-    """
+    """Draw the responses of some rows, token by token, dropping finished rows from the batch."""
     running = torch.ones_like(rows, dtype=torch.bool)
     for step in range(draw.config.max_new_tokens):
         token = draw.choose(rows, step, decoder.next_logp(states, draw.config.temperature), running)

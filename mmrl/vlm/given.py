@@ -25,8 +25,6 @@ from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.scoring import check_columns, splits_by_key
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["GivenAnswersConfig", "GivenAnswersRecipe"]
-
 
 @dataclass
 class GivenAnswersConfig(VlmRunConfig):
@@ -39,14 +37,7 @@ class GivenAnswersConfig(VlmRunConfig):
 
 
 class GivenAnswersRecipe(LikelihoodRecipe[VlmPolicy, VlmTask], VlmRecipe):
-    """Model, data and evaluation of a run on given answers.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: model or data cannot be used, or a question has no answer to learn from.
-    """
+    """Model, data and evaluation of a run on given answers."""
 
     config: GivenAnswersConfig  # type: ignore[assignment]
 
@@ -85,18 +76,7 @@ class GivenAnswersRecipe(LikelihoodRecipe[VlmPolicy, VlmTask], VlmRecipe):
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
     ) -> Rollouts:
-        """Answers as if they had been sampled.
-
-        Args:
-            policy: gives padding and device.
-            tasks: N questions.
-            prompts: theirs.
-            texts: B = N * G answers, those of a question behind one another.
-            ids: their tokens, end token included.
-
-        Returns:
-            B rows, on the policy's device.
-        """
+        """Answers as if they had been sampled."""
         longest = max(len(row) for row in ids)
         responses = torch.tensor([[*row, *[policy.pad_id] * (longest - len(row))] for row in ids])
         mask = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in ids])

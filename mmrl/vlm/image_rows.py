@@ -12,26 +12,12 @@ from typing import Any
 
 from PIL import Image
 
-__all__ = ["MakeRow", "write_media_rows", "write_rows"]
-
 MakeRow = Callable[[], tuple[Image.Image, dict[str, Any]]]
 """Draws the image and the other columns of the next row."""
 
 
 def write_rows(path: Path, count: int, make_row: MakeRow) -> Path:
-    """Write rows with an image each; see `write_media_rows`.
-
-    Args:
-        path: .jsonl file; its images go into a folder of its name.
-        count: rows.
-        make_row: draws an image and the other columns.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: the file has another extension.
-    """
+    """Write rows with an image each; see `write_media_rows`."""
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
         image, row = make_row()
@@ -42,19 +28,7 @@ def write_rows(path: Path, count: int, make_row: MakeRow) -> Path:
 
 
 def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[str, Any]]) -> Path:
-    """Write rows with their media beside the final place and rename, since parallel runs may build the same file.
-
-    Args:
-        path: .jsonl file; its media go into a folder of its name.
-        count: rows.
-        save: writes the media of the next row into a folder, under a stem, and returns the row.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: the file has another extension, or the folder of its name holds something else.
-    """
+    """Write rows with their media beside the final place and rename, since parallel runs may build the same file."""
     if path.suffix != ".jsonl":
         raise ValueError(f"the questions go to a .jsonl file, with their media in a folder beside it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-__all__ = ["joined_attention", "merge_attention"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -62,9 +60,6 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         lse_a: (...) log-sum-exp of its scaled products, float32 or float64.
         out_b: (..., d) attention to the second set.
         lse_b: (...) log-sum-exp of its scaled products.
-
-    Returns:
-        (..., d) attention to both sets in the type of `lse_a`, and (...) its log-sum-exp.
 
     Gradient: through all four.
 
@@ -263,12 +258,7 @@ def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 @functools.cache
 def kernels_for(device: str, dtype: torch.dtype) -> Kernels | None:
-    """Kernels of a device that agree with the dense form; None where there are none.
-
-    Args:
-        device: type of device, such as "cpu".
-        dtype: of queries, keys and values.
-    """
+    """Kernels of a device that agree with the dense form; None where there are none."""
     kernels = KERNELS.get(device)
     if kernels is None:
         return None

@@ -11,8 +11,6 @@ import torch
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.prefix import Prefix
 
-__all__ = ["KeepPrefill", "KeptPrefill"]
-
 KEPT_BYTES = 2**31
 """Most memory that is spent on not reading prompts again between sampling and the first update."""
 
@@ -42,14 +40,7 @@ class KeptPrefill:
         self._weights: Hashable = None
 
     def put(self, prompts: Sequence[Prompt], prefix: Prefix, weights: Callable[[], Hashable]) -> None:
-        """Remember the prefix of prompts that were just sampled from.
-
-        Args:
-            prompts: N prompts.
-            prefix: theirs, with or without history. Without history it is only remembered while all that are take
-                less than `KEPT_BYTES`.
-            weights: returns what changes whenever the same prompts would be computed to other numbers.
-        """
+        """Remember the prefix of prompts that were just sampled from."""
         self._forget_outdated(weights)
         held = {id(kept): kept for kept, _ in self._found.values()}
         size = prefix.num_bytes + sum(kept.num_bytes for kept in held.values())
@@ -59,15 +50,7 @@ class KeptPrefill:
             self._found[prompt] = (prefix, index)
 
     def take(self, prompts: Sequence[Prompt], weights: Callable[[], Hashable]) -> Prefix | None:
-        """Return the prefix of some prompts, with history where gradients are enabled.
-
-        Args:
-            prompts: n prompts.
-            weights: see `put`.
-
-        Returns:
-            The prefix, or None where one of the prompts is missing, or has no history although gradients are enabled.
-        """
+        """Return the prefix of some prompts, with history where gradients are enabled."""
         if not any(prompt in self._found for prompt in prompts):
             return None  # before the weights are read, which takes time
         self._forget_outdated(weights)

@@ -13,8 +13,6 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["LeanLayer", "LeanLinear", "LeanMlp", "LeanNorm", "LeanWeights", "lean_weights", "unsupported_reason"]
-
 
 @dataclass(frozen=True)
 class LeanNorm:
@@ -116,14 +114,7 @@ class LeanWeights:
 
 
 def unsupported_reason(policy: VlmPolicy) -> str | None:
-    """Why a policy's tokens cannot be drawn with the lean decoder.
-
-    Args:
-        policy: the model.
-
-    Returns:
-        The reason, or None where they can.
-    """
+    """Why a policy's tokens cannot be drawn with the lean decoder."""
     network = policy.network
     text = network.config.text_config
     if network.config.model_type not in FAMILIES:
@@ -144,14 +135,7 @@ def unsupported_reason(policy: VlmPolicy) -> str | None:
 
 
 def lean_weights(policy: VlmPolicy) -> LeanWeights:
-    """The weights that a policy's tokens are drawn with, as they are now.
-
-    Args:
-        policy: a policy without a `unsupported_reason`.
-
-    Returns:
-        Weights in the dtype of autocast where it is on, with the adapters that are active.
-    """
+    """The weights that a policy's tokens are drawn with, as they are now."""
     network = policy.network
     model = network.model.language_model
     kind, embedding = policy.device.type, model.embed_tokens.weight

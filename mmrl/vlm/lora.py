@@ -12,23 +12,9 @@ import torch
 from mmrl.errors import UserError
 from mmrl.vlm.model_config import LoraSettings
 
-__all__ = ["add_adapter"]
-
 
 def add_adapter(network: Any, settings: LoraSettings, adapter: Path | None) -> Any:
-    """Put LoRA adapters into a model.
-
-    Args:
-        network: the transformers model; its linear layers are changed in place.
-        settings: rank, targets and seed of new adapters.
-        adapter: folder of adapters to load in place of new ones; without `settings.enabled` they are merged.
-
-    Returns:
-        The peft model, or the model itself with the adapters merged into its weights.
-
-    Raises:
-        UserError: a decoder layer has no linear layer of a target's name.
-    """
+    """Put LoRA adapters into a model."""
     import peft
 
     with warnings.catch_warnings(), torch.random.fork_rng():

@@ -8,8 +8,6 @@ from PIL import Image
 
 from mmrl.hub.video_sampling import Frames
 
-__all__ = ["blacken_frames", "blacken_patches"]
-
 
 def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.random.Generator) -> Image.Image:
     """Set each patch of a grid to black with a probability.
@@ -19,9 +17,6 @@ def blacken_patches(image: Image.Image, patch_size: int, ratio: float, rng: np.r
         patch_size: side in pixels of the image as given, before any resize.
         ratio: probability of each patch, so the masked share varies around it.
         rng: source of randomness.
-
-    Returns:
-        A copy.
 
     Source: PAPO, section 3; MikeWangWZHL/PAPO verl/trainer/papo_utils.py.
     """
@@ -38,9 +33,6 @@ def blacken_frames(frames: Frames, patch_size: int, ratio: float, rng: np.random
         patch_size: side in pixels of the frames as the model sees them.
         ratio: probability of each patch.
         rng: source of randomness.
-
-    Returns:
-        A copy with the same times.
     """
     pixels, metadata = frames
     mask = torch.from_numpy(_draw_mask(tuple(pixels.shape[2:]), patch_size, ratio, rng))

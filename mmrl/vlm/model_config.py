@@ -11,8 +11,6 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP
 
-__all__ = ["CriticSettings", "LoraSettings", "ModelConfig", "check_critic", "check_update_precision"]
-
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
@@ -121,15 +119,7 @@ class ModelConfig:
 
 
 def check_critic(config: ModelConfig, needed: bool) -> None:
-    """Refuse settings of a value head that nothing needs.
-
-    Args:
-        config: the model.
-        needed: whether the objective has a critic.
-
-    Raises:
-        ValueError: model.critic is set without need.
-    """
+    """Refuse settings of a value head that nothing needs."""
     if not needed and config.critic != CriticSettings():
         raise ValueError(
             "model.critic is set, but the objective has no critic; use an advantage that has one (gae, gae_turn), or "
@@ -142,13 +132,6 @@ def check_update_precision(config: ModelConfig, learning_rate: float) -> None:
 
     Neighbouring bfloat16 numbers near a typical weight of 0.02 are 1e-4 apart and AdamW moves a weight by about the
     learning rate, so smaller steps are rounded away and nothing is learned. LoRA weights are float32 in any case.
-
-    Args:
-        config: the model's precision and adapter.
-        learning_rate: peak learning rate of AdamW.
-
-    Raises:
-        ValueError: bfloat16 weights are trained with a rate below 1e-4.
     """
     if config.dtype == "bfloat16" and not config.lora.enabled and learning_rate < SMALLEST_LOW_PRECISION_STEP:
         raise ValueError(

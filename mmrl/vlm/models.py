@@ -22,8 +22,6 @@ from mmrl.vlm.storage import VALUE_HEAD_FILE, load_value_head
 from mmrl.vlm.value_head import make_value_head
 from mmrl.vlm.vision import multiply_patches
 
-__all__ = ["load_policy"]
-
 LOGGER = logging.getLogger("mmrl")
 
 

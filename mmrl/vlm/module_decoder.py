@@ -14,16 +14,9 @@ from mmrl.vlm.payload import Prompt
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.vision import gather_features
 
-__all__ = ["ModuleDecoder", "fill_cache"]
-
 
 def fill_cache(policy: VlmPolicy, prompts: Sequence[Prompt], table: PromptTable) -> tuple[Any, Tensor]:
     """Read prompts through the transformers modules.
-
-    Args:
-        policy: the model.
-        prompts: N prompts.
-        table: the same prompts side by side.
 
     Returns:
         Their key-value cache and the states (N, H) of their last tokens.

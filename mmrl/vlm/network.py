@@ -12,8 +12,6 @@ from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.saved_files import base_path
 from mmrl.vlm.model_config import ModelConfig
 
-__all__ = ["ARCHITECTURES", "BASE_FILE", "load_network", "resolve_model"]
-
 BASE_FILE = "base.json"
 """Beside an adapter: where its base model lies from there."""
 ARCHITECTURES = {
@@ -23,17 +21,7 @@ ARCHITECTURES = {
 
 
 def resolve_model(path: str) -> tuple[str, Path | None]:
-    """Find the base model and the adapter of a path.
-
-    Args:
-        path: model folder, LoRA checkpoint or hub id.
-
-    Returns:
-        Folder or hub id of the base model, and the adapter's folder; None where the path is no LoRA checkpoint.
-
-    Raises:
-        UserError: there is no such folder, or it holds no model.
-    """
+    """Find the base model and the adapter of a path."""
     folder = expanded(path).absolute()  # adapters record it as the place of their base model
     if (folder / "config.json").is_file():
         return str(folder), None
@@ -58,15 +46,7 @@ def _listing(folder: Path) -> str:
 
 
 def load_network(config: ModelConfig, base: str) -> Any:
-    """Load a transformers model with its language model head.
-
-    Args:
-        config: precision and attention kernels.
-        base: model folder or hub id.
-
-    Raises:
-        UserError: the model is damaged or of an architecture that is not supported.
-    """
+    """Load a transformers model with its language model head."""
     import torch
     from transformers import AutoModelForImageTextToText
 

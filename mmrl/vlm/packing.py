@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mmrl.vlm.payload import Prompt
 
-__all__ = ["PackedRows", "PromptTable", "pack_prompts", "pack_responses", "pack_rows", "tabulate"]
-
 
 @dataclass
 class PromptTable:
@@ -49,16 +47,7 @@ class PackedRows:
 
 
 def tabulate(prompts: Sequence[Prompt], pad_id: int, device: torch.device) -> PromptTable:
-    """Lay prompts side by side.
-
-    Args:
-        prompts: N prompts.
-        pad_id: token of the padding.
-        device: where the table goes.
-
-    Returns:
-        The table; features are numbered through all prompts in the order of their tokens.
-    """
+    """Lay prompts side by side."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.full((len(prompts), width), pad_id)
     types = torch.zeros((len(prompts), width), dtype=torch.int64)
@@ -87,9 +76,6 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
         responses: (B, T) int64, response tokens.
         lengths: (B,) int64, response tokens of each row that the model reads.
         pad_id: token of the padding.
-
-    Returns:
-        Rows as long as the longest prompt with its response.
     """
     prompt_lengths = table.lengths[group][:, None]
     width = int((prompt_lengths[:, 0] + lengths).max())
@@ -110,15 +96,7 @@ def pack_rows(table: PromptTable, group: Tensor, responses: Tensor, lengths: Ten
 
 
 def pack_prompts(prompts: Sequence[Prompt], device: torch.device) -> PackedRows:
-    """Lay prompts end to end in one row.
-
-    Args:
-        prompts: N prompts.
-        device: where the row goes.
-
-    Returns:
-        One row of all their tokens, without padding.
-    """
+    """Lay prompts end to end in one row."""
     types = torch.cat([prompt.mm_token_type_ids for prompt in prompts])
     visual = types > 0
     return PackedRows(
@@ -136,9 +114,6 @@ def pack_responses(responses: Tensor, lengths: Tensor, first_position: Tensor) -
         responses: (B, T) int64.
         lengths: (B,) int64, tokens of each response that the model reads.
         first_position: (B,) int64, rotary position of each response's first token.
-
-    Returns:
-        One row of all their tokens, without padding.
     """
     column = torch.arange(responses.shape[1], device=responses.device)
     read = column < lengths[:, None]

@@ -16,8 +16,6 @@ from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["PairMeasure"]
-
 ORDERS = {"logps/accuracies": "accuracy/likelier", "rewards/accuracies": "accuracy/rewards"}
 """Shares of pairs in the right order, and what evaluations call them."""
 

@@ -17,8 +17,6 @@ from mmrl.vlm.payload import Prompt
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import TaskError, VlmTask, shortened
 
-__all__ = ["PAIR_ERRORS", "PairColumns", "has_sides", "keep_pairs", "sides_of", "tokenise_sides"]
-
 
 @dataclass(frozen=True)
 class PairColumns:
@@ -68,21 +66,7 @@ def sides_of(task: VlmTask, columns: PairColumns) -> tuple[str, str]:
 def tokenise_sides(
     policy: VlmPolicy, task: VlmTask, prompt: Prompt, columns: PairColumns, longest: int | None
 ) -> tuple[list[int], list[int]]:
-    """Tokens of both sides with the end token, never cut.
-
-    Args:
-        policy: its tokenizer, positions and banned tokens.
-        task: the question.
-        prompt: the question as the model reads it.
-        columns: names of the sides' columns.
-        longest: most tokens of a side; None = what the model's positions leave behind the prompt.
-
-    Returns:
-        Tokens of the preferred and of the rejected side.
-
-    Raises:
-        TaskError: a side is too long or holds image markup, or both have the same tokens.
-    """
+    """Tokens of both sides with the end token, never cut."""
     banned = set(policy.banned_ids.tolist())
     room = policy.positions - len(prompt)
     limit = room if longest is None else min(room, longest)

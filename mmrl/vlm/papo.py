@@ -47,8 +47,6 @@ from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.video_input import load_videos
 
-__all__ = ["PapoConfig", "PapoRecipe", "PapoSettings", "gamma_at", "perception_terms"]
-
 MASKED = "masked"
 CORRECT_TOKENS = "correct_tokens"
 
@@ -106,14 +104,6 @@ class PapoConfig(VlmConfig):
 
 def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
     """Weight of the perception term at a training step.
-
-    Args:
-        settings: schedule and its ends.
-        step: steps done before this one, from 0.
-        total_steps: steps of the run.
-
-    Returns:
-        gamma_t.
 
     Source: MikeWangWZHL/PAPO, annealing of kl_prcp_coef.
     """

@@ -12,8 +12,6 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["Context", "Insert", "Prompt", "VlmPayload", "join_prompts", "leaves", "token_lists"]
-
 
 @dataclass(eq=False)
 class Prompt:
@@ -108,17 +106,7 @@ class VlmPayload(Payload):
     """Where a response goes on behind another prompt than its group's, in order."""
 
     def prompts_of(self, view: str) -> list[Prompt]:
-        """Prompts of a view, one for each group.
-
-        Args:
-            view: "original" or a key of `views`.
-
-        Returns:
-            The view's prompts; a group that lacks the view is given its original prompt.
-
-        Raises:
-            ValueError: there is no such view.
-        """
+        """Prompts of a view, one for each group."""
         if view == "original":
             return self.prompts
         if view not in self.views:
@@ -129,14 +117,7 @@ class VlmPayload(Payload):
 
 
 def join_prompts(parts: Sequence[Prompt]) -> Prompt:
-    """Put prompts behind one another; each keeps its own pixels and features.
-
-    Args:
-        parts: at least one; the positions of each begin at 0, or where those of the one before end.
-
-    Returns:
-        Their tokens as one prompt; the positions of a part follow those of the part before it.
-    """
+    """Put prompts behind one another; each keeps its own pixels and features."""
     if len(parts) == 1:
         return parts[0]
     positions, start = [], 0

@@ -9,8 +9,6 @@ from mmrl.hub.video_sampling import Frames, frame_times
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.video_input import load_videos
 
-__all__ = ["frame_strips", "pictures_of"]
-
 COLUMNS, ROWS = 4, 4
 """Frames side by side, and strips of a video; of more frames some are shown, spread evenly."""
 CELL, MARGIN, CAPTION = 112, 2, 16
@@ -24,23 +22,13 @@ def pictures_of(task: VlmTask, patch_size: int) -> list[Image.Image]:
     Args:
         task: a task that could be encoded.
         patch_size: pixels on a side of one patch of the vision tower.
-
-    Raises:
-        TaskError: an image or a video can no longer be read.
     """
     strips = [strip for frames in load_videos(task, patch_size) for strip in frame_strips(frames)]
     return [*task.load_images(), *strips]
 
 
 def frame_strips(frames: Frames) -> list[Image.Image]:
-    """Lay out the frames of a video in strips of four, each frame with its time in seconds below.
-
-    Args:
-        frames: of `mmrl.hub.video_sampling`.
-
-    Returns:
-        One strip for each four frames, four strips at most.
-    """
+    """Lay out the frames of a video in strips of four, each frame with its time in seconds below."""
     pixels, times = frames[0], frame_times(frames)
     shown = np.unique(np.linspace(0, len(times) - 1, min(len(times), COLUMNS * ROWS)).round().astype(int)).tolist()
     cells = [_cell(Image.fromarray(_rgb(pixels[place])), times[place]) for place in shown]

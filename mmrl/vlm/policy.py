@@ -31,20 +31,11 @@ from mmrl.vlm.task import VlmTask
 from mmrl.vlm.vision import FeatureCache, VisionFeatures, gather_features
 from mmrl.vlm.weights_state import weights_state
 
-__all__ = ["VlmPolicy"]
-
 OUTPUTS = frozenset({"logp", "entropy", "values"})
 
 
 class VlmPolicy(nn.Module):
-    """A causal language model with a vision tower, as an actor and optionally a critic.
-
-    Args:
-        model: Qwen2.5-VL or Qwen3-VL with its language model head, or that model inside a peft model.
-        processor: turns text and images into model inputs.
-        config: the settings that it was loaded with.
-        value_head: maps the state before a token to its value; None without a critic.
-    """
+    """A causal language model with a vision tower, as an actor and optionally a critic."""
 
     model: Any
     value_head: nn.Module | None
@@ -128,19 +119,7 @@ class VlmPolicy(nn.Module):
     def encode(
         self, task: VlmTask, images: Sequence[Image.Image] | None = None, videos: Sequence[Frames] | None = None
     ) -> Prompt:
-        """Turn a task into a prompt.
-
-        Args:
-            task: chat turns with places for images and videos.
-            images: RGB images to use in place of the task's own; None loads the task's.
-            videos: frames of the videos in place of the task's own; None decodes the task's.
-
-        Returns:
-            The prompt; the same task with other images of the same sizes has the same tokens.
-
-        Raises:
-            TaskError: the task cannot be used.
-        """
+        """Turn a task into a prompt."""
         return encode_prompt(task, self.processor, self.layout, images, videos)
 
     def encode_turn(
@@ -148,16 +127,8 @@ class VlmPolicy(nn.Module):
     ) -> Prompt:
         """Turn the user's next message into what stands between two answers; see `mmrl.vlm.chat.encode_turn`.
 
-        Args:
-            task: one user turn with places for images.
-            images: RGB images to use in place of the task's own; None loads the task's.
-            answered: whether the answer before ended with the end token.
-
         Returns:
             Its tokens and pixels, with positions from 0.
-
-        Raises:
-            TaskError: the turn cannot be used.
         """
         return encode_turn(task, self.processor, self.layout, answered=answered, images=images)
 
@@ -171,19 +142,8 @@ class VlmPolicy(nn.Module):
     ) -> PolicyOutputs:
         """Score the sampled tokens of every row.
 
-        Args:
-            rollouts: rows whose payload is a `VlmPayload`; only tokens under the mask are scored.
-            view: form of the prompts, "original" or a key of the payload's views.
-            temperature: the one that the tokens were sampled with; logits are divided by it.
-            outputs: what is needed of "logp", "entropy" (full, in nats) and "values". Log-probabilities come in any
-                case, but without "logp" and "entropy" as constants: several processes wait in the backward pass for
-                the gradient of everything that has one.
-
         Returns:
             Scores (B, T) float32, 0 where the mask is 0. The value is that of the state before each token.
-
-        Raises:
-            ValueError: unknown output or view, or values without a value head.
 
         Gradient: flows into all trainable weights, that of the values only into the value head where
         `model.critic.stop_gradient` is set; each distinct prompt passes the vision tower once, and where
@@ -196,10 +156,6 @@ class VlmPolicy(nn.Module):
     def states(self, rollouts: Rollouts, *, view: str = "original") -> Tensor:
         """Last hidden states before the tokens under the mask, such as those that critics of a recipe's own read.
 
-        Args:
-            rollouts: rows whose payload is a `VlmPayload`.
-            view: form of the prompts, as in `forward`.
-
         Returns:
             (M, H), the tokens row by row.
 
@@ -209,12 +165,6 @@ class VlmPolicy(nn.Module):
 
     def encode_prefix(self, prompts: Sequence[Prompt]) -> Prefix:
         """Run prompts through the vision tower and the language model, each once.
-
-        Args:
-            prompts: N prompts.
-
-        Returns:
-            Their keys, values and last states.
 
         Gradient: flows into all trainable weights.
         """
@@ -281,11 +231,6 @@ class VlmPolicy(nn.Module):
     def run(self, rows: PackedRows, features: VisionFeatures | None, **options: Any) -> Tensor:
         """Last hidden states of packed rows.
 
-        Args:
-            rows: B rows of L tokens, right-padded.
-            features: features of the prompts, numbered as in the rows; None without images.
-            options: further arguments of the language model.
-
         Returns:
             (B, L, H).
         """
@@ -299,10 +244,6 @@ class VlmPolicy(nn.Module):
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities of the next token, with the same banned tokens and temperature as in scoring.
 
-        Args:
-            states: (b, H) last hidden states.
-            temperature: logits are divided by it.
-
         Returns:
             (b, V) float32.
         """
@@ -313,10 +254,6 @@ class VlmPolicy(nn.Module):
 
     def embed(self, rows: PackedRows, features: VisionFeatures | None) -> tuple[Tensor, dict[str, Any]]:
         """Token embeddings with the image features in their places.
-
-        Args:
-            rows: B rows of L tokens.
-            features: features of the prompts; None without images.
 
         Returns:
             (B, L, H) and the further arguments that the language model takes with them.
@@ -337,11 +274,7 @@ class VlmPolicy(nn.Module):
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Run the model without its LoRA adapters, as the reference of a KL term.
-
-        Raises:
-            UserError: the model has no adapter.
-        """
+        """Run the model without its LoRA adapters, as the reference of a KL term."""
         if not self.has_adapter:
             raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
         self._adapter_off = True
@@ -352,11 +285,7 @@ class VlmPolicy(nn.Module):
             self._adapter_off = False
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write model, processor and value head to a folder.
-
-        Args:
-            path: folder; without LoRA an ordinary model folder, with LoRA the adapter beside the processor.
-        """
+        """Write model, processor and value head to a folder."""
         save_policy(self, Path(path))
 
     def load_weights(self, path: Path | str) -> None:
@@ -364,9 +293,6 @@ class VlmPolicy(nn.Module):
 
         Args:
             path: folder written by `save_pretrained` of a policy of the same shape.
-
-        Raises:
-            UserError: the folder is not one, is damaged or belongs to another model.
         """
         load_policy_weights(self, Path(path))
 

@@ -47,8 +47,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.start_scores import StartScores
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["PreferenceRecipe", "PreferenceRunConfig"]
-
 TRAINING = "data"
 SIDES = ("chosen", "rejected")
 
@@ -104,14 +102,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
 
 
 class PreferenceRecipe(GivenAnswersRecipe):
-    """A preference objective on given pairs; see the module.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: model or data cannot be used.
-    """
+    """A preference objective on given pairs; see the module."""
 
     config: PreferenceRunConfig
     objective: PreferenceObjective  # type: ignore[assignment]

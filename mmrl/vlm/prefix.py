@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Prefix"]
-
 
 @dataclass
 class Prefix:

@@ -14,8 +14,6 @@ from mmrl.vlm.kept_prefill import KeptPrefill
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.prefix import Prefix
 
-__all__ = ["PrefixEncoder", "PrefixStore"]
-
 
 class PrefixEncoder(Protocol):
     """A policy that computes prefixes."""
@@ -53,9 +51,6 @@ class PrefixStore:
 
     Inside `open`, the micro-batches of a group read one prefix. With gradient they read it as leaves: their backward
     passes end there, and one backward pass through the prompts follows the last of them.
-
-    Args:
-        policy: computes prefixes.
     """
 
     def __init__(self, policy: PrefixEncoder) -> None:
@@ -73,15 +68,7 @@ class PrefixStore:
         return self._shared is not None
 
     def get(self, prompts: Sequence[Prompt], view: str) -> Prefix:
-        """Prefix of the prompts, with history where gradients are enabled.
-
-        Args:
-            prompts: N prompts.
-            view: name of the form that these prompts have; one prefix a view is shared at a time.
-
-        Returns:
-            The prefix of all prompts in order.
-        """
+        """Prefix of the prompts, with history where gradients are enabled."""
         if self._shared is not None:
             return self._shared_prefix(self._shared, prompts, view)
         kept = self._from_kept(prompts)

@@ -11,18 +11,12 @@ import torch
 from mmrl.errors import UserError
 from mmrl.hub.compat import ensure_torchvision
 
-__all__ = ["ImageOnlyProcessor", "load_processor"]
-
 
 class ImageOnlyProcessor:
     """Tokenizer and Pillow image processor behind the calls that this suite makes of a Qwen-VL processor.
 
     transformers cannot build the official processors without torchvision, not even for images, because their
     video part needs it.
-
-    Args:
-        image_processor: Qwen2VLImageProcessorPil.
-        tokenizer: tokenizer with the chat template and the placeholder tokens.
 
     Source: huggingface/transformers models/qwen2_5_vl/processing_qwen2_5_vl.py (what the placeholders expand to).
     """
@@ -51,16 +45,7 @@ class ImageOnlyProcessor:
     def __call__(
         self, *, text: Sequence[str], images: Sequence[Any] | None = None, return_tensors: str = "pt"
     ) -> dict[str, torch.Tensor]:
-        """Tokenise one rendered prompt and process its images.
-
-        Args:
-            text: the prompt, in a list of one.
-            images: PIL images, one for each placeholder.
-            return_tensors: only "pt".
-
-        Returns:
-            input_ids, mm_token_type_ids and, with images, pixel_values and image_grid_thw.
-        """
+        """Tokenise one rendered prompt and process its images."""
         prompt = text[0]
         output: dict[str, torch.Tensor] = {}
         if images:
@@ -87,17 +72,7 @@ class ImageOnlyProcessor:
 
 
 def load_processor(path: str) -> Any:
-    """Load the processor of a model.
-
-    Args:
-        path: model folder or hub id.
-
-    Returns:
-        The official processor, or an `ImageOnlyProcessor` where torchvision is missing.
-
-    Raises:
-        UserError: the processor's files are missing or damaged.
-    """
+    """Load the processor of a model."""
     try:
         processor = _load_image_only(path) if ensure_torchvision() == "absent" else _load_official(path)
     except UserError:

@@ -13,8 +13,6 @@ from mmrl.files import expanded, is_file
 from mmrl.vlm.task import ImageSource, TaskError, VideoClip, no_such_file
 from mmrl.vlm.video_input import read_video_cell
 
-__all__ = ["MediaCells", "build_messages", "has_marks", "make_renderer", "make_template", "split_marks"]
-
 MARKS = re.compile(r"(<image>|<video>)")
 MEDIA = ("image", "video")
 SOURCE_KEYS = ("bytes", "image", "video", "image_url", "url", "path")
@@ -61,20 +59,7 @@ def split_marks(text: str) -> list[dict[str, Any]]:
 def build_messages(
     prompt: Any, media: MediaCells, render: Callable[[str], str], place: str
 ) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoClip]]:
-    """Turn the prompt and media cells of a row into chat turns, image sources and videos.
-
-    Args:
-        prompt: Text, or chat turns with role and content.
-        media: The row's image and video cells.
-        render: Wraps the text of the last user turn (the format prompt).
-        place: Names the row in errors.
-
-    Returns:
-        Chat turns with content items, image sources and videos in the order of their items.
-
-    Raises:
-        TaskError: The prompt is missing or malformed, or media and their places do not fit.
-    """
+    """Turn the prompt and media cells of a row into chat turns, image sources and videos."""
     messages = _turns(prompt, render, place)
     items = [item for message in messages for item in message["content"]]
     images = [_locate(source, media.folder) for source in _sources(media.images, "image", items, place)]
@@ -91,14 +76,7 @@ def build_messages(
 
 
 def make_renderer(template: str | None) -> Callable[[str], str]:
-    """Make the function that wraps a question's text in the format prompt.
-
-    Args:
-        template: Jinja text with {{ content }}, path of a .jinja file, or None for no wrapping.
-
-    Raises:
-        UserError: The file does not exist, or the template is not valid or ignores the question.
-    """
+    """Make the function that wraps a question's text in the format prompt."""
     if template is None:
         return lambda text: text
     render = make_template(template, ("content",), "data.format_prompt", "the question")
@@ -108,18 +86,7 @@ def make_renderer(template: str | None) -> Callable[[str], str]:
 def make_template(
     template: str, names: Sequence[str], option: str, lost: str, further: Sequence[str] = ()
 ) -> Callable[..., str]:
-    """Make the function that fills the places of a template; what it fills in is not read as a template itself.
-
-    Args:
-        template: Jinja text with a {{ place }} for each name, or path of a .jinja file.
-        names: Keyword arguments of the function.
-        option: Configuration key that the template comes from, for errors.
-        lost: What would be lost with a place that is never used, for errors.
-        further: Keyword arguments whose places may be missing.
-
-    Raises:
-        UserError: The file does not exist, or the template is not valid or lacks a place.
-    """
+    """Make the function that fills the places of a template; what it fills in is not read as a template itself."""
     import jinja2
     from jinja2.sandbox import SandboxedEnvironment
 

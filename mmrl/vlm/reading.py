@@ -16,8 +16,6 @@ from mmrl.vlm.packing import PackedRows
 from mmrl.vlm.payload import Insert, Prompt, VlmPayload, join_prompts
 from mmrl.vlm.rotary import TEXT
 
-__all__ = ["Reading", "joined_rows", "make_reading", "pack_reading"]
-
 
 @dataclass
 class Reading:
@@ -54,9 +52,6 @@ def make_reading(payload: VlmPayload, view: str, group: Tensor, mask: Tensor) ->
         view: "original" or a key of the payload's views.
         group: (B,) int64.
         mask: (B, T) float, 1 on the tokens that are scored.
-
-    Returns:
-        Rows, in the order of the responses; the scored tokens in the order of `torch.nonzero(mask)`.
     """
     device = group.device
     responses = payload.response_ids[:, : mask.shape[1]].to(device)
@@ -86,9 +81,6 @@ def pack_reading(reading: Reading, first_position: Tensor) -> PackedRows:
     Args:
         reading: R rows.
         first_position: (R,) int64, rotary position of each row's first token.
-
-    Returns:
-        One row of all tokens that are read, without padding; features are numbered in the order of the inserts.
     """
     device = reading.tokens.device
     column = torch.arange(reading.tokens.shape[1], device=device)

@@ -32,7 +32,7 @@ from mmrl.training.loop.sampler import Sampler
 from mmrl.training.loop.scoring import RewardErrors, with_rewards
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
-from mmrl.vlm.config import SCORES, VlmConfig
+from mmrl.vlm.config import VlmConfig
 from mmrl.vlm.critic.measures import critic_measures, load_reasoner
 from mmrl.vlm.data import LoadedTasks, load_splits, load_tasks
 from mmrl.vlm.evaluation import AnswerMeasure
@@ -46,8 +46,6 @@ from mmrl.vlm.sampling import Samples
 from mmrl.vlm.scoring import check_columns, score_texts, splits_by_key
 from mmrl.vlm.storage import save_merged
 from mmrl.vlm.task import TaskError, VlmTask
-
-__all__ = ["SCORES", "VlmRecipe"]
 
 LOGGER = logging.getLogger("mmrl")
 

@@ -44,8 +44,6 @@ from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["RegGrpoConfig", "RegGrpoRecipe"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -81,16 +79,7 @@ class RegGrpoRecipe(VlmRecipe):
         return super().rollout(policy, self.augmented(policy, tasks, generator), generator)
 
     def augmented(self, policy: VlmPolicy, tasks: Sequence[VlmTask], generator: torch.Generator) -> list[VlmTask]:
-        """Questions of a step with their hints and noise.
-
-        Args:
-            policy: the policy, which writes the traces.
-            tasks: questions as the data has them.
-            generator: source of randomness; unused where nothing is switched on.
-
-        Returns:
-            The same questions, those that are neither hard nor easy unchanged.
-        """
+        """Questions of a step with their hints and noise."""
         settings = self.config.augmentation
         if not settings.enabled:
             return list(tasks)

@@ -11,8 +11,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-__all__ = ["IMAGE", "TEXT", "VIDEO", "rotary_positions", "split_frames"]
-
 TEXT, IMAGE, VIDEO = range(3)
 """Values of the token types."""
 
@@ -40,9 +38,6 @@ def rotary_positions(
 
     Returns:
         (3, P) int64.
-
-    Raises:
-        ValueError: the grids have other numbers of tokens than the token types.
     """
     grids = {IMAGE: _rows(image_grids), VIDEO: _rows(video_grids)}
     steps = iter(frame_steps)
@@ -65,14 +60,7 @@ def rotary_positions(
 
 
 def split_frames(video_grids: Tensor) -> Tensor:
-    """Grids of videos as one grid a frame, for Qwen3-VL.
-
-    Args:
-        video_grids: (videos, 3) int64.
-
-    Returns:
-        (frames, 3) int64, 1 along time.
-    """
+    """Grids of videos as one grid a frame, for Qwen3-VL."""
     frames = video_grids.repeat_interleave(video_grids[:, 0], 0)
     frames[:, 0] = 1
     return frames

@@ -24,8 +24,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.prefix import Prefix
 from mmrl.vlm.sampling import SamplerConfig, Samples
 
-__all__ = ["PolicySampler", "sample", "sample_with"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -33,10 +31,6 @@ class PolicySampler:
     """The suite's own engine: samples from the policy itself, in the process that trains it.
 
     It is a `mmrl.training.loop.sampler.Sampler` of encoded prompts.
-
-    Args:
-        config: lengths, temperature and truncation.
-        keep: what is left of the prompts' prefill for the update.
     """
 
     def __init__(self, config: SamplerConfig, keep: KeepPrefill = KeepPrefill.NOTHING) -> None:
@@ -106,9 +100,6 @@ def sample_with(
         config: lengths, temperature and truncation.
         uniforms: (N * G, max_new_tokens) in [0, 1); None takes the likeliest tokens.
         keep: what is left of the prompts' prefill.
-
-    Returns:
-        The responses, as `sample` does.
     """
     draw = GenerationState(policy, config, len(prompts) * samples_per_prompt, uniforms)
     training = policy.training

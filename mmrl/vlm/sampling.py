@@ -9,8 +9,6 @@ from torch import Tensor
 from mmrl.errors import ConfigError
 from mmrl.fields import bounded
 
-__all__ = ["FINISH_REASONS", "SamplerConfig", "Samples"]
-
 LENGTH, EOS, STOP = range(3)
 FINISH_REASONS = ("length", "eos", "stop")
 

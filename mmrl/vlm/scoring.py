@@ -9,8 +9,6 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["check_columns", "columns_of", "score_texts", "splits_by_key"]
-
 
 def score_texts(
     rewards: RewardSum,
@@ -20,51 +18,21 @@ def score_texts(
     texts: Sequence[str],
     tokens: Sequence[list[int]],
 ) -> RewardResult:
-    """Score responses with all rewards.
-
-    Args:
-        rewards: the sum of reward functions.
-        state: how far the run is.
-        tasks: the question of each row.
-        prompts: its text as the model reads it.
-        texts: the responses, without the start that a task gives (`VlmTask.answer_start`), which rewards see too.
-        tokens: their tokens.
-
-    Returns:
-        Sums, terms and failures.
-    """
+    """Score responses with all rewards."""
     turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
     columns = columns_of(tasks, tokens)
     return rewards.score([prompt for prompt, _ in turns], [reply for _, reply in turns], columns, state)
 
 
 def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
-    """Columns of the rows as lists, one entry a row, for reward functions.
-
-    Args:
-        tasks: the task of each row.
-        tokens: response tokens of each row, given as `completion_ids`, their number as `completion_lengths`.
-
-    Returns:
-        Every column that any task has; None where a task lacks it.
-    """
+    """Columns of the rows as lists, one entry a row, for reward functions."""
     names = sorted({name for task in tasks for name in task.columns})
     columns = {name: [task.columns.get(name) for task in tasks] for name in names}
     return columns | {"completion_ids": list(tokens), "completion_lengths": [len(row) for row in tokens]}
 
 
 def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
-    """A question and a response as reward functions get them, as in TRL.
-
-    Args:
-        task: the question.
-        prompt: its text as the model reads it.
-        response: text.
-
-    Returns:
-        Text and text; chat turns and chat turns where the data set has its questions as chat turns. The content of a
-        turn is text, and a list of items in questions with images or videos.
-    """
+    """A question and a response as reward functions get them, as in TRL."""
     response = task.answer_start + response
     if not task.conversational:
         return prompt, response
@@ -75,15 +43,7 @@ def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
 
 
 def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
-    """Make sure that the rewards find their columns in the questions of every data set that they will score.
-
-    Args:
-        rewards: the terms.
-        data: questions by the key of the configuration that names them.
-
-    Raises:
-        UserError: a term needs a column that is not there.
-    """
+    """Make sure that the rewards find their columns in the questions of every data set that they will score."""
     for key, tasks in data.items():
         try:
             rewards.check_columns([*columns_of(tasks, [])])

@@ -20,8 +20,6 @@ from mmrl.vlm.given import GivenAnswersConfig, GivenAnswersRecipe
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["SftConfig", "SftRecipe"]
-
 
 @dataclass
 class SftConfig(GivenAnswersConfig):
@@ -43,14 +41,7 @@ class SftConfig(GivenAnswersConfig):
 
 
 class SftRecipe(GivenAnswersRecipe):
-    """Maximum likelihood of a column of completions.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: model or data cannot be used, or a question has no completion.
-    """
+    """Maximum likelihood of a column of completions."""
 
     config: SftConfig
 

@@ -15,18 +15,12 @@ from torch.nn import functional
 
 from mmrl.vlm.joined_attention import joined_attention
 
-__all__ = ["ATTENTION_NAME", "PromptRow", "ResponseRow", "register_attention"]
-
 ATTENTION_NAME = "mmrl_shared_prefix"
 """Name under which transformers finds the attention function."""
 
 
 def register_attention() -> str:
-    """Make the attention function known to transformers.
-
-    Returns:
-        Its name; without the argument `shared` it is transformers' own "sdpa".
-    """
+    """Make the attention function known to transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

@@ -9,17 +9,11 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["banned_ids", "eos_ids"]
-
 BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
 def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response: those of the generation config, then the tokenizer's.
-
-    Raises:
-        UserError: neither names one.
-    """
+    """Ids that end a response: those of the generation config, then the tokenizer's."""
     found = getattr(network.generation_config, "eos_token_id", None)
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
     if tokenizer.eos_token_id is not None:

@@ -14,8 +14,6 @@ from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["StartScores"]
-
 
 class StartScores:
     """What the policy says at the start about both sides of each pair, a table by question.

@@ -15,8 +15,6 @@ from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.saved_files import base_entries, sort_header
 from mmrl.vlm.network import BASE_FILE
 
-__all__ = ["VALUE_HEAD_FILE", "PolicyParts", "load_policy_weights", "load_value_head", "save_merged", "save_policy"]
-
 VALUE_HEAD_FILE = "value_head.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -46,10 +44,6 @@ def save_policy(policy: PolicyParts, path: Path) -> None:
     Without LoRA the folder is an ordinary model folder. With LoRA it holds the adapter, whose configuration
     names the base model; AutoModelForImageTextToText then loads the base model with the adapter. `save_merged`
     writes the two as one ordinary folder.
-
-    Args:
-        policy: the policy.
-        path: folder, created with its parents.
     """
     from safetensors.torch import save_file
 
@@ -72,12 +66,7 @@ def _note_base(policy: PolicyParts, path: Path) -> None:
 
 
 def save_merged(policy: PolicyParts, path: Path) -> None:
-    """Write a policy as an ordinary model folder, with LoRA adapters added into the weights.
-
-    Args:
-        policy: the policy; its adapters stay separate.
-        path: folder, created with its parents.
-    """
+    """Write a policy as an ordinary model folder, with LoRA adapters added into the weights."""
     if not policy.has_adapter:
         save_policy(policy, path)
         return
@@ -110,9 +99,6 @@ def load_policy_weights(policy: PolicyParts, path: Path) -> None:
     Args:
         policy: a policy of the same shape.
         path: folder.
-
-    Raises:
-        UserError: the folder is not one, is damaged or belongs to another model.
     """
     expected = path / (ADAPTER_FILE if policy.has_adapter else "config.json")
     if not expected.is_file():
@@ -129,15 +115,7 @@ def load_policy_weights(policy: PolicyParts, path: Path) -> None:
 
 
 def load_value_head(policy: PolicyParts, path: Path) -> None:
-    """Read the value head from a folder.
-
-    Args:
-        policy: a policy with a value head.
-        path: folder written by `save_policy` of a policy with a value head.
-
-    Raises:
-        UserError: the file is missing or does not fit.
-    """
+    """Read the value head from a folder."""
     from safetensors.torch import load_file
 
     file = path / VALUE_HEAD_FILE

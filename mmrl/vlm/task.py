@@ -13,30 +13,12 @@ from PIL import Image
 from mmrl.files import is_file
 from mmrl.hub.images import MAX_IMAGE_PIXELS, ImageError, check_pixels, decode_image, read_image_file, resize_image
 
-__all__ = [
-    "TASK_ERRORS",
-    "ImageSource",
-    "StoredImage",
-    "TaskError",
-    "VideoClip",
-    "VlmTask",
-    "no_such_file",
-    "open_image",
-    "shortened",
-]
-
 LONGEST_NAME = 255
 """Characters that the usual file systems allow in a name."""
 
 
 class TaskError(Exception):
-    """A single task that cannot be used; it is counted by kind, logged and skipped.
-
-    Args:
-        kind: Row of `TASK_ERRORS` (other modules may add their own).
-        task_id: Id of the task or, while a file is read, the place of its row.
-        message: What was found, what was expected and what to do.
-    """
+    """A single task that cannot be used; it is counted by kind, logged and skipped."""
 
     def __init__(self, kind: str, task_id: str, message: str) -> None:
         super().__init__(kind, task_id, message)
@@ -99,14 +81,7 @@ class VlmTask:
     empty: the processor resizes."""
 
     def load_images(self) -> list[Image.Image]:
-        """Open the images as RGB, resized where `image_wh` says so.
-
-        Returns:
-            One RGB image for each image item.
-
-        Raises:
-            TaskError: An image is missing, empty or cannot be decoded.
-        """
+        """Open the images as RGB, resized where `image_wh` says so."""
         images = []
         for number, source in enumerate(self.images, start=1):
             where = f"image {number} of {len(self.images)}"
@@ -128,17 +103,7 @@ class VlmTask:
 def open_image(
     source: ImageSource, task_id: str, where: str = "the image", max_pixels: int = MAX_IMAGE_PIXELS
 ) -> Image.Image:
-    """Open one image source as RGB, upright and without transparency.
-
-    Args:
-        source: PIL image, path, data URI, bytes, {"bytes", "path"} mapping or stored image.
-        task_id: Named in the errors.
-        where: Which image of the task this is, for the errors.
-        max_pixels: An image with more is not decoded.
-
-    Raises:
-        TaskError: The image is missing, empty, too large or cannot be decoded.
-    """
+    """Open one image source as RGB, upright and without transparency."""
     name, raw = _resolve(source, task_id, where, max_pixels)
     label = f"{where} ({shortened(name)})" if name else where
     if isinstance(raw, bytes) and not raw:

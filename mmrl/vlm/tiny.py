@@ -19,8 +19,6 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "build_tiny_vlm"]
-
 CONTROL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -212,19 +210,7 @@ def _rope(head_dim: int) -> dict[str, Any]:
 
 
 def train_tokenizer(corpus: Sequence[str], vocab_size: int, tokens: Sequence[str] = ()) -> Any:
-    """Train a byte-level BPE tokenizer whose digits are single tokens.
-
-    Args:
-        corpus: texts to learn merges from.
-        vocab_size: most tokens, counting the 256 bytes and the control tokens.
-        tokens: texts that are one token each, beyond `vocab_size`.
-
-    Returns:
-        A PreTrainedTokenizerFast with chat template, end of turn as EOS and left padding.
-
-    Raises:
-        UserError: the vocabulary is too small for the bytes and control tokens.
-    """
+    """Train a byte-level BPE tokenizer whose digits are single tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

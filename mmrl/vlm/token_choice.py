@@ -6,24 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["choose_tokens"]
-
 BLOCK = 128
 """Tokens whose probabilities are added up before the search."""
 
 
 def choose_tokens(logp: Tensor, uniform: Tensor | None, top_p: float = 1.0, top_k: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw a token of each row by inversion of its distribution function.
-
-    Args:
-        logp: (b, V) log-probabilities in nats.
-        uniform: (b,) in [0, 1), the random numbers; None takes the most likely token.
-        top_p: draw from the most likely tokens that together have this probability; 1 is all.
-        top_k: draw from this many of the most likely tokens; 0 is all.
-
-    Returns:
-        (b,) int64 tokens, and (b,) the probability of the tokens that top_p and top_k left to draw from.
-    """
+    """Draw a token of each row by inversion of its distribution function."""
     if uniform is None:
         return logp.max(-1).indices, torch.ones_like(logp[:, 0])
     probability = logp.exp()

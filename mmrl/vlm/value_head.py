@@ -9,17 +9,11 @@ from torch import nn
 
 from mmrl.vlm.model_config import CriticSettings
 
-__all__ = ["make_value_head"]
-
 
 def make_value_head(width: int, settings: CriticSettings) -> nn.Module:
     """Build a critic in float32, whatever the model's precision is.
 
     Its last layer starts at zero: every value is 0 at first, so that the first advantages are plain returns.
-
-    Args:
-        width: of the model's states, H.
-        settings: hidden layers and their seed.
 
     Returns:
         A module from (M, H) to (M, 1).

@@ -16,8 +16,6 @@ from mmrl.hub.video_reading import VideoError
 from mmrl.hub.video_sampling import FILE_OPTIONS, FRAME_LIST_OPTIONS, Frames, sample_file, sample_frames
 from mmrl.vlm.task import TaskError, VideoClip, VlmTask, open_image, shortened
 
-__all__ = ["VIDEO_ERRORS", "VideoOptions", "load_videos", "read_video_cell"]
-
 SOURCE_KEYS = ("video", "path", "url", "frames")
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 MAY_BE_ZERO = ("video_start", "video_end")
@@ -64,18 +62,7 @@ class VideoOptions:
 
 
 def read_video_cell(cell: Any, folder: Path, place: str) -> list[VideoClip]:
-    """List the videos of a row.
-
-    Args:
-        cell: a video or a list of videos, where a video is a path, a list of frames (images of any kind), or a mapping
-            with one of these under `video`, `path`, `url` or `frames` and options beside it. A list of nothing but
-            images is one video.
-        folder: where relative paths start.
-        place: names the row in errors.
-
-    Raises:
-        TaskError: it is something else, or an option is unknown or out of range.
-    """
+    """List the videos of a row."""
     if cell is None or cell == "":
         return []
     if not isinstance(cell, list | tuple):

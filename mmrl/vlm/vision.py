@@ -14,8 +14,6 @@ from torch.nn import functional
 from mmrl.vlm.payload import Prompt, leaves
 from mmrl.vlm.weights_state import weights_state
 
-__all__ = ["FeatureCache", "VisionFeatures", "encode_vision", "gather_features", "multiply_patches"]
-
 
 class _PatchProduct(nn.Conv3d):
     """A convolution whose kernel covers its input: one matrix product, which convolution kernels are slow at."""
@@ -28,11 +26,7 @@ class _PatchProduct(nn.Conv3d):
 
 
 def multiply_patches(tower: Any) -> None:
-    """Have a vision tower compute its patch embedding as a matrix product; weights and their names stay.
-
-    Args:
-        tower: module with `patch_embed.proj`, a Conv3d.
-    """
+    """Have a vision tower compute its patch embedding as a matrix product; weights and their names stay."""
     if type(tower.patch_embed.proj) is nn.Conv3d:
         tower.patch_embed.proj.__class__ = _PatchProduct
 
@@ -78,15 +72,7 @@ class FeatureCache:
         self._features.clear()
 
     def gather(self, model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
-        """Features of all prompts; only those not seen before pass the tower.
-
-        Args:
-            model: inner model with the tower.
-            prompts: N prompts.
-
-        Returns:
-            Features of all prompts in order, or None where none has images.
-        """
+        """Features of all prompts; only those not seen before pass the tower."""
         self._drop_outdated(model)
         absent = [prompt for prompt in prompts if prompt.has_vision and prompt not in self._features]
         missing = list(dict.fromkeys(absent))
@@ -112,16 +98,7 @@ class FeatureCache:
 
 
 def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) -> VisionFeatures | None:
-    """Features of all prompts, through the cache where no gradient flows into the tower.
-
-    Args:
-        model: inner model with `visual`, the vision tower.
-        prompts: N prompts.
-        cache: features of earlier calls.
-
-    Returns:
-        Features of all prompts in order, or None where none has images.
-    """
+    """Features of all prompts, through the cache where no gradient flows into the tower."""
     prompts = [leaf for prompt in prompts for leaf in leaves(prompt)]
     trained = any(parameter.requires_grad for parameter in model.visual.parameters())
     if not (trained and torch.is_grad_enabled()):
@@ -132,13 +109,6 @@ def gather_features(model: Any, prompts: Sequence[Prompt], cache: FeatureCache) 
 
 def encode_vision(model: Any, prompts: Sequence[Prompt]) -> VisionFeatures | None:
     """Run the vision tower once over all images and once over all videos of some prompts.
-
-    Args:
-        model: inner model with `get_image_features` and `get_video_features`.
-        prompts: N prompts.
-
-    Returns:
-        Features of all prompts in the order of their placeholder tokens, or None where none has images.
 
     Gradient: flows into the tower; rows that share a prompt add up there.
     """

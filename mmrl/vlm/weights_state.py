@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["weights_state"]
-
 
 def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
     """A number for each trainable weight, and one for all, that change when a weight does.
@@ -16,12 +14,6 @@ def weights_state(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
     A parameter's `_version` counts writes, but not those of a fused optimiser. So weights that an optimiser may move
     are read: the sum of their bits, eight bytes at a time, which is exact, needs no order of summation and takes as
     long as reading them once (about 0.3 ms for a million float32 on one core of a desktop's CPU).
-
-    Args:
-        parameters: Weights; those that need or have a gradient are read, of the others the version is enough.
-
-    Returns:
-        Equal tuples where no weight was written in between.
     """
     weights = list(parameters)
     trained = [weight for weight in weights if weight.requires_grad or weight.grad is not None]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mmrl.workers.sandbox import Limits
     from mmrl.workers.wire import Message
 
-__all__ = ["Ending", "Engine", "WorkerHandle", "WorkerSpec"]
-
 
 @dataclass(frozen=True)
 class WorkerSpec:

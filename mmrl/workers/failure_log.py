@@ -10,20 +10,13 @@ from pathlib import Path
 
 from mmrl.workers.failures import WorkerFailure
 
-__all__ = ["FailureLog"]
-
 log = logging.getLogger(__name__)
 MAX_FILES = 100
 """Tracebacks kept of a run; reasons beyond that are still counted and logged."""
 
 
 class FailureLog:
-    """Reasons that differ only in numbers are one.
-
-    Args:
-        name: of the environment, for the log.
-        folder: where tracebacks are written; None for nowhere.
-    """
+    """Reasons that differ only in numbers are one."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
         self.name, self.folder = name, folder

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["WORKER_FAILURES", "WorkerFailure", "one_line"]
-
 
 @dataclass(frozen=True)
 class WorkerFailure:

@@ -9,8 +9,6 @@ import ctypes
 import os
 import signal
 
-__all__ = ["TAG", "adopt_orphans", "descendants", "end_descendants", "end_tagged", "resident_bytes", "threads"]
-
 TAG = "MMRL_WORKER"
 """Environment variable with which everything that a worker starts can be told, even after the worker's end."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
-__all__ = ["LoadError", "append_path", "check_arguments", "find_function", "names_function"]
-
 
 class LoadError(Exception):
     """A function that cannot be loaded, or takes other arguments; the message names the cause and what there is."""
@@ -36,18 +34,7 @@ def names_function(spec: str) -> bool:
 
 
 def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
-    """Load a function by name, from an installed module, the working directory or a file.
-
-    Args:
-        spec: `package.module:function` or `path/to/file.py:function`.
-        what: Config key or role that names the function, for the errors.
-
-    Returns:
-        The function.
-
-    Raises:
-        LoadError: The name is malformed, or module, file or function do not exist or fail to import.
-    """
+    """Load a function by name, from an installed module, the working directory or a file."""
     place, separator, name = spec.rpartition(":")
     if not separator or not place or not name:
         raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
@@ -63,16 +50,7 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
 
 
 def check_arguments(place: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that a function does not take, or lacks, before it runs.
-
-    Args:
-        place: what the arguments are, for the error.
-        function: what is to be called; anything that does not say what it takes is left alone.
-        kwargs: its keyword arguments.
-
-    Raises:
-        LoadError: it takes others; the message lists them.
-    """
+    """Refuse arguments that a function does not take, or lacks, before it runs."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -25,8 +25,6 @@ from mmrl.workers.spreading import Spread
 from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Preparation, Request
 
-__all__ = ["WorkerPool"]
-
 
 class WorkerPool:
     """Workers in numbered slots; safe to use from several threads.

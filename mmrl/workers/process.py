@@ -27,8 +27,6 @@ from mmrl.workers.engine import Ending, WorkerSpec
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["LocalEngine", "WorkerProcess"]
-
 SCRIPT = Path(__file__).resolve().with_name("serve.py")
 READ_BYTES = 1 << 16
 """What a pipe holds; a larger buffer would be allocated for nothing at every read."""
@@ -49,11 +47,7 @@ class LocalEngine:
         self._selector = selectors.DefaultSelector()
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
-        """Start a process without waiting for it.
-
-        Raises:
-            RunError: the interpreter cannot be started.
-        """
+        """Start a process without waiting for it."""
         return WorkerProcess(spec, self._selector)
 
     def wait(self, timeout_s: float) -> None:
@@ -63,15 +57,7 @@ class LocalEngine:
 
 
 class WorkerProcess:
-    """A process in a group of its own; a `WorkerHandle`.
-
-    Args:
-        spec: how to start it.
-        selector: serves its pipes.
-
-    Raises:
-        RunError: the interpreter cannot be started.
-    """
+    """A process in a group of its own; a `WorkerHandle`."""
 
     def __init__(self, spec: WorkerSpec, selector: selectors.BaseSelector) -> None:
         self._selector = selector

@@ -33,8 +33,6 @@ from mmrl.workers.sandbox import (
     strict_environment,
 )
 
-__all__ = ["CodeResult", "run_code"]
-
 PROGRAM = "program.py"
 LOOK_SECONDS = 0.1
 HELPERS = 3

@@ -30,18 +30,6 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 
-__all__ = [
-    "ENTERED",
-    "MODES",
-    "Limits",
-    "new_folder",
-    "remove_abandoned",
-    "remove_folder",
-    "require_strict",
-    "strict_command",
-    "strict_environment",
-]
-
 SCRIPT = Path(__file__).resolve().with_name("sandbox_enter.py")
 ENTERED = b"entered"
 MIB = 1 << 20
@@ -67,20 +55,7 @@ class Limits:
 
 
 def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[str], report_to: int = -1) -> list[str]:
-    """Say how a program is started strictly; program and arguments follow.
-
-    Args:
-        mode: one of `MODES`.
-        limits: what it may use.
-        folder: its own, see `new_folder`.
-        readable: files and folders that it needs beside this interpreter with what is installed in it and the system's
-            programs.
-        report_to: descriptor on which it says `ENTERED` before the program begins; it then ends with the thread that
-            starts it. -1 for neither.
-
-    Returns:
-        Start of a command.
-    """
+    """Say how a program is started strictly; program and arguments follow."""
     settings = {
         "mode": mode,
         "folder": folder,
@@ -136,14 +111,7 @@ def remove_abandoned() -> None:
 
 @functools.cache
 def require_strict() -> str:
-    """Find out how strict processes can be run here.
-
-    Returns:
-        The first of `MODES` in which a program runs.
-
-    Raises:
-        UserError: there is none; says what failed and what helps.
-    """
+    """Find out how strict processes can be run here."""
     if not sys.platform.startswith("linux"):
         raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
     remove_abandoned()

@@ -48,12 +48,7 @@ if not TYPE_CHECKING:
 
 
 def main(settings: Mapping[str, Any], command: list[str]) -> NoReturn:
-    """Shut this process in and run the command.
-
-    Args:
-        settings: what `mmrl.workers.sandbox` writes.
-        command: program and arguments.
-    """
+    """Shut this process in and run the command."""
     if settings["report_to"] >= 0:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if settings["mode"] == "namespaces":

@@ -9,8 +9,6 @@ import ctypes
 import os
 import struct
 
-__all__ = ["LANDLOCK_NEEDED", "allow_only", "landlock_version", "private_mounts"]
-
 LANDLOCK_NEEDED = 3
 """Landlock's version from which it sees every way to change a file's content (Linux 6.2)."""
 SCOPED_VERSION, NETWORK_VERSION, DEVICE_VERSION = 6, 4, 5
@@ -42,15 +40,7 @@ def landlock_version() -> int:
 
 
 def allow_only(folder: str, readable: list[str]) -> None:
-    """Leave this process, and all that it starts, a folder to write in and what programs need to read.
-
-    Args:
-        folder: its own.
-        readable: files and folders beside `READABLE` and the devices.
-
-    Raises:
-        OSError: the kernel refuses it.
-    """
+    """Leave this process, and all that it starts, a folder to write in and what programs need to read."""
     version = landlock_version()
     handled = (1 << 15) - 1 | (1 << 15 if version >= DEVICE_VERSION else 0)
     handled &= ~(1 << 14) if version < LANDLOCK_NEEDED else ~0
@@ -84,15 +74,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def private_mounts(folder: str, folder_bytes: int) -> None:
-    """In a mount namespace: everything read-only but a folder in memory, devices without disks, processes of its own.
-
-    Args:
-        folder: exists; what it holds now is carried over.
-        folder_bytes: most that it may hold.
-
-    Raises:
-        OSError: the kernel refuses a step.
-    """
+    """In a mount namespace: make everything read-only but a folder in memory; own devices and processes."""
     carried = _contents(folder)
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={folder_bytes},mode=700")

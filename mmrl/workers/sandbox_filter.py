@@ -10,8 +10,6 @@ import errno
 import os
 import struct
 
-__all__ = ["forbid_calls", "new_privileges_off", "supported"]
-
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
     # The network: no socket can be made, nor a ring that makes one; pairs of connected ones, which pools use, can.
@@ -150,16 +148,7 @@ def new_privileges_off() -> None:
 
 
 def forbid_calls(own_namespaces: bool, forks: bool) -> None:
-    """Install the filter for this process and all that it starts.
-
-    Args:
-        own_namespaces: whether namespaces keep the process from others and from the file system; without them calls
-            that reach those are forbidden too.
-        forks: whether processes may be started; threads may in any case.
-
-    Raises:
-        OSError: the kernel refuses it.
-    """
+    """Install the filter for this process and all that it starts."""
     program = b"".join(_program(own_namespaces, forks, os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
 

@@ -62,15 +62,7 @@ class Service(Protocol):
     def answer(
         self, fields: dict[str, Any], arrays: dict[str, np.ndarray]
     ) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
-        """Work on one request, in the main thread.
-
-        Args:
-            fields: JSON of the request.
-            arrays: its arrays, which are the service's to keep.
-
-        Returns:
-            JSON and arrays of the answer.
-        """
+        """Work on one request, in the main thread."""
         ...
 
     def close(self) -> None:
@@ -189,12 +181,7 @@ def _leave() -> None:
 
 
 def main(service: str, options: Mapping[str, Any]) -> None:
-    """Serve requests until the input closes.
-
-    Args:
-        service: `path/to/file.py:function`; the function returns a `Service`.
-        options: `service`, keyword arguments of the function; `paths`, put in front of sys.path; `watchdog_s`.
-    """
+    """Serve requests until the input closes."""
     family.adopt_orphans()
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]

@@ -12,17 +12,9 @@ from mmrl.workers.engine import Engine, WorkerSpec
 from mmrl.workers.failures import WORKER_FAILURES, WorkerFailure
 from mmrl.workers.worker import Answer, Pending, Worker
 
-__all__ = ["Slots"]
-
 
 class Slots:
-    """Workers by number; a slot is empty until its worker is started, and after it failed.
-
-    Args:
-        spec: how to start a worker.
-        size: slots.
-        engine: starts the workers and moves their messages.
-    """
+    """Workers by number; a slot is empty until its worker is started, and after it failed."""
 
     def __init__(self, spec: WorkerSpec, size: int, engine: Engine) -> None:
         self.spec, self.size, self._engine = spec, size, engine
@@ -47,11 +39,7 @@ class Slots:
         return worker
 
     def free(self, busy: Container[int]) -> int:
-        """A slot that is not busy, one whose worker runs where there is one; it is started otherwise.
-
-        Args:
-            busy: slots that cannot be used; not all.
-        """
+        """A slot that is not busy, one whose worker runs where there is one; it is started otherwise."""
         idle = [slot for slot in range(self.size) if slot not in busy]
         for slot in idle:
             worker = self.workers[slot]
@@ -67,9 +55,6 @@ class Slots:
         Args:
             slots: workers with requests.
             at_most_s: seconds to wait.
-
-        Returns:
-            Slot, request and answer of everything that has come; empty when the time is up.
         """
         end, patience_s = time.monotonic() + at_most_s, 0.0
         while True:
@@ -81,11 +66,7 @@ class Slots:
             patience_s = max(0.0, min(left_s, *(self.worker(slot).patience_s() for slot in slots)))
 
     def gather(self, slots: Iterable[int]) -> dict[int, Answer]:
-        """Wait until each of these workers has answered all its requests or failed.
-
-        Returns:
-            The failure of each worker that failed, the answer to the last request of the others.
-        """
+        """Wait until each of these workers has answered all its requests or failed."""
         answers: dict[int, Answer] = {}
         waiting = set(slots)
         while waiting:

@@ -11,8 +11,6 @@ from mmrl.workers.failures import WorkerFailure, one_line
 from mmrl.workers.slots import Slots
 from mmrl.workers.worker import Answer, Pending, Preparation, Request
 
-__all__ = ["Spread"]
-
 FIRST_SHARE = 0.1
 """Part of its time that a request gets first once another one has hung,"""
 SLOWEST_FACTOR = 4.0

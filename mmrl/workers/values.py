@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["decode", "encode"]
-
 PLAIN_DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
 OTHER_DTYPES = "biufcUSmM"
 """Kinds of NumPy's dtypes that are sent as their bytes; objects and records are not."""
@@ -45,31 +43,13 @@ COLLECTIONS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozense
 
 
 def encode(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """Turn a value into JSON and arrays.
-
-    Args:
-        value: made of the types that the module's docstring names.
-
-    Returns:
-        JSON, and the arrays that it refers to by name.
-
-    Raises:
-        TypeError: a part of it is of another type.
-    """
+    """Turn a value into JSON and arrays."""
     encoder = _Encoder()
     return encoder.tree(value), encoder.arrays
 
 
 def decode(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Build the value that was given to `encode`.
-
-    Args:
-        tree: JSON from `encode`.
-        arrays: arrays from `encode`.
-
-    Returns:
-        The value; an array or image that occurred in several places before is one object again.
-    """
+    """Build the value that was given to `encode`."""
     return _Decoder(arrays).value(tree)
 
 

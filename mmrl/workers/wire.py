@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = [
-    "MARK",
-    "MAX_BODY_BYTES",
-    "MAX_HEADER_BYTES",
-    "VERSION",
-    "Decoder",
-    "Message",
-    "WireError",
-    "error_text",
-    "pack",
-    "read",
-]
-
 MARK = b"MRLW"
 SHORT_MARK = b"MRLS"
 """Begins a message without body and arrays: a place in `SHORT_KINDS` and the number stand where lengths stand."""
@@ -62,12 +49,6 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = No
     Args:
         fields: JSON; floats must be finite, others go into an array.
         arrays: bool, uint8, int32, int64, float32 or float64, of any shape and byte order.
-
-    Returns:
-        Prefix, header and the arrays' bytes in row-major order, little-endian.
-
-    Raises:
-        WireError: the fields are not JSON, an array has another dtype, or the message is too large.
     """
     if not arrays and fields.keys() == {"kind", "id", "body"} and not fields["body"] and fields["kind"] in SHORT_KINDS:
         return PREFIX.pack(SHORT_MARK, VERSION, SHORT_KINDS.index(fields["kind"]), fields["id"])
@@ -107,28 +88,13 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 class Decoder:
-    """Collects bytes as they arrive and gives out the messages that are complete.
-
-    Args:
-        max_bytes: of one message.
-    """
+    """Collects bytes as they arrive and gives out the messages that are complete."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_BYTES + MAX_BODY_BYTES) -> None:
         self._held, self._max_bytes = bytearray(), max_bytes
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Add the bytes of one read; to be iterated to its end.
-
-        Args:
-            data: any number of bytes, cut anywhere.
-
-        Yields:
-            Messages that these bytes complete, oldest first.
-
-        Raises:
-            WireError: after the messages in front of them, bytes that are no message; nothing after them can be
-                decoded either.
-        """
+        """Add the bytes of one read; to be iterated to its end."""
         if not self._held and len(data) == PREFIX.size and data.startswith(SHORT_MARK):
             yield _short(data)
             return

@@ -15,8 +15,6 @@ from mmrl.workers.wire import Message
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Answer", "Pending", "Preparation", "Request", "Worker"]
-
 LOADING_SECONDS = 0.5
 """How long a note that the worker imports modules holds: until the next heartbeat."""
 MEMORY_SECONDS = 0.2
@@ -60,15 +58,7 @@ class Pending(NamedTuple):
 
 
 class Worker:
-    """One worker; requests are answered in the order in which they were sent.
-
-    Args:
-        engine: starts it.
-        spec: how.
-
-    Raises:
-        RunError: it cannot be started.
-    """
+    """One worker; requests are answered in the order in which they were sent."""
 
     def __init__(self, engine: Engine, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -88,9 +78,6 @@ class Worker:
             timeout_s: seconds for the answer, from when the worker gets to this request.
             stage: prepare or answer.
             tag: returned with the answer; the key of a preparation.
-
-        Raises:
-            WireError: the request cannot be a message.
         """
         body = {"kind": "request", "id": self._number + 1, "body": dict(request.fields)}
         self.handle.send(body, request.arrays)

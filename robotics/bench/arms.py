@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["least_arm", "loop_arm", "physics_arm", "picture_arm", "rollout_arm"]
-
 CAMERA = "front"
 SPREAD_RAD = 0.3
 """Standard deviation of the commanded joint angles around the home pose."""

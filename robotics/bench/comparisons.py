@@ -25,8 +25,6 @@ from robotics.bench.throughput import compare_throughput
 from robotics.bench.warp_steps import compare_warp
 from robotics.sim.warp_physics import find_warp
 
-__all__ = ["NAMES", "compare"]
-
 ARMS = "robotics.bench.arms"
 SIZES_PX = (64, 128, 224)
 READING = {f"reading-{size}": size for size in (64, 224, 640)}

@@ -21,8 +21,6 @@ from robotics.bench.throughput_arms import cpu_seconds
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["LIGHT", "compare_light_steps", "light_arm"]
-
 ARM_FUNCTION = "robotics.bench.light_steps:light_arm"
 FULL: dict[str, Any] = {"environments": 4, "steps": 1000}
 QUICK: dict[str, Any] = {"environments": 2, "steps": 10}
@@ -35,15 +33,7 @@ Player = tuple[Callable[["NDArray[Any]"], "NDArray[np.float32]"], list[int]]
 
 
 def compare_light_steps(options: BenchOptions, name: str) -> dict[str, Any]:
-    """Compare the vector environments on one environment.
-
-    Args:
-        options: how often, and whether with tiny sizes.
-        name: key of `LIGHT`.
-
-    Returns:
-        A comparison, see `mmrl.bench.harness.comparison`.
-    """
+    """Compare the vector environments on one environment."""
     common: dict[str, Any] = (QUICK if options.quick else FULL) | {"env": LIGHT[name]}
     common |= {"repetitions": options.repetitions}
     ways = [THEIRS, OURS, EACH, *([CHUNKS] if name == "pendulum" else [])]  # it has continuous actions only
@@ -67,9 +57,6 @@ def compare_light_steps(options: BenchOptions, name: str) -> dict[str, Any]:
 
 def light_arm(arm: dict[str, Any]) -> dict[str, Any]:
     """Play the steps in one way, compare them, then time them.
-
-    Args:
-        arm: way (key of `WAYS`), env, environments, steps and repetitions.
 
     Returns:
         What `repeat` measured, CPU seconds being those of all processes, with counts and checks.

@@ -19,8 +19,6 @@ from robotics.data.clips import read_clip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["compare_reading", "reading_arm"]
-
 ARM_FUNCTION = "robotics.bench.reading:reading_arm"
 FULL: dict[str, Any] = {"episodes": 8, "frames": 60}
 QUICK: dict[str, Any] = {"episodes": 2, "frames": 4}
@@ -35,9 +33,6 @@ def compare_reading(options: BenchOptions, size_px: int) -> dict[str, Any]:
     Args:
         options: how often, and whether with tiny sizes.
         size_px: side of the images in pixels.
-
-    Returns:
-        A comparison, see `mmrl.bench.harness.comparison`.
     """
     common: dict[str, Any] = (QUICK if options.quick else FULL) | {"size_px": size_px}
     arms = [Arm(way, ARM_FUNCTION, common | {"way": way}) for way in (THEIRS, OURS)]
@@ -57,14 +52,7 @@ def compare_reading(options: BenchOptions, size_px: int) -> dict[str, Any]:
 
 
 def reading_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Write a video, read its episodes in one way, compare them, then time them.
-
-    Args:
-        arm: way, episodes, frames, size_px and repetitions.
-
-    Returns:
-        What `repeat` measured, with counts and checks.
-    """
+    """Write a video, read its episodes in one way, compare them, then time them."""
     read = _read_with_pyav if arm["way"] == THEIRS else _read_with_ours
     rng = np.random.default_rng(0)
     small = rng.integers(0, 256, (arm["episodes"] * arm["frames"], 8, 8, 3), dtype=np.uint8)

@@ -13,8 +13,6 @@ from typing import Any
 
 from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 
-__all__ = ["compare_throughput"]
-
 ARM_FUNCTION = "robotics.bench.throughput_arms:throughput_arm"
 SHORT_REPETITIONS = 5
 """Of a second or less each."""
@@ -28,16 +26,7 @@ OURS = (POOL_STEPS, POOL_CHUNKS, BATCH_STEPS, BATCH_CHUNKS)
 
 
 def compare_throughput(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]:
-    """Compare the simulators at one size of pictures.
-
-    Args:
-        options: how often, and whether with tiny sizes.
-        backend: name of a renderer that was probed.
-        size_px: width and height of the pictures; 0 for states only.
-
-    Returns:
-        A comparison, see `mmrl.bench.harness.comparison`.
-    """
+    """Compare the simulators at one size of pictures."""
     common: dict[str, Any] = (QUICK if options.quick else FULL) | {"size_px": size_px, "backend": backend}
     common |= {"repetitions": options.repetitions if options.quick else max(SHORT_REPETITIONS, options.repetitions)}
     ways: dict[str, dict[str, Any]] = {

@@ -33,8 +33,6 @@ from robotics.sim.tasks import LAYOUTS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["cpu_seconds", "throughput_arm"]
-
 TASK, ARM = "push", "panda"
 MOVED = 0.01
 """What an entry of each final state must at least differ by from the start, or equal states would say nothing."""

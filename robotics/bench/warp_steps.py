@@ -19,8 +19,6 @@ from robotics.sim.episodes import EpisodeSpec
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["compare_warp", "warp_arm"]
-
 ARM_FUNCTION = "robotics.bench.warp_steps:warp_arm"
 TASK = "push"
 FULL: dict[str, Any] = {"environments": (16, 256, 2048), "steps": 48, "chunk": 8}
@@ -30,14 +28,7 @@ TOLERANCE = 1e-3
 
 
 def compare_warp(options: BenchOptions) -> dict[str, Any]:
-    """Compare the two at several numbers of environments.
-
-    Args:
-        options: how often, whether with tiny sizes, and the device of mujoco_warp.
-
-    Returns:
-        A comparison, see `mmrl.bench.harness.comparison`.
-    """
+    """Compare the two at several numbers of environments."""
     sizes: dict[str, Any] = QUICK if options.quick else FULL
     common = {"steps": sizes["steps"], "chunk": sizes["chunk"], "repetitions": options.repetitions}
     arms = [
@@ -63,14 +54,7 @@ def compare_warp(options: BenchOptions) -> dict[str, Any]:
 
 
 def warp_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Compare free motions with MuJoCo's, then time episodes.
-
-    Args:
-        arm: physics (mujoco or warp), environments, steps of an episode, chunk, device and repetitions.
-
-    Returns:
-        What `repeat` measured, with counts and checks.
-    """
+    """Compare free motions with MuJoCo's, then time episodes."""
     rows, steps = arm["environments"], arm["steps"]
     chunks = np.split(_actions(rows, steps), steps // arm["chunk"], axis=1)
     with _open(arm) as sim:

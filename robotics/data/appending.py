@@ -16,24 +16,11 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-__all__ = ["aligned_rows", "check_appendable", "remove_joined", "remove_leftovers", "row_schema"]
-
 
 def check_appendable(
     folder: Path, info: Mapping[str, Any], fps: int | None, features: Mapping[str, Any] | None, robot_type: str | None
 ) -> None:
-    """Refuse to append where the dataset has other things than asked for.
-
-    Args:
-        folder: of the dataset.
-        info: content of its `meta/info.json`.
-        fps: wanted; any when None.
-        features: wanted, which need not name `next.success`; any when None.
-        robot_type: wanted; any when None.
-
-    Raises:
-        UserError: something differs, or the dataset has parts that this writer does not write.
-    """
+    """Refuse to append where the dataset has other things than asked for."""
     theirs = {key: _essence(feature) for key, feature in info["features"].items()}
     ours = theirs if features is None else {key: _essence(one) for key, one in complete_features(features).items()}
     different = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key != SUCCESS]

@@ -16,8 +16,6 @@ from mmrl.hub.video_reading import frame_to_array
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["decode_depth", "decode_png", "describe_video", "encode_png", "read_clip"]
-
 
 def read_clip(
     path: Path, start_s: float, length: int, fps: float, size: Sequence[int], pixels: str = "rgb24"
@@ -35,9 +33,6 @@ def read_clip(
     Returns:
         (T, H, W, 3) uint8, or (T, H, W) uint16 of gray12le, and (T,) whether a frame could be decoded; one that could
         not repeats the one before it, or the first that could.
-
-    Raises:
-        UserError: the file is missing, is no video, is smaller than the images, or no frame of the part decodes.
     """
     height, width = size
     shape, kind = PIXELS[pixels]
@@ -62,10 +57,6 @@ def read_clip(
 
 def describe_video(path: Path, depth: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What `meta/info.json` says of the videos of a feature.
-
-    Args:
-        path: of one of them.
-        depth: how its codes stand for depth, under the names of `DepthCodes.to_info`; None for colours.
 
     Returns:
         Size, codec, pixel format and rate under lerobot's names.
@@ -93,9 +84,6 @@ def encode_png(frame: NDArray[np.uint8]) -> bytes:
 
     Args:
         frame: (H, W, 3) uint8.
-
-    Returns:
-        Content of a PNG file.
     """
     from PIL import Image
 

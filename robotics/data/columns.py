@@ -13,8 +13,6 @@ from robotics.data.features import BOOKKEPT, IMAGES, SUCCESS, camera_name, image
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["bookkeeping", "by_feature", "checked_columns", "frame_tasks"]
-
 
 def by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
     """Images by feature instead of by camera; raises ValueError for an unknown camera."""

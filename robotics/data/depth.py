@@ -27,8 +27,6 @@ from mmrl.files import replaced
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["DEPTH_DTYPES", "DepthCodes", "depth_unit_of", "encode_tiff", "metres_of", "write_depth_mp4"]
-
 DEPTH_DTYPES = {"mm": np.dtype(np.uint16), "m": np.dtype(np.float32)}
 """Type of the values by the unit that a feature's info calls `depth_unit`."""
 MOST = 4095
@@ -51,11 +49,7 @@ class DepthCodes:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any] | None) -> Self:
-        """Those that a feature's info names; lerobot's defaults where it does not.
-
-        Raises:
-            UserError: bounds without a code for each depth between them.
-        """
+        """Those that a feature's info names; lerobot's defaults where it does not."""
         given = {name: (info or {}).get(f"video.{name}") for name in cls.__dataclass_fields__}
         codes = cls(**{name: value for name, value in given.items() if value is not None})
         numbers = (codes.depth_min, codes.depth_max, codes.shift)
@@ -113,9 +107,6 @@ def encode_tiff(depth: NDArray[Any]) -> bytes:
 
     Args:
         depth: (H, W) uint16 millimetres or float32 metres.
-
-    Returns:
-        Content of a TIFF file.
     """
     from PIL import Image
 
@@ -132,12 +123,6 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
         depth_m: (T, H, W) metres.
         fps: frames a second.
         codes: how metres become codes.
-
-    Returns:
-        Path of the video.
-
-    Raises:
-        UserError: this PyAV has no encoder for 12 bits, or the images are too small for it.
     """
     import av
 

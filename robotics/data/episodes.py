@@ -13,8 +13,6 @@ from robotics.data.metadata import named_errors
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EpisodeData", "FrameSample", "LazyImages", "action_chunks"]
-
 
 @dataclass(frozen=True)
 class EpisodeData:
@@ -81,11 +79,7 @@ def action_chunks(actions: NDArray, offsets: Sequence[int]) -> tuple[NDArray, ND
 
 
 class LazyImages(Mapping[str, "NDArray[Any]"]):
-    """Images by camera, decoded when one asks.
-
-    Args:
-        decoders: function that decodes all images of a camera, by its name.
-    """
+    """Images by camera, decoded when one asks."""
 
     def __init__(self, decoders: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
         self._decoders = decoders

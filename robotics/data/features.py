@@ -14,22 +14,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = [
-    "ACTION",
-    "BOOKKEPT",
-    "DTYPES",
-    "IMAGES",
-    "STATE",
-    "SUCCESS",
-    "camera_features",
-    "camera_name",
-    "complete_features",
-    "depth_features",
-    "image_size",
-    "is_depth",
-    "robot_features",
-]
-
 STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
@@ -74,9 +58,6 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         features: name -> dtype, shape, names and, of a depth camera, info, as in `meta/info.json`.
-
-    Returns:
-        The same with shapes as lists, then `next.success` and the five columns of bookkeeping.
 
     Raises:
         UserError: a name, type or shape that this writer does not store.

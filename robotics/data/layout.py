@@ -21,20 +21,6 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import is_file, write_atomically
 
-__all__ = [
-    "DATA_PATH",
-    "EPISODES_PATH",
-    "INFO_PATH",
-    "STATS_PATH",
-    "TASKS_PATH",
-    "VERSION",
-    "VIDEO_PATH",
-    "dataset_file",
-    "numbered_files",
-    "read_json",
-    "write_json",
-]
-
 VERSION = "v3.0"
 INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
@@ -45,15 +31,7 @@ VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.m
 
 
 def numbered_files(folder: Path, suffix: str) -> list[Path]:
-    """Files `chunk-XXX/file-YYY` of a folder.
-
-    Args:
-        folder: that holds the chunks.
-        suffix: .parquet or .mp4.
-
-    Returns:
-        Paths in the order of their numbers.
-    """
+    """Files `chunk-XXX/file-YYY` of a folder."""
     found = []
     for path in folder.glob(f"chunk-*/file-*{suffix}"):
         numbers = re.fullmatch(r"chunk-(\d+)/file-(\d+)", path.relative_to(folder).with_suffix("").as_posix())
@@ -63,19 +41,7 @@ def numbered_files(folder: Path, suffix: str) -> list[Path]:
 
 
 def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
-    """A file that a dataset's metadata names, which lies inside the dataset.
-
-    Args:
-        folder: of the dataset.
-        pattern: path with fields such as {chunk_index:03d}, or a plain one.
-        values: of the fields.
-
-    Returns:
-        The path. A link may lead into the store of the Hugging Face cache that the dataset lies in.
-
-    Raises:
-        UserError: the pattern has other fields or formats, or leads out of the folder.
-    """
+    """A file that a dataset's metadata names, which lies inside the dataset."""
     try:
         fields = [(name, format_) for _, name, format_, _ in string.Formatter().parse(pattern) if name is not None]
         for name, format_ in fields:
@@ -94,17 +60,7 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Its content.
-
-    Raises:
-        UserError: the file is not there or is no JSON.
-    """
+    """Read a JSON file."""
     if not is_file(path):
         raise UserError(f"the dataset lacks {path}")
     try:

@@ -11,22 +11,13 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.hub.images import MAX_IMAGE_PIXELS, check_pixels
 
-__all__ = ["check_info", "check_row", "named_errors"]
-
 LONGEST_VECTOR = 1_000_000
 """Entries of one feature in one frame."""
 
 
 @contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn whatever a wrong content makes Python, NumPy and Arrow raise into one line.
-
-    Args:
-        what: is read, for the message.
-
-    Raises:
-        UserError: the body raised.
-    """
+    """Turn whatever a wrong content makes Python, NumPy and Arrow raise into one line."""
     try:
         yield
     except UserError:
@@ -39,18 +30,7 @@ def named_errors(what: str) -> Iterator[None]:
 
 
 def check_info(info: Any, path: Path) -> dict[str, Any]:
-    """Check the types and sizes in `meta/info.json`.
-
-    Args:
-        info: its content.
-        path: of the file, for messages.
-
-    Returns:
-        The content.
-
-    Raises:
-        UserError: an entry is missing, of a wrong type or beyond any dataset; names it.
-    """
+    """Check the types and sizes in `meta/info.json`."""
     if not isinstance(info, dict):
         raise UserError(f"{path} holds a {type(info).__name__}; expected an object with features and total_episodes")
     fps, total, features = info.get("fps"), info.get("total_episodes"), info.get("features")
@@ -91,11 +71,7 @@ def _check_feature(name: str, feature: Any, path: Path) -> None:
 
 
 def check_row(row: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Check a row of `meta/episodes`: whole numbers where places and lengths stand.
-
-    Raises:
-        UserError: names the column.
-    """
+    """Check a row of `meta/episodes`: whole numbers where places and lengths stand."""
     for name in ("episode_index", "length", "data/chunk_index", "data/file_index"):
         if not _is_count(row.get(name)):
             raise UserError(f"{path}: {name} is {row.get(name)!r}; expected a whole number")

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = ["LeRobotReader"]
-
 TIME_TOLERANCE_S = 1e-4
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FileSeries"]
-
 
 @dataclass(frozen=True)
 class _Segment:
@@ -80,11 +78,7 @@ class FileSeries:
             self.number -= 1
 
     def close(self) -> list[Path]:
-        """Join the tail and point its rows to the joined file; the next number is the one behind it.
-
-        Returns:
-            Files that are not needed once no row on disk points to them.
-        """
+        """Join the tail and point its rows to the joined file; the next number is the one behind it."""
         tail, self.tail = self.tail, []
         if not tail:
             return []

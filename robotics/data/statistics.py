@@ -18,16 +18,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "QUANTILES",
-    "Statistics",
-    "aggregate_statistics",
-    "depth_statistics",
-    "image_statistics",
-    "vector_statistics",
-]
-
-
 Statistics: TypeAlias = "dict[str, NDArray]"
 """Name of a statistic -> its values."""
 

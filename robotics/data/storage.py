@@ -9,8 +9,6 @@ from typing import Any
 from mmrl.hub.video import VideoSettings
 from robotics.data.layout import DATA_PATH, VERSION, VIDEO_PATH
 
-__all__ = ["StorageSettings", "kept_settings", "new_info"]
-
 
 @dataclass(frozen=True)
 class StorageSettings:

@@ -19,29 +19,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = [
-    "column_array",
-    "column_names",
-    "count_rows",
-    "data_schema",
-    "episode_table",
-    "read_schema",
-    "read_table",
-    "task_table",
-    "task_texts",
-    "write_table",
-]
-
 
 def data_schema(features: Mapping[str, Any]) -> pa.Schema:
-    """Columns of the data files.
-
-    Args:
-        features: of a dataset; videos have no column.
-
-    Returns:
-        Schema, with the description of the columns that the `datasets` library looks for.
-    """
+    """Columns of the data files."""
     import pyarrow as pa
 
     columns: list[tuple[str, Any]] = []
@@ -64,9 +44,6 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
     Args:
         columns: (T, ...) by feature; images (T, H, W, 3) uint8 become PNG, depth (T, H, W) TIFF; videos are left out.
         features: of the dataset.
-
-    Returns:
-        Table of T rows.
     """
     import pyarrow as pa
 
@@ -77,14 +54,8 @@ def episode_table(columns: Mapping[str, NDArray], features: Mapping[str, Any]) -
 def column_array(column: pa.ChunkedArray) -> NDArray:
     """Values of a column in their own type.
 
-    Args:
-        column: of numbers, truths or texts, or of lists of one length, nested to any depth; else of anything.
-
     Returns:
         (T,) or (T, n, ...); texts and anything else as objects.
-
-    Raises:
-        ValueError: the lists differ in length.
     """
     import pyarrow as pa
 
@@ -103,14 +74,7 @@ def column_array(column: pa.ChunkedArray) -> NDArray:
 
 
 def task_table(tasks: Sequence[str]) -> pa.Table:
-    """Instructions as `meta/tasks.parquet` has them: pandas takes the texts as the index of the numbers.
-
-    Args:
-        tasks: texts in the order of their numbers.
-
-    Returns:
-        Table of task_index and task.
-    """
+    """Instructions as `meta/tasks.parquet` has them: pandas takes the texts as the index of the numbers."""
     import pyarrow as pa
 
     described = {
@@ -126,17 +90,7 @@ def task_table(tasks: Sequence[str]) -> pa.Table:
 
 
 def task_texts(table: pa.Table) -> list[str]:
-    """Instructions of `meta/tasks.parquet`, whose column of texts has no settled name.
-
-    Args:
-        table: of the file.
-
-    Returns:
-        Texts in the order of their numbers.
-
-    Raises:
-        UserError: it has no numbers from 0 on, or no texts.
-    """
+    """Instructions of `meta/tasks.parquet`, whose column of texts has no settled name."""
     texts = [name for name in table.column_names if name != "task_index"]
     numbers = table["task_index"].to_pylist() if "task_index" in table.column_names else []
     if set(numbers) != set(range(len(table))) or not texts:
@@ -171,12 +125,7 @@ def read_schema(path: Path) -> pa.Schema:
 
 
 def write_table(tables: pa.Table | Sequence[pa.Table], path: Path) -> None:
-    """Write a parquet file with a row group for each table; replaces what is there at once.
-
-    Args:
-        tables: of one schema.
-        path: of the file.
-    """
+    """Write a parquet file with a row group for each table; replaces what is there at once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

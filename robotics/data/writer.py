@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EpisodeWriter"]
-
 MEGABYTE = 1024**2
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["Asker", "Endpoint", "NoAnswer", "OwnModel", "read_json"]
-
 FENCE = re.compile(r"^```(?:json)?\s*\n(.*)\n```$", re.DOTALL)
 
 
@@ -34,12 +32,6 @@ class Asker(Protocol):
             system: what the model is there for.
             text: the question, after the pictures.
             pictures: (H, W, 3) each.
-
-        Returns:
-            The answer.
-
-        Raises:
-            NoAnswer: there is none; its text says why.
         """
 
 

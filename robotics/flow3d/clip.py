@@ -18,8 +18,6 @@ from robotics.flow3d.geometry import apply_pose, lift
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["VISIBLE", "FlowClip", "Observation", "U", "V", "Z"]
-
 U, V, Z, VISIBLE = range(4)
 """Channels of a flow."""
 

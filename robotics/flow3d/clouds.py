@@ -14,16 +14,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = [
-    "SceneCloud",
-    "find_object",
-    "hidden_places",
-    "normals_towards",
-    "object_points",
-    "scene_cloud",
-    "world_points",
-]
-
 DILATE_PX = 2
 """Pixels around the object's mask that belong to neither part, since masks and depth disagree there."""
 HIDDEN_M = (0.01, 0.1)
@@ -46,9 +36,6 @@ class SceneCloud:
 
 def world_points(observation: Observation) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Where each pixel lies.
-
-    Args:
-        observation: depth and camera.
 
     Returns:
         (H, W, 3) points in the world frame, and (H, W) whether the depth is known; the other points mean nothing.
@@ -147,9 +134,6 @@ def normals_towards(
         points_m: (n, 3), n at least 3.
         viewpoint_m: (3,) from where they are seen.
         neighbours: points of a neighbourhood.
-
-    Returns:
-        (n, 3) unit vectors.
     """
     from scipy.spatial import cKDTree
 

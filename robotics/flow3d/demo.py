@@ -13,8 +13,6 @@ from mmrl.training.runs import evaluate
 from mmrl.training.stages import finish_run, read_result
 from robotics.flow3d.closed_loop.episodes import FlowEpisodesConfig, list_episodes
 
-__all__ = ["run"]
-
 CONFIGS = Path("configs/robotics")
 FAMILIES = {"place": "place on a pad", "pour": "pour", "insert": "insert", "drawer": "open a drawer"}
 

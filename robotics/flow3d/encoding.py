@@ -17,8 +17,6 @@ from robotics.flow3d.clip import VISIBLE, U, V, Z
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["TARGETS", "VISIBILITIES", "FlowEncoding", "frame_indices", "grid_in_box", "grid_in_mask"]
-
 TARGETS = ("absolute", "displacement")
 VISIBILITIES = ("none", "ones", "channel")
 
@@ -116,10 +114,6 @@ class FlowEncoding:
 def frame_indices(length: int, num_frames: int) -> NDArray[np.intp]:
     """The observed frame and T future ones, evenly spread over a clip.
 
-    Args:
-        length: frames of the clip.
-        num_frames: T.
-
     Returns:
         (T + 1,) indices from 0 to length - 1; some twice where the clip is shorter.
 
@@ -130,10 +124,6 @@ def frame_indices(length: int, num_frames: int) -> NDArray[np.intp]:
 
 def grid_in_box(box_px: tuple[float, float, float, float], side: int) -> NDArray[np.float64]:
     """Points of an even grid over a box, its border included, as in the public code.
-
-    Args:
-        box_px: left, top, right, bottom.
-        side: N.
 
     Returns:
         (N, N, 2) u and v, rows first.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import Observation
     from robotics.flow3d.robot import FlowRobot
 
-__all__ = ["ExecutionSettings", "Executor", "drift_of"]
-
 Answer = TypeVar("Answer")
 LEAST_SEEN = 10
 """Points of an object below which its place cannot be told."""
@@ -55,15 +53,7 @@ class ExecutionSettings:
 
 
 class Executor:
-    """Drives one robot and writes down what happens.
-
-    Args:
-        robot: the robot.
-        ik: kinematics of its arm.
-        reach: how far the hand backs off.
-        settings: chunks, looking again, letting go.
-        result: takes the paths and distances.
-    """
+    """Drives one robot and writes down what happens."""
 
     def __init__(
         self, robot: FlowRobot, ik: ArmIk, reach: ReachSettings, settings: ExecutionSettings, result: PlanResult
@@ -79,14 +69,7 @@ class Executor:
         return np.asarray(_asked(self.robot.joint_rad, Failure.ROBOT_FAILED), dtype=np.float64)
 
     def take(self, round_: PlanRound) -> None:
-        """Grasp the object, with another grasp where one misses.
-
-        Args:
-            round_: its chosen try has the plans; the one that holds is written to `plan`.
-
-        Raises:
-            PlanFailed: no grasp holds, or the arm does not arrive.
-        """
+        """Grasp the object, with another grasp where one misses."""
         plans = (round_.chosen.plans if round_.chosen else None) or []
         stalled = False
         for plan in different_plans(plans)[: self.settings.grasp_tries]:
@@ -114,9 +97,6 @@ class Executor:
             round_: with its plan.
             find_mask: pixels of the object in a new observation; None where they cannot be told.
             may_drift: only write down drift, since no new plan could mend it.
-
-        Returns:
-            None at the end; otherwise why it stopped, which is that the object drifted or was dropped.
         """
         plan, motion = _chosen(round_)
         arrived, before = True, 0
@@ -193,16 +173,7 @@ class Executor:
 
 
 def drift_of(seen_m: NDArray[np.float64], predicted_m: NDArray[np.float64]) -> float:
-    """How far an object is from where it should be, judged by its surface.
-
-    Args:
-        seen_m: (n, 3) what is seen of it.
-        predicted_m: (m, 3) the points that were seen at first, moved as predicted.
-
-    Returns:
-        The median distance to the nearest point, from the side on which it is smaller: each view shows parts that the
-        other does not. Sliding along its own surface is not noticed.
-    """
+    """How far an object is from where it should be, judged by its surface."""
     from scipy.spatial import cKDTree
 
     there = np.median(cKDTree(predicted_m).query(seen_m)[0])

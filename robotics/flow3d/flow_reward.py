@@ -12,8 +12,6 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FlowProgress", "flow_distances", "flow_progress_reward"]
-
 BETA_PER_M = 5.0
 """Penalty for each metre between the object and the nearest frame of the flow."""
 
@@ -30,9 +28,6 @@ def flow_distances(
 
     Returns:
         (T + 1,).
-
-    Raises:
-        UserError: the shapes do not fit.
     """
     if frames_m.ndim != 3 or frames_m.shape[1:] != points_m.shape:
         raise UserError(f"points {points_m.shape} and frames {frames_m.shape} must be (n, 3) and (T + 1, n, 3)")

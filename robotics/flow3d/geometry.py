@@ -16,18 +16,6 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "angle_rad",
-    "apply_pose",
-    "depth_at",
-    "farthest_points",
-    "intrinsics",
-    "inverse_pose",
-    "lift",
-    "make_pose",
-    "project",
-]
-
 EDGE_M = 0.02
 """Neighbouring depths that differ by more belong to two surfaces."""
 
@@ -37,16 +25,8 @@ def intrinsics(
 ) -> NDArray[np.float64]:
     """Matrix of a pinhole camera with square pixels whose axis goes through the middle of the image.
 
-    Args:
-        size_px: width and height.
-        fov_x_rad: angle of view from left to right.
-        fov_y_rad: angle of view from top to bottom; one of the two is given.
-
     Returns:
         (3, 3) K in pixels.
-
-    Raises:
-        UserError: both or none of the angles are given, or one is not between 0 and pi.
     """
     given = [(angle, side) for angle, side in ((fov_x_rad, size_px[0]), (fov_y_rad, size_px[1])) if angle is not None]
     if len(given) != 1 or not 0 < given[0][0] < math.pi:
@@ -140,9 +120,6 @@ def angle_rad(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArra
     Args:
         first: (..., 3, 3) or (..., 4, 4).
         second: the same.
-
-    Returns:
-        (...) in 0 to pi; exact near 0 as well, where an arc cosine is not.
     """
     between = np.swapaxes(first[..., :3, :3], -1, -2) @ second[..., :3, :3]
     chord = np.linalg.norm(between - np.eye(3), axis=(-2, -1)) / (2 * math.sqrt(2))
@@ -150,16 +127,7 @@ def angle_rad(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArra
 
 
 def farthest_points(points_m: NDArray[np.float64], count: int, first: int = 0) -> NDArray[np.intp]:
-    """Points that are spread out: each is the farthest from those chosen before.
-
-    Args:
-        points_m: (n, 3).
-        count: how many.
-        first: the one to begin with.
-
-    Returns:
-        (count,) indices, fewer where there are fewer points.
-    """
+    """Points that are spread out: each is the farthest from those chosen before."""
     count = min(count, len(points_m))
     chosen = np.zeros(count, dtype=np.intp)
     distance = np.full(len(points_m), np.inf)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["FlowModel", "GivenFlow", "clip_of_points"]
-
 
 class FlowModel(Protocol):
     """Whatever predicts flow, such as `robotics.flow3d.model.FlowWorldModel`."""

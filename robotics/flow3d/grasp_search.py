@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.planner_config import PlannerConfig
     from robotics.flow3d.robot import FlowArm
 
-__all__ = ["GraspSearch"]
-
 SCENE_POINTS = 1500
 """Points of the scene that the hand is kept clear of; more cost time."""
 OVER_SUPPORT_M = 0.01
@@ -40,18 +38,7 @@ PART_REACH_M = 0.05
 
 
 class GraspSearch:
-    """Finds ways to carry a motion out with one arm.
-
-    Args:
-        arm: the arm.
-        ik: its kinematics.
-        config: settings of the planner.
-        proposers: lists of rows of `PROPOSERS` or functions; a list is used where the ones before it give no plan.
-        part: tells which part of the object to take; None for any.
-
-    Raises:
-        UserError: there is no such proposer.
-    """
+    """Finds ways to carry a motion out with one arm."""
 
     def __init__(
         self,

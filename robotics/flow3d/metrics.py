@@ -12,8 +12,6 @@ from robotics.flow3d.geometry import angle_rad
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["best_of", "flow_metrics", "rotation_errors_rad"]
-
 NEAR_M = 0.05
 """Distance within which a point counts as right."""
 
@@ -32,9 +30,6 @@ def flow_metrics(
         ade_m and fde_m, mean distance over all frames and in the last one; the same over visible points as
         ade_visible_m and fde_visible_m, NaN where there are none; acc_5cm, the share of points of all frames within
         5 cm.
-
-    Raises:
-        UserError: the shapes differ.
 
     Source: ADE and FDE as in michaelyuancb/general_flow.
     """

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.check.verdict import Verdict
     from robotics.flow3d.clip import Observation
 
-__all__ = ["Failure", "PlanFailed", "PlanResult", "PlanRound", "PlanTry"]
-
 
 class Failure(StrEnum):
     """Why a plan or its execution ended early."""
@@ -61,12 +59,7 @@ class Failure(StrEnum):
 
 
 class PlanFailed(Exception):  # noqa: N818 - it is a result, and never leaves the planner
-    """Ends planning or execution.
-
-    Args:
-        failure: by name.
-        detail: in a sentence.
-    """
+    """Ends planning or execution."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(failure, detail)
@@ -157,14 +150,7 @@ class PlanResult:
         }
 
     def save(self, folder: Path | str) -> Path:
-        """Write plan.json, the pictures as PNG, and plan.npz with flows, poses and joint paths.
-
-        Args:
-            folder: created with its parents; files of the same names are replaced.
-
-        Returns:
-            The folder.
-        """
+        """Write plan.json, the pictures as PNG, and plan.npz with flows, poses and joint paths."""
         with replaced(Path(folder)) as draft:
             draft.mkdir()
             self._write(draft)

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.act.parts import PartFinder
     from robotics.flow3d.robot import FlowArm, FlowRobot
 
-__all__ = ["FlowPlanner", "PlannerConfig"]
-
 
 class FlowPlanner:
     """Plans with flow and carries it out.

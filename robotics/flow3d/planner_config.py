@@ -13,8 +13,6 @@ from robotics.flow3d.act.ik import IkSettings
 from robotics.flow3d.check.outcome import RENDERERS, REPLAY
 from robotics.flow3d.execution import ExecutionSettings
 
-__all__ = ["PlannerConfig"]
-
 
 @dataclass(frozen=True)
 class PlannerConfig:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.planner_config import PlannerConfig
 
-__all__ = ["Predictor", "said"]
-
 VISIBLE_SHARE = 0.5
 """Visibility above which a point counts as seen."""
 
@@ -34,9 +32,6 @@ class Predictor:
         flow: a model, a clip or an array of flow.
         config: settings of the planner.
         locate: finds the pixels of the object where an observation does not bring them.
-
-    Raises:
-        UserError: the flow is none of these.
     """
 
     def __init__(

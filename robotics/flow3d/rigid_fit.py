@@ -16,8 +16,6 @@ from robotics.flow3d.geometry import apply_pose, make_pose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RigidFit", "fit_motions", "kabsch", "lies_on_a_line", "ransac_kabsch", "robust_kabsch"]
-
 FLAT = 1e-5
 """Points lie on a line where their second singular value is below this share of the first, or of a metre."""
 LOW_WEIGHT = 0.3
@@ -42,14 +40,6 @@ def kabsch(
     source_m: NDArray[np.float64], target_m: NDArray[np.float64], weights: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
     """Rigid motion with the least weighted sum of squared distances, batched over leading dimensions.
-
-    Args:
-        source_m: (..., n, 3).
-        target_m: (..., n, 3).
-        weights: (..., n) at least 0; None for equal ones.
-
-    Returns:
-        (..., 4, 4). A translation where the points do not determine a rotation; the identity without any weight.
 
     Source:
         Kabsch 1976, with the sign of the determinant as in Umeyama 1991, eq. 40 to 42.
@@ -121,14 +111,6 @@ def ransac_kabsch(
 ) -> NDArray[np.float64]:
     """Rigid motion of three points that most of the others agree with, fitted to those.
 
-    Args:
-        source_m: (n, 3).
-        target_m: (n, 3).
-        weights: (n,) at least 0; points of weight 0 are not drawn and do not count.
-        tolerance_m: distance within which a point agrees.
-        iterations: triples drawn.
-        rng: draws them; None for seed 0.
-
     Returns:
         (4, 4); that of `kabsch` where fewer than three points count.
     """
@@ -159,9 +141,6 @@ def fit_motions(
             points have a weight takes all of them.
         robust: weigh points by how well they fit; False for least squares.
         scale_m: see `robust_kabsch`.
-
-    Returns:
-        The motions, with what says how far they can be trusted.
     """
     own = np.ones(flow_m.shape[:2]) if visible is None else np.asarray(visible, dtype=np.float64)
     own = np.where((own > 0).sum(-1, keepdims=True) >= 3, own, 1.0)

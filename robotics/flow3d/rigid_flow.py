@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["moved_points", "points_in_mask", "points_visible"]
-
 AGREE_M = 0.01
 """A point is visible where the depth picture differs from its depth by less."""
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["FlowArm", "FlowRobot"]
-
 
 class FlowArm(Protocol):
     """An arm on its own; its base stands at the origin of the world frame.
@@ -52,11 +50,7 @@ class FlowRobot(Protocol):
         """Its kinematics."""
 
     def observe(self) -> Observation:
-        """Picture, depth, camera and instruction now.
-
-        Raises:
-            RunError: the camera gave nothing.
-        """
+        """Picture, depth, camera and instruction now."""
 
     def joint_rad(self) -> NDArray[np.float64]:
         """(J,) angles now."""
@@ -66,9 +60,6 @@ class FlowRobot(Protocol):
 
         Args:
             joint_rad: (M, J) angles, one after the other.
-
-        Returns:
-            Whether the last ones were reached.
         """
 
     def close_gripper(self) -> bool:

@@ -14,22 +14,12 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["draw_tracks", "flow_strip"]
-
 SMOOTH = 2
 """Lines are drawn so many times larger and then made smaller."""
 
 
 def flow_strip(clip: FlowClip, height_px: int = 256) -> NDArray[np.uint8]:
-    """Draw a clip.
-
-    Args:
-        clip: with or without a mask of the object.
-        height_px: of the strip.
-
-    Returns:
-        (height, width, 3): first frame, the object tinted where its mask is known, query points, and flow as tracks.
-    """
+    """Draw a clip."""
     rgb, mask = clip.observation.rgb, clip.observation.mask
     panels = [_resized(rgb, height_px)]
     if mask is not None:
@@ -50,9 +40,6 @@ def draw_tracks(
         points: (N, N, 3) query points.
         flow: (T, N, N, 4), with T of 0 for the points alone. A hidden step is drawn darker.
         height_px: of the result.
-
-    Returns:
-        (height, width, 3), each point in a colour of its own.
     """
     from PIL import Image, ImageDraw
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["IDEAL_MOTIONS", "TabletopViews", "check_moves_object", "tabletop_clips"]
-
 LIFT_M = 0.07
 PULL_M = 0.11
 LEAST_PIXELS = 9
@@ -47,9 +45,6 @@ class TabletopViews:
         arm: key in `ARMS`.
         image_size: side of the pictures in pixels.
         camera: front or wrist.
-
-    Raises:
-        UserError: there is no such arm, or no renderer.
     """
 
     def __init__(self, arm: str = "panda", image_size: int = 64, camera: str = "front") -> None:
@@ -58,26 +53,11 @@ class TabletopViews:
         self._stages: dict[str, _Stage] = {}
 
     def observe(self, episode: EpisodeSpec) -> Observation:
-        """The first picture of an episode, with true depth and the mask of the piece that is acted on.
-
-        Raises:
-            UserError: the task does not exist, or moves nothing.
-            RunError: the piece is hidden.
-        """
+        """The first picture of an episode, with true depth and the mask of the piece that is acted on."""
         return self._begun(episode).observe(episode)
 
     def clip(self, episode: EpisodeSpec, num_frames: int = 8, grid: int = 4) -> FlowClip:
-        """The ideal flow of an episode.
-
-        Args:
-            episode: which one.
-            num_frames: T.
-            grid: N.
-
-        Raises:
-            UserError: the task does not exist, or moves nothing.
-            RunError: the piece is hidden.
-        """
+        """The ideal flow of an episode."""
         return self._begun(episode).clip(episode, num_frames, grid)
 
     def close(self) -> None:
@@ -199,12 +179,6 @@ def tabletop_clips(
         image_size: side of the pictures in pixels.
         num_frames: T.
         grid: N.
-
-    Returns:
-        The clips; episodes whose object is hidden are left out.
-
-    Raises:
-        UserError: something of this does not exist, or a task moves nothing.
     """
     check_moves_object(tasks)
     numbers = range(first, first + layouts)

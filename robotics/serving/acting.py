@@ -22,25 +22,13 @@ if TYPE_CHECKING:
 
     from robotics.sim.envs import TabletopEnv
 
-__all__ = ["PolicyActor"]
-
 STATES = {STATE_SIZE: "state", PROPRIO_SIZE: "proprio"}
 ANY_SIDE = 64
 """Pixels of the images of a policy that takes any number and whose run is not known."""
 
 
 class PolicyActor:
-    """A policy that acts at the table, as evaluations of its run do.
-
-    Args:
-        folder: of a run, or of a saved or exported policy.
-        temperature: spread of sampled actions; 0 = the most likely ones.
-        seed: of the random numbers.
-        step: take the run's checkpoint of this step; the best one, else the newest, when None.
-
-    Raises:
-        UserError: the folder holds no policy, or one that does not fit the tabletop tasks.
-    """
+    """A policy that acts at the table, as evaluations of its run do."""
 
     def __init__(self, folder: Path, temperature: float = 0.0, seed: int = 0, step: int | None = None) -> None:
         self._served = open_served_policy(folder, ServeConfig(temperature=temperature, seed=seed), step)

@@ -6,8 +6,6 @@ from collections import Counter, deque
 
 import numpy as np
 
-__all__ = ["AnswerCounts"]
-
 KEPT = 10_000
 """Latest latencies from which quantiles are taken."""
 MOST_REASONS = 50
@@ -27,13 +25,7 @@ class AnswerCounts:
         self._total_ms: deque[float] = deque(maxlen=KEPT)
 
     def add(self, infer_ms: float, total_ms: float, batch_size: int) -> None:
-        """Count an answer.
-
-        Args:
-            infer_ms: duration of the policy's call.
-            total_ms: from the arrival of the message until the answer was sent.
-            batch_size: observations that the call answered.
-        """
+        """Count an answer."""
         self.answers += 1
         self.rows += batch_size
         self._infer_ms.append(infer_ms)

@@ -19,8 +19,6 @@ import numpy as np
 
 from mmrl.errors import UserError
 
-__all__ = ["LARGEST_MESSAGE", "BadMessageError", "Unreadable", "describe_value", "pack", "unpack"]
-
 LARGEST_MESSAGE = 64 * 2**20
 """Bytes of a message; larger ones end the connection."""
 MOST_ENTRIES = 10_000
@@ -49,18 +47,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes | str) -> dict[str, Any]:
-    """Read a message.
-
-    Args:
-        data: what the websocket received.
-
-    Returns:
-        Its entries; those of dictionaries within it are joined with `/`. Arrays share the message's memory and are
-        read-only; one that cannot be read is `Unreadable`.
-
-    Raises:
-        BadMessageError: it is a text, not msgpack, or no dictionary.
-    """
+    """Read a message."""
     import msgpack
 
     if isinstance(data, str):

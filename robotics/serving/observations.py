@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from robotics.serving.settings import ServeConfig
 
-__all__ = ["ObservationFormat"]
-
 
 @dataclass(frozen=True)
 class ObservationFormat:
@@ -48,17 +46,7 @@ class ObservationFormat:
             )
 
     def read(self, message: Mapping[str, Any]) -> PolicyInputs:
-        """Make the inputs of one row.
-
-        Args:
-            message: entries as `robotics.serving.messages.unpack` returns them.
-
-        Returns:
-            The inputs, on the CPU.
-
-        Raises:
-            BadMessageError: entries are missing or of another kind; all of them are named.
-        """
+        """Make the inputs of one row."""
         problems: list[str] = []
         image = self._image(message, self.config.image_key, problems)
         views = self._views(message, image, problems)

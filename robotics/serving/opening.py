@@ -28,8 +28,6 @@ from robotics.vla.saved import is_saved_policy
 from robotics.vla.statistics import ActionStatistics
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["ServedPolicy", "open_served_policy"]
-
 ImageSize = tuple[int | None, int | None] | None
 ANY_SIZE: ImageSize = (None, None)
 SIM_FIELDS = ("kind", "env", "arm", "camera", "views", "state", "tasks")

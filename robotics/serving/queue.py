@@ -20,8 +20,6 @@ from robotics.vla.policy import INPUT_SHAPES, PolicyInputs
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Chunk", "PolicyQueue", "choose_chunks"]
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -56,9 +54,6 @@ class PolicyQueue:
         robot 3  ──▶┘
 
     Nothing waits for others to come: a call takes what came in during the one before.
-
-    Args:
-        served: the policy.
     """
 
     def __init__(self, served: ServedPolicy) -> None:
@@ -68,18 +63,7 @@ class PolicyQueue:
         self._thread = ThreadPoolExecutor(1, "policy")
 
     async def ask(self, inputs: PolicyInputs, generator: torch.Generator) -> Chunk:
-        """Wait for the answer to one observation.
-
-        Args:
-            inputs: one row.
-            generator: the robot's own random numbers.
-
-        Returns:
-            The chunk of actions.
-
-        Raises:
-            Exception: what the policy raised for this observation.
-        """
+        """Wait for the answer to one observation."""
         request = _Request(inputs, generator, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         self._filled.set()
@@ -126,19 +110,7 @@ class PolicyQueue:
 
 
 def choose_chunks(served: ServedPolicy, inputs: PolicyInputs, generator: torch.Generator) -> list[Chunk]:
-    """Ask the policy once.
-
-    Args:
-        served: the policy.
-        inputs: B rows, on any device.
-        generator: for policies that draw random numbers.
-
-    Returns:
-        B chunks of actions, as evaluations execute them.
-
-    Raises:
-        RunError: an action is not finite.
-    """
+    """Ask the policy once."""
     policy, temperature = served.policy, served.config.temperature
     began = time.perf_counter()
     with torch.no_grad(), served.autocast():

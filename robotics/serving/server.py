@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
     from websockets.http11 import Request, Response
 
-__all__ = ["HOST", "PACKAGES", "PORT", "PolicyServer"]
-
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
 PROTOCOL = "openpi-client 0.1.2"

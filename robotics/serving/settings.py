@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from mmrl.fields import bounded
 
-__all__ = ["ServeConfig"]
-
 
 @dataclass
 class ServeConfig:

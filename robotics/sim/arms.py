@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["ARMS", "ASSETS", "ArmModel", "ForwardKinematics", "find_arm"]
-
 ASSETS = Path(__file__).parent / "assets"
 
 
@@ -71,12 +69,7 @@ class ArmModel:
 
 
 class ForwardKinematics:
-    """Where grip and joint axes are, for many sets of angles at once; knows nothing of masses or contacts.
-
-    Args:
-        model: MjModel that contains the arm, with its base fixed to the world.
-        arm: names of its joints and of the grip.
-    """
+    """Where grip and joint axes are, for many sets of angles at once; knows nothing of masses or contacts."""
 
     def __init__(self, model: mujoco.MjModel, arm: ArmModel) -> None:
         joints = [int(model.joint(name).id) for name in arm.joints]

@@ -18,8 +18,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["Backend", "find_backend", "open_context", "probe_backend", "require_backend"]
-
 PROBE_SECONDS = 60.0
 OFF = ("disable", "disabled", "off", "false", "0")
 DEBIAN_PACKAGES = {"egl": "libegl1", "osmesa": "libosmesa6"}
@@ -91,12 +89,6 @@ def probe_backend(name: str) -> tuple[Backend | None, str]:
     """Render a small image in a process of its own; each name is tried once.
 
     A process whose parent has done so finds the result in the variable MMRL_PROBED_RENDERER.
-
-    Args:
-        name: egl, osmesa, glfw or cgl.
-
-    Returns:
-        The backend, or None and why it does not work.
     """
     probed, _, device = os.environ.get(PROBED, "").partition("|")
     if probed == name:
@@ -129,12 +121,6 @@ def open_context(name: str, width: int, height: int) -> Any:
         name: name of a backend that was probed.
         width: pixels.
         height: pixels.
-
-    Returns:
-        mujoco's context object with `make_current`, `as_current` and `free`.
-
-    Raises:
-        UserError: there is no such backend.
     """
     _check_name(name)
     return importlib.import_module(CONTEXT_MODULES[name]).GLContext(width, height)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from robotics.sim.variations import Draws
     from robotics.sim.warp_physics import WarpPhysics
 
-__all__ = ["BatchSettings", "TabletopBatch"]
-
 STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
 LOOKS = ("policy", "film")
 PHYSICS = ("mujoco", "warp")

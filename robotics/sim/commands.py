@@ -7,23 +7,11 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 
-__all__ = ["experts", "play", "setup"]
-
 Say = Callable[[str], object]
 
 
 def setup(name: str, folder: Path | None, say: Say) -> None:
-    """Install a suite into a Python environment of its own.
-
-    Args:
-        name: libero, metaworld, robosuite or gymnasium_robotics.
-        folder: where; MMRL_SUITES or the user's cache when None.
-        say: takes lines to print.
-
-    Raises:
-        UserError: there is no such suite.
-        RunError: the installation failed.
-    """
+    """Install a suite into a Python environment of its own."""
     from robotics.sim.suite_setup import setup_suite
 
     setup_suite(name, folder, say=say)
@@ -83,21 +71,7 @@ def play(
     video: Path | None,
     strip: Path | None,
 ) -> None:
-    """Show episodes of a tabletop task in a window, or write them to files.
-
-    Args:
-        task: key in `TASKS`.
-        options: `field=value` of `PlaySettings`.
-        say: takes lines to print.
-        policy: expert, random, or the folder of a run or of a saved policy.
-        episodes: how many.
-        seed: draws layouts and random actions.
-        video: .mp4 to write.
-        strip: .png to write.
-
-    Raises:
-        UserError: there is no such task, option or policy, or no display for the window.
-    """
+    """Show episodes of a tabletop task in a window, or write them to files."""
     from mmrl.config import fill
     from robotics.sim.play import ACTORS, Actor, PlaySettings
     from robotics.sim.play import play as run

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.arms import ArmModel
 
-__all__ = ["ACTION_SIZE", "COMMAND_SIZE", "CartesianController", "ControlSettings", "Plan", "check_actions"]
-
 ACTION_SIZE = 5
 """dx, dy, dz, dyaw, gripper."""
 COMMAND_SIZE = 5

@@ -21,8 +21,6 @@ from robotics.sim.opening import SimConfig, open_sim
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["draw_sheet"]
-
 GAP_PX = 3
 WHITE = 255
 
@@ -30,18 +28,8 @@ WHITE = 255
 def draw_sheet(config: SimConfig, task: str, layout: int, pictures: int = 8, columns: int = 4) -> NDArray[np.uint8]:
     """Draw the beginning of an episode several times.
 
-    Args:
-        config: simulator with a `randomization` and images.
-        task: one of the simulator's.
-        layout: number of the initial state in the split train.
-        pictures: the first is nominal, the others are the draws 0, 1 and so on.
-        columns: pictures side by side.
-
     Returns:
         (H, W, 3) uint8.
-
-    Raises:
-        UserError: nothing is randomised, there are no images, or a count is below 1.
     """
     if not config.randomization.active() or not config.image_size:
         raise UserError("a sheet of draws needs sim.randomization with a range, and sim.image_size above 0")

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-__all__ = ["EnvService", "RowEnv", "make"]
-
 
 def _load_file(path: str | Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, str(path))
@@ -97,13 +95,7 @@ class RowEnv(Protocol):
 
 
 class EnvService:
-    """Answers requests to one environment; counts control steps and truncates at the horizon.
-
-    Args:
-        env: the environment.
-        images: whether observations have an image.
-        end_at_success: whether the control step that succeeds ends the episode.
-    """
+    """Answers requests to one environment; counts control steps and truncates at the horizon."""
 
     def __init__(self, env: RowEnv, images: bool, end_at_success: bool) -> None:
         self._env, self._images, self._end_at_success = env, images, end_at_success
@@ -251,16 +243,7 @@ class EnvService:
 
 
 def make_env(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> RowEnv:
-    """Make the environment and wrap it where it is one of Gymnasium's.
-
-    Args:
-        factory: `module:function`, or `path/to/file.py:function`; `gymnasium:make` takes any registered id.
-        kwargs: keyword arguments of the factory.
-        adapter: keyword arguments of `gym_adapter.GymRow`, where the factory returns a gymnasium.Env.
-
-    Returns:
-        The environment as the service drives it.
-    """
+    """Make the environment and wrap it where it is one of Gymnasium's."""
     function = loading.find_function(factory, what="the factory")
     loading.check_arguments(f"options of {factory}", function, kwargs)
     env = function(**kwargs)

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from robotics.sim.presentation import Outcome
     from robotics.sim.viewer import SceneViewer
 
-__all__ = ["OBSERVATIONS", "SimulationDiverged", "TabletopEnv"]
-
 Watcher = Callable[["mujoco.MjData", Caption], object]
 ROW = (0,)
 CONTROL_HZ = 10

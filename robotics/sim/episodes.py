@@ -21,8 +21,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ChunkResult", "EpisodeSpec", "RobotObservation", "RobotSim", "begin_episodes", "keeps_past", "views_of"]
-
 
 @dataclass(frozen=True)
 class EpisodeSpec:
@@ -238,16 +236,7 @@ def keeps_past(sim: RobotSim) -> bool:
 
 
 def begin_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
-    """Begin episodes, with a past where one is wanted and the simulator keeps one.
-
-    Args:
-        sim: the simulator.
-        episodes: R of them, see `RobotSim.reset`.
-        past: P, control steps before that every observation also tells of; 0 = none.
-
-    Returns:
-        Result of a chunk of no steps.
-    """
+    """Begin episodes, with a past where one is wanted and the simulator keeps one."""
     options = {"past": past} if past and keeps_past(sim) else {}
     return sim.reset(episodes, **options)
 

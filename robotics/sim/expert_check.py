@@ -12,8 +12,6 @@ from mmrl.errors import UserError
 from mmrl.training.record.statistics import wilson_interval
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 
-__all__ = ["check_experts", "expert_of", "replay_experts", "run_expert"]
-
 Chooser = Callable[[], NDArray[np.floating]]
 
 
@@ -128,11 +126,7 @@ def _batches(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> list[Sequence[Ep
 
 
 def expert_of(sim: RobotSim, task: str) -> Chooser:
-    """The expert of a task as a function that gives the actions (L, A) of the live rows.
-
-    Raises:
-        UserError: the simulator has none.
-    """
+    """The expert of a task as a function that gives the actions (L, A) of the live rows."""
     known: Any = sim
     if hasattr(known, "full_state"):
         from robotics.sim.experts import Expert

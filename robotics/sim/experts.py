@@ -19,8 +19,6 @@ from robotics.sim.tabletop import CUBE_HALF_M, STATE_SIZE
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EXPERTS", "Expert"]
-
 
 @dataclass(frozen=True)
 class Scene:

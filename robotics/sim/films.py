@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-__all__ = ["FILM_SIZE", "Caption", "FilmRenderer", "film_size", "write_caption"]
-
 FILM_SIZE = (480, 640)
 """(H, W) pixels."""
 
@@ -50,9 +48,6 @@ class FilmRenderer:
         scene: that is simulated.
         size: (H, W) pixels.
         backend: name of a renderer that was probed; chosen and probed when None.
-
-    Raises:
-        UserError: there is no renderer, or a size is below 1.
     """
 
     def __init__(self, scene: TabletopScene, size: tuple[int, int] = FILM_SIZE, backend: str | None = None) -> None:

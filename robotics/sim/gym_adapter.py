@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EnvError", "GymRow"]
-
 LAYOUTS = 1 << 30
 
 
@@ -47,10 +45,6 @@ class GymRow:
         horizon: control steps of an episode; None = that of the registered id.
         layout_options: whether to pass `reset` the options layout and split beside the seed, and draw, that of the
             domain randomisation, where it is not 0.
-
-    Raises:
-        EnvError: actions are not continuous or have no bounds, a key does not exist or is no image, there is no
-            horizon, or no such camera.
     """
 
     def __init__(
@@ -228,9 +222,6 @@ def resize(image: np.ndarray, size: int) -> np.ndarray:
     Args:
         image: (H, W, C) uint8.
         size: pixels of a side.
-
-    Returns:
-        (size, size, C) uint8.
     """
     height, width = image.shape[:2]
     rows = np.tensordot(_shares(height, size), image, 1)

@@ -13,8 +13,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["CAMERA", "RING", "dress"]
-
 CAMERA = "film"
 """Seen from the side and in front, so that the arm hides little and heights can be told."""
 RING = "outcome_ring"
@@ -23,12 +21,7 @@ RING_RADIUS_M = 0.078
 
 
 def dress(spec: Any) -> None:
-    """Give a scene its look for films.
-
-    Args:
-        spec: of `robotics.sim.tabletop.scene_spec`; changed in place. Joints, actuators and bodies stay as they are,
-            but for one mocap body at the end, the ring.
-    """
+    """Give a scene its look for films."""
     import mujoco
 
     visual = spec.visual

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.arms import ArmModel
 
-__all__ = ["VARIABLE", "add_meshes", "menagerie_folder"]
-
 VARIABLE = "MUJOCO_MENAGERIE"
 """Environment variable with the folder."""
 FILES = {"panda": "franka_emika_panda/panda.xml", "ur5e": "universal_robots_ur5e/ur5e.xml"}
@@ -36,16 +34,7 @@ def menagerie_folder() -> Path | None:
 
 
 def add_meshes(spec: Any, arm: ArmModel, folder: Path) -> None:
-    """Show the links of an arm with the meshes of their makers; links for which there are none keep their shapes.
-
-    Args:
-        spec: MjSpec with the arm; geoms of its links are replaced in place. For drawing only.
-        arm: which arm.
-        folder: of mujoco_menagerie.
-
-    Raises:
-        UserError: the folder is not mujoco_menagerie's, a mesh is missing, or its arm has other frames.
-    """
+    """Show the links of an arm with the meshes of their makers; links for which there are none keep their shapes."""
     import mujoco
 
     path = folder / FILES[arm.name]

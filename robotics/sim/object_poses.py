@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-__all__ = ["object_poses"]
-
 
 def object_poses(
     scene: TabletopScene, qpos: NDArray[np.float64], sensordata: NDArray[np.float64]

@@ -11,17 +11,9 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["ObservationDelay"]
-
 
 class ObservationDelay:
-    """Remembers the last states of an episode and shows the oldest of them.
-
-    Args:
-        model: MjModel.
-        data: state at the beginning of the episode.
-        steps: by how many control steps what is shown is late; 0 shows `data` itself.
-    """
+    """Remembers the last states of an episode and shows the oldest of them."""
 
     def __init__(self, model: mujoco.MjModel, data: mujoco.MjData, steps: int) -> None:
         import mujoco

@@ -14,8 +14,6 @@ from robotics.sim.episodes import RobotSim, views_of
 from robotics.sim.films import film_size
 from robotics.sim.randomization import RandomizationConfig
 
-__all__ = ["SIMULATORS", "SimConfig", "open_film_sim", "open_sim"]
-
 
 @dataclass
 class SimConfig:
@@ -125,13 +123,6 @@ def open_film_sim(config: SimConfig, height: int) -> RobotSim:
     Args:
         config: of the simulator.
         height: pixels of the films; the side of square images where the simulator has no such look.
-
-    Returns:
-        The simulator with one worker; the caller closes it.
-
-    Raises:
-        UserError: as in `open_sim`.
-        RunError: it cannot be started.
     """
     if config.kind == "tabletop":
         return _open_tabletop(replace(config, workers=1, views=[]), film_size(height))

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from mmrl.hub.video import VideoRecorder
 
-__all__ = ["ACTORS", "Actor", "ExpertActor", "PlaySettings", "RandomActor", "play"]
-
 Say = Callable[[str], object]
 FILM_HZ = 25
 """Frames in a second of a film; the environment shows twice as many."""
@@ -117,24 +115,7 @@ def play(
     video: Path | None = None,
     strip: Path | None = None,
 ) -> int:
-    """Show episodes in a window in real time, or write them to files where any is named.
-
-    Args:
-        task: key in `TASKS`.
-        actor: chooses the actions.
-        settings: which episodes.
-        say: takes lines to print.
-        episodes: how many; closing the window ends them early.
-        seed: draws the layouts.
-        video: .mp4 to write, all episodes one after the other.
-        strip: .png to write, a row of pictures for each episode.
-
-    Returns:
-        Number of episodes that were solved.
-
-    Raises:
-        UserError: there is no such task, a number or file name is wrong, or there is no display for the window.
-    """
+    """Show episodes in a window in real time, or write them to files where any is named."""
     find_task(task)
     if episodes < 1:
         raise UserError(f"--episodes is {episodes}; must be at least 1")

@@ -18,21 +18,12 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-__all__ = ["COLOURS", "Outcome", "PresentedScene"]
-
 Outcome = Literal["", "success", "failure"]
 """How an episode ended; empty while it runs."""
 
 
 class PresentedScene:
-    """What a film or a window shows of a scene; with the arm's meshes where `MUJOCO_MENAGERIE` names their folder.
-
-    Args:
-        scene: that is simulated.
-
-    Raises:
-        UserError: that folder is not mujoco_menagerie's, see `robotics.sim.menagerie.add_meshes`.
-    """
+    """What a film or a window shows of a scene; with the arm's meshes where `MUJOCO_MENAGERIE` names their folder."""
 
     def __init__(self, scene: TabletopScene) -> None:
         import mujoco
@@ -51,13 +42,7 @@ class PresentedScene:
         self._ring_geom = int(self.model.geom(RING).id)
 
     def show(self, data: mujoco.MjData, outcome: Outcome = "") -> None:
-        """Take over the poses of a state.
-
-        Args:
-            data: of the scene that is simulated.
-            outcome: draws a ring around the goal, or around the piece that is acted on where there is none: green for
-                success, red for failure.
-        """
+        """Take over the poses of a state."""
         places = len(data.mocap_pos)
         self.data.time = data.time
         self.data.qpos[:] = data.qpos

@@ -30,18 +30,6 @@ from mmrl.fields import bounded, check_config, choice
 if TYPE_CHECKING:
     from robotics.sim.episodes import EpisodeSpec
 
-__all__ = [
-    "CameraRanges",
-    "ColourRanges",
-    "LightRanges",
-    "NoiseLevels",
-    "RandomizationConfig",
-    "Stream",
-    "TextureRanges",
-    "draw_delays",
-    "read_randomization",
-]
-
 SHARING = ("group", "episode")
 PATTERNS = ("checker", "stripes", "gradient", "noise")
 LARGEST_DELAY = 20
@@ -161,15 +149,7 @@ class RandomizationConfig:
 
 
 class Stream:
-    """Generators of one episode: one for each part and thing, so that none depends on what else is drawn.
-
-    Args:
-        seed: of the configuration.
-        episode: whose task, split, layout and draw count.
-
-    Raises:
-        UserError: the episode's draw is no number of at least 0.
-    """
+    """Generators of one episode: one for each part and thing, so that none depends on what else is drawn."""
 
     def __init__(self, seed: int, episode: EpisodeSpec) -> None:
         if not isinstance(episode.draw, Integral) or episode.draw < 0:
@@ -202,17 +182,7 @@ def draw_delays(config: RandomizationConfig, stream: Stream) -> dict[str, int]:
 
 
 def read_randomization(given: RandomizationConfig | Mapping[str, Any] | None) -> RandomizationConfig:
-    """Make a configuration from what a user gave, and check it.
-
-    Args:
-        given: a configuration, a dictionary of its fields such as YAML and JSON hold, or None for nothing.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        UserError: a key does not exist, or a value is not allowed.
-    """
+    """Make a configuration from what a user gave, and check it."""
     config = given if isinstance(given, RandomizationConfig) else _filled(dict(given or {}))
     check_config(config, "randomization")
     return config

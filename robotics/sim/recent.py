@@ -11,26 +11,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RecentObservations"]
-
 
 class RecentObservations:
-    """What an episode looked like now and in the P control steps before.
-
-    Args:
-        past: P; 0 keeps nothing but the present.
-    """
+    """What an episode looked like now and in the P control steps before."""
 
     def __init__(self, past: int) -> None:
         self.past = past
         self._seen: deque[dict[str, Any]] = deque(maxlen=past + 1)
 
     def add(self, parts: Mapping[str, Any]) -> None:
-        """Add the next control step.
-
-        Args:
-            parts: arrays by name, which are copied, the same names each time.
-        """
+        """Add the next control step."""
         self._seen.append({name: np.array(part) for name, part in parts.items()})
 
     def before(self) -> dict[str, Any]:

@@ -7,8 +7,6 @@ does the import by itself; after `import robotics.sim.registration` the name alo
 
 from __future__ import annotations
 
-__all__ = ["ENVIRONMENT_IDS", "register"]
-
 
 def register() -> None:
     """Tell Gymnasium of `mmrl/Reach-v0` and the others in `ENVIRONMENT_IDS`; a second call changes nothing.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["FrameRenderer", "RenderSettings", "check_cameras", "fast_visuals", "update_poses"]
-
 FREE_CAMERA = -1
 BACKGROUND_ID = -1
 SpecOrModel = TypeVar("SpecOrModel")

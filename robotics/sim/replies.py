@@ -11,8 +11,6 @@ from mmrl.workers.failures import WorkerFailure, one_line
 from mmrl.workers.wire import Message
 from mmrl.workers.worker import Request
 
-__all__ = ["divergence", "misshapen", "problem_in_hello"]
-
 LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "image_size": 1 << 14}
 
 
@@ -66,9 +64,6 @@ def misshapen(
         frame_size: (H, W) of recorded frames.
         views: V, images of further cameras that an observation has to hold.
         past: P, control steps before that the observation of an episode that goes on has to hold as well.
-
-    Returns:
-        A failure that names the array; None where all is well.
     """
     kind = request.fields["kind"]
     expected: dict[str, tuple[int, ...]] = {}

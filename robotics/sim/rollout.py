@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from robotics.sim.films import FilmRenderer
     from robotics.sim.presentation import Outcome
 
-__all__ = ["BatchPhysics", "Chunk", "ImageRollout", "Observation", "SceneTask", "Variant"]
-
 
 class Variant(Protocol):
     """A scene with numbers of its own."""

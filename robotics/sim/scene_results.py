@@ -10,8 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Chunk", "Look", "Observation"]
-
 
 @dataclass(frozen=True)
 class Look:

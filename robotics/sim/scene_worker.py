@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.presentation import Outcome
 
-__all__ = ["Physics", "SceneWorker"]
-
 
 class Physics:
     """Runs a scene through control steps with one call of `mujoco.rollout`; for any variant of the model."""

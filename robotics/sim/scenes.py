@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.scene_steps import SceneSteps
 
-__all__ = ["ARM_CUBES", "ReachCube", "load_arm_cubes"]
-
 ARM_CUBES = Path(__file__).parent / "assets" / "arm_cubes.xml"
 
 

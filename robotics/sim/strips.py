@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-__all__ = ["FilmStrip", "write_strips"]
-
 
 @dataclass
 class FilmStrip:
@@ -39,9 +37,6 @@ class FilmStrip:
         Args:
             count: most pictures; evenly spaced, with the first and the last.
             side: pixels of a picture, which shows a square of the frame without its margins on the left and right.
-
-        Returns:
-            The row.
         """
         from PIL import Image, ImageDraw, ImageFont
 
@@ -63,12 +58,7 @@ class FilmStrip:
 
 
 def write_strips(path: Path, strips: Sequence[FilmStrip]) -> None:
-    """Write strips under each other as a PNG of 256 colours.
-
-    Args:
-        path: of the file.
-        strips: of episodes that have begun.
-    """
+    """Write strips under each other as a PNG of 256 colours."""
     from PIL import Image
 
     rows = [strip.draw() for strip in strips if strip.frames]

@@ -15,8 +15,6 @@ from mmrl.fields import bounded
 from mmrl.workers.engine import WorkerSpec
 from robotics.sim.backends import PROBED, Backend, find_backend
 
-__all__ = ["SubprocessSettings", "choose_renderer", "worker_spec"]
-
 SERVICE = Path(__file__).resolve().with_name("env_service.py")
 
 
@@ -68,17 +66,7 @@ class SubprocessSettings:
 
 
 def choose_renderer(settings: SubprocessSettings) -> Backend | None:
-    """Find a renderer that works here; a foreign Python's own mujoco uses the same OpenGL libraries.
-
-    Args:
-        settings: `renderer` names one.
-
-    Returns:
-        The renderer; None where none was named and none works.
-
-    Raises:
-        UserError: the one that was named does not draw.
-    """
+    """Find a renderer that works here; a foreign Python's own mujoco uses the same OpenGL libraries."""
     if settings.renderer is None and importlib.util.find_spec("mujoco") is None:
         return None
     found = find_backend(settings.renderer)
@@ -88,15 +76,7 @@ def choose_renderer(settings: SubprocessSettings) -> Backend | None:
 
 
 def worker_spec(settings: SubprocessSettings, renderer: Backend | None) -> WorkerSpec:
-    """Say how a worker is started.
-
-    Args:
-        settings: environment and time limits.
-        renderer: name of the renderer.
-
-    Returns:
-        What `mmrl.workers.WorkerPool` takes.
-    """
+    """Say how a worker is started."""
     options = {
         "factory": settings.factory,
         "kwargs": dict(settings.kwargs),

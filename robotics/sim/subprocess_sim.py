@@ -34,8 +34,6 @@ from robotics.sim.subprocess_settings import SubprocessSettings, choose_renderer
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["SubprocessSim", "layout_seed"]
-
 HELD_OUT_SEED = 1 << 30
 
 

@@ -24,8 +24,6 @@ from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.subprocess_settings import SubprocessSettings
 from robotics.sim.subprocess_sim import SubprocessSim
 
-__all__ = ["SuiteRecipe", "open_suite", "setup_suite", "suite_folder", "suite_python", "suite_settings"]
-
 FACTORIES = Path(__file__).resolve().parent / "suites"
 TAIL_CHARACTERS = 2000
 RESET_SECONDS = 300.0
@@ -46,18 +44,7 @@ class SuiteRecipe:
 
 
 def suite_folder(name: str, folder: str | Path | None = None) -> Path:
-    """Where a suite's environment lies or will lie.
-
-    Args:
-        name: libero, metaworld, robosuite or gymnasium_robotics.
-        folder: that of this suite; when None, the one below MMRL_SUITES or the user's cache folder.
-
-    Returns:
-        The folder, which need not exist.
-
-    Raises:
-        UserError: there is no such suite.
-    """
+    """Where a suite's environment lies or will lie."""
     _recipe(name)
     if folder is not None:
         return Path(folder).expanduser().absolute()
@@ -66,18 +53,7 @@ def suite_folder(name: str, folder: str | Path | None = None) -> Path:
 
 
 def suite_python(name: str, folder: str | Path | None = None) -> Path:
-    """The interpreter of an installed suite.
-
-    Args:
-        name: libero, metaworld, robosuite or gymnasium_robotics.
-        folder: as for `suite_folder`.
-
-    Returns:
-        Its path.
-
-    Raises:
-        UserError: there is no such suite, or it is not installed there.
-    """
+    """The interpreter of an installed suite."""
     python = _python_in(suite_folder(name, folder))
     if not python.is_file():
         raise UserError(
@@ -95,21 +71,7 @@ def suite_settings(
     images: bool = True,
     folder: str | Path | None = None,
 ) -> SubprocessSettings:
-    """Settings of a pool of a suite's episodes, to be changed with `dataclasses.replace` where they do not suit.
-
-    Args:
-        name: libero, metaworld, robosuite or gymnasium_robotics.
-        options: what `make` in robotics/sim/suites takes, such as suite, tasks, size, horizon, camera, shadows.
-        workers: processes, one episode each at a time.
-        images: whether observations carry an image.
-        folder: as for `suite_folder`.
-
-    Returns:
-        Settings for `SubprocessSim`.
-
-    Raises:
-        UserError: there is no such suite, or it is not installed.
-    """
+    """Settings of a pool of a suite's episodes, to be changed with `dataclasses.replace` where they do not suit."""
     python, given = suite_python(name, folder), dict(options or {})
     if name == "libero":
         given.setdefault("config_folder", str(suite_folder(name, folder) / "libero-config"))

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["SURFACES", "add_blank_textures", "draw_pattern", "write_texture"]
-
 SURFACES = ("table", "floor")
 """Materials of `tabletop.xml`."""
 SIDE_PX = 64
@@ -20,11 +18,7 @@ WHITE = 255
 
 
 def add_blank_textures(spec: Any) -> None:
-    """Give the materials of the surfaces a texture each, white, which leaves their colours as they are.
-
-    Args:
-        spec: MjSpec of the table; changed.
-    """
+    """Give the materials of the surfaces a texture each, white, which leaves their colours as they are."""
     import mujoco
 
     for name in SURFACES:
@@ -52,11 +46,6 @@ def write_texture(model: mujoco.MjModel, surface: str, shade: NDArray[np.float64
 
 def draw_pattern(kind: str, contrast: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """Draw a pattern.
-
-    Args:
-        kind: key of `PATTERNS_OF`.
-        contrast: how much darker than 1 its darkest point is.
-        rng: random generator.
 
     Returns:
         (64, 64) factors of a colour, from 1 - contrast to 1.

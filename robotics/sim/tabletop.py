@@ -22,22 +22,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.arms import ArmModel
 
-__all__ = [
-    "CUBE_HALF_M",
-    "PHYSICS_STEPS",
-    "PIECES",
-    "PROPRIO_SIZE",
-    "STATE_SIZE",
-    "Layout",
-    "Piece",
-    "Roles",
-    "SceneReading",
-    "SceneSensors",
-    "build_scene",
-    "place_pieces",
-    "scene_spec",
-]
-
 Layout = Mapping[str, tuple[float, float, float]]
 """x, y (m) and yaw (rad) of each piece, by name."""
 CUBE_HALF_M = 0.025
@@ -104,11 +88,7 @@ class SceneReading:
 
 
 class SceneSensors:
-    """Finds the named sensors of a scene in its `sensordata`.
-
-    Args:
-        model: model of `build_scene`.
-    """
+    """Finds the named sensors of a scene in its `sensordata`."""
 
     def __init__(self, model: mujoco.MjModel) -> None:
         self._columns: dict[str, slice] = {}
@@ -117,14 +97,7 @@ class SceneSensors:
             self._columns[model.sensor(number).name] = slice(start, start + size)
 
     def read(self, sensordata: NDArray[np.float64]) -> SceneReading:
-        """Give names to sensor values.
-
-        Args:
-            sensordata: (..., nsensordata).
-
-        Returns:
-            The reading.
-        """
+        """Give names to sensor values."""
         values = {name: sensordata[..., columns] for name, columns in self._columns.items()}
         leading = sensordata.shape[:-1]
         nowhere, upright = np.zeros((*leading, 3)), np.broadcast_to([1.0, 0.0, 0.0], (*leading, 3))
@@ -165,19 +138,7 @@ class SceneSensors:
 
 
 def build_scene(arm: ArmModel, pieces: Sequence[str], roles: Roles, textured: bool = False) -> mujoco.MjModel:
-    """Put an arm and some pieces on the table.
-
-    Args:
-        arm: the arm; its joints come first in qpos.
-        pieces: keys of `PIECES`, in the order in which they are put down.
-        roles: which of them the sensors `first_*`, `second_*` and `goal_*` measure.
-        textured: give table and floor blank textures, for patterns to be put into; see `robotics.sim.surfaces`.
-
-    Returns:
-        MjModel with the cameras `front` and `wrist`. Sensors always there: grip_pos, grip_axis (its x axis), the two
-        fingers, first_pos, first_axis and first_velocity; second_pos and second_axis, goal_pos and drawer where there
-        is such a piece.
-    """
+    """Put an arm and some pieces on the table."""
     spec = scene_spec(arm, pieces, roles)
     if textured:
         add_blank_textures(spec)
@@ -201,13 +162,7 @@ def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles) -> mujoco.MjS
 
 
 def place_pieces(model: mujoco.MjModel, data: mujoco.MjData, layout: Layout) -> None:
-    """Put the pieces down, at rest.
-
-    Args:
-        model: model of `build_scene`.
-        data: state to write to; positions of free bodies and poses of places change.
-        layout: where each piece lies.
-    """
+    """Put the pieces down, at rest."""
     for name, (x, y, yaw) in layout.items():
         piece = PIECES[name]
         body = model.body(piece.body)

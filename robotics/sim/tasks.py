@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from robotics.sim.arms import ArmModel
     from robotics.sim.scene_steps import SceneSteps
 
-__all__ = ["REWARDS", "SPLITS", "TASKS", "TabletopScene", "TabletopTask", "draw_layout", "find_task", "layout_seed"]
-
 SPLITS = ("train", "held_out")
 REWARDS = ("sparse", "dense")
 FIELD_M = 0.06
@@ -88,26 +86,12 @@ class TabletopTask:
 
         Args:
             reading: sensors, with any leading shape.
-
-        Returns:
-            1 where the task is done, else at most 0.95, growing with progress.
         """
         return np.where(self.success(reading), 1.0, 0.95 * np.clip(self.progress(reading), 0.0, 1.0))
 
 
 class TabletopScene:
-    """A task at a table with an arm: the model, and starts and scores for `ImageRollout`.
-
-    Args:
-        task: what is to be done.
-        arm: with which arm.
-        split: train or held_out.
-        reward: sparse, 1 with the step that solves the task, or dense.
-        randomization: what differs from episode to episode; nothing when None.
-
-    Raises:
-        UserError: there is no such split or reward.
-    """
+    """A task at a table with an arm: the model, and starts and scores for `ImageRollout`."""
 
     def __init__(
         self,
@@ -131,30 +115,14 @@ class TabletopScene:
         self._filtered = np.flatnonzero(self.model.actuator_actadr >= 0)
 
     def for_split(self, split: str) -> TabletopScene:
-        """The same scene, model shared, with layouts of a split.
-
-        Args:
-            split: train or held_out.
-
-        Returns:
-            This one where it has that split already.
-
-        Raises:
-            UserError: there is no such split.
-        """
+        """The same scene, model shared, with layouts of a split."""
         _check_choice("split", split, SPLITS)
         other = copy.copy(self)
         other.split = split
         return self if split == self.split else other
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
-        """Put arm and pieces where an episode starts.
-
-        Args:
-            model: the scene's own.
-            data: state that has been reset; written to.
-            rng: made from `layout_seed`.
-        """
+        """Put arm and pieces where an episode starts."""
         data.qpos[self._joints] = self._home
         data.ctrl[self._controls] = self._home[:-1]
         data.act[:] = data.ctrl[self._filtered]
@@ -175,18 +143,7 @@ def find_task(name: str) -> TabletopTask:
 
 
 def layout_seed(split: str, layout: int) -> int:
-    """Seed of a layout; none of one split is one of the other.
-
-    Args:
-        split: train or held_out.
-        layout: number within the split.
-
-    Returns:
-        Seed for `numpy.random.default_rng`.
-
-    Raises:
-        UserError: there is no such split or layout.
-    """
+    """Seed of a layout; none of one split is one of the other."""
     _check_choice("split", split, SPLITS)
     if not 0 <= layout < LAYOUTS:
         raise UserError(f"layout is {layout}; must be 0 to {LAYOUTS - 1}")
@@ -210,19 +167,7 @@ class Placing(Protocol):
 
 
 def draw_layout(task: Placing, split: str, rng: np.random.Generator) -> Layout:
-    """Choose where the pieces lie: within their areas, apart from each other, on fields of the split's colour.
-
-    Args:
-        task: whose pieces.
-        split: train or held_out.
-        rng: random generator.
-
-    Returns:
-        x, y, yaw of each piece.
-
-    Raises:
-        RuntimeError: no layout was found, which means that the task's areas leave none.
-    """
+    """Choose where the pieces lie: within their areas, apart from each other, on fields of the split's colour."""
     near, far = task.apart_m
     for _ in range(TRIES):
         places = {name: _draw_pose(area, rng) for name, area in task.areas.items()}

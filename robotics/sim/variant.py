@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from robotics.sim.arms import ArmModel
     from robotics.sim.episodes import EpisodeSpec
 
-__all__ = ["ActionDelay", "SceneVariant", "SceneVariants", "noise_scale"]
-
 HOLD = np.array([*(ACTION_SIZE - 1) * [0.0], OPEN])
 """The action of an arm that has been told nothing: no motion, the gripper open."""
 
@@ -50,9 +48,6 @@ class SceneVariant:
         Args:
             state: (22,) or (10,), see `SceneSensors.state`.
             step: control steps since the beginning of the episode.
-
-        Returns:
-            Another array; the same state has the same noise in the same step.
         """
         scale = noise_scale(self.noise)
         if not scale.any():
@@ -79,14 +74,7 @@ class SceneVariant:
 
 
 class SceneVariants:
-    """Makes the variants of one scene.
-
-    Args:
-        model: the nominal model; not changed.
-        arm: its arm.
-        pieces: its pieces, keys of `PIECES`.
-        config: what to draw, checked before.
-    """
+    """Makes the variants of one scene."""
 
     def __init__(
         self, model: mujoco.MjModel, arm: ArmModel, pieces: Sequence[str], config: RandomizationConfig
@@ -96,15 +84,7 @@ class SceneVariants:
         self._on = bool(config.active())
 
     def of(self, episode: EpisodeSpec, model: mujoco.MjModel | None = None) -> SceneVariant | None:
-        """Draw an episode's variant.
-
-        Args:
-            episode: which one; equal episodes have equal variants.
-            model: a nominal model to write to, which is changed; a copy of the scene's own when None.
-
-        Returns:
-            The variant; None where nothing is randomised or the episode asks for the nominal scene.
-        """
+        """Draw an episode's variant."""
         if not self._on or episode.draw is None:
             return None
         model = copy.copy(self._model) if model is None else model
@@ -122,11 +102,7 @@ class SceneVariants:
 
 
 class ActionDelay:
-    """Carries out each action some control steps after it was given.
-
-    Args:
-        steps: how many; 0 passes actions on.
-    """
+    """Carries out each action some control steps after it was given."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.arms import ArmModel
 
-__all__ = ["Draws", "Layer", "restore_model", "vary_model"]
-
 Draws = dict[str, Any]
 """What was drawn, by names such as camera.front.position_m: numbers, lists of numbers and texts, as JSON holds them."""
 UNSET_RGBA = (0.5, 0.5, 0.5, 1.0)
@@ -63,18 +61,7 @@ class Layer:
 def vary_model(
     model: mujoco.MjModel, config: RandomizationConfig, arm: ArmModel, pieces: tuple[str, ...], stream: Stream
 ) -> Draws:
-    """Draw everything that belongs to a model and write it.
-
-    Args:
-        model: a nominal model of `build_scene`, with blank textures if the configuration has patterns; changed.
-        config: what to draw.
-        arm: the model's arm.
-        pieces: its pieces.
-        stream: generators of the episode.
-
-    Returns:
-        What was drawn.
-    """
+    """Draw everything that belongs to a model and write it."""
     layer, found = Layer(model, arm, pieces, stream), Draws()
     for name, vary in VARY.items():
         part = getattr(config, name)
@@ -84,12 +71,7 @@ def vary_model(
 
 
 def restore_model(model: mujoco.MjModel, nominal: mujoco.MjModel) -> None:
-    """Give every number of a model the value that it has in another one of the same scene.
-
-    Args:
-        model: changed.
-        nominal: not changed.
-    """
+    """Give every number of a model the value that it has in another one of the same scene."""
     for owner, source in ((model, nominal), *_parts(model, nominal)):
         for name in _arrays(source):
             getattr(owner, name)[...] = getattr(source, name)

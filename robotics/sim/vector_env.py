@@ -32,8 +32,6 @@ from robotics.sim.tasks import LAYOUTS, layout_seed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["TabletopVectorEnv"]
-
 Step = tuple[dict[str, Any], "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]]
 STATE_KEYS = {"full": "state", "proprio": "proprio"}
 

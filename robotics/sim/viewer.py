@@ -24,18 +24,9 @@ if TYPE_CHECKING:
 
     from robotics.sim.tasks import TabletopScene
 
-__all__ = ["SceneViewer", "check_display"]
-
 
 class SceneViewer:
-    """A window that shows a scene in real time.
-
-    Args:
-        scene: that is simulated.
-
-    Raises:
-        UserError: a window cannot be opened here; the message says why and what to do.
-    """
+    """A window that shows a scene in real time."""
 
     def __init__(self, scene: TabletopScene) -> None:
         check_display()
@@ -63,11 +54,6 @@ class SceneViewer:
         """Show a state; does nothing once the window has been closed.
 
         Where drawing takes longer than the time that was simulated, states in between are left out.
-
-        Args:
-            data: of the scene that is simulated.
-            caption: words at the top and colour of the ring.
-            wait_s: simulated time since the call before, which showing takes as well.
         """
         if not self.is_open or self._leaves_out(caption, wait_s):
             return

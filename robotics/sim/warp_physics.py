@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["WarpPhysics", "describe_warp", "find_warp"]
-
 LOGGER = logging.getLogger("mmrl")
 
 INPUTS = ("qvel", "qpos", "act", "qacc_warmstart", "mocap_pos", "mocap_quat", "qfrc_applied", "xfrc_applied")
@@ -40,14 +38,7 @@ HARMLESS = ("ITERATIONS", "LS_ITERATIONS")
 
 
 def find_warp() -> tuple[Any, Any]:
-    """Import warp and mujoco_warp.
-
-    Returns:
-        The two modules.
-
-    Raises:
-        UserError: they are not installed.
-    """
+    """Import warp and mujoco_warp."""
     try:
         import mujoco_warp
         import warp
@@ -58,35 +49,13 @@ def find_warp() -> tuple[Any, Any]:
 
 
 def describe_warp(device: str | None = None) -> str:
-    """Version and device, for records.
-
-    Args:
-        device: as in `WarpPhysics`.
-
-    Returns:
-        Such as "mujoco_warp 4.0.0 on NVIDIA H200".
-
-    Raises:
-        UserError: mujoco_warp is not installed, or there is no such device.
-    """
+    """Version and device, for records."""
     warp, library = find_warp()
     return f"mujoco_warp {library.__version__} on {warp.get_device(_find_device(warp, device)).name}"
 
 
 class WarpPhysics:
-    """Steps the scenes of one model together; give it to `ImageRollout` as `physics`.
-
-    Args:
-        model: MjModel of the scenes.
-        scenes: how many there are at most; as many worlds are stepped at every call.
-        substeps: physics steps in a control step.
-        device: of warp, such as cuda:0 or cpu; a GPU where there is one when None.
-        contacts: contacts of a world at most, on average over the worlds.
-        constraints: rows of constraints of a world at most.
-
-    Raises:
-        UserError: mujoco_warp is not installed, there is no such device, or it does not know a part of the model.
-    """
+    """Steps the scenes of one model together; give it to `ImageRollout` as `physics`."""
 
     def __init__(
         self,
@@ -130,9 +99,6 @@ class WarpPhysics:
             (L, K, nstate) full physics states (time, qpos, qvel, act) and (L, K, nsensordata) sensor values after each
             control step, and (L,) the number of control steps before the one in which a scene diverged or a buffer was
             full, K where none did.
-
-        Raises:
-            UserError: there are more scenes than the class was made for.
         """
         count, length = controls.shape[:2]
         if count > self._scenes:

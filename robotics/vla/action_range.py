@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["ActionRange", "check_bounds"]
-
 
 @dataclass(frozen=True)
 class ActionRange:
@@ -33,20 +31,7 @@ class ActionRange:
 
     @classmethod
     def of(cls, low: Sequence[float], high: Sequence[float], size: int, policy: str) -> ActionRange | None:
-        """Make one from options.
-
-        Args:
-            low: `action_low`; empty = -1.
-            high: `action_high`; empty = 1.
-            size: D of the policy.
-            policy: its name, for errors.
-
-        Returns:
-            The range; None where both are empty.
-
-        Raises:
-            UserError: an option has another number of entries.
-        """
+        """Make one from options."""
         if not low and not high:
             return None
         for name, values in (("action_low", low), ("action_high", high)):

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
-__all__ = ["TOKEN_MODES", "ActionTokenizer", "draw_tokens", "score_tokens", "token_loss"]
-
 Values = TypeVar("Values", Tensor, NDArray[Any])
 
 TOKEN_MODES = ("openvla", "uniform")
@@ -65,9 +63,6 @@ class ActionTokenizer:
 
         Returns:
             Indices of the same shape, int64.
-
-        Raises:
-            ValueError: a number is not a number.
         """
         # in float64 on both sides, so that arrays and tensors fall into the same bins
         if isinstance(actions, Tensor):
@@ -89,9 +84,6 @@ class ActionTokenizer:
 
         Returns:
             Actions of the same shape, float32.
-
-        Raises:
-            ValueError: an index outside 0..n-1.
         """
         if len(indices.reshape(-1)):
             low, high = int(indices.min()), int(indices.max())
@@ -122,17 +114,8 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token from each row of logits.
 
-    Args:
-        logits: (..., n), any float dtype.
-        generator: for sampling; advances by one number a token, on its own device, also when greedy.
-        temperature: divides the logits.
-        greedy: take the most likely token; its log-probability is still that of the distribution.
-
     Returns:
         Indices (...) int64 and their log-probabilities (...) float32.
-
-    Raises:
-        ValueError: a temperature that is not above 0.
 
     Gradient: none.
     """
@@ -151,16 +134,8 @@ def draw_tokens(
 def score_tokens(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of chosen tokens and entropies of the distributions.
 
-    Args:
-        logits: (..., n), any float dtype.
-        tokens: (...) int64 indices.
-        temperature: divides the logits; must be that of sampling.
-
     Returns:
         Log-probability and entropy (...), float32, nats.
-
-    Raises:
-        ValueError: shapes that do not fit, or a temperature that is not above 0.
 
     Gradient: through the logits, from both outputs.
     """

@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["advantage_correlation", "rank_agreement"]
-
 FEWEST_RANKED = 3
 
 

@@ -34,8 +34,6 @@ from robotics.vla.policy import ActionPolicy, PolicyInputs
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import EpisodeSetConfig
 
-__all__ = ["CloneConfig", "CloneRecipe", "MomentPayload"]
-
 
 def _trainer() -> TrainerConfig:
     return TrainerConfig(

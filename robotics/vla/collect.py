@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from robotics.vla.ensemble import TemporalEnsemble
     from robotics.vla.statistics import ActionStatistics
 
-__all__ = ["ActingSettings", "Episodes", "action_scale", "inputs_of", "replay_episode", "run_episodes", "sim_actions"]
-
 SCALES = ("none", "bounds_q99")
 
 
@@ -59,19 +57,7 @@ class Episodes:
 
 
 def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
-    """Statistics that convert a policy's actions to the simulator's.
-
-    Args:
-        policy: an action policy.
-        settings: how actions are executed.
-
-    Returns:
-        The policy's own; None where it predicts the simulator's actions.
-
-    Raises:
-        UserError: `settings.scale` needs statistics that the policy lacks or that are of other actions, or it is "none"
-            and the policy has some, or the policy converts its actions itself by an `action_range`.
-    """
+    """Statistics that convert a policy's actions to the simulator's."""
     statistics: ActionStatistics | None = getattr(policy, "statistics", None)
     if settings.scale == "none":
         if statistics is not None:
@@ -171,17 +157,8 @@ def replay_episode(
 ) -> tuple[NDArray[np.uint8], bool]:
     """Replay recorded actions and render every control step.
 
-    Args:
-        sim: the simulator.
-        episode: where it starts.
-        actions: (steps, A) in -1..1.
-        chunk: control steps of each call of the simulator, to which its time limit applies.
-
     Returns:
         Frames (F, H, W, 3), none where the simulator renders none, and whether the task was solved.
-
-    Raises:
-        RunError: the environment failed.
     """
     result = sim.reset([episode])
     frames: list[NDArray[np.uint8]] = [] if result.observation.images is None else [result.observation.images]
@@ -304,11 +281,7 @@ class _Recorder:
             self.reasons[row] = result.reasons.get(row, self.reasons[row])
 
     def close(self, example: dict[str, Any] | None) -> Episodes:
-        """Stack the chunks of all rows, padded to the longest episode.
-
-        Args:
-            example: a chunk of any row, whose shapes the padding takes; None if no episode could start.
-        """
+        """Stack the chunks of all rows, padded to the longest episode."""
         width = max(1, *(len(chunks) for chunks in self.chunks))
         rows = len(self.episodes)
         if example is None:  # no episode could start

@@ -37,15 +37,6 @@ from robotics.vla.encoder import KEYPOINT_SHARPNESS, expected_places
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "ContrastiveEncoder",
-    "ContrastiveEncoderConfig",
-    "ContrastiveTraining",
-    "LateFrames",
-    "contrastive_loss",
-    "train_contrastive_encoder",
-]
-
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 KIND = "mmrl_contrastive_encoder"
@@ -126,14 +117,7 @@ class LateFrames:
 
 
 class ContrastiveEncoder(nn.Module):
-    """Latents of frames seen beside the first frame of their episode.
-
-    Args:
-        config: sizes.
-
-    Raises:
-        UserError: a size is out of range.
-    """
+    """Latents of frames seen beside the first frame of their episode."""
 
     def __init__(self, config: ContrastiveEncoderConfig) -> None:
         super().__init__()
@@ -181,11 +165,7 @@ class ContrastiveEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """Read what `save_pretrained` wrote, in evaluation mode on the CPU.
-
-        Raises:
-            UserError: a file is missing or damaged, or belongs to another model.
-        """
+        """Read what `save_pretrained` wrote, in evaluation mode on the CPU."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -209,9 +189,6 @@ def contrastive_loss(latents: tuple[Tensor, Tensor], arm: tuple[Tensor, Tensor])
     Args:
         latents: (B, E) of one late frame of each episode, and of another.
         arm: (B, H) of the robot's states at these frames.
-
-    Returns:
-        A scalar; log B where nothing tells episodes apart.
     """
     logits = -_squared_distances(*latents) - _squared_distances(*arm)
     right = torch.arange(len(logits), device=logits.device)
@@ -223,19 +200,7 @@ def train_contrastive_encoder(
     config: ContrastiveEncoderConfig | None = None,
     training: ContrastiveTraining | None = None,
 ) -> tuple[ContrastiveEncoder, list[float]]:
-    """Train encoders with several seeds and keep the one with the lowest loss on held-out episodes.
-
-    Args:
-        episodes: successes and failures alike, several of each initial state.
-        config: sizes; the defaults when None.
-        training: steps and rates; the defaults when None.
-
-    Returns:
-        The encoder in evaluation mode, and the held-out loss of each seed. Equal arguments give equal weights.
-
-    Raises:
-        UserError: no initial state has two episodes to train on and two to choose by, or a setting is out of range.
-    """
+    """Train encoders with several seeds and keep the one with the lowest loss on held-out episodes."""
     sizes, how = config or ContrastiveEncoderConfig(), training or ContrastiveTraining()
     check_fields(how, "training")
     mean, std = _state_scale(episodes)

@@ -24,8 +24,6 @@ from robotics.vla.latent_rows import RowLatent, check_frames
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ContrastiveLatent", "ContrastiveSettings"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -52,14 +50,7 @@ class ContrastiveSettings:
 
 
 class ContrastiveLatent(RowLatent):
-    """Latent of the last frame beside the first one; the arm is explained away, see `robotics.vla.contrastive`.
-
-    Args:
-        settings: a trained encoder, or how one is trained.
-
-    Raises:
-        UserError: a setting is out of range, or the encoder cannot be read.
-    """
+    """Latent of the last frame beside the first one; the arm is explained away, see `robotics.vla.contrastive`."""
 
     def __init__(self, settings: ContrastiveSettings) -> None:
         check_config(settings, "latent")

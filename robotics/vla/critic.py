@@ -26,8 +26,6 @@ from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs
 from robotics.vla.saved import read_weights, write_weights
 from robotics.vla.statistics import STATE_LIMIT, ActionStatistics, StateStatistics
 
-__all__ = ["CriticConfig", "PolicyWithCritic", "StateCritic", "critic_inputs"]
-
 CRITIC_FOLDER = "critic"
 
 
@@ -49,13 +47,7 @@ class CriticConfig:
 
 
 class StateCritic(nn.Module):
-    """Two hidden layers from the standardised inputs of `critic_inputs` to a value.
-
-    Args:
-        size: entries of an input.
-        width: of the hidden layers.
-        seed: of the weights; the global generator is not used.
-    """
+    """Two hidden layers from the standardised inputs of `critic_inputs` to a value."""
 
     mean: Tensor
     std: Tensor
@@ -110,11 +102,6 @@ class PolicyWithCritic(ActionPolicy):
     """A policy and a critic that are trained and saved together; acting needs the policy alone.
 
     A folder written by `save_pretrained` is the policy's own, which `open_policy` loads, with the critic beside it.
-
-    Args:
-        policy: acts.
-        critic: values states.
-        learning_rate_factor: the critic's learning rate over the policy's.
     """
 
     def __init__(self, policy: ActionPolicy, critic: StateCritic, learning_rate_factor: float = 1.0) -> None:

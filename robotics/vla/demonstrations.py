@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from robotics.data import EpisodeData, LeRobotReader
     from robotics.vla.statistics import ActionStatistics, StateStatistics
 
-__all__ = ["DemonstrationConfig", "Demonstrations", "Moment", "load_demonstrations"]
-
 LOGGER = logging.getLogger("mmrl")
 IMAGES_READ = 256
 """Episodes whose first image counts for the digest of the demonstrations."""
@@ -121,17 +119,7 @@ class Demonstrations:
         return content_digest([self.states, self.actions, *texts, seen])
 
     def statistics(self, unscaled: Sequence[int] = ()) -> ActionStatistics:
-        """Distribution of the actions.
-
-        Args:
-            unscaled: entries that are never scaled; negative ones count from the end.
-
-        Returns:
-            Over all control steps of all episodes.
-
-        Raises:
-            UserError: there is no such entry.
-        """
+        """Distribution of the actions."""
         from robotics.vla.statistics import ActionStatistics
 
         size = self.actions[0].shape[1]
@@ -159,16 +147,7 @@ class Demonstrations:
         return StateStatistics.from_arrays(np.concatenate(self.states))
 
     def observations(self, moments: Sequence[Moment], past: int = 0) -> PolicyInputs:
-        """Observations at some moments.
-
-        Args:
-            moments: B of them.
-            past: P, control steps before each that are observed as well; the first of the episode stands for those
-                before it.
-
-        Returns:
-            B rows.
-        """
+        """Observations at some moments."""
         present = self._present(moments)
         if not past:
             return present
@@ -196,10 +175,6 @@ class Demonstrations:
 
     def chunks(self, moments: Sequence[Moment], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Actions from some moments on.
-
-        Args:
-            moments: B of them.
-            length: K control steps.
 
         Returns:
             Actions (B, K, A), the last one repeated after the end of the episode, and a mask (B, K), 1 before the end.

@@ -13,8 +13,6 @@ from robotics.vla.saved import make_config, read_config, read_statistics, read_w
 from robotics.vla.statistics import StateStatistics
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["EncodedPolicy"]
-
 VOCABULARY_FILE = "vocabulary.json"
 
 
@@ -53,17 +51,7 @@ class EncodedPolicy(ActionPolicy):
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
-        """Load what `save_pretrained` wrote.
-
-        Args:
-            path: folder.
-
-        Returns:
-            The policy, on the CPU.
-
-        Raises:
-            UserError: the folder is not one, or is damaged.
-        """
+        """Load what `save_pretrained` wrote."""
         entries = read_config(Path(path))
         kind = entries.pop("kind", None)
         if kind != cls.kind:

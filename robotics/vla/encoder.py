@@ -25,17 +25,6 @@ from robotics.vla.policy import PolicyInputs
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
 from robotics.vla.vocabulary import PADDING, Vocabulary
 
-__all__ = [
-    "GROUPS",
-    "KEYPOINT_SHARPNESS",
-    "Block",
-    "EncoderConfig",
-    "InstructionEncoder",
-    "ObservationEncoder",
-    "StateScale",
-    "expected_places",
-]
-
 PATCHES = 4
 """Patch tokens on a side."""
 KEYPOINT_SHARPNESS = 5.0
@@ -84,11 +73,7 @@ class EncoderConfig:
 
 
 class StateScale(nn.Module):
-    """Standardises states with statistics that are saved with the weights.
-
-    Args:
-        size: S.
-    """
+    """Standardises states with statistics that are saved with the weights."""
 
     mean: Tensor
     std: Tensor
@@ -112,16 +97,7 @@ class StateScale(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """Encodes observations into the outputs of Q learned queries.
-
-    Args:
-        config: sizes.
-        vocabulary: words of the instructions.
-        queries: Q.
-
-    Raises:
-        UserError: sizes that do not fit.
-    """
+    """Encodes observations into the outputs of Q learned queries."""
 
     def __init__(self, config: EncoderConfig, vocabulary: Vocabulary, queries: int) -> None:
         super().__init__()
@@ -139,14 +115,8 @@ class ObservationEncoder(nn.Module):
     def forward(self, batch: PolicyInputs) -> Tensor:
         """Encode B rows.
 
-        Args:
-            batch: observations; inputs that the encoder was not built for are ignored.
-
         Returns:
             (B, Q, W), normalised.
-
-        Raises:
-            UserError: images or state are missing or of another size.
 
         Gradient: into all weights.
         """

@@ -10,26 +10,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError
 
-__all__ = ["ActionQueue", "TemporalEnsemble"]
-
 
 class ActionQueue:
     """Returns the first n actions of a chunk one by one; then the row needs a new chunk.
 
-        queue = ActionQueue(rows=1, chunk=8, action_size=5, n_action_steps=4)
-        while running:
-            if queue.empty([0])[0]:
-                queue.push(policy_chunks, [0])
-            environment.step(queue.pop([0])[0])
-
-    Args:
-        rows: R.
-        chunk: K.
-        action_size: D.
-        n_action_steps: n, at most K; 0 for all K.
-
-    Raises:
-        UserError: n outside 0..K.
+    queue = ActionQueue(rows=1, chunk=8, action_size=5, n_action_steps=4)
+    while running:
+        if queue.empty([0])[0]:
+            queue.push(policy_chunks, [0])
+        environment.step(queue.pop([0])[0])
     """
 
     def __init__(self, rows: int, chunk: int, action_size: int, n_action_steps: int = 0) -> None:
@@ -70,9 +59,6 @@ class ActionQueue:
 
         Returns:
             (L, D).
-
-        Raises:
-            ValueError: a row has none left.
         """
         numbers = np.asarray(rows, np.int64)
         if self.empty(numbers).any():
@@ -88,12 +74,6 @@ class TemporalEnsemble:
     The weight of the i-th oldest prediction is exp(-decay i), i = 0 for the oldest, so the oldest counts most and a
     small decay reacts slowly to new observations. The mean is no decision of the policy and has no log-probability:
     this is for evaluation only.
-
-    Args:
-        rows: R.
-        chunk: K.
-        action_size: D.
-        decay: m; 0 is the plain mean, a negative number prefers new predictions.
 
     Source: ACT, arXiv 2304.13705, section IV-B and algorithm 2; tonyzhaozh/act imitate_episodes.py (m = 0.01).
     """

@@ -34,8 +34,6 @@ from robotics.vla.policy import ActionPolicy
 from robotics.vla.replays import ReplayVideos, episode_of
 from robotics.vla.tasks import episode_id
 
-__all__ = ["PROTOCOLS", "EpisodeMeasure", "RobotEvaluationConfig", "success_table"]
-
 PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
 """How actions are chosen, and whether the policy sees its own episode."""
 
@@ -199,14 +197,7 @@ class EpisodeMeasure(Measure[EpisodeSpec]):
 
 
 def success_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Successes of each task and overall, with Wilson intervals and how the failures ended.
-
-    Args:
-        rows: lines of an episodes file.
-
-    Returns:
-        Lines of text.
-    """
+    """Successes of each task and overall, with Wilson intervals and how the failures ended."""
     names = list(dict.fromkeys(row["task"] for row in rows))
     width = max([len(name) for name in names] + [len("all tasks")])
     lines = [f"{'task':<{width}}  success  95 % interval    failures"]

@@ -12,8 +12,6 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FirstEpisode", "FirstEpisodes"]
-
 
 class FirstEpisode(NamedTuple):
     """One episode."""

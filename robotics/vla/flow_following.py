@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from robotics.sim.opening import SimConfig
     from robotics.vla.payload import EpisodePayload
 
-__all__ = ["FlowFollowing", "FlowRewardConfig", "FlowScores"]
-
 LOGGER = logging.getLogger("mmrl")
 DISTANCES = ("mean", "sum")
 VIEW_PX = 64
@@ -84,17 +82,7 @@ class FlowScores:
 
 
 class FlowFollowing:
-    """Predicts a flow for each initial state, once, and rewards episodes for following it.
-
-    Args:
-        config: where flow and tracks come from.
-        sim: the simulator's configuration.
-        tasks: names of the tasks of training.
-        seed: of the predictions.
-
-    Raises:
-        UserError: the model cannot be read, a function does not exist, or a task moves nothing.
-    """
+    """Predicts a flow for each initial state, once, and rewards episodes for following it."""
 
     def __init__(self, config: FlowRewardConfig, sim: SimConfig, tasks: Sequence[str], seed: int) -> None:
         self.config, self.seed = config, seed
@@ -110,15 +98,7 @@ class FlowFollowing:
         self._view: Callable[[EpisodeSpec], Observation] = view or self._own_view
 
     def score(self, payload: EpisodePayload, groups: Sequence[int]) -> FlowScores:
-        """Reward B episodes.
-
-        Args:
-            payload: the episodes; failed ones have no reward.
-            groups: group of each row.
-
-        Raises:
-            UserError: the simulator does not tell where the object is, and there is no tracker.
-        """
+        """Reward B episodes."""
         found = np.full((3, len(groups)), np.nan, np.float32)
         for row, group in enumerate(groups):
             clip = self.flow_of(payload.episodes[group])

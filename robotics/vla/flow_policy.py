@@ -33,8 +33,6 @@ from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["FlowActionPolicy", "FlowPolicyConfig"]
-
 REDUCTIONS = ("sum", "mean")
 PARAMETERISATIONS = ("velocity", "x0")
 FREQUENCIES = 16

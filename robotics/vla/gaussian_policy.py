@@ -43,8 +43,6 @@ from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["GaussianActionPolicy", "GaussianPolicyConfig", "score_gaussian"]
-
 STD_PER = ("action", "state")
 CLONING = ("likelihood", "error")
 FIRST_GAIN = 0.01
@@ -203,14 +201,6 @@ class GaussianActionPolicy(EncodedPolicy):
 
 def score_gaussian(actions: Tensor, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
     """Log-density and entropy of diagonal Gaussians.
-
-    Args:
-        actions: (..., D).
-        mean: (..., D).
-        log_std: (..., D), natural logarithm of the standard deviation.
-
-    Returns:
-        Log-density of the actions and entropy, each (...), summed over D, in nats.
 
     Gradient: into all three.
     """

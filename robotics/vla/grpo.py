@@ -38,8 +38,6 @@ from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 
-__all__ = ["RobotGrpoConfig", "RobotGrpoRecipe"]
-
 REWARDS = ("sparse", "dense", "flow")
 FAILURES = ("predictions", "tracks")
 

@@ -37,8 +37,6 @@ from robotics.vla.tasks import episode_id
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FORMS", "CheckOptions", "CheckedEpisode", "Score", "check_latents", "score_latent"]
-
 FORMS: dict[str, ProgressSettings] = {
     "published": ProgressSettings(preset="published"),
     "task": ProgressSettings(),
@@ -95,19 +93,7 @@ class Score(NamedTuple):
 
 
 def check_latents(recipe: SrpoRecipe, kinds: Sequence[str], options: CheckOptions) -> Iterator[tuple[str, str, Score]]:
-    """Score latents on episodes of a recipe's policy.
-
-    Args:
-        recipe: policy, simulator, initial states, sizes of a step, and objective.
-        kinds: names of `LATENTS`.
-        options: what is simulated.
-
-    Yields:
-        Kind, form and score.
-
-    Raises:
-        UserError: no such kind, or a latent that the simulator cannot serve.
-    """
+    """Score latents on episodes of a recipe's policy."""
     check_fields(options, "latent_check")
     unknown = sorted(set(kinds) - set(LATENTS))
     if unknown:
@@ -134,19 +120,7 @@ def score_latent(
     samples: int,
     options: CheckOptions,
 ) -> Score:
-    """Score a latent with one form of the reward, over simulated steps with the memory that they would have.
-
-    Args:
-        latent: ready to embed.
-        rows: episodes, at least `samples` of each initial state.
-        settings: form of the reward.
-        objective: estimates the advantages.
-        samples: episodes of an initial state in a step.
-        options: deals and their seed.
-
-    Returns:
-        Means over the steps that tell.
-    """
+    """Score a latent with one form of the reward, over simulated steps with the memory that they would have."""
     films, paths = [row.frames for row in rows], [row.path(latent) for row in rows]
     ends = latent.embed(films, paths)
     begins = latent.embed(

@@ -16,8 +16,6 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EmbeddedTrajectories", "RowLatent", "TrajectoryLatent", "check_frames", "check_path"]
-
 REASON_CHARACTERS = 200
 
 
@@ -100,10 +98,6 @@ class RowLatent(ABC):
             frames: (F_i, H, W, 3) uint8 images of each, in order; None without images.
             states: (P_i, S) float32 states of each.
             labels: their initial states.
-
-        Raises:
-            UserError: too little can be learned from these episodes.
-            TypeError: nothing of this latent is fitted.
         """
         raise TypeError(f"{type(self).__name__} is not fitted to episodes")
 
@@ -126,16 +120,7 @@ class RowLatent(ABC):
         one_by_one: bool = False,
         reuse: bool = True,
     ) -> EmbeddedTrajectories:
-        """Embed trajectories of any lengths; see `TrajectoryLatent.embed`.
-
-        Args:
-            frames: see there.
-            states: see there.
-            one_by_one: run each alone, so that what comes back from the cache is what would be computed anew, bit for
-                bit; for inputs that come back, in runs that may be resumed.
-            reuse: take latents from the cache and keep them there. Up to rounding it changes nothing, but a resumed run
-                begins with an empty cache.
-        """
+        """Embed trajectories of any lengths; see `TrajectoryLatent.embed`."""
         if len(frames) != len(states):
             raise ValueError(f"{len(frames)} trajectories of frames and {len(states)} of states")
         latents = np.full((len(frames), self.size), np.nan, np.float32)

@@ -24,35 +24,13 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice
 from robotics.vla.contrastive_latent import ContrastiveLatent, ContrastiveSettings
-from robotics.vla.latent_rows import EmbeddedTrajectories, RowLatent, TrajectoryLatent, check_frames, check_path
+from robotics.vla.latent_rows import RowLatent, check_frames, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
-from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, crop_clip, sample_indices
+from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, sample_indices
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "LATENTS",
-    "ContrastiveLatent",
-    "ContrastiveSettings",
-    "EmbeddedTrajectories",
-    "LatentConfig",
-    "ObjectLatent",
-    "ObjectSettings",
-    "PixelLatent",
-    "PixelSettings",
-    "StateLatent",
-    "StateSettings",
-    "TrajectoryLatent",
-    "VideoLatent",
-    "VideoSettings",
-    "Vjepa2Latent",
-    "Vjepa2Settings",
-    "crop_clip",
-    "make_latent",
-    "sample_indices",
-    "state_statistics",
-]
 FRAME_RATES = ("step", "chunk")
 SMALLEST_STD = 1e-6
 
@@ -170,14 +148,7 @@ class VideoLatent(RowLatent):
 
 
 class PixelLatent(RowLatent):
-    """Means over the cells of a `side` x `side` grid, 0..1: averaged over time, then those of the last frame.
-
-    Args:
-        settings: size of the grid.
-
-    Raises:
-        UserError: a setting is out of range.
-    """
+    """Means over the cells of a `side` x `side` grid, 0..1: averaged over time, then those of the last frame."""
 
     def __init__(self, settings: PixelSettings) -> None:
         check_config(settings, "latent")
@@ -194,15 +165,7 @@ class PixelLatent(RowLatent):
 
 
 class StateLatent(RowLatent):
-    """Standardised states at `points` equal shares of the episode, then the last state again.
-
-    Args:
-        settings: statistics of the states and number of points; without statistics they are fitted to the first
-            episodes.
-
-    Raises:
-        UserError: a setting is out of range.
-    """
+    """Standardised states at `points` equal shares of the episode, then the last state again."""
 
     needs_images = False
 
@@ -259,11 +222,7 @@ class StateLatent(RowLatent):
 
 
 class ObjectLatent(RowLatent):
-    """Where the object that the task acts on ends, in metres: the most that a latent of the scene could tell.
-
-    Args:
-        settings: none.
-    """
+    """Where the object that the task acts on ends, in metres: the most that a latent of the scene could tell."""
 
     needs_images = False
     looks_at = "object"

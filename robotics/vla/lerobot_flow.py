@@ -40,8 +40,6 @@ from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
 
-__all__ = ["LeRobotFlowConfig", "LeRobotFlowPolicy"]
-
 REDUCTIONS = ("sum", "mean")
 SCORED = ("chain", "actions")
 TIME_POWER, TIME_SCALE, TIME_OFFSET = 1.5, 0.999, 0.001
@@ -68,18 +66,11 @@ class LeRobotFlowConfig(LeRobotServerConfig):
 class LeRobotFlowPolicy(ActionPolicy):
     """A SmolVLA or pi0 policy of LeRobot whose action expert learns.
 
-        policy = LeRobotFlowPolicy(LeRobotFlowConfig("my-smolvla", python="lerobot-env/bin/python"))
-        choice = policy.act(batch, torch.Generator().manual_seed(0))
-        logp, _ = policy.log_probs(batch, choice.decisions)
-        logp.sum().backward()
-        policy.export("trained")  # trained/lerobot is a folder that lerobot loads
-
-    Args:
-        config: which policy, and its denoising steps.
-
-    Raises:
-        UserError: the folder is no policy with a flow head.
-        RunError: the process of the policy cannot be started.
+    policy = LeRobotFlowPolicy(LeRobotFlowConfig("my-smolvla", python="lerobot-env/bin/python"))
+    choice = policy.act(batch, torch.Generator().manual_seed(0))
+    logp, _ = policy.log_probs(batch, choice.decisions)
+    logp.sum().backward()
+    policy.export("trained")  # trained/lerobot is a folder that lerobot loads
     """
 
     by_step = False
@@ -138,12 +129,7 @@ class LeRobotFlowPolicy(ActionPolicy):
     def bc_loss(
         self, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """See `ActionPolicy.bc_loss`; the flow-matching loss with lerobot's times, over the D entries of an action.
-
-        Raises:
-            ValueError: no generator.
-            UserError: a policy that converts actions by `adapt_to_pi_aloha`.
-        """
+        """See `ActionPolicy.bc_loss`; the flow-matching loss with lerobot's times, over the D entries of an action."""
         check_demonstrations(self, batch, actions, mask)
         if generator is None:
             raise ValueError("flow matching samples times and noise; pass bc_loss a generator")

@@ -32,8 +32,6 @@ from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
 
-__all__ = ["LeRobotPolicy", "LeRobotPolicyConfig"]
-
 
 @dataclass
 class LeRobotPolicyConfig(LeRobotServerConfig):
@@ -48,16 +46,8 @@ class LeRobotPolicyConfig(LeRobotServerConfig):
 class LeRobotPolicy(ActionPolicy):
     """A frozen LeRobot policy and a learned Gaussian around its chunks.
 
-        policy = LeRobotPolicy(LeRobotPolicyConfig("my-act", python="lerobot-env/bin/python"))
-        choice = policy.act(batch, torch.Generator().manual_seed(0), greedy=True)
-
-    Args:
-        config: which policy, and the Gaussian.
-        seed: of the correction's weights; the global generator is not used.
-
-    Raises:
-        UserError: the folder is no policy that can be served.
-        RunError: the process of the policy cannot be started.
+    policy = LeRobotPolicy(LeRobotPolicyConfig("my-act", python="lerobot-env/bin/python"))
+    choice = policy.act(batch, torch.Generator().manual_seed(0), greedy=True)
     """
 
     def __init__(self, config: LeRobotPolicyConfig, seed: int = 0) -> None:
@@ -132,16 +122,8 @@ class LeRobotPolicy(ActionPolicy):
     def predict(self, batch: PolicyInputs, seed: int) -> Tensor:
         """Ask the frozen policy.
 
-        Args:
-            batch: B rows.
-            seed: of the noise of policies that draw their actions.
-
         Returns:
             (B, K, D) float32 actions in the units of its data, not clipped.
-
-        Raises:
-            UserError: the observations lack what the policy needs.
-            RunError: its process failed.
         """
         actions = self._server.ask({"seed": seed}, batch)["actions"]
         return torch.from_numpy(actions.copy()).to(self.device)

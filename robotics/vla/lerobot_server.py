@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["LeRobotServer", "LeRobotServerConfig", "ServedInputs", "ServedSizes"]
-
 LOGGER = logging.getLogger("mmrl")
 SERVICE = Path(__file__).resolve().with_name("lerobot_service.py")
 MAX_REPLY_BYTES = 4 << 30
@@ -83,16 +81,7 @@ class ServedInputs:
 
 
 class LeRobotServer:
-    """The process of a LeRobot policy; copies of a policy share it.
-
-    Args:
-        config: which policy, and how it is served.
-        service: function of `lerobot_service` that makes the service.
-
-    Raises:
-        UserError: the folder is no policy that can be served.
-        RunError: the process cannot be started.
-    """
+    """The process of a LeRobot policy; copies of a policy share it."""
 
     def __init__(self, config: LeRobotServerConfig, service: str) -> None:
         if config.action_box:
@@ -140,20 +129,7 @@ class LeRobotServer:
         batch: PolicyInputs | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> Mapping[str, np.ndarray]:
-        """Send a request and wait for its answer.
-
-        Args:
-            fields: of the request.
-            batch: observations that it is about, B rows.
-            arrays: further arrays of the request.
-
-        Returns:
-            Arrays of the answer; none where the process says that it lost its state.
-
-        Raises:
-            UserError: the observations lack what the policy needs, or the service refuses.
-            RunError: the process failed.
-        """
+        """Send a request and wait for its answer."""
         observed = {} if batch is None else self._observation(batch)
         tasks = {} if batch is None else {"tasks": list(batch.instructions)}
         request = Request({**fields, **tasks}, {**observed, **(arrays or {})})

@@ -32,16 +32,7 @@ class RefusedError(Exception):
 
 
 class LeRobotService:
-    """Answers observations with chunks of actions.
-
-    Args:
-        folder: of the policy.
-        device: torch's name of the device.
-        cameras: image features in the order of the simulator's cameras; the policy's own order when None or empty.
-
-    Raises:
-        RefusedError: the folder is no LeRobot policy, or needs an observation that a simulator here does not have.
-    """
+    """Answers observations with chunks of actions."""
 
     def __init__(self, folder: str, device: str, cameras: list[str] | None = None) -> None:
         from lerobot.configs.policies import PreTrainedConfig
@@ -186,14 +177,6 @@ class FlowService(LeRobotService):
     the weights that a velocity then still depends on, which is the action expert with its projections.
 
     Shapes: B rows, K control steps, M entries of a padded action, S denoising steps.
-
-    Args:
-        folder: of the policy.
-        device: torch's name of the device.
-        cameras: as for `LeRobotService`.
-
-    Raises:
-        RefusedError: the policy has no flow head.
 
     Source: huggingface/lerobot 0.6.1, src/lerobot/policies/common/flow_matching.py, smolvla/modeling_smolvla.py,
         pi0/modeling_pi0.py.

@@ -19,8 +19,6 @@ from robotics.vla.policy import ActionPolicy, open_policy
 if TYPE_CHECKING:
     from robotics.vla.lerobot_server import LeRobotServerConfig
 
-__all__ = ["POLICIES", "ActionPolicyConfig", "check_fit", "load_action_policy"]
-
 Served = TypeVar("Served", bound="LeRobotServerConfig")
 
 
@@ -224,15 +222,7 @@ def _users_policy(config: ActionPolicyConfig, sim: RobotSim) -> ActionPolicy:
 
 
 def check_fit(policy: ActionPolicy, sim: RobotSim) -> None:
-    """Check that a policy's inputs and actions are those of a simulator.
-
-    Args:
-        policy: the policy.
-        sim: the simulator.
-
-    Raises:
-        UserError: actions, images or states differ in size, or the policy sees another number of cameras.
-    """
+    """Check that a policy's inputs and actions are those of a simulator."""
     _check_cameras(policy, sim)
     if policy.action_size != sim.action_size:
         raise UserError(

@@ -17,8 +17,6 @@ from mmrl.errors import UserError
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.saved import read_statistics, read_weights, write_statistics, write_weights
 
-__all__ = ["ModuleAdapter"]
-
 
 class ModuleAdapter(ActionPolicy):
     """Wraps a user's module as a policy.

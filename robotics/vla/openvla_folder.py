@@ -31,8 +31,6 @@ from robotics.vla.policy import PolicyInputs
 from robotics.vla.prismatic import Prismatic, load_prismatic
 from robotics.vla.statistics import ActionStatistics, libero_gripper
 
-__all__ = ["OpenVlaConfig", "OpenVlaFolder"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ATTENTION = ("bidirectional", "causal")
 BOUNDS = {"q99": {}, "min_max": {"q01": "min", "q99": "max"}}
@@ -84,15 +82,7 @@ class OpenVlaConfig:
 
 
 class OpenVlaFolder:
-    """A folder of OpenVLA-OFT, without its weights.
-
-    Args:
-        config: which folder, and how its model is used.
-
-    Raises:
-        UserError: the folder is of no OpenVLA model or of one with a diffusion head or FiLM, or its statistics do not
-            fit.
-    """
+    """A folder of OpenVLA-OFT, without its weights."""
 
     def __init__(self, config: OpenVlaConfig) -> None:
         check_config(config)
@@ -106,14 +96,7 @@ class OpenVlaFolder:
         self._images, self._texts = _ImageScale(self.path), _tokenizer(self.path)
 
     def read_statistics(self, part: str) -> ActionStatistics:
-        """Statistics of `unnorm_key` by `bounds`.
-
-        Args:
-            part: action or proprio, the state.
-
-        Raises:
-            UserError: they are missing.
-        """
+        """Statistics of `unnorm_key` by `bounds`."""
         if part not in self._known:
             raise UserError(f"the statistics of {self._key!r} in {self.path} have no part {part!r}")
         found = self._known[part]
@@ -137,16 +120,9 @@ class OpenVlaFolder:
     def look(self, batch: PolicyInputs, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Images and instructions as the model takes them.
 
-        Args:
-            batch: B rows.
-            device: of the results.
-
         Returns:
             pixels: (B, 3 n m, H, W) in the dtype of the weights, m images as each of the n backbones takes them.
             prompts: B texts (P,) int64.
-
-        Raises:
-            UserError: there are no images, or as many as the model does not see.
         """
         if batch.images is None:
             raise UserError(f"{self.path} needs images, which the observations lack")

@@ -19,21 +19,6 @@ from torch.nn import functional
 from mmrl.errors import UserError
 from mmrl.files import expanded, replaced
 
-__all__ = [
-    "HEAD",
-    "PROJECTOR",
-    "ActionHead",
-    "StateProjector",
-    "fill_part",
-    "find_part",
-    "has_action_head",
-    "load_head",
-    "load_projector",
-    "read_part",
-    "write_part",
-    "write_tensors",
-]
-
 Part = TypeVar("Part", bound=nn.Module)
 
 HEAD, PROJECTOR = "action_head", "proprio_projector"
@@ -48,11 +33,6 @@ DIFFUSION = "noise_predictor."
 
 class ActionHead(nn.Module):
     """States of the language model to actions, by residual blocks for each control step.
-
-    Args:
-        size: D.
-        hidden: C.
-        width: W.
 
     Source: moojink/openvla-oft prismatic/models/action_heads.py, with the names of the weights there.
     """
@@ -71,10 +51,6 @@ class ActionHead(nn.Module):
 class StateProjector(nn.Module):
     """A normalised state to an embedding of the language model.
 
-    Args:
-        size: S.
-        hidden: C.
-
     Source: moojink/openvla-oft prismatic/models/projectors.py, with the names of the weights there.
     """
 
@@ -89,18 +65,7 @@ class StateProjector(nn.Module):
 
 
 def find_part(folder: Path, name: str) -> Path | None:
-    """Find the file of a part that OpenVLA-OFT keeps beside the model.
-
-    Args:
-        folder: of the model.
-        name: action_head or proprio_projector.
-
-    Returns:
-        The file `name--*_checkpoint.pt`; None where there is none.
-
-    Raises:
-        UserError: there are several.
-    """
+    """Find the file of a part that OpenVLA-OFT keeps beside the model."""
     found = sorted(folder.glob(f"{name}--*_checkpoint.pt"))
     if len(found) > 1:
         raise UserError(f"{folder} has several of {name}: {', '.join(file.name for file in found)}; keep one")
@@ -113,19 +78,7 @@ def has_action_head(folder: Path | str) -> bool:
 
 
 def load_head(file: Path, size: int, hidden: int) -> ActionHead:
-    """Load an action head.
-
-    Args:
-        file: `action_head--*_checkpoint.pt`.
-        size: D.
-        hidden: C.
-
-    Returns:
-        The head in the dtype of the file.
-
-    Raises:
-        UserError: the file is damaged, or of a diffusion head or other sizes.
-    """
+    """Load an action head."""
     weights = read_part(file)
     if any(name.startswith(DIFFUSION) for name in weights):
         raise UserError(f"{file} is a diffusion head; supported are action tokens and L1 regression")
@@ -140,19 +93,7 @@ def load_head(file: Path, size: int, hidden: int) -> ActionHead:
 
 
 def load_projector(file: Path, size: int, hidden: int) -> StateProjector:
-    """Load a projector of the state.
-
-    Args:
-        file: `proprio_projector--*_checkpoint.pt`.
-        size: S.
-        hidden: C.
-
-    Returns:
-        The projector in the dtype of the file.
-
-    Raises:
-        UserError: the file is damaged or of other sizes.
-    """
+    """Load a projector of the state."""
     weights = read_part(file)
     first = weights.get("fc1.weight")
     if first is None or first.dim() != 2:
@@ -165,20 +106,7 @@ def load_projector(file: Path, size: int, hidden: int) -> StateProjector:
 
 
 def fill_part(part: Part, weights: dict[str, Tensor], file: Path, assign: bool) -> Part:
-    """Load weights into a part.
-
-    Args:
-        part: of the same names and shapes.
-        weights: what `read_part` returned.
-        file: for the error.
-        assign: keep the dtype of the weights, not that of the part.
-
-    Returns:
-        The part.
-
-    Raises:
-        UserError: names or shapes differ.
-    """
+    """Load weights into a part."""
     try:
         part.load_state_dict(weights, assign=assign)
     except RuntimeError as error:  # other names or shapes
@@ -188,11 +116,7 @@ def fill_part(part: Part, weights: dict[str, Tensor], file: Path, assign: bool) 
 
 
 def read_part(file: Path) -> dict[str, Tensor]:
-    """Read weights by name, without the `module.` that data-parallel training puts before them.
-
-    Raises:
-        UserError: the file is missing, damaged, or holds anything but tensors by name.
-    """
+    """Read weights by name, without the `module.` that data-parallel training puts before them."""
     if not file.is_file():
         raise UserError(f"there is no file {file}")
     try:

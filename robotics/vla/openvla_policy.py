@@ -29,20 +29,12 @@ from robotics.vla.policy import ActionChoice, PolicyInputs, TokenPolicy
 from robotics.vla.prismatic import load_prismatic, save_prismatic
 from robotics.vla.saved import make_config, read_config, read_statistics, write_config
 
-__all__ = ["OpenVlaConfig", "OpenVlaPolicy"]
-
 
 class OpenVlaPolicy(TokenPolicy):
     """Image and instruction to K * D action tokens by the model of an OpenVLA-OFT folder.
 
-        policy = OpenVlaPolicy(OpenVlaConfig("openvla-oft-libero", unnorm_key="libero_10_no_noops", gripper="libero"))
-        choice = policy.act(batch, torch.Generator().manual_seed(0))
-
-    Args:
-        config: which folder, and how its model is used.
-
-    Raises:
-        UserError: the folder is no such model, or its statistics do not fit.
+    policy = OpenVlaPolicy(OpenVlaConfig("openvla-oft-libero", unnorm_key="libero_10_no_noops", gripper="libero"))
+    choice = policy.act(batch, torch.Generator().manual_seed(0))
     """
 
     def __init__(self, config: OpenVlaConfig) -> None:

@@ -52,8 +52,6 @@ from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_
 from robotics.vla.prismatic import load_prismatic, save_prismatic
 from robotics.vla.saved import make_config, read_config, read_statistics, write_config
 
-__all__ = ["OpenVlaRegressionPolicy"]
-
 LOG_STD_FILE = "log_std.pt"
 """Read by this package alone. A safetensors file would be taken for one of the model's."""
 
@@ -76,15 +74,9 @@ class ReadInputs:
 class OpenVlaRegressionPolicy(ActionPolicy):
     """The action head of an OpenVLA-OFT folder and a learned Gaussian around its actions.
 
-        config = OpenVlaConfig("openvla-7b-oft-finetuned-libero-10", num_images_in_input=2, gripper="libero")
-        policy = OpenVlaRegressionPolicy(config)
-        choice = policy.act(batch, torch.Generator().manual_seed(0), greedy=True)
-
-    Args:
-        config: which folder, and how its model is used.
-
-    Raises:
-        UserError: the folder is no such model, its statistics do not fit, or an option has no effect on it.
+    config = OpenVlaConfig("openvla-7b-oft-finetuned-libero-10", num_images_in_input=2, gripper="libero")
+    policy = OpenVlaRegressionPolicy(config)
+    choice = policy.act(batch, torch.Generator().manual_seed(0), greedy=True)
     """
 
     def __init__(self, config: OpenVlaConfig) -> None:
@@ -136,14 +128,8 @@ class OpenVlaRegressionPolicy(ActionPolicy):
     def predict(self, batch: PolicyInputs) -> Tensor:
         """Output of the head.
 
-        Args:
-            batch: B rows.
-
         Returns:
             (B, K, D) float32, normalised, the gripper as in the data.
-
-        Raises:
-            UserError: images or a state are missing, or are of another number or size.
         """
         pixels, prompts = self.folder.look(batch, self.device)
         tokens, causal = self.chunk * self.action_size, self.settings.attention == "causal"

@@ -19,8 +19,6 @@ from torch import Tensor
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from robotics.sim.episodes import EpisodeSpec
 
-__all__ = ["EpisodePayload"]
-
 
 @dataclass
 class EpisodePayload(Payload):

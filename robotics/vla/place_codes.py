@@ -10,8 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["octave_code", "octave_size"]
-
 
 def octave_code(places: Tensor, octaves: int = 4) -> Tensor:
     """Places (..., n) in -1..1 with sines and cosines of pi 2^k times them, k below `octaves`: (..., n (1 + 2 k))."""

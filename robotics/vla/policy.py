@@ -28,17 +28,6 @@ from robotics.vla.action_tokens import ActionTokenizer, draw_tokens, score_token
 from robotics.vla.saved import read_config
 from robotics.vla.statistics import ActionStatistics, StateStatistics
 
-__all__ = [
-    "INPUT_SHAPES",
-    "SAVED_POLICIES",
-    "ActionChoice",
-    "ActionPolicy",
-    "PolicyInputs",
-    "TokenPolicy",
-    "check_demonstrations",
-    "open_policy",
-]
-
 CALLABLE = ("act", "log_probs", "bc_loss")
 INPUT_SHAPES = {
     "images": "(B, H, W, 3)",
@@ -265,18 +254,6 @@ class TokenPolicy(ActionPolicy):
     """A policy whose decisions are K * D action tokens, independent given the observation.
 
     Tokens are step-major: step 0 dims 0..D-1, step 1 ... A subclass computes their logits in one pass.
-
-    Args:
-        tokenizer: bins of an action.
-        chunk: K.
-        action_size: D.
-        smoothing: share of the cloning target that is spread over all bins.
-        spread: standard deviation, on the scale of actions, of a Gaussian around the demonstrated action that replaces
-            its bin as the cloning target, so that neighbouring bins stay likely enough to be explored by reinforcement
-            learning; 0 = the bin alone.
-
-    Raises:
-        UserError: a number is out of range.
 
     Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding); HL-Gauss, arXiv 2403.03950 (Gaussian target).
     """

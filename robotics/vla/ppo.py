@@ -45,8 +45,6 @@ from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
 from robotics.vla.recipe import SCORES, RobotConfig, RobotRecipe
 
-__all__ = ["ChunkRewardConfig", "RobotPpoConfig", "RobotPpoRecipe", "chunk_rewards", "shuffled_successes"]
-
 
 def _objective() -> ObjectiveConfig:
     return ObjectiveConfig(
@@ -184,11 +182,6 @@ class RobotPpoRecipe(RobotRecipe):
 
 def chunk_rewards(payload: EpisodePayload, success: float, progress: float) -> Tensor:
     """Reward of each chunk: for solving the task, and for what it added to the environment's own reward.
-
-    Args:
-        payload: B episodes of C chunks.
-        success: weight of the task's success, which the last chunk solved.
-        progress: weight of the environment's reward after the chunk minus that after the one before.
 
     Returns:
         (B, C) float32, 0 for chunks that were not reached and for rows whose environment failed.

@@ -28,8 +28,6 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.hub.compat import ensure_torchvision
 
-__all__ = ["Prismatic", "load_prismatic", "save_prismatic"]
-
 STOP_ID = 2
 """Llama 2's </s>, which ended every row of the training data."""
 EXPECTED = ("timm_model_ids", "image_sizes", "use_fused_vision_backbone", "text_config", "pad_to_multiple_of")
@@ -43,9 +41,6 @@ class Prismatic(nn.Module):
     Args:
         entries: of the folder's config.json.
         dtype: of the weights; logits are float32 either way.
-
-    Raises:
-        UserError: timm is missing, or the folder is of another kind.
     """
 
     def __init__(self, entries: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> None:
@@ -162,18 +157,7 @@ class _Projector(nn.Module):
 
 
 def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismatic:
-    """Load the model of an OpenVLA folder; its own Python files are not run.
-
-    Args:
-        folder: with config.json and safetensors files.
-        dtype: of the weights.
-
-    Returns:
-        The model on the CPU, in evaluation mode.
-
-    Raises:
-        UserError: a file or an entry is missing, or the weights are of another model.
-    """
+    """Load the model of an OpenVLA folder; its own Python files are not run."""
     from safetensors.torch import load_file
 
     entries = read_json_object(folder / "config.json")
@@ -199,14 +183,7 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
 
 
 def save_prismatic(model: Prismatic, source: Path, folder: Path, without: Collection[str] = ()) -> None:
-    """Write a folder that OpenVLA's code loads: the weights by their names there, all other files as in `source`.
-
-    Args:
-        model: whose weights are written.
-        source: folder that it was loaded from.
-        folder: created with its parents.
-        without: names of files of `source` that are not copied, because the caller writes them.
-    """
+    """Write a folder that OpenVLA's code loads: the weights by their names there, all other files as in `source`."""
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -40,17 +40,6 @@ if TYPE_CHECKING:
 
     _Floats = NDArray[np.float64]
 
-__all__ = [
-    "NORMS",
-    "ProgressOutcome",
-    "ProgressSettings",
-    "SuccessMemory",
-    "cluster_labels",
-    "fallback_references",
-    "progress_rewards",
-    "shuffled_failures",
-]
-
 SMALLEST_RANGE = 1e-6
 MIDDLE = 0.5
 CONSTANT_ENTRY = 1e-7

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 from mmrl.fields import bounded, choice
 
-__all__ = ["EPS_MODES", "INVALID", "NORM_NAMES", "PRESETS", "REFERENCES", "ProgressForm", "ProgressSettings"]
-
 EPS_MODES = ("per_sqrt_dim", "absolute")
 INVALID = ("nan", "zero")
 REFERENCES = ("task", "initial_state")

@@ -47,8 +47,6 @@ from robotics.vla.saved import is_saved_policy
 from robotics.vla.swapped import swap_layouts
 from robotics.vla.tasks import EpisodeSetConfig, episode_id, list_episodes, own_draw
 
-__all__ = ["SCORES", "RobotConfig", "RobotRecipe", "pack_episodes"]
-
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 SCORES = ("entropy", "logp_ref")
@@ -106,16 +104,7 @@ class RobotConfig(RunConfig):
 
 
 class RobotRecipe(Recipe[ActionPolicy, Any]):
-    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's.
-
-    Args:
-        config: options of the run.
-        policy: used instead of `config.model`.
-        sim: used instead of `config.sim`.
-
-    Raises:
-        UserError: simulator, policy or tasks cannot be used.
-    """
+    """Runs, scores and evaluates episodes of a robot policy; the loss is the objective's."""
 
     config: RobotConfig
     policy: ActionPolicy
@@ -156,11 +145,7 @@ class RobotRecipe(Recipe[ActionPolicy, Any]):
         """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], generator: torch.Generator) -> Rollouts:
-        """Run G episodes from each initial state.
-
-        Raises:
-            NoUsableTasksError: every group has an episode whose environment failed; the loop tries other tasks.
-        """
+        """Run G episodes from each initial state."""
         size = self.config.trainer.samples_per_task
         each = self.config.sim.randomization.per == "episode"
         repeated = [own_draw(task, member) if each else task for task in tasks for member in range(size)]
@@ -319,9 +304,6 @@ def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level
         group: (B,) int64.
         policy: tells which decisions of a chunk were executed.
         level: token or chunk, see `RobotConfig.logp_level`.
-
-    Returns:
-        Rollouts with the log-probabilities as sampled and no reward.
     """
     payload, logp = episodes.payload, episodes.logp
     mask = policy.executed_mask(payload.steps)

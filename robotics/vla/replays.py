@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.presentation import Outcome
 
-__all__ = ["ReplayVideos", "episode_of"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -54,11 +52,7 @@ class ReplayVideos:
     """Control steps that the simulator is given at once."""
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Replay episodes and write their frames.
-
-        Args:
-            rows: of an evaluation, see `robotics.vla.evaluation`.
-        """
+        """Replay episodes and write their frames."""
         chosen = self._choose(rows)
         if not chosen or (self.sim.image_size is None and not self.size):
             return

@@ -15,17 +15,6 @@ from mmrl.files import read_json_object, replaced, write_atomically
 from mmrl.hub.saved_files import sort_header
 from robotics.vla.statistics import ActionStatistics
 
-__all__ = [
-    "is_saved_policy",
-    "make_config",
-    "read_config",
-    "read_statistics",
-    "read_weights",
-    "write_config",
-    "write_statistics",
-    "write_weights",
-]
-
 Config = TypeVar("Config")
 
 WEIGHTS_FILE = "model.safetensors"
@@ -34,15 +23,7 @@ STATISTICS_FILE = "action_statistics.json"
 
 
 def write_config(path: Path, kind: str, config: Any, statistics: ActionStatistics | None, **more: Any) -> None:
-    """Write policy.json and, where there are any, the statistics of the data.
-
-    Args:
-        path: folder, created with its parents.
-        kind: row of `robotics.vla.policy.SAVED_POLICIES`.
-        config: a dataclass of numbers, texts and further dataclasses.
-        statistics: of the data that the policy was cloned from.
-        more: further entries that JSON can hold.
-    """
+    """Write policy.json and, where there are any, the statistics of the data."""
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": kind, **dataclasses.asdict(config), **more}, indent=2)
     write_atomically(path / CONFIG_FILE, text + "\n")
@@ -63,17 +44,7 @@ def is_saved_policy(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a folder's policy.json.
-
-    Args:
-        path: folder.
-
-    Returns:
-        Its entries, "kind" among them.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """Read a folder's policy.json."""
     file = path / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"{path} is not a saved policy: it has no {CONFIG_FILE}")
@@ -112,15 +83,7 @@ def write_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_weights(module: nn.Module, path: Path) -> None:
-    """Read what `write_weights` wrote into a module of the same shape.
-
-    Args:
-        module: its weights and buffers are written to.
-        path: folder.
-
-    Raises:
-        UserError: the folder has no weights, or those of another module.
-    """
+    """Read what `write_weights` wrote into a module of the same shape."""
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 

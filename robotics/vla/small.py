@@ -22,8 +22,6 @@ from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import PolicyInputs, TokenPolicy
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["SmallVlaConfig", "SmallVlaPolicy"]
-
 QUERIES = ("step", "token")
 
 

@@ -68,8 +68,6 @@ from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import episode_id
 
-__all__ = ["SrpoConfig", "SrpoRecipe"]
-
 LOGGER = logging.getLogger("mmrl")
 
 

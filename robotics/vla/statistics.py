@@ -20,8 +20,6 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.files import is_file, read_json_object, write_atomically
 
-__all__ = ["ActionStatistics", "StateStatistics", "libero_gripper"]
-
 Values = TypeVar("Values", Tensor, NDArray[Any])
 
 RANGE_EPS = 1e-8
@@ -68,12 +66,6 @@ class ActionStatistics:
         Args:
             actions: (N, D) actions of a whole dataset.
             mask: (D,) False for entries that are not scaled; None scales all.
-
-        Returns:
-            The statistics.
-
-        Raises:
-            UserError: no actions, or some that are not finite.
         """
         values = _table(actions, "actions")
         low, high = np.quantile(values, [0.01, 0.99], axis=0)
@@ -91,12 +83,6 @@ class ActionStatistics:
             key: feature that is the action.
             mask: (D,) False for entries that are not scaled; None scales all.
 
-        Returns:
-            The statistics.
-
-        Raises:
-            UserError: the feature or one of its numbers is missing.
-
         Source: LeRobotDataset v3.0, meta/stats.json.
         """
         found = _lerobot_feature(stats, key, LEROBOT_NAMES)
@@ -108,12 +94,6 @@ class ActionStatistics:
 
         Constant entries become 0, and entries outside the mask are unchanged.
 
-        Args:
-            actions: (..., D) in the dataset's units.
-
-        Returns:
-            (..., D) in the dtype of `actions`.
-
         Source: openvla/openvla prismatic/vla/datasets/rlds/utils/data_utils.py (BOUNDS_Q99).
         """
         low, width, kept, constant = self._scales(actions)
@@ -122,12 +102,6 @@ class ActionStatistics:
 
     def unnormalise(self, actions: Values) -> Values:
         """Undo `normalise` within the quantiles, 0.5 (a + 1) (q99 - q01 + 1e-8) + q01.
-
-        Args:
-            actions: (..., D) in -1..1.
-
-        Returns:
-            (..., D) in the dataset's units and the dtype of `actions`.
 
         Source: openvla/openvla prismatic/extern/hf/modeling_prismatic.py (predict_action).
         """
@@ -194,14 +168,7 @@ class StateStatistics:
         return cls(found["mean"], found["std"])
 
     def normalise(self, states: Values) -> Values:
-        """Standardise states and clip them to 10 standard deviations.
-
-        Args:
-            states: (..., S).
-
-        Returns:
-            (..., S) in the dtype of `states`; constant entries are only shifted.
-        """
+        """Standardise states and clip them to 10 standard deviations."""
         if states.shape[-1] != self.size:
             raise ValueError(f"states have the shape {tuple(states.shape)}; the statistics have {self.size} entries")
         std = np.where(self.std > SMALLEST_STD, self.std, 1.0)
@@ -211,12 +178,6 @@ class StateStatistics:
 
 def libero_gripper(actions: Values) -> Values:
     """Convert the gripper of a policy trained on LIBERO, 1 = open, to the environment's, -1 = open.
-
-    Args:
-        actions: (..., D), the last entry in 0..1.
-
-    Returns:
-        (..., D) with the last entry -1 or 1; exactly 0.5 gives 0.
 
     Source: openvla/openvla experiments/robot/robot_utils.py (normalize_gripper_action, invert_gripper_action).
     """

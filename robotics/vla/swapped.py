@@ -18,21 +18,9 @@ from robotics.sim.episodes import EpisodeSpec
 if TYPE_CHECKING:
     from robotics.sim.episodes import RobotObservation, RobotSim
 
-__all__ = ["FirstPictures", "swap_layouts"]
-
 
 def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSpec]:
-    """Assign to each of some episodes another layout of its task, the one half the way round.
-
-    Args:
-        episodes: initial states, such as those of an evaluation.
-
-    Returns:
-        The other one by episode.
-
-    Raises:
-        UserError: a task has one layout only.
-    """
+    """Assign to each of some episodes another layout of its task, the one half the way round."""
     by_task: dict[str, list[EpisodeSpec]] = {}
     for episode in dict.fromkeys(episodes):
         by_task.setdefault(episode.task, []).append(episode)
@@ -48,16 +36,7 @@ def swap_layouts(episodes: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeSp
 
 
 class FirstPictures:
-    """First pictures of some episodes, to be shown instead of those of the episodes in the same rows.
-
-    Args:
-        sim: the simulator; its episodes are ended.
-        episodes: whose pictures.
-
-    Raises:
-        UserError: there are no images.
-        RunError: an environment did not start.
-    """
+    """First pictures of some episodes, to be shown instead of those of the episodes in the same rows."""
 
     def __init__(self, sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> None:
         begun = sim.reset(episodes)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.batch import TabletopBatch
 
-__all__ = ["build_demonstrations", "run_experts"]
-
 LOGGER = logging.getLogger("mmrl")
 FPS = 10
 DRAWS_PATH = "meta/randomization.jsonl"
@@ -66,13 +64,6 @@ def build_demonstrations(
             state, the demonstrations hold what a policy would observe. What was drawn for each episode is a line of
             `meta/randomization.jsonl`.
         views: further cameras, which the dataset has beside the camera.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: a task, arm, camera or kind of state does not exist, the folder exists already, the share is not in
-            0..1, or no episode succeeded.
     """
     from robotics.data import EpisodeWriter, robot_features
     from robotics.sim.batch import BatchSettings, TabletopBatch
@@ -152,19 +143,7 @@ def run_experts(
     seed: int = 0,
     noise_share: float = 1.0,
 ) -> list[Demonstration]:
-    """Run episodes with the experts of their tasks, a control step at a time.
-
-    Args:
-        sim: a tabletop simulator with these tasks.
-        episodes: R of them.
-        noise: standard deviation of noise on the executed actions; the recorded action is without it, so that
-            demonstrations show how to recover.
-        seed: of the noise.
-        noise_share: share of the control steps that have noise.
-
-    Returns:
-        R demonstrations.
-    """
+    """Run episodes with the experts of their tasks, a control step at a time."""
     from robotics.sim.experts import Expert
 
     experts = {task: Expert(task) for task in {episode.task for episode in episodes}}

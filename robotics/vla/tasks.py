@@ -9,8 +9,6 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.sim.episodes import EpisodeSpec
 
-__all__ = ["EpisodeSetConfig", "episode_id", "list_episodes", "own_draw", "task_of_id"]
-
 SPLITS = ("train", "held_out", "all")
 
 

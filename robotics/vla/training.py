@@ -15,8 +15,6 @@ from robotics.vla.policy import ActionPolicy
 if TYPE_CHECKING:
     from robotics.vla.recipe import RobotConfig
 
-__all__ = ["train_robot"]
-
 
 def train_robot(
     config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None, *, resume: bool = False

@@ -42,17 +42,6 @@ from mmrl.files import read_json_object, replaced, write_atomically
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "POOLINGS",
-    "VideoEncoder",
-    "VideoEncoderConfig",
-    "VideoTraining",
-    "build_video_encoder",
-    "fit_frames",
-    "look_up_pooling",
-    "train_video_encoder",
-]
-
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 KIND = "mmrl_video_encoder"
@@ -255,21 +244,7 @@ def train_video_encoder(
 
 
 def build_video_encoder(path: str, *, data: str, camera: str = "front", max_episodes: int = 0, **training: Any) -> Path:
-    """Build function for configurations: train an encoder on the images of a dataset and save it.
-
-    Args:
-        path: folder to write.
-        data: folder of a LeRobotDataset; episodes count whether they succeeded or not.
-        camera: whose images.
-        max_episodes: episodes at most, the first ones; 0 = all.
-        training: fields of `VideoTraining`.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: no such dataset or camera, or a setting out of range.
-    """
+    """Build function for configurations: train an encoder on the images of a dataset and save it."""
     from robotics.data import LeRobotReader
 
     reader = LeRobotReader(data)

@@ -20,8 +20,6 @@ from robotics.vla.latent_rows import RowLatent, check_frames, check_path
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Vjepa2Latent", "Vjepa2Settings", "crop_clip", "sample_indices"]
-
 PADS = ("cycle", "edge")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -54,12 +52,6 @@ class Vjepa2Latent(RowLatent):
     Frames are taken evenly from the whole episode, as many as the model was trained on, resized to a short side of
     256/224 of the model's image (438 for 384), cropped in the middle and standardised with ImageNet's statistics.
 
-    Args:
-        settings: path of the model and how it runs.
-
-    Raises:
-        UserError: a setting is out of range, or the model cannot be read.
-
     Source: V-JEPA 2, arXiv 2506.09985; sii-research/siiRL siirl/utils/embodied/video_emb.py. There the resized pixels
         are rounded to whole numbers, here they are not.
     """
@@ -88,17 +80,6 @@ class Vjepa2Latent(RowLatent):
 
 def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.int64]:
     """Which frames of a trajectory make a clip.
-
-    Args:
-        count: frames of the trajectory, at least 1.
-        wanted: frames of the clip.
-        pad: for fewer than wanted: "cycle" begins again with the first, "edge" repeats the last.
-
-    Returns:
-        (wanted,) from 0: evenly spaced and rounded down where there are enough.
-
-    Raises:
-        ValueError: no frame, or no such pad.
 
     Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (cycle).
     """

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from mmrl.vlm.payload import Prompt
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["VlmActionConfig", "VlmActionPolicy", "load_vlm_policy"]
-
 PLACEHOLDERS = ("zero", "learned")
 VLM_FOLDER = "vlm"
 
@@ -227,22 +225,7 @@ def load_vlm_policy(
     read_state: bool = True,
     **head: Any,
 ) -> VlmActionPolicy:
-    """Put an action head on a vision-language model, from the entries of a configuration file.
-
-    Args:
-        model: fields of `mmrl.vlm.model_config.ModelConfig`, path among them.
-        action_size: D.
-        chunk: K.
-        state_size: entries of the simulator's state.
-        read_state: whether the policy has the state as an input.
-        head: further fields of `VlmActionConfig`.
-
-    Returns:
-        The policy, on the CPU.
-
-    Raises:
-        UserError: an unknown field, or a model that cannot be used.
-    """
+    """Put an action head on a vision-language model, from the entries of a configuration file."""
     fields = {"action_size": action_size, "chunk": chunk, "state_size": state_size if read_state else None, **head}
     config = make_config(VlmActionConfig, fields, "model.options")
     return VlmActionPolicy.from_model(_model_config(model, "model.options.model"), config)

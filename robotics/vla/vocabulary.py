@@ -15,18 +15,12 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 
-__all__ = ["Vocabulary"]
-
 WORD = re.compile(r"[a-z0-9]+")
 PADDING, UNKNOWN = 0, 1
 
 
 class Vocabulary:
-    """A list of words; each word's number is its place, after padding 0 and unknown 1.
-
-    Args:
-        words: distinct, in order.
-    """
+    """A list of words; each word's number is its place, after padding 0 and unknown 1."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -46,15 +40,8 @@ class Vocabulary:
     def encode(self, texts: Sequence[str], length: int) -> Tensor:
         """Return the words of texts, lower-cased and without punctuation.
 
-        Args:
-            texts: N texts.
-            length: largest number of words of a text.
-
         Returns:
             (N, length) int64, padded on the right with 0. A text without words is one unknown word.
-
-        Raises:
-            UserError: a text has more words.
         """
         numbers = torch.full((len(texts), length), PADDING)
         for row, text in enumerate(texts):

@@ -13,12 +13,12 @@ from robotics.vla.latents import (
     VideoSettings,
     Vjepa2Latent,
     Vjepa2Settings,
-    crop_clip,
     make_latent,
     sample_indices,
     state_statistics,
 )
 from robotics.vla.video_encoder import VideoEncoder, VideoEncoderConfig
+from robotics.vla.vjepa2 import crop_clip
 
 NO_STATES = np.zeros((1, 2), np.float32)
 

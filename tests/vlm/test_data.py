@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.vlm.data import TASK_ERRORS, DataConfig, TaskError, VlmTask, load_tasks
+from mmrl.vlm.data import DataConfig, TaskError, VlmTask, load_tasks
+from mmrl.vlm.task import TASK_ERRORS
 from mmrl.vlm.video_input import VideoOptions
 
 

@@ -12,8 +12,6 @@ from mmrl.agents.gym_env import GymEnvironment
 from mmrl.agents.worlds.grid import PictureGrid
 from mmrl.agents.worlds.layouts import MOVES
 
-__all__ = ["build_experts"]
-
 
 def build_experts(
     path: str | Path,
@@ -27,19 +25,7 @@ def build_experts(
 ) -> Path:
     """Record episodes of the grid's expert.
 
-        digirl: {path: runs/grid-experts, build: "mmrl.agents.worlds.demonstrations:build_experts"}
-
-    Args:
-        path: folder to write; see `write_episodes`.
-        count: episodes, each with a grid of its own.
-        first_seed: of the first grid; training and evaluation should have others.
-        mistakes: share of the moves that are random.
-        names: of the tasks, taken in turn, in a grid with winds.
-        format: of the answers; key of `mmrl.agents.actions.FORMATS`.
-        grid: options of `PictureGrid`.
-
-    Returns:
-        The folder.
+    digirl: {path: runs/grid-experts, build: "mmrl.agents.worlds.demonstrations:build_experts"}
     """
     env = CarelessExpert(GymEnvironment(PictureGrid(**grid)), list(MOVES), mistakes, random.Random(first_seed))
     tasks = [{"name": name} for name in names] or [{}]

@@ -31,8 +31,6 @@ from mmrl.agents.worlds.layouts import (
 )
 from mmrl.errors import UserError
 
-__all__ = ["PictureGrid"]
-
 MISSION = "Go to the green square."
 MISSION_WITH_KEY = "Fetch the yellow key, then go to the green square."
 WINDY = " It is windy."

@@ -10,19 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "MOVES",
-    "Cell",
-    "GridLayout",
-    "GridState",
-    "LayoutRules",
-    "draw_layout",
-    "first_state",
-    "move",
-    "reached",
-    "shortest_path",
-]
-
 TRIES = 5000
 """Layouts that are drawn before the rules are found to be impossible."""
 
@@ -98,15 +85,7 @@ def first_state(layout: GridLayout) -> GridState:
 
 
 def shortest_path(layout: GridLayout, state: GridState | None = None) -> list[str] | None:
-    """The fewest moves to the goal, by way of the key where there is one.
-
-    Args:
-        layout: of the world.
-        state: where to begin; the layout's start when None.
-
-    Returns:
-        Names of the moves; None where the goal cannot be reached.
-    """
+    """The fewest moves to the goal, by way of the key where there is one."""
     begin = first_state(layout) if state is None else state
     came_from: dict[GridState, tuple[GridState, str] | None] = {begin: None}
     queue = deque([begin])
@@ -123,15 +102,7 @@ def shortest_path(layout: GridLayout, state: GridState | None = None) -> list[st
 
 
 def draw_layout(rules: LayoutRules, generator: np.random.Generator) -> GridLayout | None:
-    """Draw a layout whose shortest way is as long as the rules ask for.
-
-    Args:
-        rules: of the world.
-        generator: of random numbers.
-
-    Returns:
-        The layout; None where none of `TRIES` fits.
-    """
+    """Draw a layout whose shortest way is as long as the rules ask for."""
     for _ in range(TRIES):
         cells = [Cell(*divmod(int(place), rules.size)) for place in generator.permutation(rules.size**2)]
         start, goal, key, *walls = cells[: 3 + rules.walls]

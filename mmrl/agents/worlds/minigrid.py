@@ -13,8 +13,6 @@ from typing import Any
 from mmrl.agents.gym_env import GymEnvironment
 from mmrl.errors import UserError
 
-__all__ = ["make"]
-
 
 def make(
     id: str, *, full_view: bool = True, tile_size: int = 28, max_steps: int | None = None, direction: bool = False

@@ -8,8 +8,6 @@ from typing import Any
 from mmrl.agents.worlds.grid import MISSION, MISSION_WITH_KEY
 from mmrl.agents.worlds.layouts import MOVES
 
-__all__ = ["build_model"]
-
 
 def build_model(path: str | Path, **options: Any) -> Path:
     """Build a tiny random Qwen model that writes a move of `PictureGrid` in three tokens.

@@ -16,21 +16,6 @@ from mmrl.core.groups import group_center, group_count, group_std, masked_whiten
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 
-__all__ = [
-    "Advantage",
-    "GroupMean",
-    "GroupMeanBatchStd",
-    "GroupMeanGlobalStd",
-    "GroupMeanStd",
-    "GroupOutcomeStd",
-    "LeaveOneOut",
-    "group_mean",
-    "group_mean_global_std",
-    "group_mean_std",
-    "group_outcome_std",
-    "leave_one_out",
-]
-
 SINGLETONS = ("zero", "keep")
 
 

@@ -17,8 +17,6 @@ from mmrl.core.aggregation import (
 from mmrl.core.blocks.block import Block
 from mmrl.fields import bounded
 
-__all__ = ["AGGREGATIONS", "Aggregation", "FixedLength", "SequenceMean", "SequenceSum", "TokenMean", "TurnMean"]
-
 
 @dataclass(frozen=True)
 class Aggregation(Block):

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 from mmrl.core.checks import unknown_name
 from mmrl.fields import bounds_of, field_problems
 
-__all__ = ["Block", "changed"]
-
 BlockT = TypeVar("BlockT", bound="Block")
 
 
@@ -56,21 +54,7 @@ class Block:
 def changed(
     base: BlockT | None, changes: Mapping[str, Any], table: Mapping[str, type[BlockT]], where: str
 ) -> BlockT | None:
-    """Change numbers of a block, or exchange it for one of another kind.
-
-    Args:
-        base: The block as it is; None where the objective has none.
-        changes: New numbers; "kind" names another block, which keeps the numbers of the old one that it has too, or is
-            "none" for no block where that is possible.
-        table: Kinds to classes.
-        where: Key of the block, for messages.
-
-    Returns:
-        The block, or None.
-
-    Raises:
-        ValueError: Unknown kind or option (the message lists those that exist), or a value of the wrong type.
-    """
+    """Change numbers of a block, or exchange it for one of another kind."""
     if not changes:
         return base
     options = dict(changes)

@@ -15,18 +15,6 @@ from mmrl.core.blocks.ratio import Ratio, TokenRatio
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 
-__all__ = [
-    "Bgpo",
-    "Cispo",
-    "Clip",
-    "GspoClip",
-    "PolicyGradient",
-    "PpoClip",
-    "Unclipped",
-    "clipped_loss",
-    "policy_loss",
-]
-
 Loss = tuple[Tensor, dict[str, Tensor]]
 """The loss (B, T), to be minimised, and (B, T) indicators to be averaged over the mask, by metric name."""
 

@@ -12,8 +12,6 @@ from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 
-__all__ = ["CriticAdvantage", "Gae", "TurnGae", "WhitenedReturns"]
-
 TRUNCATIONS = {
     "bootstrap": "bootstrapped at time limits",
     "mask": "no advantage at time limits",

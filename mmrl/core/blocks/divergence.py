@@ -16,21 +16,6 @@ from mmrl.core.regularizers import entropy_sampled, k1, k1p, k2, k3, k3p
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 
-__all__ = [
-    "DIVERGENCES",
-    "ENTROPIES",
-    "K1",
-    "K2",
-    "K3",
-    "Divergence",
-    "Entropy",
-    "ExactKl",
-    "FullEntropy",
-    "K1StraightThrough",
-    "K3StraightThrough",
-    "SampledEntropy",
-]
-
 
 @dataclass(frozen=True)
 class Divergence(Block):

@@ -14,8 +14,6 @@ from mmrl.core.filters import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 
-__all__ = ["FILTERS", "DropGroups", "GroupFilter", "KeepAll", "ResampleGroups"]
-
 
 @dataclass(frozen=True)
 class GroupFilter(Block):

@@ -17,27 +17,6 @@ from mmrl.core.blocks.block import Block
 from mmrl.core.pairs import Pairs
 from mmrl.fields import bounded, choice
 
-__all__ = [
-    "LIKELIHOODS",
-    "PAIR_LOSSES",
-    "PAIR_SCORES",
-    "PREFERENCE_BLOCKS",
-    "ChosenLikelihood",
-    "DecisionScore",
-    "HingePair",
-    "IpoPair",
-    "MeanScore",
-    "NoPairLoss",
-    "PairLoss",
-    "PairScore",
-    "RefuelPair",
-    "RobustPair",
-    "SigmoidPair",
-    "SppoHardPair",
-    "SppoPair",
-    "SumScore",
-]
-
 MARGIN = "h"
 
 
@@ -49,9 +28,6 @@ class PairLoss(Block):
 
     def __call__(self, pairs: Pairs) -> Tensor:
         """Loss of each pair.
-
-        Args:
-            pairs: M pairs.
 
         Returns:
             (M,), to be minimised.

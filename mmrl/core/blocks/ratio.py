@@ -19,16 +19,6 @@ from mmrl.core.blocks.advantage import Advantage
 from mmrl.core.blocks.block import Block
 from mmrl.fields import bounded
 
-__all__ = [
-    "LOG_RATIO_LIMIT",
-    "RATIOS",
-    "Ratio",
-    "SequenceFullRatio",
-    "SequenceProductRatio",
-    "SequenceRatio",
-    "TokenRatio",
-]
-
 LOG_RATIO_LIMIT = 20.0
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 

@@ -14,8 +14,6 @@ from mmrl.core.groups import group_count, group_sum
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 
-__all__ = ["GroupRegression", "group_deviations"]
-
 
 def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
     """Distance of each row to the mean of its group, and the standard deviation of the group.

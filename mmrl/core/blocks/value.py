@@ -10,8 +10,6 @@ from torch import Tensor
 from mmrl.core.blocks.block import Block
 from mmrl.fields import bounded
 
-__all__ = ["VALUES", "SeparateCritic", "ValueLoss", "value_loss"]
-
 
 def value_loss(
     values: Tensor, values_old: Tensor, returns: Tensor, clip: float | None = None, *, halved: bool = True

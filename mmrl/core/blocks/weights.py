@@ -16,8 +16,6 @@ from mmrl.core.returns import turn_means
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice
 
-__all__ = ["SCALINGS", "AdvantageScaling"]
-
 
 @dataclass(frozen=True)
 class AdvantageScaling(Block):

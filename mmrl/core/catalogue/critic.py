@@ -14,8 +14,6 @@ from mmrl.core.blocks import (
 )
 from mmrl.core.objective import Objective
 
-__all__ = ["ROWS"]
-
 ROWS = (
     Objective(
         "ppo",

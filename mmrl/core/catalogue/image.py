@@ -3,8 +3,6 @@
 from mmrl.core.blocks import AdvantageScaling, ExactKl, GroupMeanGlobalStd, GroupMeanStd, PpoClip, TokenMean
 from mmrl.core.objective import Objective
 
-__all__ = ["ROWS"]
-
 ROWS = (
     Objective(
         "flow_grpo",

@@ -14,8 +14,6 @@ from mmrl.core.blocks.preference import (
 )
 from mmrl.core.preference import PreferenceObjective
 
-__all__ = ["ROWS"]
-
 ROWS = (
     PreferenceObjective(
         "dpo",

@@ -3,6 +3,4 @@
 from mmrl.core.blocks import GroupMeanStd, PolicyGradient, TokenMean
 from mmrl.core.objective import Objective
 
-__all__ = ["ROWS"]
-
 ROWS = (Objective("sft", GroupMeanStd(), PolicyGradient(), TokenMean(), citation="maximum likelihood"),)

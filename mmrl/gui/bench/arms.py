@@ -13,8 +13,6 @@ from mmrl.bench.measure import Stopwatch, repeat
 from mmrl.gui.browser import Browser
 from mmrl.workers.family import descendants
 
-__all__ = ["miniwob_arm", "pages_arm", "tasks_arm"]
-
 
 def pages_arm(arm: dict[str, Any]) -> dict[str, Any]:
     """Draw screens: the same seeds each time."""

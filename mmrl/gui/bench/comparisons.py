@@ -14,8 +14,6 @@ from mmrl.bench.harness import Arm, BenchOptions, comparison, ratio, run_arms
 from mmrl.gui.bench.long_run import long_run
 from mmrl.gui.chromium import require_chromium
 
-__all__ = ["NAMES", "compare"]
-
 ARMS = "mmrl.gui.bench.arms"
 FULL: dict[str, Any] = {"pages": 24, "episodes": 4}
 QUICK: dict[str, Any] = {"pages": 2, "episodes": 1}

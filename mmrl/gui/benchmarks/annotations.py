@@ -11,8 +11,6 @@ from typing import Any
 from mmrl.gui.coords import Box, Size
 from mmrl.gui.samples import Polygon, Refusal, Target
 
-__all__ = ["Annotation", "BoxForm", "RowError", "make_target", "read_box", "read_numbers", "read_size", "read_text"]
-
 
 class RowError(Exception):
     """A row that does not have the benchmark's format; the message says what was found and what was expected."""
@@ -68,13 +66,7 @@ class Annotation:
 
 
 def make_target(annotation: Annotation, original_wh: Size) -> Target:
-    """The place of an annotation in pixels of the stored image.
-
-    Args:
-        annotation: a checked row.
-        original_wh: (width, height) of the stored image; where the annotated size is another one, the target is scaled
-            by the ratio of the two, as the official scripts do by dividing by the annotated size.
-    """
+    """The place of an annotation in pixels of the stored image."""
     if isinstance(annotation.target, Refusal):
         return annotation.target
     relative = annotation.form is not None and annotation.form.is_relative
@@ -108,11 +100,7 @@ def read_text(cells: Mapping[str, Any], name: str) -> str:
 
 
 def read_box(cells: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    """A column with the four numbers of a box.
-
-    Raises:
-        RowError: they are not four finite numbers.
-    """
+    """A column with the four numbers of a box."""
     numbers = read_numbers(cells, name)
     if len(numbers) != 4:
         raise RowError(f"{name} has {len(numbers)} numbers; expected 4")
@@ -120,11 +108,7 @@ def read_box(cells: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 
 def read_numbers(cells: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    """A column with a list of finite numbers.
-
-    Raises:
-        RowError: it is missing, no list, or holds something else.
-    """
+    """A column with a list of finite numbers."""
     value = _cell(cells, name)
     if not isinstance(value, list | tuple):
         raise RowError(f"{name} is {_shown(value)}; expected a list of numbers")
@@ -135,11 +119,7 @@ def read_numbers(cells: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 
 def read_size(cells: Mapping[str, Any], name: str) -> Size | None:
-    """A column with width and height; None where the row has no such column.
-
-    Raises:
-        RowError: it is not two positive whole numbers.
-    """
+    """A column with width and height; None where the row has no such column."""
     if cells.get(name) is None:
         return None
     numbers = read_numbers(cells, name)

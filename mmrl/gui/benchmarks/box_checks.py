@@ -10,8 +10,6 @@ from mmrl.gui.benchmarks.annotations import Annotation, BoxForm, corners
 from mmrl.gui.coords import Size
 from mmrl.gui.samples import Refusal
 
-__all__ = ["Convention", "box_problem", "fit_convention"]
-
 ENOUGH = 0.995
 """Share of the boxes that must have an area and lie in their image under the declared convention."""
 OTHER = {
@@ -65,12 +63,7 @@ class Convention:
 
 
 def box_problem(annotation: Annotation, size: Size) -> str | None:
-    """Why a target looks wrong; None where it does not.
-
-    Args:
-        annotation: a row.
-        size: (width, height) that its numbers refer to.
-    """
+    """Why a target looks wrong; None where it does not."""
     if isinstance(annotation.target, Refusal):
         return None
     if annotation.form is None:
@@ -88,15 +81,7 @@ def box_problem(annotation: Annotation, size: Size) -> str | None:
 
 
 def fit_convention(declared: BoxForm, boxes: Sequence[tuple[Annotation, Size]]) -> Convention | None:
-    """Count how many boxes fit the declared meaning of their numbers and how many the other one.
-
-    Args:
-        declared: meaning of the benchmark's boxes.
-        boxes: rows with a box, each with the (width, height) that its numbers refer to.
-
-    Returns:
-        The counts; None without boxes.
-    """
+    """Count how many boxes fit the declared meaning of their numbers and how many the other one."""
     if not boxes:
         return None
     # a row may be in pixels where the benchmark's boxes are fractions (MMBench-GUI): it is tested as it says itself

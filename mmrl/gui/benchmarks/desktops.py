@@ -20,8 +20,6 @@ from mmrl.gui.benchmarks.annotations import (
 from mmrl.gui.benchmarks.layout import Cells, RowContext
 from mmrl.gui.samples import Refusal
 
-__all__ = ["osworld_g_categories", "read_i2e", "read_mmbench_gui", "read_osworld_g", "read_ui_vision"]
-
 
 def read_mmbench_gui(cells: Cells, context: RowContext) -> Annotation:
     """A row of L2_annotations.json.
@@ -94,11 +92,7 @@ def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
 
 
 def osworld_g_categories(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Abilities of each sample by classification_result.json; empty where the file is not there.
-
-    Raises:
-        UserError: the file is no JSON object.
-    """
+    """Abilities of each sample by classification_result.json; empty where the file is not there."""
     file = folder / "classification_result.json"
     if not is_file(file):
         return {}

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mmrl.vlm.policy import VlmPolicy
     from mmrl.vlm.sampling import SamplerConfig
 
-__all__ = ["GroundingEvaluationOptions", "GroundingMeasure", "GroundingTask"]
-
 LOGGER = logging.getLogger("mmrl")
 ENOUGH_POINTS = 20
 MUCH_OUTSIDE = 0.3

@@ -17,8 +17,6 @@ from mmrl.hub.tables import Row, read_rows
 if TYPE_CHECKING:
     from mmrl.gui.coords import Size
 
-__all__ = ["BenchmarkFiles", "ImageFolder", "locate", "read_annotations"]
-
 LANGUAGES = ("en", "cn")
 DEPTH = 3
 """Folders above a single annotation file in which its images are looked for."""
@@ -39,16 +37,7 @@ class BenchmarkFiles:
 
 
 def locate(benchmark: Benchmark, path: str, images: str | None = None) -> BenchmarkFiles:
-    """Find the annotation files and image folders of a copy.
-
-    Args:
-        benchmark: which one.
-        path: folder of the copy, or one annotation file.
-        images: folder of the images, where it is not the published one.
-
-    Raises:
-        UserError: nothing of the benchmark is there; the message says what was looked for.
-    """
+    """Find the annotation files and image folders of a copy."""
     place = expanded(path)
     if images is not None and not expanded(images).is_dir():
         raise UserError(f"{benchmark.title}: the image folder {images} does not exist")
@@ -63,18 +52,7 @@ def locate(benchmark: Benchmark, path: str, images: str | None = None) -> Benchm
 
 
 def read_annotations(found: BenchmarkFiles, language: str = "en") -> Iterator[Annotation | tuple[str, str]]:
-    """Read all rows of a copy.
-
-    Args:
-        found: its files.
-        language: of the instructions, for benchmarks that have several.
-
-    Yields:
-        Each row as an annotation, or its place and what is wrong with it.
-
-    Raises:
-        UserError: a file as a whole cannot be read.
-    """
+    """Read all rows of a copy."""
     for file in found.files:
         for number, row in enumerate(read_rows(str(file), "test", None), start=1):
             context = RowContext(file, number, row.place, found.layout.form, language, found.companion)
@@ -91,22 +69,14 @@ def _read(layout: Layout, row: Row, context: RowContext) -> Annotation | tuple[s
 
 
 class ImageFolder:
-    """The images of a copy, by the paths that its rows name.
-
-    Args:
-        roots: folders that the paths may start from.
-    """
+    """The images of a copy, by the paths that its rows name."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
         self._sizes: dict[Path, Size] = {}
 
     def resolve(self, image: Any) -> Any:
-        """The file that a row names, or the image that it holds.
-
-        Raises:
-            RowError: there is no such file.
-        """
+        """The file that a row names, or the image that it holds."""
         if not isinstance(image, str):
             return image
         for root in self.roots:
@@ -116,11 +86,7 @@ class ImageFolder:
         raise RowError(f"there is no image {image} in {looked or 'any folder'}")
 
     def size(self, image: Any) -> Size:
-        """(width, height) of an image as `resolve` returned it, from its header alone where it is a file.
-
-        Raises:
-            RowError: it cannot be read.
-        """
+        """(width, height) of an image as `resolve` returned it, from its header alone where it is a file."""
         if isinstance(image, Path) and image in self._sizes:
             return self._sizes[image]
         size = _size(image)

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from mmrl.gui.benchmarks.annotations import Annotation, BoxForm
 
-__all__ = ["Benchmark", "Cells", "Layout", "RowContext"]
-
 Cells: TypeAlias = Mapping[str, Any]
 
 

@@ -17,8 +17,6 @@ from mmrl.gui.benchmarks.table import find_benchmark
 from mmrl.gui.coords import Size
 from mmrl.gui.samples import GroundingSample
 
-__all__ = ["BenchmarkConfig", "load_benchmark"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -48,19 +46,7 @@ class _Loading:
 
 
 def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
-    """Read a benchmark.
-
-    Args:
-        config: which one and where.
-
-    Returns:
-        Its samples in the published order. `meta` holds "id", "place", "groups", the values of each column that results
-        are broken down by, and "suspicious", why the box looks wrong.
-
-    Raises:
-        UserError: nothing of the benchmark is there, or a row has another format: leaving it out would change the
-            benchmark.
-    """
+    """Read a benchmark."""
     benchmark = find_benchmark(config.benchmark)
     found = locate(benchmark, config.path, config.images)
     loading = _Loading(ImageFolder(found.image_roots))

@@ -13,8 +13,6 @@ from mmrl.gui.coords import CoordinateSpace, Point
 from mmrl.gui.samples import GroundingSample
 from mmrl.training.record.statistics import wilson_interval
 
-__all__ = ["Scored", "Share", "Table", "TableRow", "mean_of_shares", "score_answer", "tabulate"]
-
 
 @dataclass(frozen=True)
 class Scored:
@@ -89,11 +87,6 @@ def score_answer(parsed: ParsedAnswer, sample: GroundingSample, space: Coordinat
 
     A point outside the image is a miss; nothing is clipped, which would reward answers at the border. A refusal, all
     coordinates negative, is right only where nothing is to be found.
-
-    Args:
-        parsed: the model's points in its own space.
-        sample: with `model_wh` set where the space is abs_resized.
-        space: what the model's numbers mean; never guessed from their size.
     """
     groups = sample.meta.get("groups", {})
     points = _points(parsed, sample, space) if parsed.ok else None
@@ -104,12 +97,7 @@ def score_answer(parsed: ParsedAnswer, sample: GroundingSample, space: Coordinat
 
 
 def tabulate(benchmark: Benchmark, scored: Sequence[Scored]) -> Table:
-    """Results of a benchmark by the columns of its tables.
-
-    Args:
-        benchmark: says which columns, and over which cells its published average is a plain mean.
-        scored: one for each sample.
-    """
+    """Results of a benchmark by the columns of its tables."""
     keys: list[tuple[str, ...]] = [(), *((column,) for column in benchmark.columns), *benchmark.crosses]
     keys += [(column,) for column in benchmark.details]
     rows = [row for key in keys for row in _rows(key, scored)]

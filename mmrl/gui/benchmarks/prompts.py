@@ -20,8 +20,6 @@ from mmrl.gui.samples import GroundingSample, Refusal
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["PRESETS", "PromptConfig", "PromptPreset", "begin_answer", "question"]
-
 OF_THE_RUN = "run"
 
 
@@ -82,11 +80,7 @@ class PromptConfig:
 
 
 def preset_of_run(model_path: str) -> PromptPreset:
-    """The question that a run was trained with, out of its config.yaml.
-
-    Raises:
-        UserError: the folder holds no run, or one that was not trained on screens.
-    """
+    """The question that a run was trained with, out of its config.yaml."""
     from omegaconf import OmegaConf
 
     file = Path(model_path).expanduser() / "config.yaml"
@@ -139,12 +133,7 @@ def asks_refusals(samples: list[GroundingSample]) -> bool:
 
 
 def begin_answer(prompt: Prompt, tokens: list[int]) -> Prompt:
-    """A prompt whose answer already has its first tokens.
-
-    Args:
-        prompt: up to the start of the assistant's turn.
-        tokens: the answer's first tokens.
-    """
+    """A prompt whose answer already has its first tokens."""
     if not tokens:
         return prompt
     ids = torch.tensor(tokens, dtype=prompt.input_ids.dtype)

@@ -35,8 +35,6 @@ from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampling import SamplerConfig
 
-__all__ = ["GroundingEvaluation", "GroundingEvaluationConfig"]
-
 LOGGER = logging.getLogger("mmrl")
 VISUAL_TOKENS = 5600
 NEW_TOKENS = 1024
@@ -108,14 +106,7 @@ class GroundingEvaluationConfig:
 
 
 class GroundingEvaluation:
-    """What `mmrl evaluate` needs of a recipe.
-
-    Args:
-        config: model, prompt and benchmarks.
-
-    Raises:
-        UserError: a benchmark's copy or the model cannot be used.
-    """
+    """What `mmrl evaluate` needs of a recipe."""
 
     def __init__(self, config: GroundingEvaluationConfig) -> None:
         self.config = config

@@ -14,8 +14,6 @@ from mmrl.gui.benchmarks.metrics import Share, Table, TableRow
 from mmrl.training.loop.breakdown import part_metric
 from mmrl.training.record.jsonlines import finite_or_none
 
-__all__ = ["metrics_of", "results_markdown", "write_results"]
-
 LONGEST_TEXT = 200
 
 
@@ -41,9 +39,6 @@ def write_results(folder: Path, split: str, benchmark: Benchmark, table: Table, 
         benchmark: which one it is.
         table: its results.
         setting: what the numbers depend on: model, prompt, coordinate space, pixel budget and so on.
-
-    Returns:
-        The Markdown file.
     """
     content = {
         "benchmark": benchmark.name,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from mmrl.gui.benchmarks.annotations import Annotation, RowError, read_box, read_size, read_text
 from mmrl.gui.benchmarks.layout import Cells, RowContext
 
-__all__ = ["read_screenspot", "read_screenspot_parquet", "read_screenspot_pro"]
-
 
 def read_screenspot(cells: Cells, context: RowContext) -> Annotation:
     """A row of screenspot_{mobile,desktop,web}.json or its _v2 form; the file says the platform.

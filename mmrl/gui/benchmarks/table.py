@@ -18,15 +18,9 @@ from mmrl.gui.benchmarks.desktops import (
 from mmrl.gui.benchmarks.layout import Benchmark, Layout
 from mmrl.gui.benchmarks.screenspot import read_screenspot, read_screenspot_parquet, read_screenspot_pro
 
-__all__ = ["BENCHMARKS", "find_benchmark", "recognise"]
-
 
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark of that name.
-
-    Raises:
-        UserError: there is none; the message lists them.
-    """
+    """The benchmark of that name."""
     if name in BENCHMARKS:
         return BENCHMARKS[name]
     close = difflib.get_close_matches(name, BENCHMARKS, n=1)
@@ -35,11 +29,7 @@ def find_benchmark(name: str) -> Benchmark:
 
 
 def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
-    """The benchmark that a file belongs to, by its name, else by the columns of its rows.
-
-    Raises:
-        UserError: none fits.
-    """
+    """The benchmark that a file belongs to, by its name, else by the columns of its rows."""
     named = [
         benchmark
         for benchmark in BENCHMARKS.values()

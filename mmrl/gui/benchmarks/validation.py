@@ -14,8 +14,6 @@ from mmrl.gui.benchmarks.table import BENCHMARKS, find_benchmark, recognise
 from mmrl.gui.coords import Size
 from mmrl.hub.tables import read_rows
 
-__all__ = ["Validation", "validate"]
-
 
 @dataclass
 class Validation:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from mmrl.gui.pages.launcher import LauncherSheet
 
-__all__ = ["LAYOUTS", "SPLITS", "Control", "Field", "PageModel", "Row", "compose", "render"]
-
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "train": ("editor", "files", "form", "cards"),
     "test": ("mail", "dialog", "board"),
@@ -100,9 +98,6 @@ def compose(draw: random.Random, split: str, width_px: int, language: str | None
         split: key of `SPLITS`.
         width_px: of the page in CSS pixels.
         language: of the labels; drawn from `LANGUAGES` when None.
-
-    Returns:
-        The page.
     """
     places, words = SPLITS[split]
     language = language or draw.choice(LANGUAGES)

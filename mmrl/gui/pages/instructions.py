@@ -14,8 +14,6 @@ from mmrl.gui.coords import Box
 from mmrl.gui.elements import Element
 from mmrl.gui.pages.vocabulary import Function
 
-__all__ = ["KINDS", "LISTING", "Instruction", "instructions_for", "listing_for"]
-
 KINDS = ("name", "function", "relation")
 LISTING = "listing"
 """Kind of an instruction that asks for everything there is."""
@@ -46,19 +44,7 @@ def instructions_for(
     *,
     all_boxes: bool = False,
 ) -> list[Instruction]:
-    """Write the instructions of a page.
-
-    Args:
-        elements: controls of the page.
-        functions: what controls are for, in the page's words and language.
-        language: of the instructions.
-        words: "train" or "test", for the sentences.
-        draw: source of the choices between equal sentences.
-        all_boxes: keep instructions that several controls fulfil, with all of them as targets.
-
-    Returns:
-        At most three of each control: one of each kind, in the order of the controls.
-    """
+    """Write the instructions of a page."""
     visible = [element for element in elements if element.visible and not element.disabled and element.name]
     found: list[Instruction | None] = []
     for element in filter(lambda element: element.visible_share >= MIN_VISIBLE, visible):
@@ -72,12 +58,6 @@ def listing_for(elements: Sequence[Element], language: str, words: str, draw: ra
     """The instruction that asks for every control that can be used, in the order of their names.
 
     A model then has only to guess what it can see.
-
-    Args:
-        elements: controls of the page.
-        language: of the instruction.
-        words: "train" or "test", for the sentences.
-        draw: source of the choice between equal sentences.
     """
     usable = [element for element in elements if element.visible and not element.disabled and element.name]
     targets = tuple(sorted(usable, key=lambda element: element.name))

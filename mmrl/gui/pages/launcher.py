@@ -19,21 +19,6 @@ from mmrl.gui.pages.instructions import SENTENCES
 from mmrl.gui.pages.themes import THEMES, Theme
 from mmrl.gui.pages.vocabulary import Function, functions
 
-__all__ = [
-    "COLORS",
-    "GREY",
-    "SIX_FAMILIES",
-    "LauncherPage",
-    "LauncherSettings",
-    "LauncherSheet",
-    "Tile",
-    "app_name",
-    "build_model",
-    "compose_launcher",
-    "corpus",
-    "tile_of",
-]
-
 VOCAB_SIZE = 800
 """Enough for each word of the instructions to be one token."""
 
@@ -67,9 +52,6 @@ class LauncherSettings:
 
         Args:
             page_wh: (width, height) of the page in CSS pixels.
-
-        Raises:
-            UserError: the tiles do not fit.
         """
         columns, rows = page_wh[0] // self.cell_px, page_wh[1] // self.cell_px
         if columns * rows < self.count():
@@ -142,12 +124,6 @@ def compose_launcher(
         page_wh: (width, height) in CSS pixels.
         language: of the names.
         settings: which functions, and how many.
-
-    Returns:
-        The page.
-
-    Raises:
-        UserError: the tiles do not fit.
     """
     columns, rows = settings.grid(page_wh)
     known = functions(words, language)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Screen", "ScreenSettings", "WebScreens", "build_screens"]
-
 ATTEMPTS = 3
 MOST_EMPTY = 200
 """Screens without an instruction, one after the other, after which there will be none."""
@@ -58,16 +56,7 @@ class Screen:
 
 
 class WebScreens:
-    """Draws screens in a browser of its own, which `close` ends.
-
-    Args:
-        settings: what they look like.
-        browser: how the browser runs, or one that runs already.
-        new_documents: a new document for each page, which gives the same pictures and takes longer; for benchmarks.
-
-    Raises:
-        UserError: a setting is out of bounds, or playwright or a browser is missing.
-    """
+    """Draws screens in a browser of its own, which `close` ends."""
 
     def __init__(
         self,
@@ -99,38 +88,18 @@ class WebScreens:
             self.browser.close()
 
     def screen(self, seed: int) -> Screen:
-        """The screen of a seed.
-
-        Raises:
-            BrowserFailure: the browser failed three times in a row.
-        """
+        """The screen of a seed."""
         return self.screens([seed])[0]
 
     def screens(self, seeds: Sequence[int]) -> list[Screen]:
-        """The screens of some seeds; home screens of one whole scale share a window, which is much faster.
-
-        Raises:
-            BrowserFailure: the browser failed three times in a row.
-        """
+        """The screens of some seeds; home screens of one whole scale share a window, which is much faster."""
         size = math.prod(self.settings.sheet)
         return [
             screen for start in range(0, len(seeds), size) for screen in self._insistently(seeds[start : start + size])
         ]
 
     def samples(self, count: int, seed: int = 0) -> Iterator[GroundingSample]:
-        """Samples for grounding, one after the other.
-
-        Args:
-            count: how many.
-            seed: first part of the seeds of the screens; equal ones give equal samples.
-
-        Yields:
-            Samples with pictures as PIL images; `meta` has id, kind, group (text or icon), role, name, language,
-            layout, theme, scale, split and seed, and with `worked` answers and labels.
-
-        Raises:
-            UserError: the settings give screens without instructions.
-        """
+        """Samples for grounding, one after the other."""
         given, number, last = 0, 0, 0
         size = math.prod(self.settings.sheet)
         while given < count:
@@ -261,20 +230,7 @@ class WebScreens:
 
 
 def build_screens(path: str | Path, *, count: int = 1000, seed: int = 0, **settings: Any) -> Path:
-    """Write samples as JSON lines with PNG images beside them, to be read as any data set of screens.
-
-    Args:
-        path: .jsonl file.
-        count: samples.
-        seed: of the screens.
-        settings: fields of `ScreenSettings` as plain data.
-
-    Returns:
-        The file.
-
-    Raises:
-        UserError: there is no such setting, or playwright or a browser is missing.
-    """
+    """Write samples as JSON lines with PNG images beside them, to be read as any data set of screens."""
     from mmrl.gui.tables import write_samples
 
     with WebScreens(settings_from(ScreenSettings, settings, "screens")) as screens:

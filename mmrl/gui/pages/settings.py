@@ -13,8 +13,6 @@ from mmrl.gui.pages.launcher import LauncherSettings
 from mmrl.gui.pages.vocabulary import LANGUAGES
 from mmrl.gui.pages.worked import WorkedSettings
 
-__all__ = ["ScreenSettings"]
-
 SHEET_WH = (1024, 768)
 """Home screens are drawn several at once, as many as fit into a window of so many pixels."""
 

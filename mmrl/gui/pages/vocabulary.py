@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["CONTENT", "FIELDS", "LANGUAGES", "Function", "functions"]
-
 LANGUAGES = ("en", "de", "es")
 FOLDER = Path(__file__).parent
 

@@ -11,8 +11,6 @@ from mmrl.gui.elements import Element
 from mmrl.gui.pages.instructions import LISTING, Instruction
 from mmrl.gui.pages.vocabulary import Function
 
-__all__ = ["WorkedSettings", "worked_targets"]
-
 
 @dataclass(frozen=True)
 class WorkedSettings:
@@ -35,19 +33,7 @@ def worked_targets(
     settings: WorkedSettings,
     draw: random.Random,
 ) -> list[Element]:
-    """The controls that the worked answer to an instruction names.
-
-    Args:
-        instruction: what is asked.
-        elements: controls of the screen.
-        functions: what controls are for.
-        settings: what answers are like.
-        draw: source of the choices.
-
-    Returns:
-        All targets of a listing and of an instruction that several controls fulfil; else the target, or the one that is
-        taken for it, and others.
-    """
+    """The controls that the worked answer to an instruction names."""
     targets = list(instruction.targets)
     if instruction.kind == LISTING or len(targets) > 1:
         return targets

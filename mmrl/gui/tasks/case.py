@@ -9,8 +9,6 @@ from typing import Any
 
 from mmrl.gui.elements import Element
 
-__all__ = ["Case", "Move", "TaskKind", "View", "click", "fill", "pick"]
-
 Move = tuple[str, dict[str, Any]]
 """Name and arguments of an action; points in pixels of the picture."""
 

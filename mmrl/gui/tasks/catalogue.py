@@ -14,8 +14,6 @@ from mmrl.fields import bounded
 from mmrl.gui.tasks import checkout, launcher, login, mail, search, settings, todo
 from mmrl.gui.tasks.case import Case, Move, TaskKind, View, click
 
-__all__ = ["TASKS", "Disturbances", "expert_move", "make_case", "page_html"]
-
 FOLDER = Path(__file__).parent
 HORIZON = 100
 """Actions for which disturbances are drawn."""
@@ -54,17 +52,7 @@ class Disturbances:
 
 
 def make_case(name: str, seed: int, sub_goals: int = 2, distractors: int = 2) -> Case:
-    """A case of a task.
-
-    Args:
-        name: key of `TASKS`.
-        seed: of everything that is drawn.
-        sub_goals: things to do, from 1 on.
-        distractors: things that are there to be taken for others.
-
-    Raises:
-        UserError: there is no such task, or a number is out of bounds.
-    """
+    """A case of a task."""
     if name not in TASKS:
         raise UserError(f"there is no task {name!r}; there are: {', '.join(TASKS)}")
     most = TASKS[name].most_goals

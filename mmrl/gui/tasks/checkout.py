@@ -7,8 +7,6 @@ from typing import Any
 
 from mmrl.gui.tasks.case import Case, Move, View, click, fill, pick
 
-__all__ = ["expert", "make"]
-
 ITEMS = ("Teapot", "Notebook", "Umbrella", "Candle", "Scarf", "Puzzle")
 CITIES = ("Berlin", "Madrid", "Oslo", "Lyon", "Kyoto", "Boston")
 SHIPPINGS = ("Standard", "Express", "Pickup")

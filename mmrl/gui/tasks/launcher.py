@@ -10,8 +10,6 @@ from mmrl.gui.pages.launcher import COLORS, GREY, SIX_FAMILIES, app_name, tile_o
 from mmrl.gui.pages.vocabulary import Function, functions
 from mmrl.gui.tasks.case import Case, Move, View, click
 
-__all__ = ["expert", "make_named", "make_wished"]
-
 TILES = 12
 """In 4 columns and 3 rows; the page is laid out for these."""
 

@@ -6,8 +6,6 @@ from random import Random
 
 from mmrl.gui.tasks.case import Case, Move, View, click, fill, pick
 
-__all__ = ["expert", "make"]
-
 USERS = ("anna", "bruno", "carla", "david", "elena", "felix", "greta", "hugo")
 WORDS = ("river", "candle", "orbit", "maple", "velvet", "copper", "lantern", "pepper")
 ROLES = ("Guest", "Editor", "Admin", "Viewer")

@@ -6,8 +6,6 @@ from random import Random
 
 from mmrl.gui.tasks.case import Case, Move, View, click
 
-__all__ = ["expert", "make"]
-
 SENDERS = ("Ada", "Ben", "Chloe", "Dan", "Emma", "Finn", "Gina")
 SUBJECTS = ("Invoice", "Dinner", "Meeting", "Photos", "Offer", "Report", "Tickets")
 WISHES = {"archive": "archive", "trash": "delete", "star": "star"}

@@ -6,8 +6,6 @@ from random import Random
 
 from mmrl.gui.tasks.case import Case, Move, View, click, fill
 
-__all__ = ["expert", "make"]
-
 NAMES = ("Lamp", "Chair", "Kettle", "Blanket", "Mirror", "Basket", "Clock", "Carpet")
 DETAILS = ("red", "blue", "green", "black", "white", "yellow", "grey", "brown")
 PER_PAGE = 4

@@ -7,8 +7,6 @@ from typing import Any
 
 from mmrl.gui.tasks.case import Case, Move, View, click, pick
 
-__all__ = ["expert", "make"]
-
 TABS: dict[str, dict[str, tuple[str, ...]]] = {
     "Display": {"Night mode": (), "Large print": (), "Theme": ("Light", "Dark", "System")},
     "Sound": {"Key sounds": (), "Volume": ("Low", "Medium", "High"), "Alarm": ()},

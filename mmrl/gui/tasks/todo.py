@@ -6,8 +6,6 @@ from random import Random
 
 from mmrl.gui.tasks.case import Case, Move, View, click, fill
 
-__all__ = ["expert", "make"]
-
 ENTRIES = ("Buy bread", "Call Maria", "Water plants", "Pay rent", "Book train", "Clean desk", "Send form", "Fix bike")
 NEW = ("Feed the cat", "Return books", "Wash car", "Order ink")
 WISHES = {"add": 'add "{}"', "done": 'tick off "{}"', "delete": 'delete "{}"'}

@@ -12,19 +12,6 @@ from mmrl.training.compare.plans import RunPlan
 from mmrl.training.compare.run_status import is_finished
 from mmrl.training.record.tracking import read_evaluations, read_metrics
 
-__all__ = [
-    "Curve",
-    "Curves",
-    "evaluations",
-    "kept_share",
-    "last_value",
-    "last_values",
-    "read_curve",
-    "read_curves",
-    "target_of",
-    "work_metric",
-]
-
 
 class Curve(NamedTuple):
     """A run's metric at its evaluations, or over its steps, and what it had spent by then."""

@@ -17,19 +17,6 @@ from mmrl.fields import bounded, choice
 from mmrl.files import is_file
 from mmrl.training.compare.overrides import dotted_overrides
 
-__all__ = [
-    "BASELINE_FINAL",
-    "MIN_OF_ARMS_FINAL",
-    "ArmConfig",
-    "AtConfig",
-    "CollapseConfig",
-    "ExperimentConfig",
-    "PrepareConfig",
-    "SweepConfig",
-    "WorkConfig",
-    "load_experiment",
-]
-
 BASELINE_FINAL = "baseline_final"
 MIN_OF_ARMS_FINAL = "min_of_arms_final"
 BASELINE_SPENDS = ("reach", "all")
@@ -270,17 +257,7 @@ class ExperimentConfig:
 
 
 def load_experiment(path: Path) -> ExperimentConfig:
-    """Read and check an experiment file.
-
-    Args:
-        path: YAML file with the keys of `ExperimentConfig`.
-
-    Returns:
-        The experiment; relative configuration files are found from the working folder or from the file's own.
-
-    Raises:
-        UserError: Missing file, unknown key, wrong type, a contradiction, or a configuration that is not there.
-    """
+    """Read and check an experiment file."""
     from mmrl.config import load
 
     experiment = load(path, ExperimentConfig)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["comparison_figure", "draw", "work_figure"]
-
 CHARACTERS_BESIDE = 60
 """Characters of the names of columns that fit side by side below a panel."""
 
@@ -86,19 +84,7 @@ def comparison_figure(
     differences: Mapping[str, Difference],
     curves: Mapping[str, Sequence[Line]],
 ) -> Figure:
-    """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps.
-
-    Args:
-        title: Name of the experiment.
-        metric: Name of the compared metric.
-        values: Arm to seed to value; failed seeds are absent.
-        baseline: Arm that the others are compared with.
-        differences: Other arm to its paired difference.
-        curves: Arm to one (steps, values) a seed; the panel is left out where no run has two evaluations.
-
-    Returns:
-        The figure.
-    """
+    """Three views of arms on shared seeds: values seed by seed, paired differences, curves over steps."""
     from matplotlib.figure import Figure
 
     curves = {arm: [run for run in runs if len(run[0]) > 1] for arm, runs in curves.items()}
@@ -122,17 +108,7 @@ def work_figure(
     curves: Mapping[str, Mapping[str, Sequence[Line]]],
     targets: Sequence[float] = (),
 ) -> Figure:
-    """A metric over what it cost, one panel a cost and one colour an arm, with the mean target as a dashed line.
-
-    Args:
-        title: Name of the experiment.
-        metric: Name of the metric.
-        curves: Cost to arm to one (costs, values) a seed; values that are not finite are joined over.
-        targets: Value to reach at each seed; empty draws no line.
-
-    Returns:
-        The figure.
-    """
+    """A metric over what it cost, one panel a cost and one colour an arm, with the mean target as a dashed line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(curves), 4.2), layout="constrained", facecolor="white")

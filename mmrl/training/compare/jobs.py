@@ -16,8 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Job", "JobResult", "run_jobs"]
-
 _POLL_S = 0.1
 _GRACE_S = 10.0
 
@@ -67,14 +65,7 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], limit: int, timeout_s: float, on_done: Callable[[JobResult], None]) -> None:
-    """Run commands, at most `limit` at once; when this call ends, for whatever reason, its commands have ended too.
-
-    Args:
-        jobs: Commands in order of their start.
-        limit: Commands at a time.
-        timeout_s: Seconds a command may take.
-        on_done: Called with each result as it comes; an exception stops the remaining commands.
-    """
+    """Run commands, at most `limit` at once; when this call ends, for whatever reason, its commands have ended too."""
     waiting = deque(jobs)
     running: list[_Running] = []
     with _signals_raise():

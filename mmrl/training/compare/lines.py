@@ -16,8 +16,6 @@ from mmrl.training.compare.results import (
     WorkResult,
 )
 
-__all__ = ["comparison_lines", "failure_text"]
-
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Yield the means, the paired differences, the work, values at equal cost, collapsed runs and failures."""

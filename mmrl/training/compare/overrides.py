@@ -7,20 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["dotted_overrides", "effective_overrides"]
-
 
 def dotted_overrides(values: Mapping[str, Any], output_dir: Path, prefix: str = "") -> list[str]:
-    """Command-line form of nested values.
-
-    Args:
-        values: Values by key, nested or dotted.
-        output_dir: What {output_dir} in a text stands for.
-        prefix: Key of the surrounding mapping.
-
-    Returns:
-        `a.b=c` for every leaf, read back by the configuration loader as the same value.
-    """
+    """Command-line form of nested values."""
     found = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

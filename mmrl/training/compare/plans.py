@@ -13,8 +13,6 @@ from typing import Any
 from mmrl.training.compare.experiment import ExperimentConfig
 from mmrl.training.compare.overrides import dotted_overrides, effective_overrides
 
-__all__ = ["RunPlan", "forget_digests", "plan_arm_run", "plan_preparations", "plan_sweep"]
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -39,15 +37,7 @@ class RunPlan:
 
 
 def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
-    """Runs that come before the arms.
-
-    Args:
-        experiment: The experiment.
-        output_dir: Its output folder.
-
-    Returns:
-        One plan a preparation, in order.
-    """
+    """Runs that come before the arms."""
     return [
         RunPlan(
             label=preparation.run_dir,
@@ -67,20 +57,7 @@ def plan_arm_run(
     value: Any = None,
     sweeping: bool = False,
 ) -> RunPlan:
-    """One run of one arm.
-
-    Args:
-        experiment: The experiment.
-        output_dir: Its output folder.
-        arm: Name of the arm.
-        seed: Seed of the run.
-        value: Value of the swept parameter; ignored without a sweep.
-        sweeping: Whether the run belongs to the sweep rather than to the comparison.
-
-    Returns:
-        The plan; its overrides are the shared ones, the arm's, the swept parameter, the sweep's and the seed. That
-        of an arm with `runs_of` is a run of that arm, read with the arm's own metrics.
-    """
+    """One run of one arm."""
     metrics, reads, arm = experiment.arm(arm).metrics, experiment.arm(arm).reads, experiment.source(arm)
     settings = experiment.arm(arm)
     overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)

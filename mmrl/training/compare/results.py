@@ -10,24 +10,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "ArmResult",
-    "CollapseArm",
-    "CollapseResult",
-    "Comparison",
-    "CostResult",
-    "Difference",
-    "EqualCostResult",
-    "Failure",
-    "Ratio",
-    "Reach",
-    "SeedValues",
-    "SweepArm",
-    "SweepResult",
-    "SweepRow",
-    "WorkResult",
-]
-
 
 @dataclass
 class SeedValues:

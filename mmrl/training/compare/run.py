@@ -27,8 +27,6 @@ from mmrl.training.compare.results import Comparison
 from mmrl.training.compare.summary import chosen_values, plan_comparison, summarise
 from mmrl.training.record.jsonlines import finite_or_none
 
-__all__ = ["ExperimentConfig", "run_experiment", "train_command"]
-
 BAD_CONFIGURATION = 2  # exit code of the command line for mistakes in what was asked
 
 CommandBuilder = Callable[[RunPlan, bool], Sequence[str]]
@@ -52,21 +50,6 @@ def run_experiment(
     """Run what an experiment file asks for and is not yet done, and write comparison.json and its pictures.
 
     The pictures are comparison.png, and work.png where the experiment has costs.
-
-    Args:
-        path: The experiment file.
-        output_dir: Folder of its runs and results.
-        jobs: Runs at a time; None takes the file's.
-        only_report: Run nothing, summarise what is finished.
-        command: Builds the command of a run.
-        announce: Takes progress lines; standard output by default.
-
-    Returns:
-        The output folder.
-
-    Raises:
-        UserError: A bad experiment file, a configuration that a run rejects, or a folder with other content.
-        RunError: A preparation or a whole sweep failed, or no pair of runs finished.
     """
     experiment = load_experiment(path)
     forget_digests()
@@ -130,17 +113,7 @@ class _Session:
         self.run(list(runs.values()))
 
     def run(self, plans: Sequence[RunPlan]) -> dict[str, str]:
-        """Start what is not finished and write comparison.json after each end.
-
-        Args:
-            plans: Runs in order of their start.
-
-        Returns:
-            Label to reason of each failed run.
-
-        Raises:
-            UserError: A run rejected its configuration; the others are stopped.
-        """
+        """Start what is not finished and write comparison.json after each end."""
         waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
         if len(waiting) < len(plans):
             self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")

@@ -15,21 +15,11 @@ from mmrl.training.compare.overrides import effective_overrides
 from mmrl.training.compare.plans import RunPlan
 from mmrl.training.record.run_lock import read_owner
 
-__all__ = ["failure_of", "is_finished", "mark", "prepare_folder"]
-
 MARKER = "experiment_run.json"
 
 
 def is_finished(plan: RunPlan) -> bool:
-    """Whether the run is done with the settings that are planned now.
-
-    Args:
-        plan: The run.
-
-    Returns:
-        True where result.json says done and the marker carries the plan's fingerprint. A run without a marker,
-        made by hand, counts when its saved configuration agrees with the plan's file and overrides.
-    """
+    """Whether the run is done with the settings that are planned now."""
     result = _read_json(plan, "result.json")
     if result is None or result.get("status") != "done":
         return False
@@ -50,15 +40,6 @@ def prepare_folder(plan: RunPlan) -> bool:
 
     A folder of the same settings with a checkpoint is kept for continuing, unless that run had failed. A finished
     run of other settings is moved aside; what remains of failed and interrupted ones is removed.
-
-    Args:
-        plan: The run.
-
-    Returns:
-        Whether the run can continue from a checkpoint.
-
-    Raises:
-        UserError: The folder holds something that no experiment wrote, or a run that goes on.
     """
     owner = read_owner(plan.run_dir)
     if owner is not None and owner.state == "alive":

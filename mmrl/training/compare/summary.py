@@ -52,8 +52,6 @@ from mmrl.training.record.statistics import (
     value_at,
 )
 
-__all__ = ["chosen_values", "plan_comparison", "summarise", "sweep_result"]
-
 Plans = Mapping[str, Mapping[int, RunPlan]]
 Bounds = tuple[float, float]
 
@@ -74,18 +72,7 @@ def chosen_values(experiment: ExperimentConfig, folder: Path) -> dict[str, Any]:
 
 
 def summarise(experiment: ExperimentConfig, folder: Path, status: str = "done", command: str = "") -> Comparison:
-    """Results of the runs that are finished.
-
-    Args:
-        experiment: The experiment.
-        folder: Its output folder.
-        status: "running", "done" or "failed".
-        command: Command line that makes the comparison.
-
-    Returns:
-        Every seed's value, the means, the paired differences with 95 % intervals and wins, work, values at equal
-        cost and collapsed runs where asked for, the whole sweep, and the failed runs.
-    """
+    """Results of the runs that are finished."""
     plans = plan_comparison(experiment, folder)
     values = {arm: last_values(experiment, by_seed, experiment.metric) for arm, by_seed in plans.items()}
     curves = read_curves(experiment, plans)

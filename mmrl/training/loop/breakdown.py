@@ -7,8 +7,6 @@ from typing import Any
 
 from mmrl.training.record.metrics import metric_label
 
-__all__ = ["part_metric", "parts_of_tasks"]
-
 MOST_VALUES = 8
 """A column with more values than this is not broken down by unless it is asked for."""
 LONGEST_VALUE = 40
@@ -17,19 +15,7 @@ NOT_PARTS = ("answer", "completion_lengths")
 
 
 def parts_of_tasks(columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None) -> list[dict[str, str]]:
-    """Value of each task in the columns that the evaluation is broken down by.
-
-    Args:
-        columns: data columns of each task.
-        by: columns that are wanted; None takes those with 2 to `MOST_VALUES` different short values that are shared by
-            several tasks.
-
-    Returns:
-        Column to value for each task, as text; columns that a task lacks are left out.
-
-    Raises:
-        ValueError: none of the tasks has a wanted column.
-    """
+    """Value of each task in the columns that the evaluation is broken down by."""
     names = list(dict.fromkeys(name for task in columns for name in task))
     missing = [name for name in by or () if name not in names]
     if missing and columns:

@@ -17,32 +17,13 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.machine import avoid_refused_instructions
 
-__all__ = [
-    "all_ranks",
-    "average_gradients",
-    "global_advantages",
-    "global_denominators",
-    "leave",
-    "make_accelerator",
-    "merge_lists",
-    "shard",
-    "sum_over_processes",
-]
-
 ItemT = TypeVar("ItemT")
 BUCKET_ELEMENTS = 2**24
 """Gradient entries in one message between processes."""
 
 
 def make_accelerator(mixed_precision: str = "none") -> Accelerator:
-    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for.
-
-    Args:
-        mixed_precision: "none" or "bf16".
-
-    Returns:
-        The accelerator; on a machine without a GPU it runs on the CPU.
-    """
+    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
     if mixed_precision == "bf16":
         avoid_refused_instructions()
     # a micro-batch without images leaves the vision tower unused; buffers are constants, and writing them between
@@ -58,9 +39,6 @@ def leave(code: int = 0) -> None:
 
     With gloo a communication thread may outlive the interpreter, whose teardown then aborts about one run in ten
     ("terminate called without an active exception", torch 2.13), after everything has succeeded.
-
-    Args:
-        code: exit code.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
@@ -99,13 +77,7 @@ def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:
-    """Replace each gradient by its mean over all processes, as a data-parallel wrapper does during backward.
-
-    Args:
-        parameters: the same ones in the same order on every process; one without a gradient counts as zero, and
-            keeps none where no process has one.
-        accelerator: the process group.
-    """
+    """Replace each gradient by its mean over all processes, as a data-parallel wrapper does during backward."""
     if accelerator.num_processes == 1:
         return
     used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=accelerator.device)
@@ -123,15 +95,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerat
 
 
 def global_denominators(local: Denominators, accelerator: Accelerator) -> Denominators:
-    """Sum this optimiser step's counts over all processes; the row length is common to them.
-
-    Args:
-        local: counts of this process's rows.
-        accelerator: the process group.
-
-    Returns:
-        Counts over the whole optimiser step.
-    """
+    """Sum this optimiser step's counts over all processes; the row length is common to them."""
     if accelerator.num_processes == 1:
         return local
     return Denominators.total(merge_lists([local], accelerator))
@@ -143,14 +107,6 @@ def global_advantages(
     """Run an advantage estimator over the rows of all processes and keep this process's part.
 
     Only rewards, masks and per-decision numbers are sent; prompts and images stay with their process.
-
-    Args:
-        estimate: function from rollouts to rollouts with `advantage` (and `returns`) set.
-        rollouts: this process's rows; groups are not split over processes.
-        accelerator: the process group.
-
-    Returns:
-        `rollouts` with the estimator's outputs.
     """
     if accelerator.num_processes == 1:
         return estimate(rollouts)

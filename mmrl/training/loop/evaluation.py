@@ -23,8 +23,6 @@ from mmrl.training.record.resumable import ResumableRows
 from mmrl.training.record.samples import SampleRecord, load_record, store_record
 from mmrl.training.record.statistics import cluster_bootstrap_interval, wilson_interval
 
-__all__ = ["Evaluation", "Measure", "Row", "Trial", "evaluate_tasks", "unscored", "with_interval"]
-
 LOGGER = logging.getLogger("mmrl")
 
 TaskT = TypeVar("TaskT")

@@ -11,22 +11,11 @@ from torch import Tensor, nn
 from mmrl.core.rollouts import Rollouts
 from mmrl.files import replaced
 
-__all__ = ["describe_nonfinite", "save_failure"]
-
 BATCH_FIELDS = ("reward", "advantage", "logp_old", "logp_ref", "values", "returns")
 
 
 def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Module) -> str | None:
-    """Say which number stopped being finite, the earliest cause first.
-
-    Args:
-        minibatch: rows of the optimiser step.
-        loss: its loss, or None when only gradients are checked.
-        policy: module whose weights and gradients are looked at.
-
-    Returns:
-        One sentence naming the tensor, how many entries are affected and where; None when all is finite.
-    """
+    """Say which number stopped being finite, the earliest cause first."""
     checks: list[tuple[str, Tensor]] = []
     scored = minibatch.scored
     for name in BATCH_FIELDS:
@@ -50,18 +39,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
 
 
 def save_failure(folder: Path, step: int, minibatch: Rollouts, cause: str, extra: dict[str, Any]) -> Path:
-    """Write the rows of a failed optimiser step so that it can be looked at.
-
-    Args:
-        folder: the run's `failures` folder.
-        step: rollout step.
-        minibatch: rows of the optimiser step; the payload is kept as objects.
-        cause: sentence from `describe_nonfinite`.
-        extra: numbers to keep beside it.
-
-    Returns:
-        The file, readable with `torch.load(file, weights_only=False)`.
-    """
+    """Write the rows of a failed optimiser step so that it can be looked at."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}-{len(list(folder.glob('*.pt')))}.pt"
     with replaced(path) as draft:

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["HeapTrimmer", "limit_primitive_cache"]
-
 GROWTH = 1.25
 SLACK = 64 << 20
 """Bytes. A process is trimmed where it holds more than GROWTH times what the last trim left, and SLACK."""
@@ -27,11 +25,7 @@ PRIMITIVES = 256
 
 
 class HeapTrimmer:
-    """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing.
-
-    Args:
-        enabled: whether it does.
-    """
+    """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._trim = _malloc_trim() if enabled else None

@@ -15,8 +15,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.recipe import PolicyT, Recipe, TaskT
 
-__all__ = ["LikelihoodRecipe"]
-
 OBJECTIVE = get("sft")
 
 

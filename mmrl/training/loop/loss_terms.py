@@ -11,8 +11,6 @@ from torch import Tensor
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
 
-__all__ = ["LossTerms"]
-
 
 @dataclass(frozen=True)
 class LossTerms:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["avoid_refused_instructions"]
-
 LOGGER = logging.getLogger("mmrl")
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"

@@ -11,9 +11,6 @@ from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective
 from mmrl.fields import by_kind
 
-__all__ = ["ObjectiveConfig", "check_group_size", "check_objective", "make_objective"]
-
-
 PRESET = "the preset's"
 
 
@@ -50,18 +47,7 @@ class ObjectiveConfig:
 
 
 def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objective:
-    """Combine a catalogue row with what a configuration changes.
-
-    Args:
-        config: preset and changes.
-        longest: most decisions of a row, the length of a fixed_length aggregation unless the configuration sets it.
-
-    Returns:
-        The validated objective.
-
-    Raises:
-        ValueError: unknown preset, kind or option, or blocks that contradict each other.
-    """
+    """Combine a catalogue row with what a configuration changes."""
     changes = {key: dict(getattr(config, key)) for key in BLOCKS if getattr(config, key)}
     try:
         objective = get(config.preset).override(changes)
@@ -81,17 +67,7 @@ def check_objective(
     samples_per_task: int | None = None,
     reward_terms: Collection[str] | None = None,
 ) -> None:
-    """Refuse an objective that a recipe's policy or data cannot serve.
-
-    Args:
-        objective: the objective.
-        scores: what the recipe's policies can score beside log-probabilities, see `Block.needs`.
-        samples_per_task: rows of a group; None where the recipe does not compare them.
-        reward_terms: names of the reward terms that the filter may use; None allows any.
-
-    Raises:
-        ValueError: the message names what is missing and what the recipe can use.
-    """
+    """Refuse an objective that a recipe's policy or data cannot serve."""
     for key, block in objective.blocks.items():
         missing = sorted((block.needs & SCORES.keys()) - set(scores)) if objective.needs & block.needs else []
         if missing:
@@ -106,16 +82,7 @@ def check_objective(
 
 
 def check_group_size(samples_per_task: int, objective: Objective, scores: Collection[str]) -> None:
-    """Refuse an estimator that compares the samples of a group where groups have one.
-
-    Args:
-        samples_per_task: rows of a group.
-        objective: the objective.
-        scores: as in `check_objective`; only estimators that these can serve are advised.
-
-    Raises:
-        ValueError: the message names the estimators that work with one sample.
-    """
+    """Refuse an estimator that compares the samples of a group where groups have one."""
     if "samples" in objective.advantage.needs and samples_per_task < 2:
         alone = sorted(kind for kind, block in ADVANTAGES.items() if block.needs <= set(scores))
         raise ValueError(

@@ -9,8 +9,6 @@ from torch import Tensor
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.loop.settings import TrainerConfig
 
-__all__ = ["OldLogProbs"]
-
 
 class OldLogProbs(Enum):
     """Source of `Rollouts.logp_old`; every step of a run uses the same one.

@@ -14,8 +14,6 @@ from mmrl.core.pairs import CHOSEN
 from mmrl.core.preference import PreferenceObjective
 from mmrl.fields import by_kind
 
-__all__ = ["PreferenceConfig", "check_pair_batches", "make_preference", "pair_marks"]
-
 PRESET = "the preset's"
 
 
@@ -38,17 +36,7 @@ class PreferenceConfig:
 
 
 def make_preference(config: PreferenceConfig) -> PreferenceObjective:
-    """Combine a catalogue row with what a configuration changes.
-
-    Args:
-        config: preset and changes.
-
-    Returns:
-        The validated objective.
-
-    Raises:
-        ValueError: unknown preset, kind or option, or blocks that contradict each other.
-    """
+    """Combine a catalogue row with what a configuration changes."""
     changes = {key: dict(getattr(config, key)) for key in PREFERENCE_BLOCKS if getattr(config, key)}
     try:
         objective = get_preference(config.preset).override(changes)
@@ -68,10 +56,6 @@ def check_pair_batches(samples_per_task: int, micro_batch: int) -> None:
 
 def pair_marks(pairs: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """`extras` of `Rollouts` whose rows are the preferred and the rejected side of each pair in turn.
-
-    Args:
-        pairs: N.
-        device: where the rows lie.
 
     Returns:
         The mark of each row (2 N,), 1 on preferred sides.

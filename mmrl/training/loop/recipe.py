@@ -27,8 +27,6 @@ from mmrl.training.record.fingerprint import content_digest
 from mmrl.training.record.samples import SampleRecord
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["NoUsableTasksError", "PrefixScope", "Recipe", "Scorer"]
-
 PolicyT = TypeVar("PolicyT", bound=nn.Module)
 TaskT = TypeVar("TaskT")
 Scorer = Callable[[nn.Module, Rollouts, frozenset[str]], PolicyOutputs]
@@ -80,16 +78,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def rollout(self, policy: PolicyT, tasks: Sequence[TaskT], generator: torch.Generator) -> Rollouts:
         """Sample G sequences of decisions for each task.
 
-        Args:
-            policy: the policy to sample from, unwrapped.
-            tasks: this process's tasks of the step.
-            generator: CPU generator, the only source of randomness.
-
         Returns:
             Rollouts with `logp_old` as sampled and `reward` not yet set (NaN).
-
-        Raises:
-            NoUsableTasksError: none of the tasks can be used.
         """
 
     @abstractmethod
@@ -99,11 +89,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     @abstractmethod
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Evaluate a policy on the decisions of some rollouts.
-
-        Args:
-            policy: the policy, wrapped or not, or its reference.
-            rollouts: rows whose decisions are scored.
-            outputs: names of the fields of `PolicyOutputs` that are needed: "logp", "entropy", "values", "kl_ref".
 
         Returns:
             The outputs (B, T), with gradient where it is enabled.
@@ -120,14 +105,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def compute_logprobs(self, policy: PolicyT, reference: Reference, rollouts: Rollouts) -> Rollouts:
         """Add the constants of the update: old log-probs, values, reference log-probs.
 
-        Args:
-            policy: the policy before the update.
-            reference: the reference policy; used when the objective has a KL term.
-            rollouts: scored rollouts.
-
-        Returns:
-            The rollouts with `logp_old`, `values` and `logp_ref` filled as far as the objective needs them.
-
         Gradient: none flows; everything here is a constant of the update.
         """
         return self.reference_pass(reference, self.old_pass(policy, rollouts))
@@ -137,28 +114,13 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return global_advantages(self.objective.compute_advantages, rollouts, accelerator)
 
     def denominators(self, minibatch: Rollouts) -> Denominators:
-        """Count what the loss of an optimiser step is divided by; a recipe adds what its own terms need.
-
-        Args:
-            minibatch: everything of this process that goes into one optimiser step.
-
-        Returns:
-            The counts of this process.
-        """
+        """Count what the loss of an optimiser step is divided by; a recipe adds what its own terms need."""
         return self.objective.denominators(minibatch)
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators) -> LossOutput:
         """Loss of one micro-batch, already divided by the counts of the whole optimiser step.
 
         Override `loss_terms` to add to it; a recipe that replaces it declares `has_loss_terms`.
-
-        Args:
-            policy: the wrapped policy, called with gradient.
-            minibatch: rows with advantages.
-            denominators: counts over the whole optimiser step and all processes.
-
-        Returns:
-            A scalar whose sum over micro-batches is the loss of the step, and its metrics.
         """
         scores = self.scores(policy, minibatch, self.loss_outputs)
         output = self.objective.loss(scores, self.old_in_update(minibatch, scores.logp), denominators)
@@ -167,17 +129,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def loss_terms(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, denominators: Denominators
     ) -> LossTerms:
-        """Terms that the recipe adds to the objective's loss; none by default. Set `has_loss_terms` with it.
-
-        Args:
-            policy: the wrapped policy, called with gradient.
-            minibatch: rows with advantages.
-            scores: what `scores` returned for them.
-            denominators: counts over the whole optimiser step and all processes.
-
-        Returns:
-            The terms and their metrics.
-        """
+        """Terms that the recipe adds to the objective's loss; none by default. Set `has_loss_terms` with it."""
         return LossTerms()
 
     @property
@@ -235,9 +187,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     def groups_with_gradient(self, minibatch: Rollouts) -> Tensor:
         """Tell which groups can have a gradient; the update may leave out the others.
 
-        Args:
-            minibatch: rows with advantages.
-
         Returns:
             (N,) bool: groups with an advantage other than 0; all of them where the loss has a term that does not
             vanish with the advantages: a KL, entropy or value term, or one of the recipe's own (`has_loss_terms`).
@@ -257,12 +206,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], scorer: Scorer | None = None
     ) -> PolicyOutputs:
         """Score without gradient, `trainer.micro_batch` rows at a time.
-
-        Args:
-            policy: the policy or its reference, unwrapped.
-            rollouts: B rows of T decisions.
-            outputs: of "logp", "entropy" and "values".
-            scorer: what scores a chunk; None is `scores`.
 
         Returns:
             The outputs (B, T).
@@ -287,12 +230,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
         Chunks come in the order of `Rollouts.micro_batches`: parts of one group follow one another. With gradient,
         each chunk's loss is differentiated before the next one is scored.
-
-        Args:
-            policy: the module that scores, unwrapped: the policy or its reference.
-
-        Returns:
-            A context manager that yields the shared work; its `backward` is for chunks that were scored with gradient.
         """
         return nullcontext(_NoPrefix())
 
@@ -313,12 +250,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return {}
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move schedules and adaptive coefficients; called after each step.
-
-        Args:
-            step: steps done.
-            metrics: metrics of the step.
-        """
+        """Move schedules and adaptive coefficients; called after each step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers that a resumed run needs (adaptive coefficients, trackers)."""
@@ -328,11 +260,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """Restore `state_dict`."""
 
     def save_parts(self, folder: Path) -> None:
-        """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead.
-
-        Args:
-            folder: folder of the checkpoint, which holds the policy in `model`.
-        """
+        """Write further weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
 
     def data_digest(self) -> str:
         """Digest of the training tasks' contents, by which a resume tells other data; see `content_digest`."""
@@ -340,19 +268,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> str:
-        """Write a checkpoint's model, whole, into a folder that its own library loads.
-
-        Args:
-            config: the run's configuration.
-            checkpoint: folder of a whole checkpoint.
-            output: an empty folder.
-
-        Returns:
-            Name of the function that loads the folder.
-
-        Raises:
-            UserError: this recipe's models have no such form.
-        """
+        """Write a checkpoint's model, whole, into a folder that its own library loads."""
         raise UserError(f"{cls.__name__} has no export of its own; the model as it is saved lies in {checkpoint}/model")
 
     def close(self) -> None:

@@ -13,23 +13,11 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.training.loop.settings import ReferenceConfig
 
-__all__ = ["Reference", "make_reference"]
-
 ScoresT = TypeVar("ScoresT")
 
 
 class Reference:
-    """Scores rollouts with the policy that the KL term pulls towards.
-
-    Args:
-        kind: none, frozen, adapter or ema.
-        policy: the trained policy, unwrapped; copied unless kind is none or adapter. The copy may share frozen
-            weights with it.
-        decay: share of the old average that an ema update keeps.
-
-    Raises:
-        RuntimeError: the copy shares weights that are trained, so that it would move with the policy.
-    """
+    """Scores rollouts with the policy that the KL term pulls towards."""
 
     def __init__(self, kind: str, policy: nn.Module, decay: float = 0.0) -> None:
         self.kind = kind
@@ -38,17 +26,7 @@ class Reference:
         self._copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
 
     def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
-        """Evaluate `scorer` on the reference, without gradient.
-
-        Args:
-            scorer: function of the module it is given, such as the scores of fixed rollouts.
-
-        Returns:
-            What it returns.
-
-        Raises:
-            RuntimeError: there is no reference.
-        """
+        """Evaluate `scorer` on the reference, without gradient."""
         with torch.no_grad():
             if self._copy is not None:
                 return scorer(self._copy)
@@ -98,20 +76,7 @@ def _frozen_copy(policy: nn.Module) -> nn.Module:
 
 
 def make_reference(config: ReferenceConfig, policy: Any, *, needed: bool, start: Reference | None = None) -> Reference:
-    """Build the reference policy of a run.
-
-    Args:
-        config: kind and decay.
-        policy: the trained policy, unwrapped.
-        needed: whether the objective has a term on the reference.
-        start: the policy as it was at the start, where the recipe keeps it anyway.
-
-    Returns:
-        The reference: `start` where it is of the configured kind, and one of kind none where nothing needs it.
-
-    Raises:
-        UserError: the kind does not fit the policy or the objective.
-    """
+    """Build the reference policy of a run."""
     has_adapter = bool(getattr(policy, "has_adapter", False))
     kind = config.kind
     if kind == "auto":

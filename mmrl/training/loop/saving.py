@@ -24,26 +24,13 @@ from mmrl.training.record.run_folder import remove_partial, set_aside
 from mmrl.training.record.run_log import RunLog
 from mmrl.training.record.statistics import HEADLINES
 
-__all__ = ["RunSaver"]
-
 LOGGER = logging.getLogger("mmrl")
 LARGEST_SHARE = 0.05
 """Of the time that checkpoints by time may take; where writing one is slow, they come less often."""
 
 
 class RunSaver:
-    """Writes and reads the checkpoints of a run.
-
-    Args:
-        recipe: the method, whose policy and state are saved.
-        config: the run's options.
-        run_dir: folder of the run.
-        accelerator: the processes; the first one writes.
-        reference: the reference policy.
-        updater: the optimiser.
-        tasks: the order of the tasks.
-        log: totals and evaluations.
-    """
+    """Writes and reads the checkpoints of a run."""
 
     def __init__(
         self,
@@ -122,17 +109,7 @@ class RunSaver:
             self.save(step)
 
     def resume(self, *, from_last_good: bool = False) -> int | None:
-        """Restore the newest checkpoint.
-
-        Args:
-            from_last_good: take the newest one that is whole, and set damaged ones aside.
-
-        Returns:
-            Steps done; None for a run that was stopped before its first checkpoint and starts again.
-
-        Raises:
-            UserError: the checkpoint is damaged or does not fit the configuration, or the data differs.
-        """
+        """Restore the newest checkpoint."""
         main = self.accelerator.is_main_process
         if main:
             remove_partial(self.run_dir)
@@ -161,11 +138,7 @@ class RunSaver:
         return step
 
     def note_best(self, step: int) -> None:
-        """Mark this step's checkpoint if its evaluation is the best so far.
-
-        Raises:
-            RunError: the evaluation does not report `checkpoint.best_metric`.
-        """
+        """Mark this step's checkpoint if its evaluation is the best so far."""
         evaluations = [evaluation for evaluation in self.log.evaluations if evaluation["step"] == step]
         if not evaluations or not self.accelerator.is_main_process:
             return

@@ -14,8 +14,6 @@ from mmrl.errors import RunError
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.record.metrics import metric_label
 
-__all__ = ["RewardErrors", "Scored", "describe_failure", "failure_of", "with_rewards"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -44,18 +42,7 @@ class Scored(Protocol):
 
 
 def with_rewards(rollouts: Rollouts, result: Scored) -> Rollouts:
-    """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss.
-
-    Args:
-        rollouts: B rows.
-        result: their scores.
-
-    Returns:
-        The rollouts with `reward` and `reward_terms`.
-
-    Raises:
-        RunError: no row could be scored.
-    """
+    """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss."""
     device = rollouts.mask.device
     total = torch.tensor(result.total, dtype=torch.float32, device=device)
     if bool(torch.isnan(total).all()):
@@ -86,11 +73,7 @@ class RewardErrors:
         self._step: Counter[str] = Counter()
 
     def warn(self, result: Scored) -> None:
-        """Log the first failure of each kind of a run, with the traceback of the user's code.
-
-        Args:
-            result: scores.
-        """
+        """Log the first failure of each kind of a run, with the traceback of the user's code."""
         for name in result.errors:
             if name not in self._logged:
                 self._logged[name] = None

@@ -11,19 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["capture_global_rng", "make_generator", "restore_global_rng", "seed_everything", "stream_seed"]
-
 
 def stream_seed(seed: int, *purpose: int | str) -> int:
-    """Derive a 63-bit seed for one purpose from the run's seed.
-
-    Args:
-        seed: seed of the run.
-        purpose: what the stream is for and where, e.g. ("rollout", step, rank).
-
-    Returns:
-        Seed that is equal in every process and Python version.
-    """
+    """Derive a 63-bit seed for one purpose from the run's seed."""
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

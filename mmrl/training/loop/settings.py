@@ -9,15 +9,6 @@ from pathlib import Path
 from mmrl.fields import bounded, check_fields, choice, parts_of
 from mmrl.training.record.tracking import TrackingConfig
 
-__all__ = [
-    "SMALLEST_LOW_PRECISION_STEP",
-    "CheckpointConfig",
-    "EvaluationConfig",
-    "ReferenceConfig",
-    "RunConfig",
-    "TrainerConfig",
-]
-
 LONGEST_NAME = 255
 SCHEDULES = ("constant", "linear", "cosine")
 NONFINITE_POLICIES = ("skip", "stop")
@@ -170,11 +161,7 @@ class RunConfig:
     """Where metrics go."""
 
     def validate(self) -> None:
-        """Check the bounds of all fields and the rules of all parts; a subclass adds the rules between its parts.
-
-        Raises:
-            ValueError: The message names the key, the value and what is allowed.
-        """
+        """Check the bounds of all fields and the rules of all parts; a subclass adds the rules between its parts."""
         check_fields(self)
         self._check_output_dir()
         for part in parts_of(self):

@@ -11,8 +11,6 @@ from accelerate import PartialState
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.workers.failure_log import FailureLog
 
-__all__ = ["Counted", "InProcesses", "SimCounts"]
-
 
 class Counted(Protocol):
     """Environments that count what goes wrong."""
@@ -36,12 +34,7 @@ class InProcesses(Protocol):
 
 
 class SimCounts:
-    """Counts that survive an interruption; environments themselves count from their start.
-
-    Args:
-        sim: a simulator, or a pool of environments.
-        run_dir: of the run, whose `failures` folder gets the tracebacks of environments.
-    """
+    """Counts that survive an interruption; environments themselves count from their start."""
 
     def __init__(self, sim: Counted, run_dir: Path) -> None:
         self._sim = sim

@@ -15,8 +15,6 @@ from accelerate import Accelerator
 
 from mmrl.training.loop.distributed import all_ranks
 
-__all__ = ["StopSignals"]
-
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ECHO_S = 1.0
 """Launchers pass a Ctrl-C on that the terminal has sent to the whole group; one so soon is the same one."""

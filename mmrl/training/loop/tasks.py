@@ -11,23 +11,11 @@ import torch
 from mmrl.errors import UserError
 from mmrl.training.loop.seeds import make_generator
 
-__all__ = ["TaskStream"]
-
 TaskT = TypeVar("TaskT")
 
 
 class TaskStream(Generic[TaskT]):
-    """Visits every task once an epoch, in an order that follows from (seed, epoch) alone.
-
-    Args:
-        tasks: the training tasks.
-        seed: seed of the run.
-        fingerprint: gives a digest of the tasks' contents, when it is first needed; None = nothing is compared.
-        shuffle: whether epochs are permuted; otherwise the given order repeats.
-
-    Raises:
-        UserError: there are no tasks.
-    """
+    """Visits every task once an epoch, in an order that follows from (seed, epoch) alone."""
 
     def __init__(
         self,
@@ -67,11 +55,7 @@ class TaskStream(Generic[TaskT]):
         return {"position": self.position, "size": len(self.tasks), "contents": self.contents}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position.
-
-        Raises:
-            UserError: the data is not that of the run that was saved.
-        """
+        """Continue at a saved position."""
         if state["size"] != len(self.tasks):
             raise UserError(
                 f"the checkpoint was made with {state['size']} training tasks, now there are {len(self.tasks)}; "

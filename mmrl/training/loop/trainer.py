@@ -27,23 +27,12 @@ from mmrl.training.record.run_log import RunLog
 from mmrl.training.record.stopwatch import stopwatch
 from mmrl.training.record.tracking import Tracker
 
-__all__ = ["Trainer"]
-
 MAX_DRAWS = 10
 """Draws of tasks in a row without a usable one after which the run stops."""
 
 
 class Trainer:
-    """Runs a recipe for `trainer.steps` steps, with evaluation, checkpoints and exact resume.
-
-    Args:
-        recipe: the method and its domain.
-        config: the run's options.
-        run_dir: folder of the run.
-        accelerator: device, precision and processes.
-        tracker: where metrics go; None on processes other than the first.
-        stop: asked between steps whether the run is to stop; None never stops it.
-    """
+    """Runs a recipe for `trainer.steps` steps, with evaluation, checkpoints and exact resume."""
 
     def __init__(
         self,
@@ -86,15 +75,7 @@ class Trainer:
         return self.recipe.policy
 
     def run(self) -> dict[str, Any]:
-        """Train to the end.
-
-        Returns:
-            The content of result.json.
-
-        Raises:
-            RunError: the run cannot go on.
-            RunStopped: a signal asked for the end; the state is saved.
-        """
+        """Train to the end."""
         if not self.resumed:
             self.saver.start()
             self._stop_if_asked(save=False)
@@ -127,11 +108,7 @@ class Trainer:
         self._log_step(rollouts, metrics)
 
     def collect(self) -> tuple[Rollouts, dict[str, float]]:
-        """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter.
-
-        Returns:
-            The rollouts of this process and metrics of everything that was sampled.
-        """
+        """Sample and score the groups of a step; groups without a signal are dropped or resampled by the filter."""
         group_filter = self.recipe.objective.filter if self.recipe.uses_rewards else KeepAll()
         wanted = self.config.trainer.tasks_per_step // self.accelerator.num_processes
         buffer = DynamicSamplingBuffer(wanted, max_tries=group_filter.tries)
@@ -151,11 +128,7 @@ class Trainer:
         return buffer.take() if buffer.counts.kept else batch, metrics
 
     def evaluate(self, tag: str) -> None:
-        """Measure every held-out split.
-
-        Args:
-            tag: "before", "during" or "after".
-        """
+        """Measure every held-out split."""
         if not self.recipe.eval_tasks:
             return
         self.policy.eval()
@@ -175,14 +148,7 @@ class Trainer:
         self.saver.save(self.step)
 
     def resume(self, *, from_last_good: bool = False) -> None:
-        """Continue from the newest checkpoint, bit for bit as if the run had never stopped.
-
-        Args:
-            from_last_good: where the newest one is damaged, take the newest whole one.
-
-        Raises:
-            UserError: the checkpoint is damaged or does not fit, or the data differs.
-        """
+        """Continue from the newest checkpoint, bit for bit as if the run had never stopped."""
         step = self.saver.resume(from_last_good=from_last_good)
         self.resumed = step is not None
         self.step = step or 0
@@ -233,12 +199,7 @@ class Trainer:
             self.save()
 
     def _stop_if_asked(self, *, evaluated: bool = True, save: bool = True) -> None:
-        """End the run between two steps where a signal asked for it.
-
-        Args:
-            evaluated: whether the evaluation of this step, where one is due, is done.
-            save: whether there is anything to save.
-        """
+        """End the run between two steps where a signal asked for it."""
         if self.stop is None or not self.stop.requested(self.accelerator):
             return
         assert self.stop.signum is not None

@@ -26,24 +26,13 @@ from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP, TrainerConfig
 from mmrl.training.record.stopwatch import stopwatch
 
-__all__ = ["Updater", "learning_rate_factor", "make_optimizer"]
-
 LOGGER = logging.getLogger("mmrl")
 FACTOR = "learning_rate_factor"
 """Key of an optimiser group whose rate is another than the run's."""
 
 
 def learning_rate_factor(config: TrainerConfig, optimiser_step: int, waited: int = 0) -> float:
-    """Share of the peak learning rate at an optimiser step.
-
-    Args:
-        config: schedule, warm-up and final rate.
-        optimiser_step: steps taken so far.
-        waited: steps left out so far for want of a gradient; the decay goes on with them, the warm-up does not.
-
-    Returns:
-        Linear rise over the warm-up, then constant, linear or cosine decay to the final rate.
-    """
+    """Share of the peak learning rate at an optimiser step."""
     if optimiser_step < config.warmup_steps:
         return (optimiser_step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -93,18 +82,7 @@ def _check_precision(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Updater:
-    """Owns the optimiser and turns the rollouts of a step into updates of the policy.
-
-    Args:
-        recipe: supplies the loss.
-        accelerator: device, precision and processes.
-        reference: moved after every optimiser step when it is a moving average.
-        failures: folder for the batches of failed optimiser steps.
-        heap: given back to the system between optimiser steps; None keeps it.
-
-    Raises:
-        UserError: the weights that are trained have too low a precision for the learning rate.
-    """
+    """Owns the optimiser and turns the rollouts of a step into updates of the policy."""
 
     def __init__(
         self,
@@ -129,18 +107,7 @@ class Updater:
         self.waited = 0
 
     def update(self, rollouts: Rollouts, step: int) -> dict[str, float]:
-        """Take all optimiser steps of one rollout step.
-
-        Args:
-            rollouts: rows with advantages and log-probs.
-            step: rollout step, for the order of minibatches and error reports.
-
-        Returns:
-            Metrics averaged over the optimiser steps.
-
-        Raises:
-            RunError: a non-finite loss or gradient and the policy is to stop, or too many were skipped.
-        """
+        """Take all optimiser steps of one rollout step."""
         self.policy.train()
         taken: list[dict[str, float]] = []
         for epoch in range(self.config.epochs):

@@ -19,8 +19,6 @@ from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.training.record.manifest import DamagedError, fsync, verify, write_manifest
 
-__all__ = ["Checkpoints", "link_or_copy"]
-
 LOGGER = logging.getLogger("mmrl")
 STATE = "state.pt"
 TEMPORARY_PREFIX = ".partial-"
@@ -33,10 +31,6 @@ class Checkpoints:
 
     Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` when the run has its own copy,
     `state.pt` (optimiser, counters, task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
-
-    Args:
-        folder: `checkpoints` of the run.
-        keep: newest checkpoints kept beside the best one; 0 = all.
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -44,19 +38,7 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, state: dict[str, Any], write_parts: Callable[[Path], None]) -> Path:
-        """Write one checkpoint; readers see either all of it or nothing.
-
-        Args:
-            step: rollout steps done.
-            state: tensors and plain Python values.
-            write_parts: writes `model/` and other folders into the directory that it is given.
-
-        Returns:
-            The checkpoint folder.
-
-        Raises:
-            OSError: the disk is full or not writable; what was partly written is removed, older checkpoints stay.
-        """
+        """Write one checkpoint; readers see either all of it or nothing."""
         final = self.path(step)
         temporary = self.folder / f"{TEMPORARY_PREFIX}{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -104,11 +86,7 @@ class Checkpoints:
             shutil.rmtree(half, ignore_errors=True)
 
     def best(self) -> dict[str, Any] | None:
-        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted.
-
-        Raises:
-            UserError: best.json is not what `mark_best` writes.
-        """
+        """What `mark_best` wrote last; None without one, or where that checkpoint has been deleted."""
         path = self.folder / "best.json"
         try:
             best = _checked_best(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
@@ -117,11 +95,7 @@ class Checkpoints:
         return best if best is not None and self.path(best["step"]).is_dir() else None
 
     def latest(self) -> Path:
-        """The newest checkpoint, checked to be whole.
-
-        Raises:
-            UserError: there is none, or the newest one is damaged.
-        """
+        """The newest checkpoint, checked to be whole."""
         steps = self.steps()
         if not steps:
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
@@ -130,11 +104,7 @@ class Checkpoints:
         return path
 
     def check(self, path: Path) -> None:
-        """Compare a checkpoint with its manifest.
-
-        Raises:
-            UserError: a file is missing or altered; names it and the newest whole checkpoint before.
-        """
+        """Compare a checkpoint with its manifest."""
         damage = self.damage(path)
         if damage is not None:
             raise UserError(self._refusal(path, damage))
@@ -149,11 +119,7 @@ class Checkpoints:
         return None
 
     def set_damaged_aside(self) -> None:
-        """Rename every checkpoint that is newer than the newest whole one, so that a resume starts from that.
-
-        Raises:
-            UserError: no checkpoint is whole; nothing is renamed.
-        """
+        """Rename every checkpoint that is newer than the newest whole one, so that a resume starts from that."""
         damaged: list[tuple[Path, str]] = []
         for step in reversed(self.steps()):
             path = self.path(step)
@@ -173,11 +139,7 @@ class Checkpoints:
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
-        """Read the state of a checked checkpoint.
-
-        Raises:
-            UserError: the file has the right checksum but cannot be read.
-        """
+        """Read the state of a checked checkpoint."""
         try:
             return _read_state(path)
         except DamagedError as error:
@@ -212,12 +174,7 @@ class Checkpoints:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` hold the files of `source` without using disk space twice where the file system allows it.
-
-    Args:
-        source: folder with files that are never changed in place.
-        target: folder to create.
-    """
+    """Make `target` hold the files of `source` without using disk space twice where the file system allows it."""
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["content_digest"]
-
 FILES_READ = 256
 """Pictures, videos and other files whose bytes are read, spread evenly over the data; the names of all count."""
 PLACES = frozenset({"id"})
@@ -23,14 +21,7 @@ FILE_FIELDS = frozenset({"images", "videos"})
 
 
 def content_digest(items: Iterable[Any]) -> str:
-    """Digest of items in their order: texts, numbers, arrays and pictures, and the bytes of some of their files.
-
-    Args:
-        items: dataclasses, mappings, sequences and values; an object with `read` is a file that is read when needed.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Digest of items in their order: texts, numbers, arrays and pictures, and the bytes of some of their files."""
     files: list[Any] = []
     digest = hashlib.blake2b(digest_size=8)
 

@@ -14,8 +14,6 @@ from typing import Any, TextIO
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 
-__all__ = ["JsonLines", "finite_or_none", "read_jsonl", "read_steps"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
@@ -23,9 +21,6 @@ class JsonLines:
     """Append-only file of one JSON object a line.
 
     Opening an existing file first drops the torn line that a killed writer may have left at its end.
-
-    Args:
-        path: The file; its folder is made when the first record is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,11 +38,7 @@ class JsonLines:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop records of later steps, so that a resumed run writes them once; those without a step stay.
-
-        Raises:
-            UserError: a record's step is not a whole number.
-        """
+        """Drop records of later steps, so that a resumed run writes them once; those without a step stay."""
         self.close()
         read_steps(self.path)
         self._rewrite(lambda record: bool(record.get("step", step) <= step))
@@ -87,11 +78,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a JSON Lines file that have a step.
-
-    Raises:
-        UserError: a step is not a whole number from 0.
-    """
+    """Read the records of a JSON Lines file that have a step."""
     records = [record for record in read_jsonl(path) if "step" in record]
     for record in records:
         step = record["step"]
@@ -101,14 +88,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Copy of a JSON value in which numbers that are not finite are None.
-
-    Args:
-        value: Numbers, strings, lists and mappings, nested; 0-d tensors and arrays count as numbers.
-
-    Returns:
-        The same structure in plain Python types.
-    """
+    """Copy of a JSON value in which numbers that are not finite are None."""
     if isinstance(value, Mapping):
         return {str(key): finite_or_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -11,8 +11,6 @@ from typing import Any
 
 from mmrl.errors import UserError
 
-__all__ = ["MANIFEST", "DamagedError", "check_model", "fsync", "verify", "write_manifest"]
-
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
 
@@ -36,27 +34,14 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify(folder: Path, below: str = "", needed: Iterable[str] = ()) -> None:
-    """Compare a folder's files with its manifest.
-
-    Args:
-        folder: has a manifest.
-        below: look only at files whose path begins so.
-        needed: files that the manifest has to list.
-
-    Raises:
-        DamagedError: the manifest cannot be read, or a file is missing or altered.
-    """
+    """Compare a folder's files with its manifest."""
     for name, entry in _entries(folder, needed).items():
         if name.startswith(below):
             _compare(folder / name, name, entry)
 
 
 def check_model(folder: Path) -> None:
-    """Verify a model folder if it is that of a checkpoint; another folder has no manifest to be compared with.
-
-    Raises:
-        UserError: a file is not what the run wrote.
-    """
+    """Verify a model folder if it is that of a checkpoint; another folder has no manifest to be compared with."""
     if not (folder.parent / MANIFEST).is_file():
         return
     try:

@@ -12,8 +12,6 @@ from mmrl.core.filters import zero_variance_groups
 from mmrl.core.groups import group_std
 from mmrl.core.rollouts import Rollouts
 
-__all__ = ["batch_metrics", "metric_label", "peak_memory_mb", "restart_peak_memory"]
-
 
 def metric_label(name: str) -> str:
     """A reward's name as one part of a metric's name, without the slashes of a path."""
@@ -21,16 +19,7 @@ def metric_label(name: str) -> str:
 
 
 def batch_metrics(batches: Sequence[Rollouts], rewards: bool) -> dict[str, float]:
-    """Rewards, lengths and zero-variance groups of all that was sampled in a step, before filtering.
-
-    Args:
-        batches: rollouts of the sampling rounds.
-        rewards: whether the recipe has rewards.
-
-    Returns:
-        Metrics by name; means are over scored rows, unscored rows are counted in reward/errors. Those of groups are
-        there if any group has two rows.
-    """
+    """Rewards, lengths and zero-variance groups of all that was sampled in a step, before filtering."""
     lengths = torch.cat([batch.mask.sum(1) for batch in batches])
     metrics = {
         "response/length_mean": float(lengths.mean()),
@@ -70,9 +59,6 @@ def restart_peak_memory(device: torch.device) -> None:
 
 def peak_memory_mb(device: torch.device) -> float:
     """Largest memory in use so far.
-
-    Args:
-        device: where the run computes.
 
     Returns:
         Megabytes (10^6 bytes): on a GPU those of tensors since `restart_peak_memory`, else the resident ones of this

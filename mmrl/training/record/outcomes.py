@@ -10,8 +10,6 @@ from pathlib import Path
 from mmrl.files import write_atomically
 from mmrl.training.record.jsonlines import finite_or_none, read_jsonl
 
-__all__ = ["Outcome", "mean_outcomes", "read_outcomes", "write_outcomes"]
-
 
 @dataclass
 class Outcome:
@@ -26,14 +24,7 @@ class Outcome:
 
 
 def mean_outcomes(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Join the outcomes of each task: of its repeats and of several protocols.
-
-    Args:
-        outcomes: in any order.
-
-    Returns:
-        One outcome a task, in the order of first appearance; each score is the mean over those that have it.
-    """
+    """Join the outcomes of each task: of its repeats and of several protocols."""
     joined: dict[str, Outcome] = {}
     collected: dict[str, dict[str, list[float]]] = {}
     for outcome in outcomes:
@@ -48,17 +39,7 @@ def mean_outcomes(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def write_outcomes(run_dir: Path, step: int, split: str, outcomes: Sequence[Outcome]) -> Path:
-    """Write the outcomes of one evaluation; an earlier file of the same step and split is replaced.
-
-    Args:
-        run_dir: the run folder.
-        step: steps trained so far.
-        split: name of the held-out split.
-        outcomes: one a task.
-
-    Returns:
-        `outcomes/step-XXXXXX/{split}.jsonl`.
-    """
+    """Write the outcomes of one evaluation; an earlier file of the same step and split is replaced."""
     path = _path(run_dir, step, split)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(finite_or_none(vars(outcome)), ensure_ascii=False, allow_nan=False) for outcome in outcomes)
@@ -67,16 +48,7 @@ def write_outcomes(run_dir: Path, step: int, split: str, outcomes: Sequence[Outc
 
 
 def read_outcomes(run_dir: Path, step: int, split: str) -> dict[str, Outcome]:
-    """Read the outcomes of one evaluation.
-
-    Args:
-        run_dir: the run folder.
-        step: steps trained so far.
-        split: name of the held-out split.
-
-    Returns:
-        Outcomes by task; none where the file is missing.
-    """
+    """Read the outcomes of one evaluation."""
     rows = read_jsonl(_path(run_dir, step, split))
     found = [_outcome(row) for row in rows if isinstance(row.get("id"), str)]
     return {outcome.id: outcome for outcome in found}

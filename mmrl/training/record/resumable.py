@@ -11,8 +11,6 @@ from typing import Any
 from mmrl.files import write_atomically
 from mmrl.training.record.jsonlines import JsonLines, finite_or_none, read_jsonl
 
-__all__ = ["ResumableRows", "short_digest"]
-
 
 class ResumableRows:
     """One JSON line a row in `<folder>/<name>-<fingerprint>.jsonl`.
@@ -20,12 +18,6 @@ class ResumableRows:
     The fingerprint is that of the conditions under which the rows were made, so rows of other weights or settings are
     never mixed in; the conditions themselves lie beside them in a `.protocol.json`. Several processes write a file
     each, and `write` joins them.
-
-    Args:
-        folder: where the files lie; made with the first row.
-        name: beginning of their names.
-        conditions: everything that the rows depend on, as JSON values; others are written as their text.
-        unsaved: keys of rows that are not written.
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any], unsaved: Collection[str] = ()) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from mmrl.files import remove_drafts
 from mmrl.training.record.jsonlines import read_jsonl
 
-__all__ = ["forget_after", "has_begun", "remove_partial", "set_aside"]
-
 EARLIER = "earlier"
 MOVED = (
     "samples",
@@ -44,14 +42,7 @@ def remove_partial(run_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move a run's results into a folder of their own, because the run starts again.
-
-    Args:
-        run_dir: folder of the run.
-
-    Returns:
-        `earlier/<time>`; None where there was nothing to move.
-    """
+    """Move a run's results into a folder of their own, because the run starts again."""
     found = [run_dir / name for name in MOVED if (run_dir / name).exists()]
     if not found:
         return None

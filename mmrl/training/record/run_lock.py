@@ -18,8 +18,6 @@ from typing import Self
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 
-__all__ = ["LOCK_FILE", "Owner", "RunLock", "read_owner"]
-
 LOGGER = logging.getLogger("mmrl")
 LOCK_FILE = "run.lock"
 
@@ -72,12 +70,6 @@ class RunLock:
 
         with RunLock(Path("runs/mine")):
             ...
-
-    Args:
-        run_dir: folder of the run; made where it is missing, and removed again if nothing was written to it.
-
-    Raises:
-        UserError: the folder is in use, or cannot be written.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -86,11 +78,7 @@ class RunLock:
         self._made = False
 
     def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            UserError: the folder is in use, or cannot be written.
-        """
+        """Take the lock."""
         try:
             self._made = not self.run_dir.exists()
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -136,11 +124,7 @@ class RunLock:
 
 
 def read_owner(run_dir: Path) -> Owner | None:
-    """Whose lock lies in a run folder; None without one.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Whose lock lies in a run folder; None without one."""
     path = run_dir / LOCK_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -20,20 +20,12 @@ from mmrl.training.record.samples import SampleRecord, write_samples
 from mmrl.training.record.stopwatch import STAGES_BETWEEN, Stopwatch
 from mmrl.training.record.tracking import Tracker
 
-__all__ = ["RunLog"]
-
 LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
 """Stages of every run; one that a run does not need takes 0 seconds."""
 
 
 class RunLog:
-    """Counts what a run has cost and hands its numbers to the tracker and to the files of the run folder.
-
-    Args:
-        run_dir: folder of the run.
-        device: where the run computes.
-        tracker: where metrics go; None on processes other than the first, which write nothing.
-    """
+    """Counts what a run has cost and hands its numbers to the tracker and to the files of the run folder."""
 
     def __init__(self, run_dir: Path, device: torch.device, tracker: Tracker | None) -> None:
         self.run_dir = run_dir
@@ -46,25 +38,14 @@ class RunLog:
         self.warnings = RunWarnings(None if tracker is None else run_dir)
 
     def count(self, sampled: Iterable[Rollouts], beside: int = 0) -> None:
-        """Add what was sampled to the totals.
-
-        Args:
-            sampled: rollouts of all processes, whether or not a filter drops them.
-            beside: further samples of all processes, which are not trained on.
-        """
+        """Add what was sampled to the totals."""
         self.totals["samples"] += beside
         for part in sampled:
             self.totals["samples"] += part.num_rows
             self.totals["tokens"] += int(part.mask.sum())
 
     def step(self, step: int, metrics: Mapping[str, float], tokens: float) -> None:
-        """Log the metrics of a step with its times and the totals of the run.
-
-        Args:
-            step: steps done.
-            metrics: metrics of the step.
-            tokens: decisions that the step trained on, over all processes.
-        """
+        """Log the metrics of a step with its times and the totals of the run."""
         times = dict.fromkeys((*LOOP_STAGES, *STAGES_BETWEEN), 0.0) | self.watch.take()
         seconds = times["step"]
         self.totals["seconds"] += seconds
@@ -91,14 +72,7 @@ class RunLog:
             write_outcomes(self.run_dir, step, split, outcomes)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Log an evaluation with what the run has cost until then.
-
-        Args:
-            step: steps done.
-            tag: "before", "during" or "after".
-            split: name of the held-out split.
-            metrics: its metrics.
-        """
+        """Log an evaluation with what the run has cost until then."""
         found = {
             **metrics,
             "cost/samples": float(self.totals["samples"]),
@@ -116,12 +90,7 @@ class RunLog:
             forget_after(self.run_dir, step)
 
     def result(self, found: Mapping[str, Any], *, write: bool) -> dict[str, Any]:
-        """Complete the content of result.json with the totals and evaluations.
-
-        Args:
-            found: what the loop knows of the run.
-            write: whether this process writes the file.
-        """
+        """Complete the content of result.json with the totals and evaluations."""
         result = {
             **found,
             **self.totals,

@@ -15,8 +15,6 @@ from mmrl.core.filters import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
 from mmrl.training.record.jsonlines import JsonLines, read_jsonl
 
-__all__ = ["WARNINGS_FILE", "RunWarnings", "read_warnings"]
-
 LOGGER = logging.getLogger("mmrl")
 
 PATIENCE = 5
@@ -39,11 +37,7 @@ class _Streak:
 
 @dataclass
 class RunWarnings:
-    """Watches the rewards of a run; each warning goes to the log and to `warnings.jsonl` once.
-
-    Args:
-        folder: folder of the run; None on processes that write nothing.
-    """
+    """Watches the rewards of a run; each warning goes to the log and to `warnings.jsonl` once."""
 
     folder: Path | None
     only_logged: Collection[str] = ()
@@ -54,11 +48,7 @@ class RunWarnings:
     _agreement: list[float] = field(default_factory=list)
 
     def watch(self, batches: Iterable[Rollouts]) -> None:
-        """Look at the scored samples of a step, before a filter drops any.
-
-        Args:
-            batches: rollouts of all processes.
-        """
+        """Look at the scored samples of a step, before a filter drops any."""
         parts = list(batches)
         for name in ("reward", *(term for term in parts[0].reward_terms if term not in self.only_logged)):
             values = torch.cat([part.reward if name == "reward" else part.reward_terms[name] for part in parts])
@@ -72,15 +62,7 @@ class RunWarnings:
         self._count("groups", equal, sum(part.num_rows for part in parts), math.nan)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Say what has held for `PATIENCE` steps.
-
-        Args:
-            step: steps done.
-            metrics: those of the step.
-
-        Returns:
-            warnings/<kind>: for each warning that was said, in how many steps in a row it holds by now.
-        """
+        """Say what has held for `PATIENCE` steps."""
         agreement = metrics.get("srpo/agreement", math.nan)
         if math.isfinite(agreement):
             self._agreement = [*self._agreement, agreement][-PATIENCE:]

@@ -17,8 +17,6 @@ from mmrl.training.record.jsonlines import finite_or_none, read_jsonl
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["SampleRecord", "load_record", "read_samples", "sample_steps", "store_record", "write_samples"]
-
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 IMAGE_FIELDS = ("images", "outputs")
 _STORED_TYPES: dict[str, tuple[type, ...]] = {
@@ -60,17 +58,7 @@ class SampleRecord:
 
 
 def write_samples(run_dir: Path, step: int, split: str, records: Sequence[SampleRecord]) -> Path:
-    """Write the samples of one step; an earlier file of the same step and split is replaced.
-
-    Args:
-        run_dir: The run folder.
-        step: The step, counted from 1; 0 is before training.
-        split: "train" or "eval"; names the file.
-        records: The samples, groups together. One image shared by many samples is stored once.
-
-    Returns:
-        `samples/step-XXXXXX/{split}.jsonl`.
-    """
+    """Write the samples of one step; an earlier file of the same step and split is replaced."""
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[int, str] = {}
@@ -82,17 +70,7 @@ def write_samples(run_dir: Path, step: int, split: str, records: Sequence[Sample
 
 
 def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
-    """Read the samples of one step.
-
-    Args:
-        run_dir: The run folder.
-        step: The step they were written at.
-        split: "train" or "eval".
-
-    Returns:
-        The samples in written order, none where the file is missing; a row with a value of another type and an image
-        file that cannot be read are left out, and samples that share an image share one object.
-    """
+    """Read the samples of one step."""
     folder = Path(run_dir) / "samples" / f"step-{step:06d}"
     images: dict[str, Image | None] = {}
     rows = read_jsonl(folder / f"{split}.jsonl")
@@ -100,16 +78,7 @@ def read_samples(run_dir: Path, step: int, split: str) -> list[SampleRecord]:
 
 
 def store_record(folder: Path, record: SampleRecord, names: dict[int, str] | None = None) -> dict[str, Any]:
-    """Write a sample's images as PNG files.
-
-    Args:
-        folder: Where they go; created with its parents.
-        record: The sample.
-        names: Files of the images that are written already, by the objects' ids; the new ones are added.
-
-    Returns:
-        The sample's fields with file names in place of images.
-    """
+    """Write a sample's images as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {} if names is None else names
     for image in (*record.images, *record.outputs):
@@ -119,16 +88,7 @@ def store_record(folder: Path, record: SampleRecord, names: dict[int, str] | Non
 
 
 def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | None] | None = None) -> SampleRecord:
-    """Read back what `store_record` returned.
-
-    Args:
-        folder: Where the images lie.
-        row: The sample's fields.
-        images: Images that are read already, by file; the new ones are added.
-
-    Returns:
-        The sample; an image file that cannot be read is left out.
-    """
+    """Read back what `store_record` returned."""
     images = {} if images is None else images
     fields: dict[str, Any] = {key: value for key, value in row.items() if key in SampleRecord.__dataclass_fields__}
     for key in IMAGE_FIELDS:

@@ -19,15 +19,6 @@ from mmrl.training.record.stopwatch import STAGES, STAGES_BETWEEN
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = [
-    "ConsoleSink",
-    "JsonlSink",
-    "ServiceSink",
-    "Sink",
-    "TensorBoardSink",
-    "tensorboard_installed",
-]
-
 _HEADER_EVERY = 25
 
 
@@ -48,11 +39,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`metrics.jsonl` and `evaluations.jsonl` of the run folder; every record is on disk when `log` returns.
-
-    Args:
-        run_dir: The run folder.
-    """
+    """`metrics.jsonl` and `evaluations.jsonl` of the run folder; every record is on disk when `log` returns."""
 
     def __init__(self, run_dir: Path) -> None:
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
@@ -78,14 +65,7 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """A progress bar with the time left and one table line a step; plain lines where there is no terminal.
-
-    Args:
-        total_steps: Steps of the whole run; the bar's end.
-        every: Show one line in this many steps; evaluations are always shown.
-        quiet: Show nothing.
-        stream: Where to write; standard output by default.
-    """
+    """A progress bar with the time left and one table line a step; plain lines where there is no terminal."""
 
     def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
         from rich.console import Console
@@ -138,14 +118,7 @@ class ConsoleSink:
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard in `tensorboard/` of the run folder.
-
-    Args:
-        run_dir: The run folder.
-
-    Raises:
-        UserError: tensorboard is not installed.
-    """
+    """Scalars for TensorBoard in `tensorboard/` of the run folder."""
 
     def __init__(self, run_dir: Path) -> None:
         if not tensorboard_installed():
@@ -186,17 +159,7 @@ class TensorBoardSink:
 
 
 class ServiceSink:
-    """wandb or trackio, which share `init`, `log` and `finish`.
-
-    Args:
-        package: "wandb" or "trackio".
-        project: Project the run appears under.
-        run_name: Name of the run.
-        config: The run's resolved configuration.
-
-    Raises:
-        UserError: The package is configured but not installed.
-    """
+    """wandb or trackio, which share `init`, `log` and `finish`."""
 
     def __init__(self, package: str, project: str, run_name: str, config: Mapping[str, Any]) -> None:
         try:

@@ -14,24 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "HEADLINES",
-    "SHARES",
-    "MeanInterval",
-    "PairedDifference",
-    "RatioInterval",
-    "cluster_bootstrap_interval",
-    "difference_interval",
-    "first_reach",
-    "mean_interval",
-    "paired_difference",
-    "ratio_bounds",
-    "ratio_interval",
-    "t_quantile",
-    "value_at",
-    "wilson_interval",
-]
-
 SHARES = ("accuracy/", "success/")
 """Evaluation metrics that are shares of tasks, shown in per cent."""
 HEADLINES = (*SHARES, "score/")
@@ -83,9 +65,6 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
         n: Number of trials; 0 gives (0, 1), nothing is known.
         confidence: Two-sided coverage in (0, 1).
 
-    Returns:
-        (low, high), both in [0, 1].
-
     Raises:
         ValueError: `successes` outside 0..n, or a confidence outside (0, 1).
 
@@ -115,9 +94,6 @@ def difference_interval(a: tuple[float, float, float], b: tuple[float, float, fl
         a: (value, low, high) of the first estimate.
         b: (value, low, high) of the second estimate at the same confidence.
 
-    Returns:
-        (a - b, low, high).
-
     Source: Newcombe 1998, "Interval estimation for the difference between independent proportions", method
         10; in general Zou and Donner 2008, "Construction of confidence limits about effect measures".
     """
@@ -137,9 +113,6 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInte
 
     Returns:
         Mean, low, high and n; low and high are NaN for n = 1.
-
-    Raises:
-        ValueError: No values, or one that is not finite.
     """
     array = _finite(values)
     mean = float(array.mean())
@@ -156,12 +129,6 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
         a: (n,) values of the method.
         b: (n,) values of the baseline in the same order.
         confidence: Two-sided coverage in (0, 1).
-
-    Returns:
-        The mean difference, its interval, the number of pairs and the pairs where `a` is strictly larger.
-
-    Raises:
-        ValueError: Different lengths, no pairs, or a value that is not finite.
     """
     if len(a) != len(b):
         raise ValueError(f"pairs need equal lengths, got {len(a)} and {len(b)} values")
@@ -184,9 +151,6 @@ def first_reach(costs: Sequence[float], values: Sequence[float], target: float) 
     Returns:
         (c, c) where it is reached between two points; (0, cost of the first point) where the first one has it
         already; (last cost, infinity) where it is never reached.
-
-    Raises:
-        ValueError: Different lengths, no points, or costs that fall or are not finite.
     """
     cost, value = _curve(costs, values)
     known = np.isfinite(value)
@@ -212,9 +176,6 @@ def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> fl
 
     Returns:
         The value; NaN outside the first and last known point.
-
-    Raises:
-        ValueError: Different lengths, no points, or costs that fall or are not finite.
     """
     grid, value = _curve(costs, values)
     known = np.isfinite(value)
@@ -225,10 +186,6 @@ def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> fl
 
 def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
     """Bounds of a quotient of two costs that are known by bounds.
-
-    Args:
-        above: (low, high) of the numerator, each in 0 to infinity.
-        below: (low, high) of the denominator.
 
     Returns:
         (low, high); (0, infinity) where a cost is exactly 0, where the ratio is undefined.
@@ -246,9 +203,6 @@ def ratio_interval(bounds: Sequence[tuple[float, float]], confidence: float = 0.
     Args:
         bounds: (low, high) of each ratio, equal where it is known.
         confidence: Two-sided coverage in (0, 1).
-
-    Returns:
-        The geometric mean and its interval, or its bounds alone where some ratio is known by bounds only.
 
     Raises:
         ValueError: No ratios, or bounds that are NaN or in the wrong order.
@@ -281,12 +235,6 @@ def cluster_bootstrap_interval(
         rng: Source of the draws; the same state gives the same interval.
         confidence: Two-sided coverage in (0, 1).
         resamples: Number of bootstrap means.
-
-    Returns:
-        (low, high).
-
-    Raises:
-        ValueError: No question, a question without values, or a value that is not finite.
     """
     _normal_quantile(confidence)
     means = np.array([_finite(values).mean() for values in values_by_question])
@@ -311,9 +259,6 @@ def t_quantile(confidence: float, dof: int) -> float:
     Args:
         confidence: Two-sided coverage in (0, 1).
         dof: Degrees of freedom, at least 1.
-
-    Returns:
-        t with P(|T| <= t) = confidence.
 
     Source: Abramowitz and Stegun, 26.7.3 to 26.7.5.
     """

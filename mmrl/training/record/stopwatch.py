@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["STAGES", "STAGES_BETWEEN", "Stopwatch", "stopwatch"]
-
 STAGES = ("rollout", "score", "old_logp", "ref_logp", "masked_logp", "advantages", "update")
 """Stages that follow one another within a step; every other stage is a part of one of them."""
 STAGES_BETWEEN = ("evaluate", "checkpoint")
@@ -24,9 +22,6 @@ class Stopwatch:
 
     On a GPU, whose work is only queued when a call returns, a stage lasts from the end of the work queued before it
     to the end of its own; events in the queue mark both, so that measuring does not synchronise.
-
-    Args:
-        device: where the timed work runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,11 +39,7 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to a stage.
-
-        Args:
-            name: the stage; one inside another counts in both.
-        """
+        """Add the seconds spent inside to a stage."""
         start = self._now()
         try:
             yield
@@ -75,11 +66,7 @@ class Stopwatch:
 
 @contextmanager
 def stopwatch(name: str) -> Iterator[None]:
-    """Add the seconds spent inside to `time/<name>` of the running step; does nothing where no step is running.
-
-    Args:
-        name: the stage; METRICS defines it.
-    """
+    """Add the seconds spent inside to `time/<name>` of the running step; does nothing where no step is running."""
     watch = _RUNNING.get()
     if watch is None:
         yield

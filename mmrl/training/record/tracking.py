@@ -21,16 +21,6 @@ from mmrl.training.record.sinks import (
     tensorboard_installed,
 )
 
-__all__ = [
-    "METRICS",
-    "Tracker",
-    "TrackingConfig",
-    "build_tracker",
-    "describe_metric",
-    "read_evaluations",
-    "read_metrics",
-]
-
 
 @dataclass
 class TrackingConfig:
@@ -132,21 +122,7 @@ def build_tracker(
     run_config: Mapping[str, Any] | None = None,
     definitions: Mapping[str, str] | None = None,
 ) -> Tracker:
-    """Make the tracker that a configuration asks for.
-
-    Args:
-        config: Which sinks to use.
-        run_dir: The run folder.
-        total_steps: Steps of the whole run.
-        run_config: The whole run's resolved configuration, sent to wandb and trackio.
-        definitions: Definitions beside METRICS, for a domain's own metrics.
-
-    Returns:
-        The tracker; close it at the end.
-
-    Raises:
-        UserError: A named service is not installed.
-    """
+    """Make the tracker that a configuration asks for."""
     run_dir = Path(run_dir)
     sinks: list[Sink] = []
     for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):

@@ -15,29 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "interval_chart",
-    "line_chart",
-    "moving_average",
-    "panel_chart",
-    "stacked_chart",
-]
-
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
 
 
 def line_chart(series: Series, *, log_scale: bool = False, smooth: bool = True) -> bytes:
-    """Curves over steps: the raw values faint, their moving average on top.
-
-    Args:
-        series: Label to (steps, values); values that are not finite leave a gap.
-        log_scale: Logarithmic values, for norms and rates; used only where every value is positive.
-        smooth: Draw the moving average; without it the values alone, as strong lines.
-
-    Returns:
-        The figure as SVG.
-    """
+    """Curves over steps: the raw values faint, their moving average on top."""
     figure, axes = _canvas()
     for (label, (steps, values)), colour in zip(series.items(), colour_cycle(), strict=False):
         average = moving_average(values, max(1, len(values) // 25) if smooth else 1)
@@ -56,9 +39,6 @@ def interval_chart(series: Estimates) -> bytes:
 
     Args:
         series: Label to (steps, values, low ends, high ends) as shares; NaN ends draw no interval.
-
-    Returns:
-        The figure as SVG.
     """
     figure, axes = _canvas()
     for (label, (steps, *shares)), colour in zip(series.items(), colour_cycle(), strict=False):
@@ -76,9 +56,6 @@ def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
     Args:
         series: Label to (positions, values, low ends, high ends); NaN ends draw no interval.
         x_label: What the positions count.
-
-    Returns:
-        The figure as SVG.
     """
     from matplotlib.figure import Figure
 
@@ -95,14 +72,7 @@ def panel_chart(series: Estimates, x_label: str = "step") -> bytes:
 
 
 def stacked_chart(series: Series) -> bytes:
-    """Parts that add up, over steps.
-
-    Args:
-        series: Label to (steps, values), all over the same steps; values that are not finite count as 0.
-
-    Returns:
-        The figure as SVG.
-    """
+    """Parts that add up, over steps."""
     figure, axes = _canvas()
     steps = next(iter(series.values()))[0]
     layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]
@@ -114,10 +84,6 @@ def stacked_chart(series: Series) -> bytes:
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray:
     """Centred mean over finite neighbours.
-
-    Args:
-        values: (n,) numbers.
-        window: Neighbours on each side plus itself are `2 * (window // 2) + 1`.
 
     Returns:
         (n,) means; NaN where no neighbour is finite.

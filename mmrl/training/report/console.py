@@ -9,19 +9,9 @@ from typing import Any
 from mmrl.training.report.folder import read_run
 from mmrl.training.report.tables import part_tables
 
-__all__ = ["part_lines"]
-
 
 def part_lines(folders: Sequence[Path]) -> list[str]:
-    """Accuracy or success by data column, as in the report.
-
-    Args:
-        folders: run folders of a chain, the first one first.
-
-    Returns:
-        Lines: for each split the values of each evaluation and the change at the last one with its 95 % interval over
-        the same tasks. None where the runs kept no outcomes.
-    """
+    """Accuracy or success by data column, as in the report."""
     lines = []
     for table in part_tables([read_run(folder) for folder in folders]):
         rows = [("", "tasks", *(column["label"] for column in table["columns"]), "change, 95 % interval")]

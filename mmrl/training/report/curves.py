@@ -16,19 +16,9 @@ from mmrl.training.report.charts import interval_chart, line_chart, panel_chart,
 from mmrl.training.report.folder import RunFolder, estimate, label, measured
 from mmrl.training.report.tables import JUDGED, UNJUDGED
 
-__all__ = ["constants", "curves"]
-
 
 def curves(run: RunFolder) -> list[dict[str, Any]]:
-    """Figures of a run: accuracy and scores first, then training metrics by subject.
-
-    Args:
-        run: the run.
-
-    Returns:
-        `title`, `image` (a data URI), `caption` and `definitions` of each figure. Numbers of unlike kinds, such as
-        shares and counts, do not share one; metrics that never change are in none.
-    """
+    """Figures of a run: accuracy and scores first, then training metrics by subject."""
     names = {name for name in _charted(run) if not name.startswith("time/") and _moves(run, name)}
     charts = _accuracy_charts(run) + _score_charts(run)
     exact = {pattern for _, patterns, _ in CHARTS for pattern in patterns if "*" not in pattern}

@@ -10,21 +10,11 @@ import numpy as np
 
 from mmrl.training.record.stopwatch import STAGES, STAGES_BETWEEN
 
-__all__ = ["derived_numbers", "stage_shares"]
-
 Row = tuple[str, str, str]
 
 
 def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
-    """Rows of the report's table.
-
-    Args:
-        metrics: Records of metrics.jsonl in the order of steps.
-        result: Content of result.json, empty while the run is not finished.
-
-    Returns:
-        (name, value, remark) for every number that the run has.
-    """
+    """Rows of the report's table."""
     rows: list[Row] = []
     for derive in (_rewards, _amounts, _speed, _losses):
         rows += derive(metrics, result)
@@ -32,14 +22,7 @@ def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, A
 
 
 def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the run's seconds by stage, the largest first.
-
-    Args:
-        metrics: Records of metrics.jsonl.
-
-    Returns:
-        Stage to share, without stages that lie inside others; time outside all stages is "other".
-    """
+    """Share of the run's seconds by stage, the largest first."""
     seconds = {stage: _total(metrics, f"time/{stage}") for stage in (*STAGES, *STAGES_BETWEEN)}
     between = sum(seconds[stage] for stage in STAGES_BETWEEN)
     total = max(_total(metrics, "time/step") + between, sum(seconds.values()))

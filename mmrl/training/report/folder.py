@@ -13,8 +13,6 @@ from typing import Any
 from mmrl.training.record.outcomes import Outcome, read_outcomes
 from mmrl.training.record.tracking import read_evaluations, read_metrics
 
-__all__ = ["EvaluationPoint", "RunFolder", "estimate", "evaluation_points", "label", "measured", "plain", "read_run"]
-
 EVALUATED = "evaluate"
 """Tag of the evaluations that `mmrl evaluate` appends."""
 COUNTED = ("step", "tag", "split", "cost/")
@@ -112,16 +110,7 @@ def _sound_result(result: Any) -> dict[str, Any]:
 
 
 def evaluation_points(runs: Sequence[RunFolder], split: str) -> list[EvaluationPoint]:
-    """First and last evaluation of each run of a chain.
-
-    Args:
-        runs: the first one first.
-        split: held-out split.
-
-    Returns:
-        Points in order. The first evaluation of a run that only repeats the last one of the run before it, because it
-        measures the same weights on the same tasks, is left out.
-    """
+    """First and last evaluation of each run of a chain."""
     points: list[EvaluationPoint] = []
     for run in runs:
         ends = _ends(run, split, several=len(runs) > 1)

@@ -20,17 +20,6 @@ from mmrl.training.report.folder import read_run
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "before_after",
-    "evaluation_columns",
-    "picture",
-    "question",
-    "readable",
-    "readable_answer",
-    "sample_gallery",
-    "show_number",
-]
-
 ROLLOUT_TASKS = 6
 SAMPLES_PER_TASK = 8
 COMPARED_TASKS = 12
@@ -49,14 +38,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 def sample_gallery(run_dir: Path) -> dict[str, Any] | None:
-    """Rollouts of the last training step that kept some, task by task.
-
-    Args:
-        run_dir: The run folder.
-
-    Returns:
-        `note`, `rewards` (whether there are any) and `tasks`; None where the run kept no rollouts.
-    """
+    """Rollouts of the last training step that kept some, task by task."""
     steps = sample_steps(run_dir, "train")
     groups = _by_task(read_samples(run_dir, steps[-1], "train")) if steps else {}
     if not groups:
@@ -68,15 +50,7 @@ def sample_gallery(run_dir: Path) -> dict[str, Any] | None:
 
 
 def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
-    """Answers to the same held-out questions at the start of each run and at the end of the last.
-
-    Args:
-        runs: (name, folder) of each run, the first one first.
-
-    Returns:
-        `note`, `columns` and `tasks` with one side a column; None where fewer than two evaluations kept
-        answers in words.
-    """
+    """Answers to the same held-out questions at the start of each run and at the end of the last."""
     columns = [(label, _answered(groups)) for label, groups in evaluation_columns(runs)]
     if len(columns) < 2:
         return None
@@ -96,15 +70,7 @@ def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
 def evaluation_columns(
     runs: Sequence[tuple[str, Path]], during: int = 0
 ) -> list[tuple[str, dict[str, list[SampleRecord]]]]:
-    """Saved samples of the first evaluation of each run, and of the last evaluation of the last run.
-
-    Args:
-        runs: (name, folder) of each run, the first one first.
-        during: Evaluations to pick evenly from between the first and the last one of the last run.
-
-    Returns:
-        (label, samples by task) of each evaluation that kept some.
-    """
+    """Saved samples of the first evaluation of each run, and of the last evaluation of the last run."""
     columns = []
     for index, (name, folder) in enumerate(runs):
         steps = sample_steps(folder, "eval")

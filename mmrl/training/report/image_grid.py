@@ -14,8 +14,6 @@ from mmrl.training.report.style import save_png
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["image_grid", "save_image_grid"]
-
 GRID_PROMPTS = 12
 GRID_IMAGES = 4
 GRID_DURING = 2
@@ -24,16 +22,7 @@ FILE_IMAGE_INCHES = 0.75
 
 
 def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
-    """A row a prompt, a column an evaluation, in each cell the images of the same seeds.
-
-    Args:
-        runs: (name, folder) of each run, the first one first; each shows its first evaluation, the last run also two
-            evaluations during training and its last one.
-
-    Returns:
-        `title`, `note`, `columns` and `rows` with `prompt` and `cells`; None where the last evaluation kept no images.
-        Evaluations that share no prompt with the last one are left out.
-    """
+    """A row a prompt, a column an evaluation, in each cell the images of the same seeds."""
     columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs, GRID_DURING)]
     last = columns[-1][1] if columns else {}
     columns = [(label, drawn) for label, drawn in columns if set(drawn) & set(last)]
@@ -57,15 +46,7 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
 
 
 def save_image_grid(runs: Sequence[tuple[str, Path]], path: Path) -> Path | None:
-    """Write the images before and after as one PNG: a row a prompt, the images of each evaluation side by side.
-
-    Args:
-        runs: (name, folder) of each run, the first one first.
-        path: PNG file to write.
-
-    Returns:
-        The file; None where the last evaluation kept no images.
-    """
+    """Write the images before and after as one PNG: a row a prompt, the images of each evaluation side by side."""
     from matplotlib.figure import Figure
 
     columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs)]

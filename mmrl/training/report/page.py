@@ -9,7 +9,6 @@ from typing import Any
 
 from mmrl.files import write_atomically
 from mmrl.training.record.run_warnings import read_warnings
-from mmrl.training.record.tracking import read_metrics
 from mmrl.training.report.curves import constants, curves
 from mmrl.training.report.derived import derived_numbers
 from mmrl.training.report.folder import RunFolder, estimate, label, measured, plain, read_run
@@ -26,20 +25,9 @@ from mmrl.training.report.tables import (
 )
 from mmrl.training.report.videos import videos_of
 
-__all__ = ["read_metrics", "write_report"]
-
 
 def write_report(run_dir: Path, before: Path | None = None, chain: Sequence[Path] = ()) -> Path:
-    """Write `report.html` into a run folder from whatever the folder holds.
-
-    Args:
-        run_dir: The run folder.
-        before: One run that came before, such as the supervised warm start; short for a chain of one.
-        chain: Runs that came before, the first one first; the headline and the side-by-side start with them.
-
-    Returns:
-        The report: one file without external resources.
-    """
+    """Write `report.html` into a run folder from whatever the folder holds."""
     earlier = [*chain, *([] if before is None else [before])]
     runs = [read_run(Path(folder)) for folder in (*earlier, run_dir)]
     run = runs[-1]

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "INK", "colour_cycle", "draw_legend", "save_png", "style_axes"]
-
 # after Okabe and Ito, without black and yellow: safe for colour-blind readers, visible on white and black
 COLOURS = ("#2f88c8", "#d9640f", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
 INK = "#7b8087"

@@ -25,17 +25,6 @@ from mmrl.training.report.folder import (
     plain,
 )
 
-__all__ = [
-    "DIVERSITY",
-    "DIVERSITY_LOSS",
-    "JUDGED",
-    "UNJUDGED",
-    "headline",
-    "headline_name",
-    "part_tables",
-    "score_tables",
-]
-
 Estimate = tuple[float, float, float]
 Cell = dict[str, str]
 

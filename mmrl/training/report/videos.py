@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["videos_of"]
-
 LARGEST_BYTES = 3_000_000
 """Of one video; larger ones are named, not embedded."""
 MOST_FILMS = 12
@@ -16,14 +14,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def videos_of(folder: Path) -> list[dict[str, Any]]:
-    """The videos of a run's first and last evaluation that kept some.
-
-    Args:
-        folder: the run folder; videos are `videos/step-XXXXXX-....mp4`.
-
-    Returns:
-        `title`, and `source` as a data address or None where the file is too large, in the order of steps and names.
-    """
+    """The videos of a run's first and last evaluation that kept some."""
     files = sorted(path for path in folder.glob("videos/*.mp4") if _STEP.match(path.name))
     steps = sorted({_step(path) for path in files})
     kept = [path for path in files if _step(path) in (steps[0], steps[-1])]

@@ -41,17 +41,6 @@ from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 
-__all__ = [
-    "generate_arm",
-    "make_recipe",
-    "make_rollouts",
-    "papo_arm",
-    "rows_apart",
-    "sample_arm",
-    "step_arm",
-    "update_arm",
-]
-
 OFF_POLICY = 0.3
 """Standard deviation of old minus new log-prob, in nats: about half of the ratios are clipped."""
 LOGP = frozenset({"logp"})
@@ -62,9 +51,6 @@ def update_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, layout, micro_batch.
-
-    Returns:
-        What `repeat` returns, with stages forward and backward.
     """
     with make_recipe(options, old_logp="sampler") as recipe:
         rollouts = make_rollouts(recipe, shape_of(options["shape"]))
@@ -82,9 +68,6 @@ def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape.
-
-    Returns:
-        What `repeat` returns, with stages prefill and decode; counts say how many tokens a completion has.
     """
     shape = shape_of(options["shape"])
     with make_recipe(options) as recipe:
@@ -106,9 +89,6 @@ def generate_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape.
-
-    Returns:
-        What `repeat` returns; counts say how many tokens a completion has.
     """
     from transformers import GenerationConfig
 
@@ -143,9 +123,6 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, and what `make_recipe` takes.
-
-    Returns:
-        What `Recorder.result` returns, with the loop's own stages; counts say how many tokens a completion has.
     """
     recorder = Recorder(options["device"])
     with make_recipe(options) as recipe, tempfile.TemporaryDirectory() as folder:
@@ -169,9 +146,6 @@ def papo_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, layout.
-
-    Returns:
-        What `repeat` returns, with a stage for each pass.
     """
     flat = options["layout"] == "rows"
     with make_recipe(options, papo=True, old_logp="sampler" if flat else "recompute") as recipe:
@@ -202,9 +176,6 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
             skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's defaults.
         papo: PAPO in place of GRPO without KL.
         old_logp: value of trainer.old_logp.
-
-    Yields:
-        The recipe; its policy never samples an end of turn, so that every completion has the same length.
     """
     shape = shape_of(options["shape"])
     shared = options.get("shared_prefix", options.get("layout", "shared") == "shared")
@@ -244,9 +215,6 @@ def make_rollouts(recipe: VlmRecipe, shape: Shape, lengths: Sequence[int] = (), 
         shape: sizes of a group.
         lengths: tokens of each row; empty = T for all.
         tasks: groups.
-
-    Returns:
-        The same rows for every layout, up to rounding in `logp_old`.
     """
     generator = torch.Generator().manual_seed(0)
     policy = recipe.policy
@@ -295,12 +263,7 @@ class _RowRecipe(VlmRecipe):
 
 
 class _Clock(Stopwatch):
-    """Hands the stages of the training loop to the stopwatch of the arm.
-
-    Args:
-        device: where the timed work runs.
-        current: the arm's stopwatch of the moment.
-    """
+    """Hands the stages of the training loop to the stopwatch of the arm."""
 
     def __init__(self, device: torch.device, current: Callable[[], measure.Stopwatch]) -> None:
         super().__init__(device)

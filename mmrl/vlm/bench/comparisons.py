@@ -18,8 +18,6 @@ from mmrl.vlm.bench.setup import CPU_SHAPES, MEBIBYTE, Bench
 from mmrl.vlm.bench.trl_arm import check_installed
 from mmrl.vlm.bench.workload import ATTENTION_GAIN, Shape
 
-__all__ = ["NAMES", "compare"]
-
 UPDATE_TARGETS = {
     "16:1": {"minimum": 5.5, "goal": 5.8},
     "4:1": {"minimum": 4.0, "goal": 4.1},

@@ -24,8 +24,6 @@ from mmrl.vlm.payload import VlmPayload
 from mmrl.vlm.recipe import VlmRecipe
 from mmrl.vlm.vision import encode_vision
 
-__all__ = ["GRADIENT_TOLERANCE", "LOGP_TOLERANCE", "equality_arm"]
-
 LOGP_TOLERANCE = 5e-6
 """Largest difference of a log-prob in float32."""
 GRADIENT_TOLERANCE = 1e-5
@@ -51,9 +49,6 @@ def equality_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, device.
-
-    Returns:
-        `checks` by name; nothing is timed.
     """
     shape = shape_of(options["shape"])
     rows = TASKS * shape.group

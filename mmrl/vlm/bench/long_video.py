@@ -33,8 +33,6 @@ from mmrl.vlm.tspo.tiny_clip import build_clip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["compare_long_video", "pick_arm"]
-
 FPS = 30
 FULL = {"frames": 18_000, "scale": 4, "batch": 64, "picks": 64}
 QUICK = {"frames": 90, "scale": 1, "batch": 8, "picks": 8}
@@ -70,10 +68,6 @@ def compare_long_video(bench: Bench) -> dict[str, Any]:
 
 def pick_arm(options: dict[str, Any]) -> dict[str, Any]:
     """Pick frames of the video.
-
-    Args:
-        options: frames, scale, batch and picks of the work; folder; whether features that were kept are used (kept)
-            and whether speed and memory are judged (judged).
 
     Returns:
         What `Recorder.result` returns, with the stage "features"; counts say how many frames a second are picked from

@@ -18,8 +18,6 @@ from mmrl.bench.harness import Arm, BenchOptions, run_arms
 from mmrl.errors import UserError
 from mmrl.vlm.bench.workload import Shape, build_model, questions_file
 
-__all__ = ["CPU_SHAPES", "MEBIBYTE", "QUICK_SHAPE", "Bench"]
-
 MEBIBYTE = 2**20
 CPU_SHAPES = {
     "16:1": Shape((16, 16), 288, 18),
@@ -36,14 +34,7 @@ QUICK_VIDEO = ("80:4 video", Shape((2, 2), 80, 4, 4, frames=4))
 
 
 class Bench:
-    """The model, the sizes and the arms that the comparisons are made of.
-
-    Args:
-        options: what the command line says.
-
-    Raises:
-        UserError: there is no GPU where one is asked for, or options contradict each other.
-    """
+    """The model, the sizes and the arms that the comparisons are made of."""
 
     def __init__(self, options: BenchOptions) -> None:
         from transformers import AutoConfig

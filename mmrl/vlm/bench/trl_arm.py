@@ -11,8 +11,6 @@ from mmrl.bench.measure import Recorder
 from mmrl.errors import UserError
 from mmrl.vlm.bench.workload import Shape, checksum_reward, shape_of, suppressed_tokens
 
-__all__ = ["check_installed", "step_arm"]
-
 
 def check_installed() -> None:
     """Raise UserError with the command to install TRL where it is missing."""
@@ -27,10 +25,6 @@ def step_arm(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: model, data, shape, repetitions, device and gradient_checkpointing.
-
-    Returns:
-        What `Recorder.result` returns, with stages generate, forward, backward, optimizer, and update for the last
-        three; counts say how many tokens a completion has.
     """
     from mmrl.hub.compat import ensure_torchvision
 

@@ -14,18 +14,6 @@ from mmrl.vlm.chat import PromptLayout, encode_prompt
 from mmrl.vlm.task import VlmTask
 from mmrl.vlm.video_input import read_video_cell
 
-__all__ = [
-    "ATTENTION_GAIN",
-    "MODELS",
-    "Shape",
-    "build_model",
-    "checksum_reward",
-    "half_dead_reward",
-    "questions_file",
-    "shape_of",
-    "suppressed_tokens",
-]
-
 ATTENTION_GAIN = 3.0
 """Factor on query and key weights: the late tokens of a 288-token prompt then attend to 130-150 tokens (exponential of
 the entropy), with plain random weights to all of them."""
@@ -134,12 +122,6 @@ def questions_file(folder: Path, model: Path, shape: Shape) -> Path:
         folder: where the benchmark keeps what it builds.
         model: model folder; its processor counts the tokens.
         shape: image grid, frames and prompt length.
-
-    Returns:
-        A JSON Lines file with columns problem, answer and images or videos, the files beside it.
-
-    Raises:
-        UserError: the prompt is too short for the image and the chat markup.
     """
     kind = "video" if shape.frames else "image"
     grid = f"{shape.grid[0]}x{shape.grid[1]}" + f"x{shape.frames}" * bool(shape.frames)

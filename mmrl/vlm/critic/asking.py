@@ -17,30 +17,15 @@ from mmrl.vlm.prompts import MARKS, split_marks
 from mmrl.vlm.task import TaskError, VideoClip, VlmTask, shortened
 from mmrl.vlm.video_input import load_videos
 
-__all__ = ["LoadedMedia", "RowWriter", "ask_instead", "check_no_marks", "question_text", "without_marks"]
-
 
 def question_text(task: VlmTask) -> str:
-    """Text of a task's last user turn, with <image> and <video> where its images and videos stand.
-
-    Raises:
-        TaskError: the task has no user turn.
-    """
+    """Text of a task's last user turn, with <image> and <video> where its images and videos stand."""
     content = task.messages[_last_user_turn(task)]["content"]
     return "".join(item["text"] if item["type"] == "text" else f"<{item['type']}>" for item in content)
 
 
 def ask_instead(task: VlmTask, text: str, name: str) -> VlmTask:
-    """The task with another last user turn, and without the turns behind it.
-
-    Args:
-        task: whose images, videos and earlier turns are kept.
-        text: the new turn, with <image> and <video> as often as in `question_text`.
-        name: put behind the task's id.
-
-    Raises:
-        TaskError: the marks in the text are not those of the task.
-    """
+    """The task with another last user turn, and without the turns behind it."""
     last = _last_user_turn(task)
     items = split_marks(text)
     media = [item["type"] for item in items if item["type"] != "text"]
@@ -102,16 +87,7 @@ class RowWriter:
     _written: dict[str, list[Any]] = field(default_factory=dict)
 
     def row(self, source: VlmTask, asked: VlmTask, folder: Path) -> dict[str, Any]:
-        """Columns prompt, images and videos of a question.
-
-        Args:
-            source: the task whose media it shows.
-            asked: the question.
-            folder: where images are written.
-
-        Raises:
-            UserError: an image cannot be read, or a video is given as frames.
-        """
+        """Columns prompt, images and videos of a question."""
         if source.id not in self._written:
             stem = f"{len(self._written):05d}"
             self._written[source.id] = [self._file(source, n, folder, stem) for n in range(len(source.images))]

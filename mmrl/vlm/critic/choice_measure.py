@@ -19,8 +19,6 @@ from mmrl.vlm.pictures import pictures_of
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["SelfCriticMeasure", "judgement_metrics"]
-
 
 @dataclass
 class SelfCriticMeasure(Measure[VlmTask]):
@@ -96,16 +94,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
 
 
 def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:
-    """What the judgements of some choices were like.
-
-    Args:
-        choices: of `best_of_n`.
-
-    Returns:
-        self_critic/different and self_critic/compared, means a question, and, where anything was compared, the shares
-        self_critic/order_agreement (both orders prefer the same answer), self_critic/first_share (of the readable
-        judgements, those for number 1; 0.5 without position bias) and self_critic/unreadable.
-    """
+    """What the judgements of some choices were like."""
     if not choices:
         return {}
     verdicts = [verdict for chosen in choices for verdict in chosen.verdicts]

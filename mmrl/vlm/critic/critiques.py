@@ -30,16 +30,6 @@ from mmrl.vlm.image_rows import write_media_rows
 from mmrl.vlm.prompts import make_template
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = [
-    "CRITIQUE_ERRORS",
-    "CRITIQUE_TEMPLATE",
-    "build_false_answers",
-    "build_pairs",
-    "critique_renderer",
-    "critique_task",
-    "ordered_pairs",
-]
-
 CRITIQUE_TEMPLATE = """\
 #### Question
 {{ question }}
@@ -119,11 +109,6 @@ def ordered_pairs(
     critiques: Sequence[str], scores: Sequence[float], *, allow_empty: bool = False
 ) -> list[tuple[int, int]]:
     """Every (preferred, rejected) with a higher and a lower score whose critiques both list something.
-
-    Args:
-        critiques: of one answer.
-        scores: theirs.
-        allow_empty: also pairs with a critique that finds nothing wrong.
 
     Source: kyrieLei/Critic-V data_utils/utils/format.py (`dpo_format`).
     """

@@ -23,21 +23,6 @@ import numpy as np
 
 from mmrl.rewards.answers import Chat, completion_text, final_part, normalise
 
-__all__ = [
-    "MOST_ERRORS",
-    "Altered",
-    "Insert",
-    "alter_numbers",
-    "critique_score",
-    "f1",
-    "f1_reward",
-    "insert_errors",
-    "is_satisfied",
-    "jaccard",
-    "jaccard_reward",
-    "listed_details",
-]
-
 MOST_ERRORS = 5
 """Most false details in an answer, as in the paper."""
 NUMBER = re.compile(r"\d+")
@@ -61,16 +46,7 @@ Insert = Callable[[str, int, np.random.Generator], Altered]
 
 
 def alter_numbers(answer: str, count: int, rng: np.random.Generator) -> Altered:
-    """Replace some of an answer's numbers by others with as many digits; the k-th number is the detail "number k".
-
-    Args:
-        answer: the right answer.
-        count: errors; all numbers where the answer has fewer.
-        rng: chooses them.
-
-    Raises:
-        ValueError: the answer has no number.
-    """
+    """Replace some of an answer's numbers by others with as many digits; the k-th number is the detail "number k"."""
     found = list(NUMBER.finditer(answer))
     if not found:
         raise ValueError(f"the answer {answer!r:.80} has no number, which the built-in errors replace")
@@ -114,14 +90,7 @@ def insert_errors(
 
 
 def listed_details(critique: str) -> list[str]:
-    """The details that a critique finds fault with: its lines, or parts between semicolons, without bullets.
-
-    Args:
-        critique: text, with or without a think block and the heading "#### Critique".
-
-    Returns:
-        Different details in their order, as `normalise` writes them; none where it finds nothing wrong.
-    """
+    """The details that a critique finds fault with: its lines, or parts between semicolons, without bullets."""
     body = HEADING.sub("", final_part(critique) or "")
     items = [normalise(BULLET.sub("", line)) for line in re.split(r"[;\n]", body)]
     return list(dict.fromkeys(item for item in items if item not in NOTHING))

@@ -24,17 +24,6 @@ from mmrl.vlm.critic.revision import revision_renderer
 from mmrl.vlm.digits import Scene, draw_scene, scan_pool
 from mmrl.vlm.image_rows import write_rows
 
-__all__ = [
-    "CRITIC",
-    "CRITIQUE",
-    "REVISION",
-    "build_critic_start",
-    "build_critique_start",
-    "build_model",
-    "build_pairs",
-    "build_readings",
-]
-
 QUESTION = "Which digits are shown?"
 CRITIC = "{{ question }} 1: {{ first }} 2: {{ second }}"
 """Short wording of the critic's question for models as small as these."""
@@ -150,9 +139,6 @@ def build_critic_start(
         noise: strength of background texture and pixel noise, share of full contrast.
         scans: use only the first so many training scans; 0 = all.
         seed: of everything drawn.
-
-    Returns:
-        The file.
     """
     scenes, render = _scenes("train", seed, digits, noise, scans), critic_renderer(template)
     rng = np.random.default_rng([seed, 31])
@@ -200,9 +186,6 @@ def build_critique_start(
         noise: strength of background texture and pixel noise, share of full contrast.
         scans: use only the first so many training scans; 0 = all.
         seed: of everything drawn.
-
-    Returns:
-        The file.
     """
     scenes = _scenes("train", seed, digits, noise, scans)
     rng = np.random.default_rng([seed, 32])

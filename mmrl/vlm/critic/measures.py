@@ -12,8 +12,6 @@ from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["check_critic_splits", "critic_measures", "load_reasoner"]
-
 
 def check_critic_splits(evaluation: VlmEvaluationConfig, splits: Collection[str], rewards: Sequence[object]) -> None:
     """Refuse measures of splits that there are not, or that nothing can score; raises ValueError."""
@@ -29,22 +27,13 @@ def check_critic_splits(evaluation: VlmEvaluationConfig, splits: Collection[str]
 
 
 def load_reasoner(evaluation: VlmEvaluationConfig) -> VlmPolicy | None:
-    """The frozen model that answers and revises; None where it is the trained one, or nothing is revised.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """The frozen model that answers and revises; None where it is the trained one, or nothing is revised."""
     revision = evaluation.revision
     return None if revision is None or revision.reasoner is None else load_policy(revision.reasoner)
 
 
 def critic_measures(answers: AnswerMeasure, reasoner: VlmPolicy | None) -> list[Measure[VlmTask]]:
-    """What is measured of a held-out split beside its answers.
-
-    Args:
-        answers: the measure of its answers.
-        reasoner: of `load_reasoner`.
-    """
+    """What is measured of a held-out split beside its answers."""
     found: list[Measure[VlmTask]] = []
     choosing, revising = answers.evaluation.self_critic, answers.evaluation.revision
     if choosing is not None and answers.split in (choosing.splits or [answers.split]):

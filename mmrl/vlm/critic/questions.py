@@ -26,8 +26,6 @@ from mmrl.vlm.pairs import PairColumns, keep_pairs, sides_of
 from mmrl.vlm.prompts import make_template
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["CRITIC_TEMPLATE", "ORDERS", "build_questions", "critic_renderer", "critic_task"]
-
 CRITIC_TEMPLATE = """\
 You are shown a question and two responses to it. Decide which response is better.
 Question: {{ question }}
@@ -52,12 +50,6 @@ def critic_task(task: VlmTask, first: str, second: str, render: Callable[..., st
         second: response shown as number 2.
         render: of `critic_renderer`.
         name: put behind the question's id.
-
-    Returns:
-        The critic's question, about the same images.
-
-    Raises:
-        TaskError: places of images in the texts do not fit.
     """
     text = render(question=question_text(task), first=first, second=second)
     return ask_instead(task, text, name)

@@ -31,17 +31,6 @@ from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.task import VlmTask
 
-__all__ = [
-    "REVISION_TEMPLATE",
-    "Criticise",
-    "PolicyCritic",
-    "Revision",
-    "RevisionConfig",
-    "greedy_answers",
-    "revise",
-    "revision_renderer",
-]
-
 REVISION_TEMPLATE = "Reflection on the former answer: {{ critique }}\n{{ question }}"
 """Turn that asks for a revision, as in the public code."""
 CRITIQUE_KEY = "evaluation.revision.critique_template"
@@ -98,16 +87,7 @@ class Revision:
 
 
 class PolicyCritic:
-    """A model's likeliest critiques.
-
-    Args:
-        policy: the critic.
-        config: wording.
-        sampler: longest critique and batches.
-
-    Raises:
-        UserError: the wording lacks a place.
-    """
+    """A model's likeliest critiques."""
 
     def __init__(self, policy: VlmPolicy, config: RevisionConfig, sampler: SamplerConfig) -> None:
         self.policy = policy
@@ -138,23 +118,7 @@ def revise(
     *,
     always: bool = False,
 ) -> list[Revision]:
-    """Have answers criticised and revised.
-
-    Args:
-        reasoner: the model that revises.
-        tasks: N questions.
-        answers: the first answer to each.
-        criticise: the critic, such as `PolicyCritic`.
-        config: wording and rounds.
-        sampler: longest answer and batches.
-        always: revise also where the critique finds nothing wrong.
-
-    Returns:
-        The answers to each question; one that does not fit into the model any more keeps its last answer.
-
-    Raises:
-        UserError: the wording lacks a place.
-    """
+    """Have answers criticised and revised."""
     render = revision_renderer(config.revision_template)
     found = [Revision([text], []) for text in answers]
     chats = list(tasks)

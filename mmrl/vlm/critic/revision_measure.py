@@ -18,8 +18,6 @@ from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.sampler import sample
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["RevisionMeasure", "change_shares"]
-
 BEFORE, AFTER = "accuracy/unrevised", "accuracy/revised"
 EMPTY, SHUFFLED = "accuracy/revised_empty", "accuracy/revised_shuffled"
 
@@ -121,10 +119,6 @@ def change_shares(changes: Sequence[tuple[float, float, Revision]]) -> dict[str,
 
     Args:
         changes: for each question, whether its answer was right before (1, 0, NaN) and after, and its revision.
-
-    Returns:
-        Of the wrong first answers the shares revision/found (the critic finds fault) and revision/fixed (right in the
-        end); of the right ones revision/false_alarms and revision/broken. A share of nothing is left out.
     """
     wrong = [(after, revision) for before, after, revision in changes if before == 0.0]
     right = [(after, revision) for before, after, revision in changes if before == 1.0]

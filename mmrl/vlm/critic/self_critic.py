@@ -28,8 +28,6 @@ from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.task import VlmTask
 
-__all__ = ["Choice", "SelfCriticConfig", "best_of_n"]
-
 OPTION = "evaluation.self_critic.template"
 
 

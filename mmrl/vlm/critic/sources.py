@@ -9,19 +9,9 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.vlm.data import DataConfig, LoadedTasks, load_tasks
 
-__all__ = ["load_source"]
-
 
 def load_source(options: Mapping[str, Any], name: str) -> LoadedTasks:
-    """Read the questions of a data set, and build it first where it is missing and says how.
-
-    Args:
-        options: those of `DataConfig`.
-        name: of the argument, for errors.
-
-    Raises:
-        UserError: an option is unknown, or the data set cannot be read.
-    """
+    """Read the questions of a data set, and build it first where it is missing and says how."""
     known = {field.name for field in dataclasses.fields(DataConfig)} - {"video"}
     if unknown := sorted(set(options) - known):
         raise UserError(f"{name} has no option {', '.join(unknown)}; there are: {', '.join(sorted(known))}")

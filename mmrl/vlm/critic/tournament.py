@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PROTOCOLS", "Compare", "Match", "Verdict", "choose", "majority"]
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -51,14 +49,6 @@ def choose(votes: Sequence[Sequence[int]], protocol: str, compare: Compare) -> l
     round_robin compares every two different answers. Their scores are those of all responses compared with one
     another, equal ones drawn: answer i with v_i votes has sum_j v_j wins(i, j) + (v_i - 1) / 2. knockout compares
     neighbours, and the winners again, until one is left. Draws go to the answer with more votes, then to the earlier.
-
-    Args:
-        votes: how many responses gave each of the different answers, for each question; at least one answer each.
-        protocol: row of `PROTOCOLS`.
-        compare: the judge; it is given the matches of all questions together.
-
-    Returns:
-        Place of the chosen answer, for each question.
     """
     return PROTOCOLS[protocol](votes, compare)
 

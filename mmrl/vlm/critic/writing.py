@@ -14,8 +14,6 @@ from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.task import TaskError, VlmTask
 
-__all__ = ["write_critiques"]
-
 BATCH = 64
 """Answers criticised together."""
 
@@ -23,22 +21,7 @@ BATCH = 64
 def write_critiques(
     model: str, tasks: Sequence[VlmTask], count: int, temperature: float, max_new_tokens: int, seed: int
 ) -> list[list[str]]:
-    """Sample critiques.
-
-    Args:
-        model: folder or hub id.
-        tasks: critic questions.
-        count: critiques of each.
-        temperature: of sampling.
-        max_new_tokens: the longest one.
-        seed: of the draws.
-
-    Returns:
-        The critiques of each question.
-
-    Raises:
-        UserError: the model cannot be loaded, a question cannot be encoded, or a number is out of range.
-    """
+    """Sample critiques."""
     policy = load_policy(ModelConfig(path=model))
     config = SamplerConfig(max_new_tokens=max_new_tokens, temperature=temperature)
     found: list[list[str]] = []

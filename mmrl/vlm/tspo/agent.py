@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 
-__all__ = ["TemporalAgent", "positional_encoding"]
-
 OUTSIDE = -1e6
 """Attention score of frames outside the window, as in the public code."""
 COSINE_EPS = 1e-6
@@ -26,15 +24,7 @@ COSINE_EPS = 1e-6
 class TemporalAgent(nn.Module):
     """Windowed self-attention over the frames, then the cosine between each frame and the question.
 
-        X = F + PE,  context = attention(X) in a window,  E = MLP(context) + F,  S = cos(E, q) + cos(F, q)
-
-    Args:
-        width: D, an even number.
-        heads: attention heads, a divisor of the width.
-        window: w frames that a frame attends to: w // 2 before it, itself and those after it.
-
-    Raises:
-        UserError: sizes that do not fit together.
+    X = F + PE,  context = attention(X) in a window,  E = MLP(context) + F,  S = cos(E, q) + cos(F, q)
     """
 
     def __init__(self, width: int, heads: int = 8, window: int = 12) -> None:
@@ -87,11 +77,6 @@ class TemporalAgent(nn.Module):
 
 def positional_encoding(total: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Sines and cosines of a frame's place in its video.
-
-    Args:
-        total: T frames.
-        width: D, even.
-        dtype: of the result.
 
     Returns:
         (T, D); the angles are t / T times 10000^(-2k / D), so that videos of all lengths span the same range.

@@ -23,16 +23,6 @@ from mmrl.vlm.tspo.config import AnswererConfig
 from mmrl.vlm.tspo.policy import VideoFeatures
 from mmrl.vlm.tspo.tasks import NeedleTask
 
-__all__ = [
-    "Answerer",
-    "Answers",
-    "OracleAnswerer",
-    "VlmAnswerer",
-    "correct_of",
-    "make_answerer",
-    "without_unreadable",
-]
-
 ResultT = TypeVar("ResultT")
 
 
@@ -60,27 +50,14 @@ class Answerer(Protocol):
     def answer(
         self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], generator: torch.Generator | None
     ) -> Answers:
-        """Answer B questions.
-
-        Args:
-            tasks: the question of each row.
-            picks: places of the picked frames among its candidates, rising.
-            generator: for answers that are sampled; None takes the likeliest ones.
-
-        Raises:
-            TaskError: a question cannot be read.
-        """
+        """Answer B questions."""
 
     def close(self) -> None:
         """Free worker processes."""
 
 
 class OracleAnswerer:
-    """Right where at least so many frames of the needle are picked; a rule that stands for a model in experiments.
-
-    Args:
-        min_frames: frames that the answer needs; all of a needle that has fewer.
-    """
+    """Right where at least so many frames of the needle are picked; a rule that stands for a model in experiments."""
 
     def __init__(self, min_frames: int) -> None:
         self.min_frames = min_frames
@@ -110,12 +87,7 @@ class OracleAnswerer:
 
 
 class VlmAnswerer:
-    """A vision-language model that reads the picked frames in the order of time.
-
-    Args:
-        config: sampling and what says whether an answer is right.
-        policy: the model, trained or frozen.
-    """
+    """A vision-language model that reads the picked frames in the order of time."""
 
     def __init__(self, config: AnswererConfig, policy: VlmPolicy) -> None:
         self.config, self.policy = config, policy
@@ -170,15 +142,6 @@ def without_unreadable(
     """What an attempt gives, repeated without each question whose picked frames cannot be read.
 
     Features may have been kept of a video that is gone or damaged since.
-
-    Args:
-        tasks: questions.
-        features: theirs.
-        attempt: works on questions and their features; raises TaskError with the id of one of them.
-        skip: told of each question that is left out.
-
-    Returns:
-        The attempt's result; None where no question is left.
     """
     while tasks:
         try:

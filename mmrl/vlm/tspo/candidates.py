@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-__all__ = ["NEEDLE_ERRORS", "Candidates", "needle_mask", "open_candidates", "read_needle"]
-
 READ_BYTES = 2**20
 
 
@@ -56,17 +54,7 @@ class Candidates:
         return decode_frames(self.index, self.numbers)
 
     def pictures(self, picks: Sequence[int]) -> dict[int, Image]:
-        """Some candidates as pictures.
-
-        Args:
-            picks: places among the candidates, in any order.
-
-        Returns:
-            The pictures by place.
-
-        Raises:
-            VideoError: a frame cannot be decoded.
-        """
+        """Some candidates as pictures."""
         from PIL import Image
 
         places = sorted(set(picks))
@@ -81,9 +69,6 @@ def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0) -> Candida
         path: video file.
         fps: candidates a second; 0 or more than the video has: every frame.
         max_frames: most candidates, evenly spaced where there would be more; 0 for no limit.
-
-    Raises:
-        VideoError: the file cannot be used or is cut off.
     """
     index = read_index(path)
     step = max(index.fps / fps, 1.0) if fps else 1.0
@@ -95,15 +80,7 @@ def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0) -> Candida
 
 
 def read_needle(value: Any, place: str) -> list[tuple[int, int]]:
-    """Intervals of a needle: frames of the file, the first and one behind the last.
-
-    Args:
-        value: [start, stop] or a list of such pairs; None and nothing are no needle.
-        place: names the row in errors.
-
-    Raises:
-        TaskError: it is something else.
-    """
+    """Intervals of a needle: frames of the file, the first and one behind the last."""
     if value is None or value == "" or (hasattr(value, "__len__") and not len(value)):
         return []
     try:
@@ -123,16 +100,8 @@ def read_needle(value: Any, place: str) -> list[tuple[int, int]]:
 def needle_mask(candidates: Candidates, needle: Sequence[tuple[int, int]], place: str) -> NDArray[np.bool_]:
     """Which candidates belong to a needle.
 
-    Args:
-        candidates: T frames of a video.
-        needle: intervals of frames of the file.
-        place: names the row in errors.
-
     Returns:
         (T,) bool.
-
-    Raises:
-        TaskError: the needle reaches beyond the video, or none of its frames is a candidate.
     """
     total = candidates.index.total
     for start, stop in needle:

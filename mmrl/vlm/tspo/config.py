@@ -16,16 +16,6 @@ from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.sampling import SamplerConfig
 from mmrl.vlm.tspo.picking import LOGPROBS
 
-__all__ = [
-    "AgentConfig",
-    "AnswererConfig",
-    "FeatureConfig",
-    "PickConfig",
-    "TspoConfig",
-    "TspoEvaluationConfig",
-    "objective_of",
-]
-
 SCORES = ("logp_ref", "turns")
 """What the policy scores beside log-probabilities; the picks are turn 0, tokens that are trained turn 1."""
 ANSWERERS = ("oracle", "vlm")

@@ -16,8 +16,6 @@ from mmrl.training.report.page import write_report
 from mmrl.training.stages import finish_run, last_model
 from mmrl.vlm.blind import fit_blind
 
-__all__ = ["run"]
-
 CONFIGS = Path("configs/vlm")
 SPLIT = "heldout"
 NOTHING = "never looks: most frequent answer"

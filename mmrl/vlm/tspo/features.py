@@ -22,23 +22,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["ClipEncoder", "FeatureStore"]
-
 LOGGER = logging.getLogger("mmrl")
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError)
 
 
 class ClipEncoder:
-    """A frozen CLIP that embeds frames and texts.
-
-    Args:
-        path: CLIP folder or hub id.
-        batch: frames that are embedded together; bounds the memory.
-        device: where it computes.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """A frozen CLIP that embeds frames and texts."""
 
     def __init__(self, path: str, batch: int = 64, device: torch.device | str = "cpu") -> None:
         ensure_torchvision()
@@ -117,11 +106,6 @@ class FeatureStore:
 
     A file is written whole or not at all and carries a digest of its numbers. One that is damaged is computed again
     with a warning, since nothing is lost by it.
-
-    Args:
-        encoder: embeds what is not there yet.
-        folder: of the files; None keeps them in memory alone.
-        memory_mb: most megabytes that are also kept in memory, those used last.
     """
 
     def __init__(self, encoder: ClipEncoder, folder: Path | str | None = None, memory_mb: float = 512.0) -> None:
@@ -135,11 +119,7 @@ class FeatureStore:
         self._bytes = 0
 
     def frames(self, candidates: Candidates) -> Tensor:
-        """Embeddings of a video's candidates (T, D) float32.
-
-        Raises:
-            VideoError: the video cannot be decoded.
-        """
+        """Embeddings of a video's candidates (T, D) float32."""
         key = hashlib.blake2b(f"{candidates.digest} {self.encoder.fingerprint}".encode(), digest_size=16).hexdigest()
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -27,8 +27,6 @@ from mmrl.vlm.tspo.policy import TspoPolicy, VideoFeatures
 from mmrl.vlm.tspo.strip import picked_strip
 from mmrl.vlm.tspo.tasks import NeedleTask
 
-__all__ = ["STRATEGIES", "PickMeasure", "needle_recall"]
-
 STRATEGIES = ("agent", "uniform", "clip_topk")
 CEILING = "needle"
 

@@ -24,8 +24,6 @@ from mmrl.vlm.image_rows import write_media_rows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["QUESTIONS", "build_model", "build_needles", "build_readings"]
-
 CUE_FRAMES = 2
 DIGIT_FRAMES = 6
 GAP_FRAMES = 6
@@ -57,12 +55,6 @@ def build_needles(
         noise: strength of background texture and pixel noise, share of full contrast.
         fps: frames a second.
         seed: seed of everything drawn.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: so many digits do not fit into so few frames.
     """
     path = Path(path)
     rng = np.random.default_rng([seed, 7 if split == "test" else 6])

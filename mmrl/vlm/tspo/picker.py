@@ -18,8 +18,6 @@ from mmrl.vlm.tspo.storage import AgentSettings, load_agent
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["FramePicker", "PickedFrames", "load_frame_picker"]
-
 
 @dataclass(frozen=True)
 class PickedFrames:
@@ -33,34 +31,14 @@ class PickedFrames:
 
 
 class FramePicker:
-    """Picks the frames of a video that a question needs.
-
-    Args:
-        agent: scores the candidates.
-        settings: which frames are candidates.
-        store: computes and keeps the features.
-    """
+    """Picks the frames of a video that a question needs."""
 
     def __init__(self, agent: TemporalAgent, settings: AgentSettings, store: FeatureStore) -> None:
         self.agent, self.settings, self.store = agent.eval(), settings, store
 
     @torch.no_grad()
     def pick(self, video: Path | str, question: str, count: int = 0, method: str = "topk") -> PickedFrames:
-        """Pick frames.
-
-        Args:
-            video: file, of any length.
-            question: without its options.
-            count: frames; 0 for as many as in training. A video that has fewer gives all of them.
-            method: topk or bin-max.
-
-        Returns:
-            The frames.
-
-        Raises:
-            VideoError: the video cannot be used.
-            UserError: unknown method.
-        """
+        """Pick frames."""
         methods = {"topk": top_frames, "bin-max": bin_max_frames}
         if method not in methods:
             raise UserError(f"there is no method {method!r}; there are: {', '.join(methods)}")

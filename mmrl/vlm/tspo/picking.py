@@ -22,17 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LOGPROBS",
-    "bin_max_frames",
-    "draw_picks",
-    "gumbel_noise",
-    "pick_logprobs",
-    "temperature_at",
-    "top_frames",
-    "uniform_frames",
-]
-
 LOGPROBS = ("mean_marginal", "sum_marginal", "noisy_product", "plackett_luce")
 NEVER = -1e30
 """Logit of a frame that cannot be picked; finite, so that no gradient becomes NaN."""
@@ -40,12 +29,6 @@ NEVER = -1e30
 
 def temperature_at(step: int, steps: int, start: float = 0.025, end: float = 0.01) -> float:
     """Temperature that scores are divided by, falling linearly over a run.
-
-    Args:
-        step: steps done.
-        steps: of the whole run.
-        start: temperature of the first step.
-        end: temperature that the last step comes close to.
 
     Source: Hui-design/TSPO src/open_tspo/trainer/tspo_trainer.py (`score_tau`).
     """
@@ -87,9 +70,6 @@ def pick_logprobs(form: str, logits: Tensor, picks: Tensor, mask: Tensor, noise:
 
     Returns:
         (B, K) nats, 0 on padding.
-
-    Raises:
-        ValueError: unknown form, or noise is missing.
 
     Gradient: through logits.
     """

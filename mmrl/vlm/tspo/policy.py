@@ -19,8 +19,6 @@ from mmrl.vlm.tspo.picking import NEVER, pick_logprobs
 from mmrl.vlm.tspo.storage import AgentSettings, load_agent_weights, save_agent
 from mmrl.vlm.tspo.tasks import NeedleTask
 
-__all__ = ["TspoPayload", "TspoPolicy", "VideoFeatures"]
-
 READER_FOLDER = "reader"
 
 
@@ -81,14 +79,7 @@ class Scoring:
 
 
 class TspoPolicy(nn.Module):
-    """The agent and, where it is trained too, the model that answers.
-
-    Args:
-        agent: scores frames.
-        settings: saved with it.
-        reader: the language model if it is trained, else None.
-        reader_rate: learning rate of the language model over that of the agent.
-    """
+    """The agent and, where it is trained too, the model that answers."""
 
     def __init__(
         self, agent: TemporalAgent, settings: AgentSettings, reader: VlmPolicy | None = None, reader_rate: float = 1.0
@@ -104,10 +95,6 @@ class TspoPolicy(nn.Module):
 
     def logits(self, features: Sequence[VideoFeatures], temperature: float) -> Tensor:
         """Scores over temperature.
-
-        Args:
-            features: N videos.
-            temperature: positive.
 
         Returns:
             (N, T) float32, `NEVER` on padding.

@@ -57,20 +57,11 @@ from mmrl.vlm.tspo.storage import AgentSettings, load_agent, save_agent
 from mmrl.vlm.tspo.strip import picked_strip
 from mmrl.vlm.tspo.tasks import NeedleTask, load_needle_tasks
 
-__all__ = ["TspoConfig", "TspoRecipe"]
-
 LOGGER = logging.getLogger("mmrl")
 
 
 class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
-    """Draws frames, has the questions answered from them, and trains the agent; see the module.
-
-    Args:
-        config: options of the run.
-
-    Raises:
-        UserError: CLIP, agent, model or data cannot be used.
-    """
+    """Draws frames, has the questions answered from them, and trains the agent; see the module."""
 
     config: TspoConfig
 
@@ -212,18 +203,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def encode(
         self, tasks: Sequence[NeedleTask], *, allow_none: bool = False
     ) -> tuple[list[NeedleTask], list[VideoFeatures]]:
-        """Features of questions and their videos.
-
-        Args:
-            tasks: questions.
-            allow_none: return two empty lists where none of them can be used.
-
-        Returns:
-            Those whose videos can be decoded, and their features.
-
-        Raises:
-            NoUsableTasksError: none of them can be, and that is not allowed.
-        """
+        """Features of questions and their videos."""
         usable: list[NeedleTask] = []
         features: list[VideoFeatures] = []
         last: VideoError | None = None

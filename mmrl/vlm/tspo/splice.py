@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     Frame = NDArray[np.uint8]
 
-__all__ = ["VIDEO_SUFFIXES", "build_spliced", "sampled_numbers"]
-
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 FEWEST, MOST = 50, 128
 """A video with fewer or more frames at one a second gives this many (MOST), evenly spaced."""
@@ -50,24 +48,7 @@ def build_spliced(
     repeats: Sequence[int] = (1, 4),
     seed: int = 0,
 ) -> Path:
-    """Write spliced videos at one frame a second and the questions about them.
-
-    Args:
-        path: JSONL file to write; the columns of the questions, and videos, needle (its frames) and type.
-        questions: a file of rows with a question, an answer and `video` or `videos`, relative to its folder.
-        haystack: folder with the other videos, searched with its subfolders; the question's own is left out.
-        count: number of rows, the questions in turn; 0 = each once.
-        clip_frames: frames of a clip.
-        clips: clips of other videos.
-        repeats: fewest and most clips of the question's video.
-        seed: of everything drawn.
-
-    Returns:
-        The file.
-
-    Raises:
-        UserError: there are no questions or videos, or one cannot be used.
-    """
+    """Write spliced videos at one frame a second and the questions about them."""
     rows = list(read_rows(questions, "train", None))
     if not rows or any(row.problem is not None for row in rows):
         raise UserError(f"{questions} has no rows, or rows that are no JSON objects")

@@ -13,8 +13,6 @@ from mmrl.files import expanded, read_json_object, replaced
 from mmrl.hub.saved_files import base_entries, base_path, sort_header
 from mmrl.vlm.tspo.agent import TemporalAgent
 
-__all__ = ["AgentSettings", "load_agent", "load_agent_weights", "save_agent"]
-
 CONFIG_FILE = "agent.json"
 WEIGHTS_FILE = "agent.safetensors"
 KIND = "tspo_agent"
@@ -35,13 +33,7 @@ class AgentSettings:
 
 
 def save_agent(agent: TemporalAgent, settings: AgentSettings, folder: Path) -> None:
-    """Write an agent to a folder: agent.safetensors and agent.json.
-
-    Args:
-        agent: the agent.
-        settings: what it was trained with.
-        folder: created with its parents.
-    """
+    """Write an agent to a folder: agent.safetensors and agent.json."""
     from safetensors.torch import save_file
 
     content = {
@@ -63,11 +55,7 @@ def save_agent(agent: TemporalAgent, settings: AgentSettings, folder: Path) -> N
 
 
 def load_agent(folder: Path | str) -> tuple[TemporalAgent, AgentSettings]:
-    """Load an agent that `save_agent` wrote.
-
-    Raises:
-        UserError: the folder holds no agent, or it is damaged.
-    """
+    """Load an agent that `save_agent` wrote."""
     path = expanded(folder)
     content = read_json_object(path / CONFIG_FILE)
     try:
@@ -87,11 +75,7 @@ def load_agent(folder: Path | str) -> tuple[TemporalAgent, AgentSettings]:
 
 
 def load_agent_weights(agent: TemporalAgent, folder: Path) -> None:
-    """Load the weights of a folder into an agent of the same sizes, bit for bit.
-
-    Raises:
-        UserError: the file is missing, damaged, or of an agent of other sizes.
-    """
+    """Load the weights of a folder into an agent of the same sizes, bit for bit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

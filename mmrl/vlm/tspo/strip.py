@@ -14,8 +14,6 @@ from mmrl.vlm.tspo.tasks import NeedleTask
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["pick_strip", "picked_strip"]
-
 CELL, BORDER, CAPTION, LINE = 84, 4, 14, 26
 FEWEST_COLUMNS = 4
 GROUND, INK, TRACK = (24, 26, 30), (235, 235, 235), (70, 74, 82)
@@ -32,9 +30,6 @@ def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray
         picks: their K places among the T candidates, rising.
         needle: (T,) bool; green on the line, like the frames of green border. All False where there is none.
         seconds: when each candidate is shown.
-
-    Returns:
-        RGB: a line of time with the needle in green and a tick for each pick, then the frames with their times.
     """
     from PIL import Image as Images
     from PIL import ImageDraw

@@ -16,8 +16,6 @@ from mmrl.vlm.data import DataConfig, load_tasks
 from mmrl.vlm.task import TaskError, VideoClip, VlmTask
 from mmrl.vlm.tspo.candidates import Candidates, needle_mask, open_candidates, read_needle
 
-__all__ = ["NeedleTask", "load_needle_tasks", "question_without_options"]
-
 LOGGER = logging.getLogger("mmrl")
 TYPES = ("specific", "general")
 OPTIONS = re.compile(r"\n\s*\(?A[).:]")
@@ -60,20 +58,7 @@ class NeedleTask:
 
 
 def load_needle_tasks(config: DataConfig, fps: float, max_frames: int) -> tuple[list[NeedleTask], dict[str, int]]:
-    """Read questions and list the candidate frames of their videos, without decoding them.
-
-    Args:
-        config: where the rows lie; columns beside those of `mmrl.vlm.data`: needle, type ("specific", the default with
-            a needle, or "general") and query.
-        fps: see `open_candidates`.
-        max_frames: see `open_candidates`.
-
-    Returns:
-        The usable questions, and bad rows by kind.
-
-    Raises:
-        UserError: no row is usable, or one is bad and `on_bad_row` is "error".
-    """
+    """Read questions and list the candidate frames of their videos, without decoding them."""
     loaded = load_tasks(config)
     skipped = dict(loaded.skipped)
     tasks: list[NeedleTask] = []

@@ -23,8 +23,6 @@ from mmrl.vlm.clips import Shot, clip_frames
 from mmrl.vlm.digits import CELL_PX, scan_pool, scans_and_labels
 from mmrl.vlm.tspo.needles import QUESTIONS
 
-__all__ = ["build_clip"]
-
 SPECIAL = ("<pad>", "<unk>", "<start>", "<end>")
 CAPTIONS = (("the red flash", "a red flash"), ("an empty picture", "nothing"))
 DIGIT_CAPTIONS = ("the digit {}", "a handwritten {}", "digit {}")
@@ -57,9 +55,6 @@ def build_clip(
         question_rate: how often a flash is captioned with a question; a digit is a third as often.
         learning_rate: of AdamW.
         seed: of frames, captions and weights.
-
-    Returns:
-        The folder, which loads with CLIPModel, AutoTokenizer and AutoImageProcessor.
     """
     ensure_torchvision()
     from transformers import CLIPModel

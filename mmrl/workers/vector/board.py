@@ -18,8 +18,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Board"]
-
 ALIGNMENT = 64
 """Bytes of a cache line, in which no two arrays meet."""
 

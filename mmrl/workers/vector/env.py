@@ -37,8 +37,6 @@ from mmrl.workers.worker import Answer, Request
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PoolVectorEnv"]
-
 STEP = Request({})
 Step = tuple[Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]]
 

@@ -16,22 +16,9 @@ from mmrl.workers.pool import WorkerPool
 from mmrl.workers.vector.settings import VectorSettings
 from mmrl.workers.worker import Answer, Request
 
-__all__ = ["Environments", "content_of"]
-
 
 class Environments:
-    """Workers that each have some of N environments; arguments as for `PoolVectorEnv`.
-
-    Args:
-        env: id or function.
-        num_envs: N.
-        kwargs: of the environments.
-        mode: value of Gymnasium's AutoresetMode.
-        settings: processes, time limits and failures.
-
-    Raises:
-        UserError: there are not as many kwargs as environments.
-    """
+    """Workers that each have some of N environments; arguments as for `PoolVectorEnv`."""
 
     def __init__(
         self,
@@ -50,23 +37,14 @@ class Environments:
         self.pool = WorkerPool(spec, workers, max_restarts=settings.max_restarts, goal=goal)
 
     def start(self) -> list[dict[str, Any]]:
-        """Start all workers; returns what each says of its environments.
-
-        Raises:
-            UserError: an environment says that it was asked for something impossible.
-            RunError: one cannot be started; the message holds its traceback.
-        """
+        """Start all workers; returns what each says of its environments."""
         hello = self.pool.start()
         if isinstance(hello, WorkerFailure):
             raise self.error("did not start", hello)
         return self._ask("describe", {slot: {} for slot in range(len(self.rows))}, self._settings.start_timeout_s)
 
     def requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
-        """Requests by worker, each with what a fresh process has to make before it can answer.
-
-        Raises:
-            UserError: something in them cannot be sent.
-        """
+        """Requests by worker, each with what a fresh process has to make before it can answer."""
         requests = {}
         for slot, content in contents.items():
             rows = self.rows[slot]
@@ -102,11 +80,7 @@ class Environments:
 
 
 def content_of(answer: Answer) -> Any:
-    """What a worker says; None where it says nothing.
-
-    Raises:
-        RunError: it cannot be read.
-    """
+    """What a worker says; None where it says nothing."""
     if isinstance(answer, WorkerFailure) or not answer.fields:
         return None
     try:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["build_space"]
-
 
 def build_space(tree: Mapping[str, Any]) -> spaces.Space[Any]:
     """Build a space from its description."""

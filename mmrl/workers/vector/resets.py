@@ -12,19 +12,9 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["fresh_seed", "row_seeds", "rows_to_reset"]
-
 
 def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | None]:
-    """Seeds of all rows.
-
-    Args:
-        seed: that of the first row, which counts up; a list of one a row; None for none.
-        rows: environments.
-
-    Raises:
-        UserError: the list has another length.
-    """
+    """Seeds of all rows."""
     if seed is None:
         return [None] * rows
     if isinstance(seed, (int, np.integer)):
@@ -36,13 +26,6 @@ def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | 
 
 def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray[np.bool_], dict[str, Any] | None]:
     """Take `reset_mask` out of the options of a reset.
-
-    Args:
-        options: of the reset; not changed.
-        rows: environments.
-
-    Returns:
-        (rows,) which environments begin an episode, and the options that they get.
 
     Raises:
         UserError: the mask has another shape or dtype, or chooses none.

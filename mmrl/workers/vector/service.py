@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mmrl.workers import loading, values
     from mmrl.workers.vector import board, spaces
 
-__all__ = ["InfoError", "VectorService", "make"]
-
 
 def _load_file(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, str(path))

@@ -11,8 +11,6 @@ from pathlib import Path
 from mmrl.fields import bounded
 from mmrl.workers.engine import WorkerSpec
 
-__all__ = ["VectorSettings"]
-
 SERVICE = Path(__file__).resolve().with_name("service.py")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

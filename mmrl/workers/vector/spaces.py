@@ -13,8 +13,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SpaceError", "describe", "leaves", "problem_in", "read", "write", "write_batch"]
-
 PLAIN = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 
 

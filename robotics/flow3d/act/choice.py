@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.clearance import ArmClearance
 
-__all__ = [
-    "GraspPlan",
-    "Obstacles",
-    "ReachChecks",
-    "ReachSettings",
-    "choose_grasps",
-    "different_plans",
-    "held_path",
-    "motion_path",
-    "plan_along",
-]
-
 
 @dataclass(frozen=True)
 class ReachSettings:
@@ -153,9 +141,6 @@ def choose_grasps(
         grasps: proposals.
         T_t_0_world: (T, 4, 4) motion of the object; with T of 0 only the way to the grasp is planned.
         checks: the arm, where it is now, and what it may hit.
-
-    Returns:
-        Plans, that with the least joint path first, and how many grasps failed for which reason.
     """
     plans: list[GraspPlan] = []
     refused: Counter[str] = Counter()
@@ -190,9 +175,6 @@ def held_path(
         ik: kinematics of the arm.
         joint_rad: (J,) angles now.
         settings: how the motion is checked.
-
-    Returns:
-        The plan, its approach where the arm is; None where it is not reachable.
     """
     start = ik.pose(joint_rad)
     poses = gripper_poses(T_t_0_world, start)

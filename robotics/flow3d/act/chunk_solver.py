@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.ik import ArmIk
 
-__all__ = ["ChunkCost", "ChunkSettings", "refine_chunk"]
-
 SOLVERS = ("slsqp", "dual_annealing")
 RADIAN_M = 1.5
 """Metres that one radian of a step is worth."""

@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.robot import FlowArm
 
-__all__ = ["ArmClearance"]
-
 SKIPPED_LINKS = 2
 """Links at the base that cannot come down to the table."""
 
 
 class ArmClearance:
-    """Boxes around an arm's links.
-
-    Args:
-        arm: the arm alone.
-    """
+    """Boxes around an arm's links."""
 
     def __init__(self, arm: FlowArm) -> None:
         import mujoco

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["ESTIMATORS", "IN_SPACE", "fit_flow"]
-
 IN_SPACE = ("irls", "kabsch")
 ESTIMATORS = (*IN_SPACE, "pnp", "frozen_depth")
 LEAST_POINTS = 4
@@ -32,17 +30,6 @@ def fit_flow(
     clip: FlowClip, estimator: str = "irls", *, scale_m: float = 0.01, from_first_predicted: bool = False
 ) -> RigidFit:
     """Motion of the object in each frame, in the camera frame.
-
-    Args:
-        clip: observation, query points and flow.
-        estimator: irls, weighted again and again by how well points fit; kabsch, least squares; pnp, the pose with the
-            least squared error in the picture; frozen_depth, irls on points that keep their depth.
-        scale_m: see `fit_motions`.
-        from_first_predicted: measure from the first predicted frame in place of the observed points; not for pnp and
-            frozen_depth.
-
-    Returns:
-        The motions.
 
     Source: pnp as flow-diffusion/AVDC_experiments experiment/rigid_transform.py reads flow of two dimensions, with
         OpenCV's SQPnP (Terzakis and Lourakis 2020), which needs no restarts.

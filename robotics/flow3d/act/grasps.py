@@ -17,17 +17,6 @@ from robotics.flow3d.geometry import farthest_points, make_pose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "PROPOSERS",
-    "Grasp",
-    "GraspProposer",
-    "ObjectSurface",
-    "antipodal_grasps",
-    "part_grasps",
-    "primitive_grasps",
-    "with_unseen_side",
-]
-
 FINGER_M = 0.025
 """How deep fingertips reach over the top of an object."""
 FLOOR_M = 0.015
@@ -84,18 +73,7 @@ def primitive_grasps(
     sides: int = 10,
     elevations_rad: tuple[float, ...] = (0.0, math.pi / 4),
 ) -> list[Grasp]:
-    """Grasps from above and from the side around the middle of an object; they need no surface of high quality.
-
-    Args:
-        surface: what is seen of the object.
-        max_opening_m: grasps that need more are left out.
-        yaws: directions of the fingers in grasps from above, over half a turn.
-        sides: directions of approach from the side, over a whole turn.
-        elevations_rad: angles above the horizontal of approaches from the side.
-
-    Returns:
-        The grasps; those in the middle of how far a gripper opens score best, from above and from the side alike.
-    """
+    """Grasps from above and from the side around the middle of an object; they need no surface of high quality."""
     low, high = surface.points_m.min(0), surface.points_m.max(0)
     middle = (low + high) / 2
     top = np.array([*middle[:2], max(high[2] - FINGER_M, low[2] + FLOOR_M)])
@@ -122,21 +100,6 @@ def antipodal_grasps(
     seed: int = 0,
 ) -> list[Grasp]:
     """Grasps on two points whose normals oppose each other within the cones of friction.
-
-    Args:
-        surface: what is seen of the object.
-        max_opening_m: largest distance of the two points.
-        friction: coefficient between finger and object.
-        approaches: directions of approach that are tried around the line between the points; those from below are
-            left out.
-        pairs: best pairs that are taken, their middles 1 cm apart from each other.
-        samples: points that pairs are made of.
-        unseen_side: add what is hidden as if the object looked the same after half a turn; one picture shows no two
-            opposite sides of a box.
-        seed: of the choice of points.
-
-    Returns:
-        The grasps, best first.
 
     Source: Nguyen, Constructing force-closure grasps, 1988, for two fingers with friction.
     """
@@ -169,16 +132,6 @@ def part_grasps(
 
     Around points spread over the object, the fingers come from above, from slanting directions and along the normal,
     and close across the part where it is thinnest. A gap as wide as a finger ends a part.
-
-    Args:
-        surface: what is seen of the object.
-        max_opening_m: grasps that need more are left out.
-        places: points of the object, as far from each other as possible.
-        directions: slanting directions of approach over a whole turn.
-        closing: lines on which the fingers close for each direction, that across the thinnest side first.
-
-    Returns:
-        The grasps, thin parts with the higher scores.
     """
     down, slope = np.array([0.0, 0.0, -1.0]), math.pi / 4
     turns = 2 * math.pi * np.arange(directions) / max(directions, 1)

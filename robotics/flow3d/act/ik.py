@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.robot import FlowArm
 
-__all__ = ["ArmIk", "IkSettings", "IkSolution", "JointPath"]
-
 DT_S = 1.0
 """Time over which a step is solved for and integrated; with one second, speeds are steps."""
 SOLVER = "daqp"
@@ -92,15 +90,7 @@ class JointPath:
 
 
 class ArmIk:
-    """Kinematics of one arm.
-
-    Args:
-        arm: the arm alone; other joints of its model, such as fingers, stand in the middle of their range.
-        settings: tolerances and limits.
-
-    Raises:
-        UserError: a setting is out of range, mink is missing, or the model lacks a joint or the site.
-    """
+    """Kinematics of one arm."""
 
     def __init__(self, arm: FlowArm, settings: IkSettings | None = None) -> None:
         mink = _import_mink()
@@ -152,9 +142,6 @@ class ArmIk:
             T_world_grip: (4, 4).
             start_rad: (J,) angles to begin at; those outside the limits are moved inside.
             restarts: random starts that are tried when the given one leads nowhere.
-
-        Returns:
-            The first solution within the tolerances, otherwise the nearest one.
         """
         rng = np.random.default_rng(0)
         best = self._descend(T_world_grip, start_rad)
@@ -177,9 +164,6 @@ class ArmIk:
             T_world_grip: (M, 4, 4), neighbours near each other.
             start_rad: (J,) angles before the first pose, from which it may be any way off.
             stop_early: leave the poses after the first one that cannot be reached; they keep its angles.
-
-        Returns:
-            The path.
         """
         joint_rad = np.tile(np.asarray(start_rad, dtype=np.float64), (len(T_world_grip), 1))
         reached = np.zeros(len(T_world_grip), dtype=np.bool_)

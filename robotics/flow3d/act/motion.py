@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = [
-    "ObjectMotion",
-    "camera_to_world_motion",
-    "gripper_poses",
-    "interpolate_joints",
-    "interpolate_poses",
-    "lift_above",
-    "object_motion",
-    "smooth_motions",
-    "turn_by",
-    "turn_of",
-]
-
 
 @dataclass(frozen=True)
 class ObjectMotion:
@@ -67,21 +54,6 @@ def object_motion(
 ) -> ObjectMotion:
     """Fit one rigid motion a frame to a flow.
 
-    Args:
-        clip: the observation, its query points and the flow.
-        points_world_m: (n, 3) all points of the object that are seen; None for the query points.
-        estimator: one of `ESTIMATORS`.
-        scale_m: see `fit_motions`; 0.03 suits the flow of a model.
-        from_first_predicted: measure the motion from the first predicted frame, as the public viewer does, in place of
-            the observed points, as the paper says.
-        smooth_window: frames of the moving average; 1 for none. A frame is moved and turned at most as far as its
-            points disagree about its motion: flow that is one rigid motion is followed to the letter, round corners
-            as those above a hole too.
-        support_z_m: height below which no point of the object may come; None for no limit.
-
-    Returns:
-        The motion.
-
     Source: arXiv 2506.06199; Hoyyyaard/3DFlowAction scripts/flow_generation/viz_3d_flow_batch.py.
     """
     fit = fit_flow(clip, estimator, scale_m=scale_m, from_first_predicted=from_first_predicted)
@@ -101,9 +73,6 @@ def camera_to_world_motion(T_cam: NDArray[np.float64], T_world_cam: NDArray[np.f
     Args:
         T_cam: (..., 4, 4) motions of points in the camera frame.
         T_world_cam: (4, 4) pose of the camera.
-
-    Returns:
-        (..., 4, 4) T_world_cam T_cam T_world_cam^-1.
     """
     return T_world_cam @ T_cam @ inverse_pose(T_world_cam)
 

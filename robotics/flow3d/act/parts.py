@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.asking import Asker
     from robotics.flow3d.clip import Observation
 
-__all__ = ["AskedPart", "PartFinder", "PartUnknown", "draw_marks", "read_part"]
-
 PartFinder: TypeAlias = "Callable[[Observation, NDArray[np.bool_]], NDArray[np.float64]]"
 """From what is seen and the pixels (H, W) of the object that have depth to a point (3,) on the part, in the world
 frame."""
@@ -45,12 +43,7 @@ class PartUnknown(RuntimeError):  # noqa: N818 - named after what happened
 
 
 class AskedPart:
-    """Asks a model which of the marks on the object to take; a `PartFinder`.
-
-    Args:
-        asker: an `Endpoint` or `OwnModel` of `robotics.flow3d.asking`.
-        marks: how many marks, as far from each other as possible.
-    """
+    """Asks a model which of the marks on the object to take; a `PartFinder`."""
 
     def __init__(self, asker: Asker, marks: int = 8) -> None:
         self.asker, self.marks = asker, marks
@@ -94,18 +87,7 @@ def draw_marks(rgb: NDArray[np.uint8], pixels: NDArray[np.intp]) -> NDArray[np.u
 
 
 def read_part(answer: str, marks: int) -> int:
-    """The number of a mark in a model's answer.
-
-    Args:
-        answer: JSON as asked for; a Markdown fence around it is forgiven.
-        marks: how many there are.
-
-    Returns:
-        From 1 to `marks`.
-
-    Raises:
-        PartUnknown: the answer is something else.
-    """
+    """The number of a mark in a model's answer."""
     try:
         said = read_json(answer)
     except ValueError:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.motion import ObjectMotion
 
-__all__ = ["inside_points", "refined_plans"]
-
 POINT_RADIUS_M = 0.005
 """Radius of the ball that a point of the scene stands for."""
 COUNTED = 0.3
@@ -43,9 +41,6 @@ def refined_plans(
         checks: the arm, and what it may hit.
         settings: weights and bounds.
         chunk: frames that are solved for together with their own start.
-
-    Returns:
-        Plans that the arm can carry out, in the same order; a plan that adjusting made unreachable stays as it was.
     """
     weights = motion.fit.weights.mean(0)
     good = weights > COUNTED if (weights > COUNTED).sum() >= 3 else np.ones_like(weights, dtype=np.bool_)

@@ -16,14 +16,6 @@ from robotics.flow3d.geometry import angle_rad, apply_pose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "collision_cost",
-    "flow_keypoint_cost",
-    "normalize_vars",
-    "pose_consistency",
-    "unnormalize_vars",
-]
-
 
 def normalize_vars(values: NDArray[np.float64], bounds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Variables (..., n) as shares of their bounds (n, 2), -1 at the lower one and 1 at the upper one."""
@@ -63,9 +55,6 @@ def pose_consistency(first: NDArray[np.float64], second: NDArray[np.float64], ro
         first: (M, 4, 4).
         second: (L, 4, 4).
         rot_weight: metres that one radian is worth.
-
-    Returns:
-        Mean over the first ones of the least distance + rot_weight * angle.
     """
     way = np.linalg.norm(first[:, None, :3, 3] - second[None, :, :3, 3], axis=-1)
     turn = angle_rad(first[:, None], second[None])
@@ -73,19 +62,7 @@ def pose_consistency(first: NDArray[np.float64], second: NDArray[np.float64], ro
 
 
 def flow_keypoint_cost(keypoints_m: NDArray[np.float64], predicted_m: NDArray[np.float64], p: int = 2) -> float:
-    """How far keypoints are from where the flow has them.
-
-    Args:
-        keypoints_m: (n, 3).
-        predicted_m: (n, 3).
-        p: 2 for squared distances, 1 for plain ones; write-ups of the paper disagree.
-
-    Returns:
-        The mean over keypoints.
-
-    Raises:
-        UserError: p is neither.
-    """
+    """How far keypoints are from where the flow has them."""
     if p not in (1, 2):
         raise UserError(f"p is {p}; must be 1 or 2")
     return float((np.linalg.norm(keypoints_m - predicted_m, axis=-1) ** p).mean())

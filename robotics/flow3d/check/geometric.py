@@ -16,8 +16,6 @@ from robotics.flow3d.geometry import angle_rad
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["GeometricLimits", "GeometricVerifier"]
-
 
 @dataclass(frozen=True)
 class GeometricLimits:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.check.oracle import SceneOracle
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["FlowJudge", "WeightedVerifierConfig"]
-
 VALUES = ("ok", "score")
 JUDGES = ("oracle", "geometric", "vlm", "endpoint", "always")
 BLIND = ("oracle", "geometric", "always")
@@ -72,15 +70,7 @@ class WeightedVerifierConfig(VerifierConfig):
 
 
 class FlowJudge:
-    """Asks several verifiers about guessed flows.
-
-    Args:
-        configs: the verifiers, by distinct names.
-        config: how a motion is fitted to a flow.
-
-    Raises:
-        UserError: two verifiers have one name, or one cannot be opened.
-    """
+    """Asks several verifiers about guessed flows."""
 
     def __init__(self, configs: Sequence[WeightedVerifierConfig], config: PlannerConfig | None = None) -> None:
         names = [each.label for each in configs]
@@ -97,12 +87,6 @@ class FlowJudge:
         Args:
             clip: observation and query points that they belong to.
             flows: (K, T, N, N, 4).
-
-        Returns:
-            K times the verdict of each verifier by name. A flow that describes no motion is rejected by all.
-
-        Raises:
-            UserError: the oracle is asked about a clip that is of no episode it knows.
         """
         verifiers = {name: verifier_of(clip) for name, verifier_of in self._verifiers.items()}
         return [self._verdicts(verifiers, clip, flow) for flow in flows]

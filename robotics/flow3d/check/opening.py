@@ -8,8 +8,6 @@ from mmrl.fields import bounded, choice
 from robotics.flow3d.check.geometric import GeometricVerifier
 from robotics.flow3d.check.verdict import AlwaysVerifier, Verifier
 
-__all__ = ["VerifierConfig", "open_verifier"]
-
 VERIFIERS = ("none", "always", "geometric", "oracle", "vlm", "endpoint")
 
 
@@ -38,11 +36,7 @@ class VerifierConfig:
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:
-    """The verifier of a configuration; None for none, and for oracle, which differs from scene to scene.
-
-    Raises:
-        UserError: the model cannot be read, or the address is none.
-    """
+    """The verifier of a configuration; None for none, and for oracle, which differs from scene to scene."""
     if config.kind == "geometric":
         return GeometricVerifier()
     if config.kind == "always":

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["CriteriaVerifier", "SceneOracle"]
-
 NEEDED = ("task", "shape", "layouts", "seed")
 """Entries of `FlowClip.meta` from which an episode is set up again."""
 
@@ -51,14 +49,7 @@ class SceneOracle:
         self._scenes: dict[tuple[str, str, str], FlowScene] = {}
 
     def of(self, clip: FlowClip) -> CriteriaVerifier:
-        """The verifier of a clip; it serves until that of the next clip is asked for.
-
-        Args:
-            clip: with the meta data of `Demonstrator.clip`.
-
-        Raises:
-            UserError: the clip does not say which episode it is of.
-        """
+        """The verifier of a clip; it serves until that of the next clip is asked for."""
         missing = [name for name in NEEDED if name not in clip.meta]
         if missing or clip.meta["task"] not in FLOW_TASKS:
             raise UserError(

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = [
-    "RENDERERS",
-    "REPLAY",
-    "Drawer",
-    "check_renderer",
-    "draw_with_numpy",
-    "draw_with_open3d",
-    "moved_cloud",
-    "render_outcome",
-]
-
 HOLE_PX = 1
 """Gaps in a drawn surface up to twice as wide are closed."""
 INPAINT_PX = 3.0
@@ -48,9 +37,6 @@ def moved_cloud(observation: Observation, mask: NDArray[np.bool_], T_t_0_world: 
         observation: before.
         mask: (H, W) pixels of the object.
         T_t_0_world: (4, 4) motion of the object.
-
-    Returns:
-        The points of the scene with those of the object moved; a border around the object belongs to neither.
     """
     cloud = scene_cloud(observation, mask)
     moved = apply_pose(T_t_0_world, cloud.object_m)
@@ -73,9 +59,6 @@ def render_outcome(
 
     Returns:
         (H, W, 3); what was hidden behind the object is guessed from its surroundings.
-
-    Raises:
-        UserError: there is no such renderer, or its library is not installed.
     """
     check_renderer(renderer)
     draw, cloud = RENDERERS[renderer], moved_cloud(observation, mask, T_t_0_world)

@@ -10,8 +10,6 @@ from typing import Any
 from robotics.flow3d.asking import read_json
 from robotics.flow3d.check.verdict import Verdict
 
-__all__ = ["SYSTEM", "question", "read_verdict"]
-
 SYSTEM = (
     "You check the plan of a robot before it moves. The first image shows the scene as it is. The second image is a "
     "drawing of the scene after the plan, from the same camera: only the object that the robot handles was moved, "
@@ -33,15 +31,7 @@ def question(instruction: str) -> str:
 
 
 def read_verdict(answer: str) -> Verdict:
-    """Read a model's answer strictly.
-
-    Args:
-        answer: what the model wrote; a Markdown fence around the JSON is forgiven.
-
-    Returns:
-        Accepted or rejected with the model's confidence; rejected with confidence 0 where the answer is not the JSON
-        that was asked for. The score is the confidence that the plan is right.
-    """
+    """Read a model's answer strictly."""
     text = answer.strip()
     try:
         said: Any = read_json(answer)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.act.motion import ObjectMotion
 
-__all__ = ["AlwaysVerifier", "PlanFacts", "PredicateVerifier", "Verdict", "Verifier", "closeness", "judged"]
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -50,9 +48,6 @@ class Verifier(Protocol):
             after: (H, W, 3) the predicted outcome, rendered into the same camera.
             instruction: what is to be done.
             meta: what is known beside the pictures.
-
-        Returns:
-            The verdict; what goes wrong is one as well.
         """
 
 
@@ -81,14 +76,7 @@ class PredicateVerifier:
 
 
 def closeness(error: float) -> float:
-    """How close a plan comes to passing a check.
-
-    Args:
-        error: in units of the check's tolerance; up to 1 the check holds.
-
-    Returns:
-        1 where the check holds, else 1 / error: 1/3 at three times the tolerance.
-    """
+    """How close a plan comes to passing a check."""
     return 1 / max(error, 1.0)
 
 

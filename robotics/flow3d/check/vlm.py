@@ -14,16 +14,9 @@ if TYPE_CHECKING:
 
     from mmrl.vlm.policy import VlmPolicy
 
-__all__ = ["EndpointVerifier", "VlmVerifier"]
-
 
 class VlmVerifier:
-    """Asks a Qwen2.5-VL or Qwen3-VL in this process.
-
-    Args:
-        policy: the model, such as `mmrl.vlm.models.load_policy` gives it.
-        max_new_tokens: longest answer.
-    """
+    """Asks a Qwen2.5-VL or Qwen3-VL in this process."""
 
     def __init__(self, policy: VlmPolicy, max_new_tokens: int = 160) -> None:
         self.asker = OwnModel(policy, max_new_tokens)
@@ -42,9 +35,6 @@ class EndpointVerifier:
         timeout_s: seconds for the whole exchange.
         max_tokens: longest answer.
         api_key_env: variable of the environment that holds the key; nothing is sent where it is not set.
-
-    Raises:
-        UserError: the address is not http or https.
     """
 
     def __init__(

@@ -11,8 +11,6 @@ from robotics.flow3d.scenes.scene import SceneConfig
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, find_flow_task
 from robotics.sim.tasks import SPLITS
 
-__all__ = ["FlowEpisode", "FlowEpisodesConfig", "list_episodes"]
-
 
 @dataclass(frozen=True)
 class FlowEpisode:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.plan_result import PlanResult
     from robotics.flow3d.scenes.tabletop import FlowTabletop
 
-__all__ = ["Film", "draw_arrows"]
-
 SIDE_PX = 384
 FPS = 12
 TICKS = 4
@@ -32,12 +30,7 @@ MOST_ARROWS = 16
 
 
 class Film:
-    """Records a run and writes it when the run is over; does nothing without a path.
-
-    Args:
-        robot: the scene; its `on_frame` is taken for the time of the run.
-        path: mp4 to write; None records nothing.
-    """
+    """Records a run and writes it when the run is over; does nothing without a path."""
 
     def __init__(self, robot: FlowTabletop, path: Path | None) -> None:
         self._robot, self._path = robot, path

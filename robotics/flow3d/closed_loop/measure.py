@@ -29,15 +29,6 @@ from robotics.flow3d.closed_loop.settings import LoopConfig
 from robotics.flow3d.closed_loop.stage import FlowStage, Row, Source
 from robotics.flow3d.given import FlowModel
 
-__all__ = [
-    "FlowLoopMeasure",
-    "LoopEvaluationConfig",
-    "evaluate_flow",
-    "loop_metrics",
-    "loop_table",
-    "measure_in_loop",
-]
-
 LOGGER = logging.getLogger("mmrl")
 SUCCESS = "success/closed_loop"
 PARTS = ("task", "family", "arm", "shape", "layouts", "colours", "background")
@@ -142,17 +133,7 @@ class FlowLoopMeasure(Measure[FlowEpisode]):
 
 @contextmanager
 def measure_in_loop(model: nn.Module, settings: LoopConfig, split: str, run_dir: Path) -> Iterator[FlowLoopMeasure]:
-    """A measure of a model as it is now, in the midst of its training; scenes are open inside the context.
-
-    Args:
-        model: a world model of flow.
-        settings: who verifies, and how it is planned and carried out.
-        split: name of the set of episodes.
-        run_dir: folder that takes the rows.
-
-    Yields:
-        The measure, which films nothing.
-    """
+    """A measure of a model as it is now, in the midst of its training; scenes are open inside the context."""
     weights = content_digest(sorted(model.state_dict().items()))
     conditions = {"weights": weights, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
     with FlowStage(settings, cast(FlowModel, model)) as stage:
@@ -214,14 +195,7 @@ def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def loop_table(rows: Sequence[Row]) -> str:
-    """Successes of each task with each arm and overall, with Wilson intervals and how the failures ended.
-
-    Args:
-        rows: see `FlowStage.run`.
-
-    Returns:
-        Lines of text.
-    """
+    """Successes of each task with each arm and overall, with Wilson intervals and how the failures ended."""
     kinds = list(dict.fromkeys((row["task"], row["arm"]) for row in rows))
     width = max([len(f"{task} {arm}") for task, arm in kinds] + [len("all")])
     lines = [f"{'':<{width}}  success  95 % interval    failures"]

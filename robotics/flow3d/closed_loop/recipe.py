@@ -30,8 +30,6 @@ from robotics.flow3d.closed_loop.settings import LoopConfig
 from robotics.flow3d.closed_loop.sources import StillPoints, TrueFlow
 from robotics.flow3d.closed_loop.stage import FlowStage, Source
 
-__all__ = ["Flow3dEvaluation", "Flow3dEvaluationConfig"]
-
 LOGGER = logging.getLogger("mmrl")
 TRUTH = "truth"
 
@@ -146,15 +144,7 @@ def _disturbed(source: Source, still_share: float) -> Source:
 
 
 def model_folder(path: str) -> Path | None:
-    """The folder of a world model; None for the true flow.
-
-    Args:
-        path: folder of a model or of a run, which stands for its best checkpoint, else its newest one; there the
-            evaluated average is taken where there is one.
-
-    Raises:
-        UserError: there is no such folder.
-    """
+    """The folder of a world model; None for the true flow."""
     if path == TRUTH:
         return None
     folder = expanded(path)

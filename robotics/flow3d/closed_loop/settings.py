@@ -13,8 +13,6 @@ from robotics.flow3d.planner_config import PlannerConfig
 if TYPE_CHECKING:
     from robotics.flow3d.scenes.tabletop import FlowTabletop
 
-__all__ = ["LoopConfig", "verifier_in"]
-
 
 @dataclass
 class LoopConfig:

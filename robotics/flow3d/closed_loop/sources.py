@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.given import FlowModel
     from robotics.flow3d.scenes.scene import FlowScene
 
-__all__ = ["StillPoints", "TrueFlow"]
-
 
 class TrueFlow:
     """What the scripted motion of a scene's task does to points: an upper bound for every model.
@@ -39,12 +37,7 @@ class TrueFlow:
 
 
 class StillPoints:
-    """A model some of whose points stay where they are, as points on the background in a box around an object do.
-
-    Args:
-        model: whose flow is changed.
-        share: of the query points; which ones is drawn with the seed of a prediction.
-    """
+    """A model some of whose points stay where they are, as points on the background in a box around an object do."""
 
     def __init__(self, model: FlowModel, share: float) -> None:
         self._model, self._share = model, share

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.plan_result import PlanResult, PlanRound, PlanTry
     from robotics.flow3d.scenes.scene import SceneConfig
 
-__all__ = ["FlowStage", "Row", "Source"]
-
 LOGGER = logging.getLogger("mmrl")
 
 Row = dict[str, Any]

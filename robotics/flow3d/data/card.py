@@ -9,18 +9,9 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.data.info import DatasetInfo
 
-__all__ = ["dataset_card"]
-
 
 def dataset_card(info: DatasetInfo) -> str:
-    """Write the card.
-
-    Args:
-        info: of the data set.
-
-    Returns:
-        Markdown, whose head tells the `datasets` library which file belongs to which split.
-    """
+    """Write the card."""
     tally, numbers = info.tally, info.tally.statistics()
     depth, moved = numbers["depth_m"], numbers["moved_m"]
     lines = [

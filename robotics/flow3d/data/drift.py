@@ -15,38 +15,16 @@ from robotics.flow3d.geometry import lift, project
 if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["drifted", "drifted_clips"]
-
 
 def drifted_clips(path: str, split: str = "", drift_cm: Sequence[float] = (0.0, 0.0, 0.0)) -> list[FlowClip]:
-    """The clips of a folder as a tracker that drifts would have found them, for `data.function`.
-
-    Args:
-        path: folder of clips.
-        split: only clips of this split; empty for all.
-        drift_cm: see `drifted`.
-
-    Returns:
-        All clips, in memory.
-
-    Raises:
-        UserError: the folder cannot be read, or the drift is no three finite numbers.
-    """
+    """The clips of a folder as a tracker that drifts would have found them, for `data.function`."""
     if len(drift_cm) != 3 or not np.isfinite(drift_cm).all():
         raise UserError(f"drift_cm is {list(drift_cm)}; must be three finite numbers: right, down and forward")
     return [drifted(clip, drift_cm) for clip in FlowReader(path, split=split or None)]
 
 
 def drifted(clip: FlowClip, drift_cm: Sequence[float]) -> FlowClip:
-    """A clip whose points slide away from where they are, evenly up to the last frame.
-
-    Args:
-        clip: right.
-        drift_cm: how far they are off in the last frame, along the camera's axes: right, down and forward.
-
-    Returns:
-        The clip with the other flow; visibility stays.
-    """
+    """A clip whose points slide away from where they are, evenly up to the last frame."""
     share = np.arange(1, len(clip.flow) + 1) / len(clip.flow)
     points = lift(clip.flow[..., :VISIBLE], clip.observation.K)
     moved = points + share[:, None, None, None] * np.asarray(drift_cm, dtype=np.float64) / 100

@@ -15,8 +15,6 @@ from robotics.flow3d.encoding import FlowEncoding
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FORMAT", "INFO", "VERSION", "DatasetInfo"]
-
 FORMAT = "flow3d"
 VERSION = 1
 INFO = "info.json"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.encoding import FlowEncoding
 
-__all__ = ["FlowReader"]
-
 KEPT_GROUPS = 4
 """Row groups that single clips are taken from without reading them again."""
 Place = tuple[int, int, int]

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = ["LARGEST_CODE", "batch_of", "clip_of", "clip_schema", "depth_unit", "row_of", "rows_of"]
-
 LARGEST_CODE = 2**16 - 1
 """Greatest value of a 16-bit depth picture."""
 ARRAYS = ("points", "flow")
@@ -44,15 +42,7 @@ TEXTS = ("split", "source", "task", "instruction", "quality", "meta")
 
 
 def clip_schema(num_frames: int, grid: int) -> pa.Schema:
-    """Columns of a shard.
-
-    Args:
-        num_frames: T.
-        grid: N.
-
-    Returns:
-        The schema, with what the `datasets` library looks for.
-    """
+    """Columns of a shard."""
     vector = {"K": 9, "T_world_cam": 16}
     cells = {"points": grid * grid * 3, "flow": num_frames * grid * grid * 4}
     features: dict[str, Any] = {name: {"dtype": "string", "shape": [1]} for name in TEXTS[:4]}
@@ -71,9 +61,6 @@ def depth_unit(depth_m: NDArray[np.float32], finest_m: float) -> float:
     Args:
         depth_m: (H, W); 0, NaN and infinite values are holes.
         finest_m: smallest unit.
-
-    Returns:
-        Metres.
     """
     greatest = float(np.max(depth_m, initial=0.0, where=np.isfinite(depth_m)))
     for power in range(10):
@@ -84,19 +71,7 @@ def depth_unit(depth_m: NDArray[np.float32], finest_m: float) -> float:
 
 
 def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
-    """Write a clip as a row.
-
-    Args:
-        clip: whose `meta["task"]`, where there is one, becomes the task.
-        split: such as train.
-        finest_unit_m: smallest unit of depth.
-
-    Returns:
-        Cells by column.
-
-    Raises:
-        UserError: `meta` or `quality` holds what JSON cannot.
-    """
+    """Write a clip as a row."""
     seen = clip.observation
     unit = depth_unit(seen.depth_m, finest_unit_m)
     known = np.where(np.isfinite(seen.depth_m) & (seen.depth_m > 0), seen.depth_m, 0.0)
@@ -126,18 +101,7 @@ def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
 
 
 def clip_of(row: Mapping[str, Any]) -> FlowClip:
-    """Read a clip from a row.
-
-    Args:
-        row: cells by column.
-
-    Returns:
-        The clip; `meta` has the split and the task as well.
-
-    Raises:
-        UserError: the row has no intrinsics or no pose of the camera, or its cells do not fit together.
-        ValueError, KeyError, TypeError: a cell is missing or holds something else.
-    """
+    """Read a clip from a row."""
     for name, length in (("K", 9), ("T_world_cam", 16)):
         cell = row.get(name)
         if cell is None or len(cell) != length or not all(one is not None and math.isfinite(one) for one in cell):

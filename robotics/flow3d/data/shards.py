@@ -22,19 +22,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-__all__ = [
-    "SPLIT",
-    "journal_batches",
-    "journal_path",
-    "journals",
-    "read_group",
-    "read_tally",
-    "shard_errors",
-    "shard_path",
-    "shards",
-    "write_shard",
-]
-
 FOLDER = "data"
 SPLIT = re.compile(r"\w+")
 SHARD = re.compile(r"(\w+)-(\d{5,})\.parquet")
@@ -83,14 +70,7 @@ def journal_batches(path: Path) -> list[pa.RecordBatch]:
 
 
 def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, group_size: int) -> None:
-    """Write a shard at once.
-
-    Args:
-        path: of the shard.
-        batches: its clips.
-        tally: what they come to.
-        group_size: clips that are read together.
-    """
+    """Write a shard at once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -107,11 +87,7 @@ def write_shard(path: Path, batches: Sequence[pa.RecordBatch], tally: Tally, gro
 
 
 def read_tally(path: Path) -> Tally:
-    """What is in a shard, from the description at its end.
-
-    Raises:
-        UserError: the file is damaged, or is no shard of 3D flow.
-    """
+    """What is in a shard, from the description at its end."""
     import pyarrow.parquet as pq
 
     with shard_errors(path):
@@ -131,11 +107,7 @@ def read_group(path: Path, number: int, columns: Sequence[str] | None = None) ->
 
 @contextmanager
 def shard_errors(path: Path) -> Iterator[None]:
-    """Name the file in whatever a damaged one raises.
-
-    Raises:
-        UserError: the body raised.
-    """
+    """Name the file in whatever a damaged one raises."""
     import pyarrow as pa
 
     try:

@@ -16,8 +16,6 @@ from robotics.flow3d.geometry import lift
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Tally", "quantile_of"]
-
 BIN_M = 1e-3
 GROUPS = ("split", "source", "task")
 
@@ -40,12 +38,7 @@ class Tally:
     """Sum and count of each number of `FlowClip.quality`; NaN does not count."""
 
     def add(self, row: Mapping[str, Any], quality: Mapping[str, float]) -> None:
-        """Count one more clip.
-
-        Args:
-            row: as in `robotics.flow3d.data.rows`.
-            quality: of the clip.
-        """
+        """Count one more clip."""
         self.clips[row["split"], row["source"], row["task"]] += 1
         self.sizes[f"{row['width']}x{row['height']}"] += 1
         points = np.asarray(row["points"], dtype=np.float64).reshape(-1, 3)
@@ -115,15 +108,7 @@ class Tally:
 
 
 def quantile_of(bins: Mapping[int, int], share: float) -> float | None:
-    """Smallest length that at least a share of the counted ones do not exceed.
-
-    Args:
-        bins: count by millimetre.
-        share: 0 to 1.
-
-    Returns:
-        Metres, the middle of the bin; None without any.
-    """
+    """Smallest length that at least a share of the counted ones do not exceed."""
     if not bins:
         return None
     lengths = np.array(sorted(bins))

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["FlowWriter", "ShardSettings"]
-
 
 @dataclass(frozen=True)
 class ShardSettings:

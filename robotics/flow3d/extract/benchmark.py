@@ -32,8 +32,6 @@ from robotics.flow3d.extract.video import RejectedVideo
 if TYPE_CHECKING:
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["BACKENDS", "compare_extractors", "draw", "main", "summary", "table"]
-
 Row = dict[str, Any]
 
 
@@ -50,9 +48,6 @@ def compare_extractors(
         noises: standard deviations of the relative error of each pixel's depth.
         films: of each task and actor.
         backends: keys of `BACKENDS`; all when empty.
-
-    Yields:
-        One row for each film, size, noise and backend. Errors of a tracker that lost the object are None.
     """
     for size in sizes_px:
         for number, filmed in enumerate(_films(size, films)):

@@ -32,8 +32,6 @@ from robotics.flow3d.extract.video import RejectedVideo
 if TYPE_CHECKING:
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["BACKENDS", "build_from_folder", "build_from_lerobot", "build_from_scenes", "write_clips"]
-
 LOGGER = logging.getLogger("mmrl")
 STRIPS = 12
 """Clips that are drawn."""
@@ -184,20 +182,7 @@ def build_from_scenes(
 
 
 def write_clips(path: str, videos: Iterable[tuple[str, Any]], extractor: FlowExtractor, title: str) -> Path:
-    """Extract clips and write them with their statistics, pictures, card, and the reasons of those left out.
-
-    Args:
-        path: folder to write; it is there whole or not at all.
-        videos: pairs of a split and a function that reads a video.
-        extractor: turns a video into a clip.
-        title: of the card.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: no video gives a clip, or the folder exists already.
-    """
+    """Extract clips and write them with their statistics, pictures, card, and the reasons of those left out."""
     if expanded(Path(path)).exists():
         raise UserError(f"{path} exists already; name another folder or remove it")
     refused: Counter[str] = Counter()

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["FunctionDepth", "FunctionDetector", "FunctionTracker"]
-
 
 @dataclass(frozen=True)
 class FunctionDetector:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["camera_motion_px", "seen_from_first"]
-
 CORNERS, FEWEST = 200, 8
 """Corners that are looked for in the first frame, and with fewer of which nothing is said."""
 FAR_M = np.float32(1e6)
@@ -35,9 +33,6 @@ def camera_motion_px(video: RgbdVideo) -> float | None:
     """How far the background moves in the picture.
 
     Corners count where the depth of their first place stays as it is: what moves before a still camera leaves it.
-
-    Args:
-        video: with or without depth; without, most corners must be on the background.
 
     Returns:
         Greatest median way of corners of the first frame, in pixels; infinite where most of the picture changes its
@@ -69,14 +64,7 @@ def _same_depth(depth_m: NDArray[np.float32], chosen: NDArray[np.intp]) -> NDArr
 
 
 def seen_from_first(video: RgbdVideo) -> RgbdVideo:
-    """A video of a moving camera, drawn as its first pose would see it.
-
-    Args:
-        video: with depth, intrinsics and `T_world_cams`.
-
-    Returns:
-        The video of a still camera. What a frame did not see has no depth there, and the colour of the first frame.
-    """
+    """A video of a moving camera, drawn as its first pose would see it."""
     assert video.T_world_cams is not None
     K, depth_m = video.intrinsics_px, video.known_depth_m
     to_first = inverse_pose(video.T_world_cams[0]) @ video.T_world_cams

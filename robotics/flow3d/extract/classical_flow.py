@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["METHODS", "ClassicalFlow", "grey_frames", "klt_step"]
-
 METHODS = ("klt", "dis")
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["ModelDepth"]
-
 
 @dataclass(frozen=True)
 class ModelDepth:

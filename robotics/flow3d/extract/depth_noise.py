@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import DepthSource
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["DenoisedDepth", "SensorDepth", "depth_noise_m", "resting_depth", "smoothed"]
-
 APART_PX = 8
 """Beyond what a smoothed pixel was averaged over."""
 RANGE_DEVIATIONS = 2.5

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import Tracker
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["EarlyMotion", "box_mask", "moving_points"]
-
 PUBLIC_SIDE_PX = 256
 
 
@@ -71,12 +69,6 @@ def moving_points(uv_px: NDArray[np.float64], early_frame: int, early_px: float,
         early_frame: number of the frame until which the object rests.
         early_px: a point that has gone as far by then is the gripper's.
         least_px: way that at least one point must have gone at the end.
-
-    Returns:
-        (n,) those of which the way is more than a quarter of the range of ways.
-
-    Raises:
-        RejectedVideo: none of those that rested goes that far.
     """
     rested = np.linalg.norm(uv_px[early_frame] - uv_px[0], axis=-1) < early_px
     way = np.linalg.norm(uv_px[-1] - uv_px[0], axis=-1)
@@ -89,10 +81,6 @@ def moving_points(uv_px: NDArray[np.float64], early_frame: int, early_px: float,
 
 def box_mask(box_px: tuple[float, float, float, float], size_px: tuple[int, int]) -> NDArray[np.bool_]:
     """Pixels of a box.
-
-    Args:
-        box_px: left, top, right, bottom.
-        size_px: width and height of the picture.
 
     Returns:
         (H, W), at least one pixel.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import DepthSource, Detector, Tracker, Tracks
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["BEGINNINGS", "FlowExtractor", "QualityLimits", "extract_clips", "lifted"]
-
 BEGINNINGS = ("video", "motion")
 STARTED_M, STARTED = 0.005, 0.03
 """The object has started where its median point has gone that far, and that share of its greatest distance."""

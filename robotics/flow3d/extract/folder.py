@@ -28,8 +28,6 @@ from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["depth_of", "read_frames", "read_rgbd_folder"]
-
 COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
 
@@ -118,9 +116,6 @@ def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> NDArray[
 
     Returns:
         The same shape.
-
-    Raises:
-        UserError: whole numbers without a unit, or of 8 bits, which is no depth.
     """
     if np.issubdtype(pixels.dtype, np.floating):
         return pixels.astype(np.float32)

@@ -26,8 +26,6 @@ from robotics.flow3d.extract.video import RejectedVideo, RgbdVideo
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LeRobotVideos"]
-
 
 class LeRobotVideos(Sequence[RgbdVideo]):
     """Episodes by number, read when they are looked at.

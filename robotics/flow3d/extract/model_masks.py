@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import Detector
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["GroundedMask", "SegmentedBox", "WithoutGripper"]
-
 
 @dataclass(frozen=True)
 class GroundedMask:
@@ -130,9 +128,6 @@ class _Segmenter:
         Args:
             rgb: (H, W, 3).
             boxes_px: (n, 4) left, top, right, bottom.
-
-        Returns:
-            (n, H, W).
         """
         import torch
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["DepthSource", "Detector", "Tracker", "Tracks"]
-
 
 @dataclass(frozen=True)
 class Tracks:

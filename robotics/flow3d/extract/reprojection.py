@@ -11,8 +11,6 @@ from robotics.flow3d.geometry import apply_pose, make_pose, project
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["fit_reprojection"]
-
 DAMPING = 1e-6
 """Of the normal equations, as a share of their largest entry."""
 

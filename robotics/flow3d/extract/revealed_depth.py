@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["RevealedDepth", "largest_component", "revealed_mask"]
-
 REGROWN_PX = 3
 """How far thin parts may stick out of what is left by an opening."""
 EARLY_SHARE = 0.1

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import Tracks
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["RigidChain"]
-
 
 @dataclass(frozen=True)
 class RigidChain:

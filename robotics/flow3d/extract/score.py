@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.extract.protocols import DepthSource, Detector, Tracker
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["DetectorScore", "TrackerScore", "mask_iou", "score_detector", "score_tracker"]
-
 
 @dataclass(frozen=True)
 class DetectorScore:

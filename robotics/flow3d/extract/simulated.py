@@ -15,8 +15,6 @@ from robotics.flow3d.geometry import apply_pose, depth_at, lift, project
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["SimSegmentation", "SimState", "carried_tracks"]
-
 AGREE_M = 0.01
 """A point is visible where the depth picture agrees with its depth within that."""
 
@@ -61,9 +59,6 @@ def carried_tracks(
         T_t_0: (L, n, 4, 4) or (L, 1, 4, 4) motions since the first frame, in the camera frame.
         agree_m: a point is visible where it lies in the picture and the depth there differs by less.
         first_depth_m: (H, W) depth of the first frame where it is known better than from the video.
-
-    Returns:
-        The tracks with depths. Points without depth in the first frame stay in their place, hidden.
     """
     K, depth_m, (width, height) = video.intrinsics_px, video.known_depth_m, video.size_px
     start_z = depth_at(depth_m[0] if first_depth_m is None else first_depth_m, uv_px)

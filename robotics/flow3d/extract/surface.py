@@ -11,8 +11,6 @@ from robotics.flow3d.geometry import apply_pose, depth_at, inverse_pose, lift, m
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["align_to_surface", "carried_picture", "surface_normals"]
-
 LEAST_TOLD = 0.02
 """Share of the largest eigenvalue below which the surface does not tell a motion, such as the turn of a round object
 about its axis, or the way of a part of it along that axis; there the pose stays as it is."""

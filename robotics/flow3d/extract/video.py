@@ -12,8 +12,6 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["REASONS", "RejectedVideo", "RgbdVideo", "VideoTruth"]
-
 REASONS = {
     "moving_camera": "the camera moves and its poses are not known",
     "no_intrinsics": "the matrix of the camera is not known, so points cannot be lifted",

@@ -56,8 +56,6 @@ from robotics.flow3d.model.training_data import ClipSetConfig, clips_digest, ins
 from robotics.flow3d.model.verdict_evaluation import VerdictMeasure
 from robotics.flow3d.model.world_model import FlowWorldModel
 
-__all__ = ["Flow3dAwmConfig", "Flow3dAwmRecipe", "SavedModelConfig"]
-
 LOGGER = logging.getLogger("mmrl")
 SCORES = ("kl_ref",)
 """What a world model scores beside likelihoods: a velocity distance."""

@@ -29,8 +29,6 @@ from robotics.vla.encoder import Block, InstructionEncoder
 from robotics.vla.place_codes import octave_code, octave_size
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["TOWERS", "ClipContext", "Context", "ContextEncoder", "SmallContext", "make_context"]
-
 TOWERS = "towers"
 """Name of the frozen part of an encoder, which is not saved with the weights."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -63,12 +61,6 @@ class ContextEncoder(nn.Module, ABC):
             inputs: the rows, on the device of the weights.
             keep_text: (B,) bool, False where the instruction is blanked.
 
-        Returns:
-            The context.
-
-        Raises:
-            UserError: an instruction that cannot be read.
-
         Gradient: into all weights but frozen ones.
         """
 
@@ -78,12 +70,7 @@ class ContextEncoder(nn.Module, ABC):
 
 
 class SmallContext(ContextEncoder):
-    """Patches of the picture, each told the instruction, and words of a small vocabulary; trained from scratch.
-
-    Args:
-        config: sizes.
-        vocabulary: words of the instructions.
-    """
+    """Patches of the picture, each told the instruction, and words of a small vocabulary; trained from scratch."""
 
     def __init__(self, config: ConditionConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -136,12 +123,6 @@ class ClipContext(ContextEncoder):
 
     The class token of the picture is the pooled one, after the last norm; its patches are raw states. The projections
     of picture and points start at zero, so that a pretrained network first sees what it knows.
-
-    Args:
-        config: folders and options.
-
-    Raises:
-        UserError: a folder cannot be read, or holds another kind of model.
 
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py (AnimateFlow3D).
     """

@@ -14,8 +14,6 @@ from robotics.flow3d.model.layers import FlowBlock, Modulated, TimeEmbedding
 from robotics.flow3d.model.settings import BodyConfig
 from robotics.vla.place_codes import octave_code, octave_size
 
-__all__ = ["FactoredDit", "TrajectoryDit"]
-
 
 class _FlowTransformer(nn.Module):
     """What both have: tokens of flow with their places, blocks modulated by time and instruction, a zero start.

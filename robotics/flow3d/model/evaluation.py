@@ -22,8 +22,6 @@ from robotics.flow3d.model.metrics import FlowErrors, flow_errors, goal_reached
 from robotics.flow3d.model.pictures import draw_flow
 from robotics.flow3d.model.world_model import FlowWorldModel, sample_seeds
 
-__all__ = ["FlowEvaluationConfig", "FlowMeasure"]
-
 GOALS = "goals_world_m"
 """Key of `FlowClip.meta`: instruction to the point (3,) to which the middle of the query points then goes."""
 HEADLINE = "accuracy/within_5cm"

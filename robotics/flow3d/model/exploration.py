@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["ExplorationConfig", "moved_at_random"]
-
 
 @dataclass(frozen=True)
 class ExplorationConfig:

@@ -24,8 +24,6 @@ from robotics.flow3d.model.inputs import FlowInputs
 from robotics.flow3d.model.processes import RectifiedProcess, sigma_grid
 from robotics.flow3d.model.world_model import FlowWorldModel
 
-__all__ = ["FlowGuessing", "GuessPayload"]
-
 
 @dataclass
 class GuessPayload(Payload):
@@ -58,14 +56,6 @@ class FlowGuessing(VelocityMatching):
     """Draws guesses with noisy versions of them, and evaluates world models on these.
 
     Guesses are drawn and matched without guidance on the instruction.
-
-    Args:
-        policy: the model that guesses; the model that is evaluated is an argument of each method.
-        timesteps: the noisy versions.
-        exploration: how far guesses are moved at random once they are drawn; None for not at all.
-
-    Raises:
-        UserError: the model is no rectified flow, or its sampler's times leave none to draw from.
     """
 
     def __init__(
@@ -85,17 +75,7 @@ class FlowGuessing(VelocityMatching):
     def draw(
         self, policy: FlowWorldModel, clips: Sequence[FlowClip], group_size: int, generator: torch.Generator
     ) -> Rollouts:
-        """Guess K flows of each scene, and draw the times and noises that they will be trained on.
-
-        Args:
-            policy: the model that guesses.
-            clips: N scenes.
-            group_size: K.
-            generator: seeds the noise of guesses and versions and the motions of exploration, and draws the times.
-
-        Returns:
-            B = N * K rows with T' decisions, without rewards.
-        """
+        """Guess K flows of each scene, and draw the times and noises that they will be trained on."""
         rows = len(clips) * group_size
         inputs = policy.inputs_of([clip.observation for clip in clips], [clip.points for clip in clips])
         seeds = torch.randint(2**62, (rows,), generator=generator)

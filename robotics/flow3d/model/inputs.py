@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import Observation
     from robotics.flow3d.encoding import FlowEncoding
 
-__all__ = ["FlowInputs", "make_inputs"]
-
 
 @dataclass
 class FlowInputs(Payload):
@@ -50,12 +48,6 @@ def make_inputs(
         points: (N, N, 3) query points u, v, z of each.
         encoding: normalises the points.
         image_px: S; pictures are resized to a square, so that their points keep their normalised places.
-
-    Returns:
-        The inputs on the CPU.
-
-    Raises:
-        UserError: another number of points than the model was trained with.
     """
     wanted = (encoding.grid, encoding.grid, 3)
     for grid in points:

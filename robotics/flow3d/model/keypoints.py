@@ -12,18 +12,11 @@ from torch.nn import functional
 from robotics.vla.encoder import GROUPS, KEYPOINT_SHARPNESS, expected_places
 from robotics.vla.place_codes import octave_code, octave_size
 
-__all__ = ["Keypoints"]
-
 
 class Keypoints(nn.Module):
     """Pictures to the expected places of learned features, as one token.
 
     A small network that has only patches to attend to needs many times as long to learn where a goal is.
-
-    Args:
-        count: keypoints.
-        channels: feature maps, a multiple of 8.
-        width: of the token, and of the instruction.
     """
 
     def __init__(self, count: int, channels: int, width: int) -> None:

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Attention", "FlowBlock", "Modulated", "TimeEmbedding"]
-
 
 class TimeEmbedding(nn.Module):
-    """Times (B,) of 0..1000 as (B, width), by sines and cosines and two layers.
-
-    Args:
-        width: even.
-    """
+    """Times (B,) of 0..1000 as (B, width), by sines and cosines and two layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,13 +30,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of tokens (B, n, width) to others (B, m, source).
-
-    Args:
-        width: of the tokens.
-        heads: divide the width.
-        source: width of the tokens that are attended to; None for self-attention.
-    """
+    """Multi-head attention of tokens (B, n, width) to others (B, m, source)."""
 
     def __init__(self, width: int, heads: int, source: int | None = None) -> None:
         super().__init__()
@@ -60,11 +48,7 @@ class Attention(nn.Module):
 
 
 class Modulated(nn.Module):
-    """A norm whose scale and shift, and a gate for what follows, come from a condition.
-
-    Args:
-        width: of the tokens and of the condition.
-    """
+    """A norm whose scale and shift, and a gate for what follows, come from a condition."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,12 +68,6 @@ class FlowBlock(nn.Module):
 
     With `frames`, tokens are those of T frames x n points, and self-attention goes over the points of a frame, then
     over the frames of a point; without, over all tokens.
-
-    Args:
-        width: of the tokens.
-        heads: divide the width.
-        context: width of the context's tokens.
-        factored: whether attention is split over points and frames.
     """
 
     def __init__(self, width: int, heads: int, context: int, *, factored: bool = False) -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["FlowErrors", "flow_errors", "goal_reached"]
-
 LEARNED_M = 0.03
 """Scale of the robust fit for flow of a model."""
 

@@ -21,8 +21,6 @@ from robotics.flow3d.encoding import FlowEncoding
 from robotics.flow3d.model.context import ClipContext
 from robotics.flow3d.model.settings import BodyConfig, ConditionConfig, FlowModelConfig, ProcessConfig, UnetConfig
 
-__all__ = ["copy_towers", "read_config", "read_weights", "write_config", "write_weights"]
-
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 FOLDERS = ("text", "vision")
 """Fields of the context's configuration that name folders of frozen models."""
@@ -69,15 +67,7 @@ def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
 
 
 def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    """Copy a folder's weights into those of a model, bit for bit.
-
-    Args:
-        weights: the model's own by name; they are written to.
-        folder: of a model, or of a model within a checkpoint, which is then checked against the checkpoint's manifest.
-
-    Raises:
-        UserError: no weights, damaged ones, or those of another model.
-    """
+    """Copy a folder's weights into those of a model, bit for bit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

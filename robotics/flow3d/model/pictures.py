@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-__all__ = ["draw_flow"]
-
 WIDTH_PX = 384
 FIRST, LAST = np.array([60, 110, 255]), np.array([255, 70, 40])
 """Colours of the first and the last step."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CODE_SIZE", "clip_places", "corrected_code", "repo_code", "scrambled_places"]
-
 CODE_SIZE = 72
 """Numbers of a point's code in the paper's network."""
 SIDE, DEPTHS = 224, 128
@@ -25,13 +23,6 @@ def clip_places(points: Tensor) -> Tensor:
 
 def corrected_code(places: Tensor, size: int = CODE_SIZE) -> Tensor:
     """Sines and cosines [sin u w, cos u w, sin v w, cos v w, sin z w, cos z w] with w_k = 10000^(-k / (size / 6 - 1)).
-
-    Args:
-        places: (..., 3) u, v, z.
-        size: numbers of a code, a multiple of 6 above 6.
-
-    Returns:
-        (..., size).
 
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d, as it is meant.
     """
@@ -50,9 +41,6 @@ def repo_code(places: Tensor, size: int = CODE_SIZE, shape: tuple[int, int, int]
         size: numbers of a code, a multiple of 6.
         shape: rows, columns and depths of the table.
 
-    Returns:
-        (..., size), the same numbers as those of the 1.85 GB table.
-
     Source: Hoyyyaard/3DFlowAction AnimateFlow.py, posemb_sincos_3d.
     """
     frequencies = TEMPERATURE ** (torch.arange(size // 6, device=places.device) / size)
@@ -69,9 +57,6 @@ def scrambled_places(places: Tensor, shape: tuple[int, int, int] = (SIDE, SIDE, 
     Args:
         places: (..., 3) u, v, z; truncated to whole numbers within the table.
         shape: rows, columns and depths of the table.
-
-    Returns:
-        (..., 3) int64 u', v', z'.
     """
     rows, columns, depths = shape
     last = torch.tensor([columns - 1, rows - 1, depths - 1], device=places.device)

@@ -22,19 +22,13 @@ from diffusion.forward_process import mix
 from diffusion.guidance import euler_ode
 from robotics.flow3d.model.settings import ProcessConfig
 
-__all__ = ["DdimProcess", "FlowProcess", "RectifiedProcess", "guided", "make_process", "sigma_grid"]
-
 Predict = Callable[[Tensor, Tensor], Tensor]
 """(noisy (B, C, T, N, N), time (B,)) -> what the network predicts (B, C, T, N, N)."""
 BETA_FIRST, BETA_LAST, TRAIN_STEPS = 0.00085, 0.012, 1000
 
 
 class FlowProcess(ABC):
-    """How clean flow becomes noisy, what the network predicts of it, and how flow is sampled.
-
-    Args:
-        parameterisation: eps, v or x0.
-    """
+    """How clean flow becomes noisy, what the network predicts of it, and how flow is sampled."""
 
     def __init__(self, parameterisation: str) -> None:
         self.parameterisation = parameterisation

@@ -61,8 +61,6 @@ from robotics.flow3d.model.training_data import (
 from robotics.flow3d.model.world_model import FlowWorldModel
 from robotics.vla.vocabulary import Vocabulary
 
-__all__ = ["Flow3dConfig", "Flow3dRecipe", "FlowPayload", "WorldModelConfig"]
-
 LOGGER = logging.getLogger("mmrl")
 DEPTH_RANGES = ("data", "given")
 LOSS_MASKS = ("none", "visible")

@@ -10,16 +10,6 @@ from dataclasses import dataclass, field
 from mmrl.fields import bounded, choice
 from robotics.flow3d.encoding import FlowEncoding
 
-__all__ = [
-    "BODIES",
-    "PARAMETERISATIONS",
-    "BodyConfig",
-    "ConditionConfig",
-    "FlowModelConfig",
-    "ProcessConfig",
-    "UnetConfig",
-]
-
 BODIES = ("traj_dit", "unet_motion", "dit_factored")
 CONDITIONS = ("small", "clip")
 POINT_CONDITIONS = ("tokens", "tokens+concat")

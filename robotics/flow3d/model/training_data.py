@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.model.inputs import FlowInputs
     from robotics.flow3d.model.world_model import FlowWorldModel
 
-__all__ = [
-    "ClipSetConfig",
-    "TrainingClip",
-    "TrainingClips",
-    "clips_digest",
-    "depth_range_m",
-    "instructions_of",
-    "load_clips",
-    "stacked",
-]
-
 OUTER = 0.01
 """Share of the depths at either end that do not set the range."""
 MARGIN = 0.1
@@ -80,18 +69,7 @@ class ClipSetConfig:
 
 
 def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
-    """The clips of a configuration.
-
-    Args:
-        config: which ones.
-        where: its key, for messages.
-
-    Returns:
-        The clips, read from disk one by one where they are in a folder.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
+    """The clips of a configuration."""
     try:
         clips = _of_function(config, where) if config.function else _of_folder(config, where)
     except UserError as error:
@@ -103,9 +81,6 @@ def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
 
 def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
     """Range of depths that holds 98 % of the points of some clips, and a tenth more at both ends.
-
-    Args:
-        clips: at least one.
 
     Returns:
         Least and greatest depth in metres, at least a centimetre apart.
@@ -146,17 +121,7 @@ class TrainingClip:
 
 
 class TrainingClips(Sequence[TrainingClip]):
-    """Clips as a model is trained on them.
-
-    Args:
-        clips: the clips.
-        model: whose encoding they are written in.
-        only_visible: leave hidden points out of the loss; their visibility still counts.
-        in_memory: encode all at once and keep that; False reads a clip whenever it is drawn.
-
-    Raises:
-        UserError: a clip of another size than the model's flows.
-    """
+    """Clips as a model is trained on them."""
 
     def __init__(
         self, clips: Sequence[FlowClip], model: FlowWorldModel, *, only_visible: bool, in_memory: bool

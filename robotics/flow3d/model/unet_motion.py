@@ -20,8 +20,6 @@ from robotics.flow3d.encoding import FlowEncoding
 from robotics.flow3d.model.context import Context
 from robotics.flow3d.model.settings import BodyConfig, UnetConfig
 
-__all__ = ["MotionUnet"]
-
 ADAPTED = r"^(?!.*motion_modules).*\.(to_q|to_k|to_v|to_out\.0)$"
 """Layers with adapters: attention of everything but the motion modules."""
 
@@ -34,9 +32,6 @@ class MotionUnet(nn.Module):
         encoding: shape of a flow.
         context: width of the context's tokens.
         load_pretrained: read the weights of `config.unet.pretrained`; False where saved weights follow.
-
-    Raises:
-        UserError: no U-Net in the folder, or one that does not fit.
     """
 
     def __init__(

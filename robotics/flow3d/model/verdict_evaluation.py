@@ -18,8 +18,6 @@ from robotics.flow3d.check.verdict import Verdict
 from robotics.flow3d.clip import FlowClip
 from robotics.flow3d.model.evaluation import FlowMeasure
 
-__all__ = ["VerdictMeasure", "verdict_metric"]
-
 
 def verdict_metric(name: str) -> str:
     """Metric of the share of guesses that a verifier accepts."""

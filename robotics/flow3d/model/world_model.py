@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import Observation
 
-__all__ = ["FlowWorldModel", "sample_seeds"]
-
 VOCABULARY_FILE = "vocabulary.json"
 
 

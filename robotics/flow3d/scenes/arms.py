@@ -10,8 +10,6 @@ from pathlib import Path
 
 from robotics.sim.arms import ARMS, ArmModel
 
-__all__ = ["FLOW_ARMS", "HELD_OUT_ARMS", "SCENE_ASSETS"]
-
 SCENE_ASSETS = Path(__file__).parent / "assets"
 HELD_OUT_ARMS = ("ur5e", "gen3")
 """Arms that training data do not show by default."""

@@ -16,8 +16,6 @@ from robotics.flow3d.scenes.demonstrations import DemonstrationConfig, demonstra
 from robotics.flow3d.scenes.scene import HAND, NOBODY, SceneConfig
 from robotics.flow3d.scenes.tasks import FLOW_TASKS
 
-__all__ = ["SEEN_ACTORS", "build_clips"]
-
 LOGGER = logging.getLogger("mmrl")
 SEEN_ACTORS = (HAND, NOBODY, "free_gripper", "panda")
 """Who is in view by default; other arms are held out."""
@@ -53,9 +51,6 @@ def build_clips(
             one instruction a picture. It takes several times as long; without it every point counts as visible, and
             each picture comes with all its instructions.
         first_picture: number of the first picture of each split.
-
-    Returns:
-        The folder.
 
     Raises:
         UserError: a task, actor or shape does not exist, a number is out of range, or the folder exists already.

@@ -18,8 +18,6 @@ from robotics.flow3d.scenes.shapes import HOLDER_HEIGHT_M, HOLDER_INSIDE_M, Shap
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Outcome", "SceneState", "inserted", "opened", "placed", "poured_out"]
-
 CENTRE_M = 0.03
 """Greatest distance between the middles of object and pad."""
 UPRIGHT_RAD = math.radians(15)

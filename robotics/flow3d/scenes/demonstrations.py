@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-__all__ = [
-    "TRAINING_ACTORS",
-    "DemonstrationConfig",
-    "demonstrations",
-    "films",
-    "instructed_clips",
-]
-
 TRAINING_ACTORS = (HAND, NOBODY)
 """Who is seen in training data by default: no robot at all, as in the paper's fine-tuning on human hands."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import Observation
     from robotics.flow3d.extract.video import RgbdVideo
 
-__all__ = ["Demonstration", "Demonstrator"]
-
 GRIPS = 4
 """Grips among which a hand chooses."""
 LEAST_PIXELS = 9

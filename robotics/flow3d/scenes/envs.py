@@ -26,8 +26,6 @@ from robotics.sim.tasks import LAYOUTS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FlowTabletopEnv"]
-
 TICKS = 5
 """Of 20 ms in a control step."""
 CONTROL_HZ = 10
@@ -107,18 +105,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode.
-
-        Args:
-            seed: for drawing the layout.
-            options: layout, a number, drawn if missing.
-
-        Returns:
-            Observation and info.
-
-        Raises:
-            UserError: an option is unknown.
-        """
+        """Begin an episode."""
         super().reset(seed=seed)
         chosen = dict(options or {})
         layout = chosen.pop("layout", None)
@@ -134,9 +121,6 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
         Args:
             action: (J + 1,) shares of the joints' ways and the gripper; clipped to -1..1.
-
-        Returns:
-            Observation, reward (1 with the step that solves the task), terminated (it is solved), truncated, info.
 
         Raises:
             UserError: the action has another shape or is not finite, or no episode runs.

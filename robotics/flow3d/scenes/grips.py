@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.act.ik import ArmIk
     from robotics.flow3d.scenes.criteria import SceneState
 
-__all__ = ["BACK_M", "arm_path", "reach_out", "scripted_grips"]
-
 BACK_M = 0.08
 """Distance from which a grip is approached, along the fingers."""
 HANDLE_RAD = math.radians(35)
@@ -28,10 +26,6 @@ HANDLE_RAD = math.radians(35)
 
 def scripted_grips(state: SceneState, family: str) -> Iterator[NDArray[np.float64]]:
     """Grips in the frame of the moved thing, the most natural first.
-
-    Args:
-        state: at the start.
-        family: place, pour, insert or drawer.
 
     Yields:
         (4, 4) T_object_grip.
@@ -58,9 +52,6 @@ def arm_path(
         T_world_object: (L, 4, 4) motion of the object.
         approach: poses on the way to the grip. They are followed too, because from a distant start the search may end
             with an elbow in the table.
-
-    Returns:
-        (approach + L, J); None where a pose is out of reach.
     """
     grips = T_world_object @ T_object_grip
     way = reach_out(ik.pose(ik.home_rad), grips[0], approach)

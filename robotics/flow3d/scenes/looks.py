@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-__all__ = ["Look", "Painter", "depth_holes", "draw_look"]
-
 OBJECT_RGB = {
     "train": ((0.93, 0.93, 0.9), (0.3, 0.5, 0.85), (0.92, 0.8, 0.25), (0.5, 0.52, 0.56), (0.35, 0.25, 0.2)),
     "held_out": ((0.6, 0.25, 0.7), (0.95, 0.55, 0.15), (0.2, 0.65, 0.7)),
@@ -42,12 +40,7 @@ class Look:
 
 
 class Painter:
-    """Changes the looks of a model.
-
-    Args:
-        model: model of `build_model`; its colours are written to.
-        painted: bodies whose geoms take the object's colour.
-    """
+    """Changes the looks of a model."""
 
     def __init__(self, model: mujoco.MjModel, painted: tuple[str, ...]) -> None:
         self._model = model
@@ -62,12 +55,7 @@ class Painter:
         }
 
     def paint(self, look: Look, background: str) -> None:
-        """Give the model a look; renderers of it have to be refreshed.
-
-        Args:
-            look: drawn by `draw_look`.
-            background: split of table top and floor.
-        """
+        """Give the model a look; renderers of it have to be refreshed."""
         model, tops = self._model, self._tops[background]
         model.geom_rgba[self._geoms, :3] = self._grey * look.object_rgb
         model.geom_matid[int(model.geom("table").id)] = tops[look.table % len(tops)]
@@ -76,16 +64,7 @@ class Painter:
 
 
 def draw_look(rng: np.random.Generator, objects: str, background: str) -> Look:
-    """Choose colours and light.
-
-    Args:
-        rng: random generator.
-        objects: split of the object's colours, train or held_out.
-        background: split of table top and floor.
-
-    Returns:
-        The look.
-    """
+    """Choose colours and light."""
     thing = _jittered(OBJECT_RGB[objects], rng)
     table = int(rng.integers(1 << 16))
     floor = _jittered(FLOOR_RGB[background], rng)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["along", "moved", "over", "poured"]
-
 METRES_PER_RADIAN = 0.25
 """Way in metres that takes as long as a turn by one radian."""
 POUR_RAD = math.radians(78)
@@ -78,9 +76,6 @@ def poured(
         bowl_m: (3,) middle of the bowl on the table.
         radius_m: of the vessel's rim.
         height_m: of the vessel.
-
-    Returns:
-        Key poses for `along`; the last one is tilted by 78 degrees about the x axis, towards the side of the bowl.
     """
     side = 1.0 if bowl_m[1] > start[1, 3] else -1.0
     sine, cosine = side * math.sin(POUR_RAD), math.cos(POUR_RAD)

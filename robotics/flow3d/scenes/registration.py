@@ -7,8 +7,6 @@ does the import by itself; after `import robotics.flow3d.scenes.registration` th
 
 from __future__ import annotations
 
-__all__ = ["ENVIRONMENT_IDS", "register"]
-
 
 def register() -> None:
     """Tell Gymnasium of `mmrl/Flow3DPlaceRed-v0` and the others in `ENVIRONMENT_IDS`; a second call changes nothing.

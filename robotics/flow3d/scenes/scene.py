@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.arms import ArmModel
 
-__all__ = ["ACTORS", "DEPTHS", "HAND", "NOBODY", "FlowScene", "SceneConfig", "build_model"]
-
 HAND, NOBODY = "hand", "nobody"
 ACTORS = (*FLOW_ARMS, HAND, NOBODY)
 """Who moves the object: an arm, a hand that floats, or nobody in view."""

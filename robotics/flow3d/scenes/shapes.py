@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SHAPES", "Shape", "add_bowl", "add_cabinet", "add_holder", "add_pad"]
-
 LIGHT, DARK = (1.0, 1.0, 1.0, 1.0), (0.75, 0.75, 0.75, 1.0)
 WALL_M = 0.003
 """Half of a wall's thickness."""

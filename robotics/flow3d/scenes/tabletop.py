@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.arms import ArmModel
 
-__all__ = ["FlowTabletop"]
-
 STEPS = 5
 """Physics steps of 4 ms between two targets."""
 SPEED_RAD_S, SPEED_M_S = 1.2, 0.4

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from robotics.sim.tabletop import Layout
 
-__all__ = ["FLOW_TASKS", "FlowTask", "Furniture", "find_flow_task"]
-
 IDEAL_OPEN_M = 0.1
 LIFT_M = 0.1
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from robotics.flow3d.clip import FlowClip
 
-__all__ = ["ACTIONS", "APPROACH_POSES", "build_way_demonstrations", "way_of"]
-
 LOGGER = logging.getLogger("mmrl")
 ACTIONS = ("grips", "joints")
 APPROACH_POSES = 2
@@ -65,12 +63,6 @@ def build_way_demonstrations(
         actions: grips, poses of the gripper; or joints, the angles of the one arm in `actors`.
         image_size: side of the pictures in pixels.
         limit: number of clips that are looked at, the first ones; 0 = all.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: the clips are not from this simulator, none has an actor, or angles are wanted of no one arm.
     """
     from robotics.data import EpisodeWriter, StorageSettings, robot_features
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from robotics.flow3d.clip import Observation
     from robotics.sim.opening import SimConfig
 
-__all__ = ["WaySim", "open_way_sim"]
-
 RENDER_PX = 128
 """Side of the pictures before they are made smaller, as in clips."""
 OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "background")
@@ -45,9 +43,6 @@ OPTIONS = ("arms", "num_frames", "grid", "actions", "shapes", "colours", "backgr
 
 def open_way_sim(config: SimConfig) -> WaySim:
     """The simulator of a configuration; its `options` are arms and those of `WaySim` from num_frames on.
-
-    Args:
-        config: tasks such as panda/pour; where there are none, all tasks of `options.arms`, or of all arms.
 
     Raises:
         UserError: a task, arm, shape or option does not exist, both tasks and arms are given, or domain randomisation

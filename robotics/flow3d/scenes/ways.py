@@ -18,17 +18,6 @@ from robotics.flow3d.geometry import make_pose
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "NUMBERS",
-    "POSE_NUMBERS",
-    "action_of_angles",
-    "action_of_way",
-    "angles_of_action",
-    "canonical_grip",
-    "way_of_action",
-    "way_state",
-]
-
 POSE_NUMBERS = 9
 """x, y, z in metres, and the directions along the fingers and along the line on which they close."""
 NUMBERS = POSE_NUMBERS + 1
@@ -41,14 +30,7 @@ SHORT = 1e-6
 
 
 def canonical_grip(T_world_grip: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The pose itself or turned by half a turn about the fingers, which grips the same.
-
-    Args:
-        T_world_grip: (..., 4, 4).
-
-    Returns:
-        (..., 4, 4), with the line on which the fingers close pointing to +y of the world.
-    """
+    """The pose itself or turned by half a turn about the fingers, which grips the same."""
     turned = T_world_grip @ HALF_TURN
     return np.where((T_world_grip[..., 1, 1] < 0)[..., None, None], turned, T_world_grip)
 
@@ -74,9 +56,6 @@ def way_of_action(action: NDArray[np.floating]) -> tuple[NDArray[np.float64], ND
 
     Returns:
         (W, 4, 4) poses, their two directions made perpendicular, and (W,) whether the fingers are closed.
-
-    Raises:
-        UserError: the size is no multiple of 10, or a number is not finite.
     """
     rows = _rows(action, NUMBERS)
     along = _unit(rows[:, 3:6], np.array([0.0, 0.0, -1.0]))
@@ -108,9 +87,6 @@ def angles_of_action(action: NDArray[np.floating], joints: int) -> tuple[NDArray
 
     Returns:
         (W, J) angles in rad, and (W,) whether the fingers are closed.
-
-    Raises:
-        UserError: the size is no multiple of J + 1, or a number is not finite.
     """
     rows = _rows(action, joints + 1)
     return rows[:, :-1] * TURN_RAD, rows[:, -1] > 0

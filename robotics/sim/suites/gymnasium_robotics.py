@@ -14,8 +14,6 @@ from typing import Any
 import gymnasium
 import gymnasium_robotics
 
-__all__ = ["SuiteError", "make"]
-
 FAMILIES = ("Fetch", "HandReach", "HandManipulate", "AdroitHand", "FrankaKitchen", "PointMaze", "AntMaze")
 
 

@@ -31,8 +31,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["LiberoRow", "SuiteError", "axis_angle", "find_assets", "make", "prepare_config"]
-
 SETTLING_STEPS = 10
 SETTLING_ACTION = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 STORED_STATES = 50
@@ -241,17 +239,7 @@ def package_folder() -> Path:
 
 
 def find_assets(package: Path) -> Path:
-    """Folder of the scenes' meshes and textures.
-
-    Args:
-        package: LIBERO's inner package.
-
-    Returns:
-        That of LIBERO_ASSETS, or `assets` in the package.
-
-    Raises:
-        SuiteError: there is none, or it is not such a folder.
-    """
+    """Folder of the scenes' meshes and textures."""
     named, folder = os.environ.get("LIBERO_ASSETS", ""), _assets_path(package)
     if (folder / "scenes").is_dir():
         return folder.resolve()
@@ -263,16 +251,7 @@ def find_assets(package: Path) -> Path:
 
 
 def prepare_config(package: Path, assets: Path, folder: str | None) -> Path:
-    """Write the config.yaml for which LIBERO would ask at its first import.
-
-    Args:
-        package: LIBERO's inner package.
-        assets: folder of the assets.
-        folder: where to write; a temporary folder when None. A LIBERO_CONFIG_PATH with a config.yaml is left alone.
-
-    Returns:
-        The file that LIBERO will read; LIBERO_CONFIG_PATH names its folder.
-    """
+    """Write the config.yaml for which LIBERO would ask at its first import."""
     named = os.environ.get("LIBERO_CONFIG_PATH")
     if named and (Path(named) / "config.yaml").is_file():
         return Path(named) / "config.yaml"
@@ -299,9 +278,6 @@ def load_states(path: Path) -> np.ndarray:
 
     The files are pickles of arrays in torch's older format. Only what an array is made of is allowed in them, so a file
     cannot run code.
-
-    Args:
-        path: file of the package.
 
     Returns:
         (50, D) float64: time, positions and velocities.

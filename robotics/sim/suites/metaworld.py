@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MetaWorldRow", "SuiteError", "make"]
-
 LAYOUTS = 1 << 30
 STATE_SIZE = 39
 # Cameras that are mounted upside down; their images are turned by 180 degrees.

@@ -17,8 +17,6 @@ import numpy as np
 import robosuite
 from robosuite.wrappers import GymWrapper
 
-__all__ = ["RobosuiteEnv", "SuiteError", "make"]
-
 
 class SuiteError(Exception):
     """Something that cannot be had from this suite as it was asked for."""
