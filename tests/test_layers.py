@@ -19,6 +19,7 @@ ROOMS = (
     "mmrl.core",
     "mmrl.workers",
     "mmrl.rewards",
+    "mmrl.entries",
     "mmrl.recipes",
     "mmrl.config",
     "mmrl.options",

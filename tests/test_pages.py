@@ -21,7 +21,7 @@ from mmrl.config import load_run
 from mmrl.recipes import EVALUATIONS, RECIPES
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.preferences import PreferenceConfig, make_preference
-from mmrl.training.record.tracking import METRICS, describe_metric
+from mmrl.training.record.tracking import describe_metric, metric_definitions
 from tests import example_runs
 from tests.pages import PAGES, ROOT, read_page
 
@@ -238,7 +238,7 @@ def test_every_python_block_is_run_or_says_that_it_is_not():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_metrics_that_are_named_are_defined(page):
-    prefixes = {name.partition("/")[0] for name in METRICS if "/" in name} - {"data", "sim"}
+    prefixes = {name.partition("/")[0] for name in metric_definitions() if "/" in name} - {"data", "sim"}
     for text in page.code:
         if re.fullmatch(rf"(?:{'|'.join(prefixes)})/[\w/]+", text):
             assert describe_metric(text) is not None, text

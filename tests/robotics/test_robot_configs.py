@@ -20,7 +20,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "robotics").glob("*.ya
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_loads(path):
     entry, config = load_run(path)
-    assert entry.module.startswith("robotics.")
+    assert entry.target.startswith("robotics.")
     assert config.eval_data
 
 

@@ -1,0 +1,104 @@
+"""Recipes and metrics of diffusion and flow models; loads none of the modules that it names."""
+
+from __future__ import annotations
+
+from mmrl.entries import RecipeEntry
+
+RECIPES = (
+    RecipeEntry(
+        "ddpo",
+        "diffusion.ddpo:DdpoRecipe:DdpoConfig",
+        "policy gradient over denoising steps, reward statistics of each prompt",
+        "Black et al., DDPO, arXiv 2305.13301",
+    ),
+    RecipeEntry(
+        "flow_grpo",
+        "diffusion.flow_grpo:FlowGrpoRecipe:FlowGrpoConfig",
+        "GRPO over stochastic denoising steps with guidance",
+        "Liu et al., Flow-GRPO, arXiv 2505.05470",
+    ),
+    RecipeEntry(
+        "flow_grpo_fast",
+        "diffusion.flow_grpo:FlowGrpoRecipe:FlowGrpoConfig",
+        "Flow-GRPO on a window of three steps, without guidance",
+        "yifan123/flow_grpo, fast presets",
+        preset="diffusion.presets:flow_grpo_fast",
+    ),
+    RecipeEntry(
+        "grpo_guard",
+        "diffusion.grpo_guard:GrpoGuardRecipe:GrpoGuardConfig",
+        "Flow-GRPO with ratios of one scale at all steps",
+        "GRPO-Guard, arXiv 2510.22319",
+    ),
+    RecipeEntry(
+        "dance_grpo",
+        "diffusion.flow_grpo:FlowGrpoRecipe:FlowGrpoConfig",
+        "GRPO over steps of constant noise from shared starts",
+        "Xue et al., DanceGRPO, arXiv 2505.07818",
+        preset="diffusion.presets:dance_grpo",
+    ),
+    RecipeEntry(
+        "awm",
+        "diffusion.awm:AwmRecipe:AwmConfig",
+        "advantage-weighted matching of the policy's own images, any solver",
+        "Xue et al., AWM, arXiv 2509.25050",
+    ),
+    RecipeEntry(
+        "diffusion_nft",
+        "diffusion.nft:DiffusionNftRecipe:DiffusionNftConfig",
+        "two-sided matching around an old policy",
+        "DiffusionNFT, arXiv 2509.16117",
+    ),
+    RecipeEntry(
+        "orw_cfm_w2",
+        "diffusion.orw_cfm:OrwRecipe:OrwConfig",
+        "reward-weighted matching with a Wasserstein bound",
+        "Fan et al., ORW-CFM-W2, ICLR 2025",
+    ),
+    RecipeEntry(
+        "ac_flow",
+        "diffusion.ac_flow:AcFlowRecipe:AcFlowConfig",
+        "critic-weighted matching (a reconstruction)",
+        "AC-Flow, arXiv 2510.18072",
+    ),
+    RecipeEntry(
+        "flow_ppo",
+        "diffusion.flow_ppo:FlowPpoRecipe:FlowPpoConfig",
+        "PPO over stochastic denoising steps with AC-Flow's critic of the latents",
+        "steps: Flow-GRPO, arXiv 2505.05470; credit: GAE, arXiv 1506.02438; the combination is the suite's own",
+    ),
+    RecipeEntry(
+        "diffusion_dpo",
+        "diffusion.dpo:DiffusionDpoRecipe:DiffusionDpoConfig",
+        "Diffusion-DPO on pairs of images, with FiFA's filter of the pairs",
+        "Wallace et al., Diffusion-DPO, arXiv 2311.12908; Yang et al., FiFA, arXiv 2410.10166",
+    ),
+    RecipeEntry(
+        "flow_pretrain",
+        "diffusion.pretrain:PretrainRecipe:PretrainConfig",
+        "flow matching on captioned images, same loop and checkpoints",
+        "Lipman et al., Flow Matching, arXiv 2210.02747",
+        supervised=True,
+    ),
+)
+METRICS = {
+    "score/<reward>": "Mean of an optimised reward over held-out images.",
+    "score/<reward>/low": "Lower end of its 95 % interval.",
+    "score/<reward>/high": "Upper end of its 95 % interval.",
+    "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
+    "heldout/<reward>/low": "Lower end of its 95 % interval.",
+    "heldout/<reward>/high": "Upper end of its 95 % interval.",
+    "diversity/latent": "Mean root-mean-square distance between the latents of images of one prompt.",
+    "distance/base": "Mean squared distance between the velocities of policy and start model on held-out images.",
+    "cost/forward_rows": "Rows that the denoiser evaluated without gradient for training so far.",
+    "cost/train_rows": "Rows that it evaluated with gradient; each costs about three without, for the backward pass.",
+    "time/decode": "Seconds of sampling after the prompts are read, or of turning latents into images.",
+    "loss/kl_ema": "AWM's distance to the moving average of past policies, coefficient included.",
+    "policy/kl_ema": "Mean squared distance between the velocities of policy and moving average.",
+    "awm/error": "Mean matching error of the policy's velocity on its own images.",
+    "awm/velocity_norm": "Size of the policy's velocities over those of the reference.",
+    "matching/error": "Mean matching error of the policy's velocity.",
+    "matching/weight": "Mean weight of the matching errors.",
+    "critic/explained/noisy": "Share of the variance explained at the states of time above 0.5, NaN without any.",
+    "critic/explained/clean": "Share of the variance explained at the states of time 0.5 and below, NaN without any.",
+}

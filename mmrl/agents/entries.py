@@ -1,0 +1,75 @@
+"""Recipes and metrics of agents; loads none of the modules that it names."""
+
+from __future__ import annotations
+
+from mmrl.entries import RecipeEntry
+
+RECIPES = (
+    RecipeEntry(
+        "agent",
+        "mmrl.agents.recipe:AgentRecipe:AgentConfig",
+        "an agent that looks and acts over several turns, with any objective of the catalogue",
+        "objective: see `mmrl list objectives`",
+    ),
+    RecipeEntry(
+        "arpo",
+        "mmrl.agents.arpo:ArpoRecipe:ArpoConfig",
+        "GRPO over an agent's trajectories, with past successes replayed into groups that have none",
+        "ARPO for GUI agents, github.com/dvlab-research/ARPO",
+    ),
+    RecipeEntry(
+        "agent_clone",
+        "mmrl.agents.cloning:AgentCloneRecipe:AgentCloneConfig",
+        "supervised warm start of an agent on what the environment's own expert does",
+        "maximum likelihood",
+        supervised=True,
+    ),
+    RecipeEntry(
+        "vl_dac",
+        "mmrl.agents.vl_dac:VlDacRecipe:VlDacConfig",
+        "PPO over tokens with a critic over environment steps, warmed up alone (the paper's constants)",
+        "Bredis et al., VL-DAC, arXiv 2508.04280",
+    ),
+    RecipeEntry(
+        "vl_dac_repo",
+        "mmrl.agents.vl_dac:VlDacRecipe:VlDacConfig",
+        "VL-DAC with the constants of its public code",
+        "Bredis et al., VL-DAC, arXiv 2508.04280; corl-team/VL-DAC configs/miniworld_qwen2vl.yaml",
+        preset="mmrl.agents.vl_dac:repo_preset",
+    ),
+    RecipeEntry(
+        "digirl",
+        "mmrl.agents.digirl:DigirlRecipe:DigirlConfig",
+        "an agent's kept steps made likelier, offline then online: two critics, curriculum, filtered cloning",
+        "Bai et al., DigiRL, arXiv 2406.11896",
+    ),
+)
+METRICS = {
+    "time/environment": "Seconds that episodes waited for their environments.",
+    "episode/turns": "Mean turns of the step's episodes.",
+    "episode/unreadable": "Share of the step's answers in which no action could be read.",
+    "episode/refused": "Actions a turn that the environment could not execute.",
+    "episode/turns/<protocol>": "Mean turns of the evaluation's episodes.",
+    "episode/unreadable/<protocol>": "Mean answers of an episode in which no action could be read.",
+    "episode/refused/<protocol>": "Mean actions of an episode that the environment could not execute.",
+    "episode/no_result/<protocol>": "Episodes of the evaluation that failed with their environment or grew too long.",
+    "env/episodes_overflown": "Training episodes so far whose conversation did not fit into the model any more.",
+    "replay/groups_without_success": "Groups of the step in which all trajectories earned little.",
+    "replay/injected": "Groups of the step that were given a stored trajectory.",
+    "replay/age": "Mean steps since the replayed trajectories of the step were sampled.",
+    "replay/stored": "Trajectories in the buffer.",
+    "replay/added": "Trajectories that were stored so far.",
+    "replay/expired": "Stored trajectories dropped so far for their age.",
+    "replay/evicted": "Stored trajectories dropped so far because the buffer was full.",
+    "replay/memory_mb": "Size of the buffer in 10^6 bytes, in each process.",
+    "replay/ratio/<source>": "Mean importance ratio of the loss, over tokens of fresh or of replayed trajectories.",
+    "replay/log_ratio/<source>": "Mean log-prob now less that when sampled in nats, of fresh or of replayed tokens.",
+    "replay/kl/<source>": "k3 between the policy that sampled and that now, of fresh or of replayed tokens, in nats.",
+    "digirl/stored": "Episodes that are stored.",
+    "digirl/return": "Mean sum of rewards of the stored episodes.",
+    "digirl/kept_episodes": "Share of the stored episodes that the instruction filter keeps.",
+    "digirl/kept_steps": "Share of the steps of these episodes that the step filter keeps.",
+    "digirl/instruction_loss": "Cross-entropy of the instruction critic in its last update of the step.",
+    "digirl/instruction_value": "Mean probability of success that the instruction critic gives the stored episodes.",
+    "digirl/step_loss": "Sum of the four cross-entropies of the step critic in its last update of the step.",
+}

@@ -1,0 +1,52 @@
+"""A row of a package's table of recipes, as strings, so that listing recipes loads none of them."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RecipeEntry:
+    """Where a recipe lives and what it is."""
+
+    name: str
+    """Name used in `recipe:`."""
+    target: str
+    """`module:Recipe:Config`."""
+    summary: str
+    """One line for `mmrl list`."""
+    citation: str
+    """Paper or source."""
+    supervised: bool = False
+    """Whether it learns from given answers (`mmrl sft`) rather than from rewards."""
+    trains: bool = True
+    """False for a row of EVALUATIONS, which only `mmrl evaluate` takes."""
+    preset: str = ""
+    """`module:function` that returns a configuration with other defaults than the dataclass's own."""
+
+    def load_recipe_class(self) -> type[Any]:
+        """Import the module and return the recipe class."""
+        module, recipe, _ = self.target.split(":")
+        return load_target(f"{module}:{recipe}")  # type: ignore[no-any-return]
+
+    def load_config_class(self) -> type[Any]:
+        """Import the module and return the configuration dataclass."""
+        module, _, config = self.target.split(":")
+        return load_target(f"{module}:{config}")  # type: ignore[no-any-return]
+
+    def load_defaults(self) -> Any:
+        """Return the configuration dataclass, or for a preset the instance with its values."""
+        return load_target(self.preset)() if self.preset else self.load_config_class()
+
+    def default_config(self) -> Any:
+        """Return a configuration in which every value is the default."""
+        defaults = self.load_defaults()
+        return defaults() if isinstance(defaults, type) else defaults
+
+
+def load_target(target: str) -> Any:
+    """Import `module:name`."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,40 @@
+"""Recipes and metrics of screens; loads none of the modules that it names."""
+
+from __future__ import annotations
+
+from mmrl.entries import RecipeEntry
+
+RECIPES = (
+    RecipeEntry(
+        "aepo",
+        "mmrl.gui.aepo:AepoRecipe:AepoConfig",
+        "screen grounding with several answers and the adaptive exploration reward; naive RLVR by options",
+        "InfiGUI-G1, arXiv 2508.05731",
+    ),
+    RecipeEntry(
+        "grounding_sft",
+        "mmrl.gui.grounding_sft:GroundingSftRecipe:GroundingSftConfig",
+        "supervised warm start on worked answers to questions about screens",
+        "maximum likelihood",
+        supervised=True,
+    ),
+)
+EVALUATIONS = (
+    RecipeEntry(
+        "grounding_eval",
+        "mmrl.gui.benchmarks.recipe:GroundingEvaluation:GroundingEvaluationConfig",
+        "published GUI grounding benchmarks, greedy",
+        "protocol of InfiXAI/InfiGUI-G1 eval/eval.py",
+        trains=False,
+    ),
+)
+METRICS = {
+    "aepo/no_signal/<kind>": "Share of groups of one kind of instruction whose answers all earn the same.",
+    "accuracy/first": "Share of screens whose first predicted point is in the target.",
+    "accuracy/any": "Share of screens of which any predicted point is in the target.",
+    "accuracy/macro": "Plain mean of accuracy/first over the cells that a benchmark's published average is taken over.",
+    "answers/mean": "Mean number of predicted points over the answers that have any.",
+    "answers/wrong_format": "Share of answers without a readable point; they count as wrong.",
+    "answers/outside": "Share of first points outside their screens, refusals left out.",
+    "answers/unusable": "Screens that could not be asked about; they count as wrong.",
+}
