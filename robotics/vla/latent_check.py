@@ -2,11 +2,11 @@
 
     python -m robotics.vla.latent_check configs/robotics/tabletop_srpo.yaml data.layouts=4 --latents video,pixels,object
 
-Runs episodes of the configuration's policy from its initial states, deals them out into the batches of training steps
-several times over, and prints for each latent and each form of the reward the agreement with the simulator's own reward
-(`srpo/agreement`) and the correlation of the advantages (`srpo/advantage_correlation`), means over steps. The latent of
-the configuration's own kind has its settings; others have their defaults. Latents that are fitted to first episodes get
-episodes of their own. Needs a simulator whose reward tells failures apart, as the tabletop's does.
+Runs episodes of the configuration's policy from its initial states, splits them at random into batches of training
+steps, `--deals` times, and prints for each latent and each form of the reward the agreement with the simulator's own
+reward (`srpo/agreement`) and the correlation of the advantages (`srpo/advantage_correlation`), means over steps. The
+latent of the configuration's own kind has its settings; others have their defaults. A latent that is fitted to a run's
+first step gets further episodes. Needs a simulator whose reward tells failures apart, as the tabletop's does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
 from mmrl.training.loop.seeds import make_generator
 from robotics.vla.agreement import advantage_correlation, rank_agreement
-from robotics.vla.latent_rows import RowLatent
+from robotics.vla.latent_rows import TrajectoryLatent
 from robotics.vla.latents import LATENTS, LatentConfig, make_latent
 from robotics.vla.payload import EpisodePayload
-from robotics.vla.progress import SuccessMemory, fallback_references, progress_rewards
+from robotics.vla.progress import SuccessMemory, progress_rewards
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.srpo import SrpoConfig, SrpoRecipe
 from robotics.vla.tasks import episode_id
@@ -76,7 +76,7 @@ class CheckedEpisode(NamedTuple):
     progress: float
     """The simulator's reward at the end."""
 
-    def path(self, latent: RowLatent) -> NDArray[np.float32]:
+    def path(self, latent: TrajectoryLatent) -> NDArray[np.float32]:
         """What a latent takes as states; raises UserError where the simulator does not tell."""
         if latent.looks_at == "robot":
             return self.states
@@ -101,19 +101,17 @@ def check_latents(recipe: SrpoRecipe, kinds: Sequence[str], options: CheckOption
     own = recipe.config.latent
     latents = {kind: make_latent(own if own.kind == kind else LatentConfig(kind=kind)) for kind in kinds}
     rows = _run(recipe, options.episodes, options.seed, "check")
-    needed = max(latent.fit_episodes for latent in latents.values())
-    first = _run(recipe, needed, options.seed, "fit") if needed else []
+    first = [] if all(latent.size for latent in latents.values()) else _run(recipe, 1, options.seed, "fit")
     for kind, latent in latents.items():
-        if not latent.ready:
-            paths = [row.path(latent) for row in first]
-            latent.fit([row.frames for row in first], paths, [row.state_label for row in first])
+        if not latent.size:
+            latent.fit([row.path(latent) for row in first])
         for form, settings in FORMS.items():
             samples = recipe.config.trainer.samples_per_task
             yield kind, form, score_latent(latent, rows, settings, recipe.objective, samples, options)
 
 
 def score_latent(
-    latent: RowLatent,
+    latent: TrajectoryLatent,
     rows: Sequence[CheckedEpisode],
     settings: ProgressSettings,
     objective: Objective,
@@ -121,37 +119,34 @@ def score_latent(
     options: CheckOptions,
 ) -> Score:
     """Score a latent with one form of the reward, over simulated steps with the memory that they would have."""
-    films, paths = [row.frames for row in rows], [row.path(latent) for row in rows]
-    ends = latent.embed(films, paths)
-    begins = latent.embed(
-        [None if film is None else film[:1] for film in films], [path[:1] for path in paths], one_by_one=True
+    videos, paths = [row.frames for row in rows], [row.path(latent) for row in rows]
+    ends = latent.embed(videos, paths)
+    starts = latent.embed(
+        [None if video is None else video[:1] for video in videos], [path[:1] for path in paths], one_by_one=True
     )
-    valid = ends.valid & begins.valid
+    valid = ends.valid & starts.valid
     labels = [row.task if settings.form.references == "task" else row.state_label for row in rows]
-    success, told = np.array([row.success for row in rows]), np.array([row.progress for row in rows], np.float32)
+    success, progress = np.array([row.success for row in rows]), np.array([row.progress for row in rows], np.float32)
     found = []
     for deal in range(options.deals):
         memory = SuccessMemory(settings.form.memory)
-        for places, groups in _steps(rows, samples, np.random.default_rng([options.seed, deal])):
-            names = [labels[place] for place in places]
-            won, remembered = success[places] & valid[places], memory.references()
-            borrowed = fallback_references(ends.latents[places], won, names, remembered)
+        for index, groups in _steps(rows, samples, np.random.default_rng([options.seed, deal])):
+            names = [labels[row] for row in index]
             outcome = progress_rewards(
-                ends.latents[places],
-                success[places],
-                valid[places],
+                ends.latents[index],
+                success[index],
+                valid[index],
                 names,
                 settings,
-                remembered,
-                begins.latents[places],
-                borrowed if settings.task_fallback else None,
+                memory.references(),
+                starts.latents[index],
             )
-            memory.add(ends.latents[places], won, names)
-            failed = ~success[places]
-            lost = failed & np.isfinite(outcome.distance)
-            agreement = rank_agreement(outcome.reward[lost], told[places][lost], groups[lost])
-            own, other = (_advantages(objective, reward, groups) for reward in (outcome.reward, told[places]))
-            found.append((agreement, advantage_correlation(own, other, told[places], failed)))
+            memory.add(ends.latents[index], success[index] & valid[index], names)
+            failed = ~success[index]
+            ranked = failed & np.isfinite(outcome.distance)
+            agreement = rank_agreement(outcome.reward[ranked], progress[index][ranked], groups[ranked])
+            own, other = (_advantages(objective, reward, groups) for reward in (outcome.reward, progress[index]))
+            found.append((agreement, advantage_correlation(own, other, progress[index], failed)))
     columns = np.array(found, float).reshape(-1, 2).T
     return Score(
         *(float(np.mean(column[np.isfinite(column)])) if np.isfinite(column).any() else np.nan for column in columns)

@@ -1,11 +1,10 @@
 """Latents by which episodes are compared: one vector for each whole trajectory.
 
-    vjepa2       mean over all tokens of a V-JEPA 2 encoder, as SRPO's released code does it
-    video        the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own images
-    contrastive  a small encoder of what the episode changed in the scene, trained on the run's first episodes
-    pixels       ablation: small images, their mean over time beside the last one
-    state        ablation: the state at fixed shares of the episode and at its end
-    object       ceiling: where the object ends, from the simulator
+    vjepa2   mean over all tokens of a V-JEPA 2 encoder, as in SRPO's released code
+    video    the small video encoder of `robotics.vla.video_encoder`, trained on this suite's own images
+    pixels   ablation: small images, their mean over time beside the last one
+    state    ablation: the state at fixed shares of the episode and at its end
+    object   ceiling: the object's final position, from the simulator
 
 A trajectory that cannot be embedded is invalid, with a reason; its latent is NaN, not zeros that could be mistaken for
 a latent. Latents of networks are cached by the content of their images.
@@ -13,7 +12,7 @@ a latent. Latents of networks are cached by the content of their images.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, by_kind, check_config, choice
-from robotics.vla.contrastive_latent import ContrastiveLatent, ContrastiveSettings
-from robotics.vla.latent_rows import RowLatent, check_frames, check_path
+from robotics.vla.latent_rows import TrajectoryLatent, check_frames, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
 from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, sample_indices
 
@@ -40,16 +38,16 @@ class LatentConfig:
     """Latent by which episodes are compared."""
 
     kind: str = choice("video", lambda: LATENTS)
-    """A name of `LATENTS`: vjepa2, video, contrastive, pixels, state or object."""
+    """A name of `LATENTS`: vjepa2, video, pixels, state or object."""
     path: str = ""
-    """vjepa2: model folder or hub id; video, contrastive: folder of the encoder; state: LeRobotDataset that sets the
-    scale. Without one, contrastive and state take the first episodes of the run."""
+    """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
+    which it is that of the run's first step."""
     build: str | None = None
     """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Options of `build`."""
     frames: str = choice("step", FRAME_RATES)
-    """step: images of every control step are rendered for it; chunk: it has those before each chunk and at the end."""
+    """step: an image of every control step; chunk: only those before each chunk and at the end."""
     options: dict[str, Any] = by_kind(
         lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
     )
@@ -100,7 +98,7 @@ class StateSettings:
     std: list[float] = bounded([], at_least=0)
     """(S,) standard deviations; where one is 0 the entry is only centred."""
     points: int = bounded(8, at_least=1)
-    """Moments at equal shares of the episode, both ends included, between which states are interpolated."""
+    """Points at equal shares of the episode, both ends included, at which states are interpolated."""
 
     def validate(self) -> None:
         """Check that each entry of the state has a mean and a deviation, or none has; raises UserError."""
@@ -116,38 +114,29 @@ class ObjectSettings:
     """Settings of the latent of the object's position: none."""
 
 
-class VideoLatent(RowLatent):
-    """Pooled latents of the moments of an episode, from a trained `VideoEncoder`.
-
-    Args:
-        settings: path, pooling and how it runs.
-        encoder: a trained encoder to use instead of the one at the path.
-
-    Raises:
-        UserError: a setting is out of range, or the encoder cannot be read.
-    """
+class VideoLatent(TrajectoryLatent):
+    """Pooled latents of the frames of an episode, from a trained `VideoEncoder`: the given one or that at the path."""
 
     def __init__(self, settings: VideoSettings, encoder: VideoEncoder | None = None) -> None:
         if encoder is None:
             check_config(settings, "latent")
-        loaded = encoder if encoder is not None else VideoEncoder.from_pretrained(settings.path)
+            encoder = VideoEncoder.from_pretrained(settings.path)
         self.settings = settings
-        self._device = torch.device(settings.device)
-        self._encoder = loaded.to(self._device).eval()
-        super().__init__(loaded.latent_size(settings.pooling), settings.batch_size, settings.cache)
+        self._encoder = encoder.to(settings.device).eval()
+        super().__init__(encoder.latent_size(settings.pooling), settings.batch_size, settings.cache)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
         images = check_frames(frames)
         return images[sample_indices(len(images), self._encoder.config.clip_frames, "edge")]
 
     @torch.no_grad()
-    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
-        clips = torch.stack([fit_frames(clip, self._encoder.config) for clip in given]).to(self._device)
-        found = self._encoder.trajectory(clips, self.settings.pooling)
-        return np.asarray(found.float().cpu().numpy(), np.float32)
+    def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
+        clips = torch.stack([fit_frames(clip, self._encoder.config) for clip in inputs]).to(self.settings.device)
+        latents = self._encoder.trajectory(clips, self.settings.pooling)
+        return np.asarray(latents.float().cpu().numpy(), np.float32)
 
 
-class PixelLatent(RowLatent):
+class PixelLatent(TrajectoryLatent):
     """Means over the cells of a `side` x `side` grid, 0..1: averaged over time, then those of the last frame."""
 
     def __init__(self, settings: PixelSettings) -> None:
@@ -160,11 +149,8 @@ class PixelLatent(RowLatent):
         small = functional.adaptive_avg_pool2d(planes, self.settings.side).permute(0, 2, 3, 1).flatten(1)
         return torch.cat([small.mean(0), small[-1]]).numpy()
 
-    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
-        return np.stack(given)
 
-
-class StateLatent(RowLatent):
+class StateLatent(TrajectoryLatent):
     """Standardised states at `points` equal shares of the episode, then the last state again."""
 
     needs_images = False
@@ -172,34 +158,23 @@ class StateLatent(RowLatent):
     def __init__(self, settings: StateSettings) -> None:
         check_config(settings, "latent")
         self.settings = settings
-        self.fit_episodes = 0 if settings.mean else 1
         super().__init__(0)
-        self._standardise_by(settings.mean, settings.std)
+        self._set_scale(settings.mean, settings.std)
 
-    @property
-    def ready(self) -> bool:
-        """Whether there are statistics."""
-        return self.state_size > 0
-
-    def fit(
-        self,
-        frames: Sequence[NDArray[np.uint8] | None],
-        states: Sequence[NDArray[np.float32]],
-        labels: Sequence[Hashable],
-    ) -> None:
-        """Take the statistics of these states; see `RowLatent.fit`."""
-        self._standardise_by(*state_statistics(states))
+    def fit(self, states: Sequence[NDArray[np.float32]]) -> None:
+        """Take the scale of these states (P_i, S)."""
+        self._set_scale(*state_statistics(states))
 
     def state_dict(self) -> dict[str, Any]:
-        """Statistics that were fitted."""
-        return {"mean": self._mean.tolist(), "std": self._std.tolist()} if self.fit_episodes else {}
+        """The scale, where it was fitted."""
+        return {} if self.settings.mean else {"mean": self._mean.tolist(), "std": self._std.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         if state:
-            self._standardise_by(state["mean"], state["std"])
+            self._set_scale(state["mean"], state["std"])
 
-    def _standardise_by(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def _set_scale(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self._mean = np.asarray(mean, np.float64)
         self._std = np.where(np.asarray(std, np.float64) > SMALLEST_STD, std, 1.0)
         self.state_size = len(mean)
@@ -217,12 +192,9 @@ class StateLatent(RowLatent):
         resampled = (1 - share) * standard[below] + share * standard[above]
         return np.concatenate([resampled.ravel(), standard[-1]]).astype(np.float32)
 
-    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
-        return np.stack(given)
 
-
-class ObjectLatent(RowLatent):
-    """Where the object that the task acts on ends, in metres: the most that a latent of the scene could tell."""
+class ObjectLatent(TrajectoryLatent):
+    """Final position (3,) in metres of the object that the task acts on: the upper bound for latents of the scene."""
 
     needs_images = False
     looks_at = "object"
@@ -231,16 +203,13 @@ class ObjectLatent(RowLatent):
         super().__init__(3)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
-        places = np.asarray(states, np.float32)
-        if places.ndim != 2 or not len(places) or places.shape[1] != self.size:
-            raise ValueError(f"positions of the object are {places.shape}; expected (F >= 1, 3)")
-        return places[-1]
-
-    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
-        return np.stack(given)
+        positions = np.asarray(states, np.float32)
+        if positions.ndim != 2 or not len(positions) or positions.shape[1] != self.size:
+            raise ValueError(f"positions of the object are {positions.shape}; expected (F >= 1, 3)")
+        return positions[-1]
 
 
-def make_latent(config: LatentConfig) -> RowLatent:
+def make_latent(config: LatentConfig) -> TrajectoryLatent:
     """Build the latent of a configuration.
 
     Args:
@@ -258,7 +227,9 @@ def make_latent(config: LatentConfig) -> RowLatent:
     build_if_missing(config, "latent")
     settings = _settings_of(config)
     if isinstance(settings, StateSettings) and config.path and not settings.mean:
-        mean, std = _scale_of(config.path)
+        from robotics.data import LeRobotReader
+
+        mean, std = state_statistics([episode.state for episode in LeRobotReader(config.path)])
         settings = replace(settings, mean=mean, std=std)
     return LATENTS[config.kind][1](settings)
 
@@ -270,15 +241,15 @@ def state_statistics(states: Sequence[NDArray[np.float32]]) -> tuple[list[float]
         states: (F_i, S) of each trajectory.
 
     Returns:
-        (S,) means and (S,) standard deviations over all moments.
+        (S,) means and (S,) standard deviations over all states.
 
     Raises:
         UserError: no trajectory.
     """
     if not len(states):
         raise UserError("state_statistics needs at least one trajectory")
-    moments = np.concatenate([np.asarray(path, np.float64) for path in states])
-    return moments.mean(0).tolist(), moments.std(0).tolist()
+    joined = np.concatenate([np.asarray(path, np.float64) for path in states])
+    return joined.mean(0).tolist(), joined.std(0).tolist()
 
 
 def _settings_of(config: LatentConfig) -> Any:
@@ -287,21 +258,13 @@ def _settings_of(config: LatentConfig) -> Any:
     unknown = sorted(set(config.options) - set(known))
     if unknown:
         raise UserError(f"latent.options has {', '.join(unknown)}; options of {config.kind} are: {', '.join(known)}")
-    given = {"path": config.path} if config.path and "path" in known else {}
-    return settings(**given, **config.options)
+    path = {"path": config.path} if config.path and "path" in known else {}
+    return settings(**path, **config.options)
 
 
-def _scale_of(folder: str) -> tuple[list[float], list[float]]:
-    """Mean and deviation of the states of a dataset."""
-    from robotics.data import LeRobotReader
-
-    return state_statistics([episode.state for episode in LeRobotReader(folder)])
-
-
-LATENTS: dict[str, tuple[type[Any], type[RowLatent]]] = {
+LATENTS: dict[str, tuple[type[Any], type[TrajectoryLatent]]] = {
     "vjepa2": (Vjepa2Settings, Vjepa2Latent),
     "video": (VideoSettings, VideoLatent),
-    "contrastive": (ContrastiveSettings, ContrastiveLatent),
     "pixels": (PixelSettings, PixelLatent),
     "state": (StateSettings, StateLatent),
     "object": (ObjectSettings, ObjectLatent),

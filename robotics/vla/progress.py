@@ -22,7 +22,7 @@ siirl/utils/reward_score/embodied.py. What the others and single options change:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,8 +34,6 @@ from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.tasks import task_of_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import ArrayLike, NDArray
 
     _Floats = NDArray[np.float64]
@@ -88,7 +86,6 @@ def progress_rewards(
     settings: ProgressSettings,
     references: Mapping[Hashable, ArrayLike] | None = None,
     first: ArrayLike | None = None,
-    fallback: Mapping[Hashable, ArrayLike] | None = None,
 ) -> ProgressOutcome:
     """Reward successes with 1 and failures by their distance to the successes of their label.
 
@@ -107,11 +104,10 @@ def progress_rewards(
         latents: (B, E) float32; invalid rows are not used.
         success: (B,) bool, whether the episode succeeded.
         valid: (B,) bool, whether it ran and could be embedded.
-        tasks: (B,) labels, of tasks or of initial states; `settings.references` is the caller's to follow.
+        tasks: (B,) labels: tasks or, with `settings.references` "initial_state", names that `episode_id` gives.
         settings: constants and options.
         references: (M, E) further successes by label, as `SuccessMemory.references` gives them.
         first: (B, E) latents of the episodes' first frames alone; needed by the norm initial.
-        fallback: (M, E) successes of others by label, as `fallback_references` gives them, for labels that have none.
 
     Returns:
         Rewards and how they were obtained.
@@ -126,80 +122,65 @@ def progress_rewards(
     """
     check_fields(settings, "progress")
     form = settings.form
-    points, won, sound = _check_rows(latents, success, valid, tasks)
-    begun = _check_first(first, points, sound, form.norm)
-    places = _places_by_task(tasks)
-    reward = np.where(sound, won.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
+    points, success, valid = _check_rows(latents, success, valid, tasks)
+    starts = _check_first(first, points, valid, form.norm)
+    references = references or {}
+    fallback = _task_successes(points, success & valid, tasks, references) if settings.task_fallback else {}
+    reward = np.where(valid, success.astype(np.float64), np.nan if form.invalid == "nan" else 0.0)
     distance = np.full(len(points), np.nan)
     centres: dict[Hashable, NDArray[np.float32]] = {}
-    labels: list[NDArray[np.int64]] = []
-    lonely = borrowing = 0
-    for task, rows in places.items():
-        reference = _join(points[rows[won[rows] & sound[rows]]], (references or {}).get(task))
+    clusters: list[NDArray[np.int64]] = []
+    num_without_reference = num_fallback = 0
+    rows_by_label = _rows_by_label(tasks)
+    for label, rows in rows_by_label.items():
+        reference = _join(points[rows[success[rows] & valid[rows]]], references.get(label))
         if not len(reference):
-            reference = _join(reference, (fallback or {}).get(task))
-            borrowing += bool(len(reference))
-        failures = rows[~won[rows] & sound[rows]]
-        lonely += not len(reference)
+            reference = _join(reference, fallback.get(label))
+            num_fallback += bool(len(reference))
+        failures = rows[~success[rows] & valid[rows]]
+        num_without_reference += not len(reference)
         if not len(reference) or not len(failures):
             continue
-        labels.append(cluster_labels(reference, settings))
-        found = _find_centres(reference, labels[-1])
-        centres[task] = found.astype(np.float32)
+        clusters.append(cluster_labels(reference, settings))
+        found = _find_centres(reference, clusters[-1])
+        centres[label] = found.astype(np.float32)
         distance[failures] = _nearest(points[failures], found, settings.squared)
-        far = _Distances(
+        distances = _Distances(
             end=distance[failures],
-            first=_nearest(begun[failures], found, settings.squared),
+            first=_nearest(starts[failures], found, settings.squared),
             spread=float(_nearest(reference, found, settings.squared).mean()),
         )
-        reward[failures] = settings.alpha * NORMS[form.norm](far, settings)
+        reward[failures] = settings.alpha * NORMS[form.norm](distances, settings)
     return ProgressOutcome(
         reward=reward.astype(np.float32),
         distance=distance.astype(np.float32),
         centres=centres,
-        clusters=float(np.mean([found.max() + 1 for found in labels])) if labels else 0.0,
-        noise_fraction=float(np.mean(np.concatenate(labels) < 0)) if labels else 0.0,
-        tasks_without_reference=lonely,
-        tasks_with_fallback=borrowing,
-        tasks=len(places),
-        invalid=int((~sound).sum()),
+        clusters=float(np.mean([found.max() + 1 for found in clusters])) if clusters else 0.0,
+        noise_fraction=float(np.mean(np.concatenate(clusters) < 0)) if clusters else 0.0,
+        tasks_without_reference=num_without_reference,
+        tasks_with_fallback=num_fallback,
+        tasks=len(rows_by_label),
+        invalid=int((~valid).sum()),
     )
 
 
-def fallback_references(
-    latents: ArrayLike, won: ArrayLike, states: Sequence[str], remembered: Mapping[Hashable, ArrayLike]
+def _task_successes(
+    points: _Floats, success: NDArray[np.bool_], states: Sequence[Hashable], remembered: Mapping[Hashable, ArrayLike]
 ) -> dict[Hashable, NDArray[np.float32]]:
-    """Successes of its task for each initial state: those of the batch and those that are remembered of any state.
-
-    Args:
-        latents: (B, E).
-        won: (B,) bool, rows that succeeded and could be embedded.
-        states: (B,) names of initial states, as `episode_id` gives them.
-        remembered: (M, E) earlier successes by initial state.
-
-    Returns:
-        (M, E) by initial state of the batch.
-    """
-    points, successes = np.asarray(latents, np.float32), np.asarray(won, np.bool_)
-    tasks = np.array([task_of_id(state) for state in states])
+    """(M, E) by initial state of the batch: its task's successes, of the batch and remembered of any state."""
+    tasks = np.array([task_of_id(str(state)) for state in states])
     earlier: dict[str, list[NDArray[np.float32]]] = {}
     for state, kept in remembered.items():
         earlier.setdefault(task_of_id(str(state)), []).append(np.asarray(kept, np.float32))
-    known = {task: np.concatenate([points[successes & (tasks == task)], *earlier.get(task, [])]) for task in set(tasks)}
+    latents = points.astype(np.float32)
+    known = {task: np.concatenate([latents[success & (tasks == task)], *earlier.get(task, [])]) for task in set(tasks)}
     return {state: known[task] for state, task in zip(states, tasks, strict=True)}
 
 
 def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[np.int64]:
-    """Cluster successes with DBSCAN after standardising each entry.
+    """(M,) cluster of each success (M, E), -1 for none, by DBSCAN on standardised entries.
 
     Entries that do not vary stay at 0 and do not count for the radius.
-
-    Args:
-        reference: (M, E) latents.
-        settings: eps, eps_mode and min_samples are used.
-
-    Returns:
-        (M,) number of the cluster from 0, -1 for a success in none.
     """
     require_packages("the clustering of successes", ["sklearn"], "vla")
     from sklearn.cluster import DBSCAN
@@ -216,19 +197,10 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
 def shuffled_failures(
     reward: ArrayLike, success: ArrayLike, group: ArrayLike, generator: np.random.Generator
 ) -> NDArray[np.float32]:
-    """Deal the rewards of a group's failures out among them at random, the control of a progress reward.
+    """Shuffle the rewards (B,) of each group's failures among them, the control of a progress reward.
 
-    The rewards of each group stay the same and with them the size of its advantages; what they said of the episodes is
-    lost.
-
-    Args:
-        reward: (B,), NaN where there is none; such rows keep it.
-        success: (B,) bool; successes keep their rewards.
-        group: (B,) labels.
-        generator: of the permutations.
-
-    Returns:
-        (B,).
+    The rewards of each group stay the same, and with them the size of its advantages, but tell nothing about the
+    episodes. Successes (B,) and rows without a reward (NaN) keep theirs.
     """
     shuffled, labels = np.array(reward, np.float32), np.asarray(group)
     open_rows = ~np.asarray(success, np.bool_) & np.isfinite(shuffled)
@@ -240,36 +212,27 @@ def shuffled_failures(
 
 @dataclass
 class SuccessMemory:
-    """The latest success latents of each task or initial state.
-
-    Args:
-        keep: latents of a label at most; 0 keeps none.
-    """
+    """The latest success latents of each task or initial state, at most `keep` of each."""
 
     keep: int
     latents: dict[Hashable, NDArray[np.float32]] = field(default_factory=dict)
     """(M, E) by label, oldest first."""
 
     def references(self) -> Mapping[Hashable, NDArray[np.float32]]:
-        """What is kept, by label."""
+        """The kept latents by label."""
         return dict(self.latents)
 
     def add(self, latents: ArrayLike, success: ArrayLike, tasks: Sequence[Hashable]) -> None:
-        """Keep the successes of a batch; call it after the batch's rewards, which count its own successes anyway.
-
-        Args:
-            latents: (B, E).
-            success: (B,) bool, rows that succeeded and could be embedded.
-            tasks: (B,) labels.
+        """Keep the successes (B,) of a batch; call it after the batch's rewards, which count its own successes anyway.
 
         Raises:
             ValueError: shapes do not fit, or the latent of a success is not finite.
         """
-        points, won, _ = _check_rows(latents, success, success, tasks)
+        points, success, _ = _check_rows(latents, success, success, tasks)
         if not self.keep:
             return
-        for task, rows in _places_by_task(tasks).items():
-            new = points[rows[won[rows]]]
+        for task, rows in _rows_by_label(tasks).items():
+            new = points[rows[success[rows]]]
             if len(new):
                 self.latents[task] = _join(self.latents.get(task, new[:0]), new)[-self.keep :].astype(np.float32)
 
@@ -290,35 +253,35 @@ def _check_rows(
     latents: ArrayLike, success: ArrayLike, valid: ArrayLike, tasks: Sequence[Hashable]
 ) -> tuple[_Floats, NDArray[np.bool_], NDArray[np.bool_]]:
     points = np.asarray(latents, np.float64)
-    won, sound = np.asarray(success, np.bool_), np.asarray(valid, np.bool_)
-    if points.ndim != 2 or not (won.shape == sound.shape == (len(tasks),) == points.shape[:1]):
+    success, valid = np.asarray(success, np.bool_), np.asarray(valid, np.bool_)
+    if points.ndim != 2 or not (success.shape == valid.shape == (len(tasks),) == points.shape[:1]):
         raise ValueError(
-            f"latents {points.shape}, success {won.shape}, valid {sound.shape} and {len(tasks)} tasks do not describe "
-            "the same rows; expected (B, E), (B,), (B,) and B"
+            f"latents {points.shape}, success {success.shape}, valid {valid.shape} and {len(tasks)} tasks do not "
+            "describe the same rows; expected (B, E), (B,), (B,) and B"
         )
-    broken = np.flatnonzero(sound & ~np.isfinite(points).all(1))
+    broken = np.flatnonzero(valid & ~np.isfinite(points).all(1))
     if len(broken):
         raise ValueError(f"the latents of rows {broken.tolist()} are not finite; mark such rows as not valid")
-    return points, won, sound
+    return points, success, valid
 
 
-def _check_first(first: ArrayLike | None, points: _Floats, sound: NDArray[np.bool_], norm: str) -> _Floats:
-    """(B, E) latents of first frames; those of the episodes, which nothing reads, where the norm does not need any."""
+def _check_first(first: ArrayLike | None, points: _Floats, valid: NDArray[np.bool_], norm: str) -> _Floats:
+    """(B, E) latents of first frames; for norms that do not read them, those of the episodes."""
     if norm != "initial":
         return points
     if first is None:
         raise ValueError("progress.norm is 'initial', which needs the latents of first frames; give `first`")
-    begun = np.asarray(first, np.float64)
-    if begun.shape != points.shape or not np.isfinite(begun[sound]).all():
-        raise ValueError(f"latents of first frames are {begun.shape}; expected {points.shape}, finite in valid rows")
-    return begun
+    starts = np.asarray(first, np.float64)
+    if starts.shape != points.shape or not np.isfinite(starts[valid]).all():
+        raise ValueError(f"latents of first frames are {starts.shape}; expected {points.shape}, finite in valid rows")
+    return starts
 
 
-def _places_by_task(tasks: Sequence[Hashable]) -> dict[Hashable, NDArray[np.int64]]:
-    places: dict[Hashable, list[int]] = {}
-    for row, task in enumerate(tasks):
-        places.setdefault(task, []).append(row)
-    return {task: np.array(rows, np.int64) for task, rows in places.items()}
+def _rows_by_label(labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.int64]]:
+    rows: dict[Hashable, list[int]] = {}
+    for row, label in enumerate(labels):
+        rows.setdefault(label, []).append(row)
+    return {label: np.array(own, np.int64) for label, own in rows.items()}
 
 
 def _join(first: ArrayLike, more: ArrayLike | None) -> _Floats:
@@ -359,28 +322,28 @@ class _Distances(NamedTuple):
     """Mean of the references."""
 
 
-def _by_range(far: _Distances, settings: ProgressSettings) -> _Floats:
-    distance, span = far.end, np.ptp(far.end)
-    share = np.full(len(distance), MIDDLE) if span < SMALLEST_RANGE else (distance - distance.min()) / span
+def _by_range(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    end, span = distances.end, np.ptp(distances.end)
+    share = np.full(len(end), MIDDLE) if span < SMALLEST_RANGE else (end - end.min()) / span
     return _sigmoid(settings.steepness * (settings.offset - share))
 
 
-def _by_deviation(far: _Distances, settings: ProgressSettings) -> _Floats:
-    distance = far.end
-    if np.ptp(distance) < SMALLEST_RANGE:
-        return np.full(len(distance), MIDDLE)
-    return _sigmoid((distance.mean() - distance) / distance.std())
+def _by_deviation(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    end = distances.end
+    if np.ptp(end) < SMALLEST_RANGE:
+        return np.full(len(end), MIDDLE)
+    return _sigmoid((end.mean() - end) / end.std())
 
 
-def _by_spread(far: _Distances, settings: ProgressSettings) -> _Floats:
-    if far.spread < SMALLEST_RANGE:
-        return _by_range(far, settings)
-    return _sigmoid(settings.steepness * (settings.offset - far.end / (far.end + far.spread)))
+def _by_spread(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    if distances.spread < SMALLEST_RANGE:
+        return _by_range(distances, settings)
+    return _sigmoid(settings.steepness * (settings.offset - distances.end / (distances.end + distances.spread)))
 
 
-def _from_first(far: _Distances, settings: ProgressSettings) -> _Floats:
-    moved = far.first >= SMALLEST_RANGE
-    return np.where(moved, (1 - far.end / np.where(moved, far.first, 1.0)).clip(0, 1), 0.0)
+def _from_first(distances: _Distances, settings: ProgressSettings) -> _Floats:
+    moved = distances.first >= SMALLEST_RANGE
+    return np.where(moved, (1 - distances.end / np.where(moved, distances.first, 1.0)).clip(0, 1), 0.0)
 
 
 NORMS: dict[str, Callable[[_Distances, ProgressSettings], _Floats]] = {

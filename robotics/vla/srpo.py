@@ -23,8 +23,6 @@ deviation of success alone, so that a rare success keeps its weight beside failu
 task.
 
 V-JEPA 2 is `latent.kind: vjepa2`; the default is a small video encoder trained on the demonstrations' own images.
-`contrastive` is trained on the first episodes of the run: until then failures earn 0, and the successes among these
-episodes are references from then on.
 
 Two metrics compare the reward with the environment's own, both NaN where that is the same for all failures, as success
 is: `srpo/agreement`, Spearman's rank correlation over the failures of an initial state, and
@@ -53,17 +51,10 @@ from mmrl.training.loop.seeds import stream_seed
 from mmrl.training.record.stopwatch import stopwatch
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.vla.agreement import advantage_correlation, rank_agreement
-from robotics.vla.first_episodes import FirstEpisode, FirstEpisodes
 from robotics.vla.latents import LATENTS, LatentConfig, StateLatent, make_latent
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionPolicy
-from robotics.vla.progress import (
-    ProgressOutcome,
-    SuccessMemory,
-    fallback_references,
-    progress_rewards,
-    shuffled_failures,
-)
+from robotics.vla.progress import ProgressOutcome, SuccessMemory, progress_rewards, shuffled_failures
 from robotics.vla.progress_settings import ProgressSettings
 from robotics.vla.recipe import RobotConfig, RobotRecipe
 from robotics.vla.tasks import episode_id
@@ -98,7 +89,6 @@ class SrpoRecipe(RobotRecipe):
                 "use latent.kind=state"
             )
         self.latent = make_latent(config.latent)
-        self.first_episodes = FirstEpisodes()
         if isinstance(self.latent, StateLatent) and self.latent.state_size not in (0, self.sim.state_size):
             source = config.latent.path or "latent.options"
             raise UserError(
@@ -121,9 +111,7 @@ class SrpoRecipe(RobotRecipe):
         """1 for success, else the progress reward."""
         payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
         with stopwatch("latents"):
-            if not self._fit_latent(payload, groups.tolist()):
-                alone = payload.success.to(rollouts.reward)
-                return alone, {"progress": torch.where(payload.success, torch.nan, alone)}
+            self._fit_latent(payload)
             latents, first, valid = self._embed(payload)
         mine = self._progress_rewards(
             _Rows(
@@ -168,12 +156,11 @@ class SrpoRecipe(RobotRecipe):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, remembered successes, and what the latent was or is to be fitted to."""
+        """Counts, remembered successes and the scale that the latent was fitted to."""
         return super().state_dict() | {
             "memory": self.memory.state_dict(),
             "invalid": self.invalid,
             "latent": self.latent.state_dict(),
-            "first_episodes": self.first_episodes.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,50 +169,28 @@ class SrpoRecipe(RobotRecipe):
         self.memory.load_state_dict(state["memory"])
         self.invalid = int(state["invalid"])
         self.latent.load_state_dict(state.get("latent", {}))
-        self.first_episodes.load_state_dict(state.get("first_episodes", {"rows": []}))
 
     def _label(self, episode: EpisodeSpec) -> str:
         """With whose successes an episode is compared."""
         return episode.task if self.form.references == "task" else episode_id(episode)
 
-    def _fit_latent(self, payload: EpisodePayload, groups: list[int]) -> bool:
-        """Fit the latent once all processes have run the episodes that it needs; whether it can embed."""
-        if self.latent.ready:
-            return True
-        films, paths, sound = self._films_and_paths(payload)
-        starts = [payload.episodes[groups[row]] for row in sound]
-        success = payload.success[sound].tolist()
-        mine = [
-            FirstEpisode(film, path, episode_id(start), self._label(start), won)
-            for film, path, start, won in zip(films, paths, starts, success, strict=True)
-        ]
+    def _fit_latent(self, payload: EpisodePayload) -> None:
+        """Fit a latent that has no scale of its own to the first step's episodes of all processes."""
+        if self.latent.size:
+            return
+        _, paths, _ = self._videos_and_paths(payload)
         state = PartialState()
-        earlier = list(self.first_episodes.rows)
-        self.first_episodes.add(mine if state.num_processes == 1 else list(gather_object(mine)))
-        rows = self.first_episodes.rows
-        if len(rows) < self.latent.fit_episodes:
-            return False
-        # every process fits, so that an error is everybody's; rounding may differ between machines
-        self.latent.fit([row.frames for row in rows], [row.states for row in rows], [row.state_label for row in rows])
+        # every process fits, so that all of them raise an error; rounding may differ between machines
+        self.latent.fit(paths if state.num_processes == 1 else list(gather_object(paths)))
         if state.num_processes > 1:
             self.latent.load_state_dict(broadcast_object_list([self.latent.state_dict()])[0])
-        self._remember(earlier)
-        self.first_episodes.clear()
-        return True
 
-    def _remember(self, earlier: list[FirstEpisode]) -> None:
-        """Successes from before the latent was fitted are references too."""
-        won = [row for row in earlier if row.success]
-        if won:
-            found = self.latent.embed([row.frames for row in won], [row.states for row in won], reuse=False)
-            self.memory.add(found.latents, found.valid, [row.label for row in won])
-
-    def _films_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
-        """Films and states of the rows whose environment did not fail, as the latent wants them, and these rows."""
+    def _videos_and_paths(self, payload: EpisodePayload) -> tuple[list[np.ndarray | None], list[np.ndarray], list[int]]:
+        """Videos and states that the latent reads, of the rows whose environment did not fail, and these rows."""
         sound = [row for row in range(len(payload.steps)) if not bool(payload.failed[row])]
-        films = [payload.frames_of(row) if self.latent.needs_images else None for row in sound]
+        videos = [payload.frames_of(row) if self.latent.needs_images else None for row in sound]
         if self.latent.looks_at == "robot":
-            return films, [payload.path(row) for row in sound], sound
+            return videos, [payload.path(row) for row in sound], sound
         places = [payload.object_path(row) for row in sound]
         known = [place for place in places if place is not None]
         if len(known) < len(places):
@@ -233,16 +198,16 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind is '{self.config.latent.kind}', but this simulator does not tell where the object is; "
                 "use another latent"
             )
-        return films, known, sound
+        return videos, known, sound
 
     def _embed(self, payload: EpisodePayload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Latents (B, E), those of the first frames alone where the norm needs them, and which rows have them."""
-        films, paths, sound = self._films_and_paths(payload)
-        found = self.latent.embed(films, paths, reuse=False)
+        videos, paths, sound = self._videos_and_paths(payload)
+        found = self.latent.embed(videos, paths, reuse=False)
         begun = found
         if self.form.norm == "initial":
-            films = [None if film is None else film[:1] for film in films]
-            begun = self.latent.embed(films, [path[:1] for path in paths], one_by_one=True)
+            videos = [None if video is None else video[:1] for video in videos]
+            begun = self.latent.embed(videos, [path[:1] for path in paths], one_by_one=True)
         latents, first = np.zeros((2, len(payload.steps), found.latents.shape[1]), np.float32)
         valid = np.zeros(len(payload.steps), bool)
         latents[sound], first[sound], valid[sound] = found.latents, begun.latents, found.valid & begun.valid
@@ -271,19 +236,16 @@ class SrpoRecipe(RobotRecipe):
                 f"latent.kind is {self.config.latent.kind}"
             )
         labels = rows.labels.tolist()
-        won, remembered = rows.success & rows.valid, self.memory.references()
-        borrowed = self.config.progress.task_fallback
         self.outcome = progress_rewards(
             rows.latents,
             rows.success,
             rows.valid,
             labels,
             self.config.progress,
-            remembered,
-            rows.first if self.form.norm == "initial" else None,
-            fallback_references(rows.latents, won, labels, remembered) if borrowed else None,
+            self.memory.references(),
+            rows.first,
         )
-        self.memory.add(rows.latents, won, labels)
+        self.memory.add(rows.latents, rows.success & rows.valid, labels)
         reward = self.outcome.reward
         if self.config.shuffle_failures:
             draws = np.random.default_rng(stream_seed(self.config.seed, "shuffle", self.step))

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
-from robotics.vla.latent_rows import RowLatent, check_frames, check_path
+from robotics.vla.latent_rows import TrajectoryLatent, check_frames, check_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,7 +46,7 @@ class Vjepa2Settings:
         check_path(self.path, "vjepa2")
 
 
-class Vjepa2Latent(RowLatent):
+class Vjepa2Latent(TrajectoryLatent):
     """Mean over all space-time tokens of a V-JEPA 2 encoder; its predictor is not used.
 
     Frames are taken evenly from the whole episode, as many as the model was trained on, resized to a short side of
@@ -63,7 +63,8 @@ class Vjepa2Latent(RowLatent):
         self._device = torch.device(settings.device)
         self._encoder = model.encoder.to(self._device).eval().requires_grad_(False)
         self._frames = int(model.config.frames_per_clip)
-        self._side = _one_number(model.config.crop_size)
+        side = model.config.crop_size
+        self._side = int(side[0] if isinstance(side, (list, tuple)) else side)
         super().__init__(int(model.config.hidden_size), settings.batch_size, settings.cache)
 
     def _prepare(self, frames: NDArray[np.uint8] | None, states: NDArray[np.float32]) -> NDArray[Any]:
@@ -71,15 +72,15 @@ class Vjepa2Latent(RowLatent):
         return images[sample_indices(len(images), self._frames, self.settings.pad)]
 
     @torch.no_grad()
-    def _compute(self, given: list[NDArray[Any]]) -> NDArray[np.float32]:
-        clips = torch.stack([crop_clip(clip, self._side) for clip in given]).to(self._device)
+    def _compute(self, inputs: list[NDArray[Any]]) -> NDArray[np.float32]:
+        clips = torch.stack([crop_clip(clip, self._side) for clip in inputs]).to(self._device)
         with torch.autocast(self._device.type, torch.float16, enabled=self._device.type == "cuda"):
             tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
         return np.asarray(tokens.float().mean(1).cpu().numpy(), np.float32)
 
 
 def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.int64]:
-    """Which frames of a trajectory make a clip.
+    """Indices (wanted,) of the frames that make a clip: evenly spaced, or padded where there are fewer.
 
     Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (cycle).
     """
@@ -87,20 +88,12 @@ def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.in
         raise ValueError(f"cannot take {wanted} of {count} frames with pad {pad!r}; pads: {', '.join(PADS)}")
     if count >= wanted:
         return np.linspace(0, count - 1, wanted).astype(np.int64)
-    places = np.arange(wanted)
-    return places % count if pad == "cycle" else np.minimum(places, count - 1)
+    indices = np.arange(wanted)
+    return indices % count if pad == "cycle" else np.minimum(indices, count - 1)
 
 
 def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
-    """Resize, crop and standardise the frames of a clip for V-JEPA 2.
-
-    Args:
-        frames: (T, H, W, 3) uint8.
-        side: of the model's square images; the short side is first resized to int(256 / 224 * side).
-
-    Returns:
-        (T, 3, side, side) float32 in units of ImageNet's standard deviations.
-    """
+    """Resize (T, H, W, 3) uint8 frames to a short side of 256/224 `side`, crop and standardise: (T, 3, side, side)."""
     planes = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float()
     height, width = planes.shape[-2:]
     short = int(RESIZE_PER_CROP * side)
@@ -110,10 +103,6 @@ def crop_clip(frames: NDArray[np.uint8], side: int) -> Tensor:
     cropped = resized[..., top : top + side, left : left + side].clamp(0, 255) / 255
     mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_MEAN, IMAGENET_STD))
     return (cropped - mean) / std
-
-
-def _one_number(size: Any) -> int:
-    return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
 def _load_vjepa2(path: str) -> Any:

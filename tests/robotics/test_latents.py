@@ -192,14 +192,13 @@ def test_states_of_one_moment_and_their_statistics():
 def test_statistics_of_the_first_episodes():
     paths = [np.float32([[0, 1], [2, 1]]), np.float32([[4, 1]])]
     latent = make_latent(LatentConfig("state", options={"points": 2}))
-    assert not latent.ready
-    assert latent.fit_episodes == 1
-    latent.fit([None, None], paths, ["a", "b"])
+    assert latent.size == 0
+    latent.fit(paths)
     given = StateLatent(StateSettings(*state_statistics(paths), points=2))
     np.testing.assert_array_equal(latent.embed([None], paths[:1]).latents, given.embed([None], paths[:1]).latents)
     restored = make_latent(LatentConfig("state", options={"points": 2}))
     restored.load_state_dict(latent.state_dict())
-    assert (restored.ready, restored.size) == (True, 6)
+    assert restored.size == 6
     both = [each.embed([None] * 2, paths).latents for each in (latent, restored)]
     np.testing.assert_array_equal(*both)
     assert given.state_dict() == {}
@@ -208,7 +207,7 @@ def test_statistics_of_the_first_episodes():
 def test_only_some_latents_are_fitted():
     pixels = PixelLatent(PixelSettings())
     with pytest.raises(TypeError, match="PixelLatent is not fitted"):
-        pixels.fit(films(2), [NO_STATES], ["a"])
+        pixels.fit([NO_STATES])
     pixels.load_state_dict({})
     with pytest.raises(ValueError, match="PixelLatent is not fitted; the checkpoint has mean of its latent"):
         pixels.load_state_dict({"mean": [0.0]})
@@ -313,7 +312,7 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LatentConfig("jepa"), "allowed: vjepa2, video, contrastive, pixels, state, object"),
+        (LatentConfig("jepa"), "allowed: vjepa2, video, pixels, state, object"),
         (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig("pixels", options={"side": 0}), "at least 1"),
         (LatentConfig("pixels", frames="all"), "allowed: step, chunk"),
@@ -322,8 +321,6 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
         (LatentConfig("vjepa2", options={"path": "x", "pad": "zero"}), "cycle, edge"),
         (LatentConfig("video", options={"path": "x", "batch_size": 0}), "batch_size is 0; must be at least 1"),
         (LatentConfig("state", options={"mean": [0.0]}), "takes the mean and std .*; mean has 1 and std 0"),
-        (LatentConfig("contrastive", options={"episodes": 3}), "episodes is 3; must be at least 4"),
-        (LatentConfig("contrastive", path="nowhere"), "nowhere"),
         (LatentConfig("object", options={"side": 4}), "latent.options has side; options of object are: "),
         (LatentConfig("state", options={"mean": [0.0], "std": [-1.0]}), r"std is \[-1.0\]; must be at least 0"),
     ],

@@ -1,5 +1,6 @@
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from robotics.vla.progress import (
     NORMS,
     SuccessMemory,
     cluster_labels,
-    fallback_references,
     progress_rewards,
     shuffled_failures,
 )
@@ -228,22 +228,16 @@ def test_a_state_that_was_never_solved_borrows_the_successes_of_its_task():
     latents = np.float32([[8, 0], [4, 0], [2, 0], [3, 0], [1, 0]])
     success = np.array([True, False, False, False, False])
     remembered = {"push/train/7": np.float32([[12, 0]]), "reach/train/9": np.float32([[5, 5]])}
-    borrowed = fallback_references(latents, success, states, remembered)
-    assert {state: found.tolist() for state, found in borrowed.items()} == {
-        "push/train/0": [[8, 0], [12, 0]],
-        "push/train/1": [[8, 0], [12, 0]],
-        "reach/train/0": [[5, 5]],
-    }
     settings = ProgressSettings(preset="initial_state", task_fallback=True)
     first = np.zeros_like(latents)
-    given = (latents, success, np.ones(5, bool), states, settings, {}, first)
-    outcome = progress_rewards(*given, borrowed)
+    given = (latents, success, np.ones(5, bool), states)
+    outcome = progress_rewards(*given, settings, remembered, first)
     # state 0 has its own success at 8; state 1 is compared with the mean of 8 and 12, reach with (5, 5)
     far = 1 - math.hypot(4, 5) / math.hypot(5, 5)
     np.testing.assert_allclose(outcome.reward, [1, 0.6 * 4 / 8, 0.6 * 2 / 10, 0.6 * 3 / 10, 0.6 * far], rtol=1e-5)
     assert outcome.fraction_with_fallback == pytest.approx(2 / 3)
     assert outcome.tasks_without_reference == 0
-    alone = progress_rewards(*given)
+    alone = progress_rewards(*given, replace(settings, task_fallback=False), remembered, first)
     np.testing.assert_allclose(alone.reward, [1, 0.6 * 4 / 8, 0, 0, 0], rtol=1e-5)
     assert (alone.tasks_without_reference, alone.tasks_with_fallback) == (2, 0)
 
