@@ -185,8 +185,8 @@ def test_a_check_that_breaks_is_reported_and_the_others_go_on(tmp_path, monkeypa
 
 
 def test_how_a_models_code_is_shut_in():
-    (finding,) = machine.check_sandbox(lambda: "landlock")
-    assert (finding.state, finding.found) == ("ok", "code that a model wrote can be shut in (landlock)")
+    (finding,) = machine.check_sandbox(lambda: None)
+    assert (finding.state, finding.found) == ("ok", "code that a model wrote runs in bubblewrap")
 
     def refuse():
         raise UserError("install bubblewrap")

@@ -220,9 +220,9 @@ def _start(spec: WorkerSpec, token: str, folder: str | None) -> subprocess.Popen
     command = [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)]
     variables = _variables(spec)
     if spec.strict is not None and folder is not None:
-        mode = sandbox.require_strict()
+        sandbox.require_strict()
         readable = [*spec.readable, *map(os.path.abspath, sys.path), str(SCRIPT.parent)]
-        command = [*sandbox.strict_command(mode, spec.strict, folder, readable), *command]
+        command = [*sandbox.strict_command(spec.strict, folder, readable), *command]
         variables = {**sandbox.strict_environment(folder), "PYTHONPATH": variables["PYTHONPATH"], **spec.environment}
     try:
         # A group of its own: what it starts ends with it, and Ctrl-C reaches only this process. A session of its own

@@ -88,11 +88,11 @@ def run_code(
     Raises:
         UserError: strict processes cannot be run here, or a file's name is no plain name.
     """
-    mode, limits = require_strict(), limits or Limits()
-    folder = new_folder()
+    require_strict()
+    limits, folder = limits or Limits(), new_folder()
     try:
         _put(folder, {**(files or {}), PROGRAM: source.encode(errors="replace")})
-        run = _Run(mode, limits, folder, stdin.encode(errors="replace"), output_bytes)
+        run = _Run(limits, folder, stdin.encode(errors="replace"), output_bytes)
         return run.result(timeout_s)
     finally:
         remove_folder(folder)
@@ -108,12 +108,11 @@ def _put(folder: str, files: Mapping[str, bytes]) -> None:
 class _Run:
     """A program while it runs."""
 
-    def __init__(self, mode: str, limits: Limits, folder: str, stdin: bytes, output_bytes: int) -> None:
+    def __init__(self, limits: Limits, folder: str, stdin: bytes, output_bytes: int) -> None:
         self._token, self._most, self._input = secrets.token_hex(8), output_bytes, stdin
         self._began, self._cut, self._limits = time.monotonic(), False, limits
-        self._mode = mode
         self._report, said = os.pipe()
-        command = [*strict_command(mode, limits, folder, (), said), sys.executable, "-I", PROGRAM]
+        command = [*strict_command(limits, folder, (), said), sys.executable, "-I", PROGRAM]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -142,7 +141,7 @@ class _Run:
         finally:
             entered = self._end()
         code = self._process.returncode
-        if self._mode == "bubblewrap" and code > 128:  # its way to report a signal
+        if code > 128:  # bubblewrap's way to report a signal
             code = 128 - code
         if not stopped and code == -signal.SIGXCPU:
             stopped = "cpu"

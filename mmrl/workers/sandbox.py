@@ -1,16 +1,15 @@
-"""Processes for code that nobody has read: what a model wrote, as a tool call or as a program for an answer.
+"""Runs code that nobody has read (programs and tool calls of a model) in bubblewrap.
 
-Promises of a strict process, each kept by what Linux offers without root, and tested by an attempt to break it:
+A strict process has
 
 - no network, not even to this machine;
-- writes only in a folder of its own, which is also its working, temporary and home folder and goes with it;
+- one writable folder, in memory, which is its working, temporary and home folder and is gone afterwards;
 - bounded memory, CPU time, file size and number of processes;
-- none of this process's environment variables, and no sight of other processes, nor signals to them;
-- nothing of it outlives it.
+- none of this process's environment variables, no sight of other processes and no signals to them;
+- nothing that outlives it.
 
-It runs in namespaces of its own, with a seccomp filter and, where the kernel has it, Landlock. Where namespaces cannot
-be made (in many containers), Landlock and a stricter filter keep the same promises; where neither works, bubblewrap
-does if it is installed. Where nothing works, `require_strict` says what is missing, and nothing runs.
+bubblewrap makes the namespaces and mounts, libseccomp the filter of system calls, `setrlimit` the limits. Each promise
+is tested by an attempt to break it. Where a tool is missing or the kernel refuses, `require_strict` says what to do.
 """
 
 from __future__ import annotations
@@ -36,7 +35,14 @@ MIB = 1 << 20
 PROBE_SECONDS = 30.0
 PREFIX, ABANDONED_SECONDS = "mmrl_strict_", 86400.0
 OPEN_FILES = 256
-ROOT_MAP = ("0", "0")
+GIVEN = "/run/given"
+"""Where a strict process finds the files that its folder starts with."""
+READABLE = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/sys/devices/system"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
+    *("/etc/fonts", "/etc/mime.types", "/etc/locale.alias"),
+)
+"""Programs, libraries and what they look up; no home, no data, no secrets of services."""
 
 
 @dataclass(frozen=True)
@@ -44,39 +50,57 @@ class Limits:
     """What a strict process may use."""
 
     memory_mb: float = 1024
-    """MiB of address space of each process; a whole tree may hold as much, where somebody watches it."""
+    """MiB of address space of each process; `run_code` holds all of them together to it."""
     cpu_s: float = 30
     """Seconds of CPU time of each process."""
     file_mb: float = 64
-    """MiB of one file; with namespaces also of all files together."""
+    """MiB of all its files together."""
     processes: int = 16
     """Processes and threads. Linux does not limit them for root: there no process can be started, and threads are only
     counted while `run_code` waits."""
 
 
-def strict_command(mode: str, limits: Limits, folder: str, readable: Sequence[str], report_to: int = -1) -> list[str]:
-    """Say how a program is started strictly; program and arguments follow."""
-    settings = {
-        "mode": mode,
-        "folder": folder,
-        "readable": [*_python_folders(), *readable],
-        "memory_bytes": int(limits.memory_mb * MIB),
-        "cpu_s": max(1, int(limits.cpu_s)),
-        "file_bytes": int(limits.file_mb * MIB),
-        "folder_bytes": int(limits.file_mb * MIB),
-        "processes": limits.processes,
-        "open_files": OPEN_FILES,
-        "forks": not _is_root(),
-        "report_to": report_to,
+def strict_command(limits: Limits, folder: str, readable: Sequence[str], report_to: int = -1) -> list[str]:
+    """Return the command to which the program and its arguments are appended."""
+    memory, files, cpu = int(limits.memory_mb * MIB), int(limits.file_mb * MIB), max(1, int(limits.cpu_s))
+    bounds = {
+        "RLIMIT_AS": (memory, memory),
+        "RLIMIT_FSIZE": (files, files),
+        "RLIMIT_CORE": (0, 0),
+        "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
+        "RLIMIT_MEMLOCK": (0, 0),
+        "RLIMIT_CPU": (cpu, cpu + 1),  # the first is a signal that says which limit it was, the second kills
     }
-    enter = [sys.executable, "-I", "-S", str(SCRIPT), json.dumps(settings)]
-    if mode != "bubblewrap":
-        return enter
-    return [*_bubblewrap(folder), *(["--die-with-parent"] if report_to >= 0 else []), *enter]
+    if not _is_root():  # before Linux 5.14 all of the user's processes count, not only those of the namespace
+        bounds["RLIMIT_NPROC"] = (limits.processes + _threads_of_user(),) * 2
+    settings = {"given": GIVEN, "limits": bounds, "forks": not _is_root(), "report_to": report_to}
+    paths = [*READABLE, *_python_paths(), str(SCRIPT), *readable]
+    names = {Path(name) for path in paths for name in (path, os.path.realpath(path)) if name != "/"}
+    shown = [str(path) for path in sorted(names) if names.isdisjoint(path.parents)]
+    return [
+        *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--new-session"),
+        *(["--die-with-parent"] if report_to >= 0 else []),
+        *(part for path in shown for part in ("--ro-bind-try", path, path)),
+        *(
+            "--dev",
+            "/dev",
+            "--remount-ro",
+            "/dev",
+            "--proc",
+            "/proc",
+            "--remount-ro",
+            "/proc",
+            "--ro-bind",
+            folder,
+            GIVEN,
+        ),
+        *("--size", str(files), "--tmpfs", folder, "--remount-ro", "/", "--chdir", folder),
+        *(sys.executable, "-I", "-S", str(SCRIPT), json.dumps(settings)),
+    ]
 
 
 def strict_environment(folder: str) -> dict[str, str]:
-    """All that a strict process gets to know of environment variables."""
+    """Return all environment variables of a strict process."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -88,7 +112,7 @@ def strict_environment(folder: str) -> dict[str, str]:
 
 
 def new_folder() -> str:
-    """Make the folder of a strict process."""
+    """Make the folder whose files a strict process starts with."""
     return os.path.realpath(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_"))
 
 
@@ -110,40 +134,28 @@ def remove_abandoned() -> None:
 
 
 @functools.cache
-def require_strict() -> str:
-    """Find out how strict processes can be run here."""
+def require_strict() -> None:
+    """Refuse where strict processes cannot be run, with what would help."""
     if not sys.platform.startswith("linux"):
         raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
     remove_abandoned()
-    reasons = {}
-    for mode in MODES:
-        reason = _try(mode)
-        if reason is None:
-            return mode
-        reasons[mode] = reason
-    listed = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items())
-    raise UserError(
-        f"sandbox: strict cannot keep its promises here ({listed}). Any of these helps: allow user namespaces (sysctl "
-        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, or for a container "
-        "--security-opt seccomp=unconfined), a kernel with Landlock from 6.2 on (lsm=landlock,...), or an installed "
-        "bubblewrap. Otherwise set sandbox: none, and give it no code that a model wrote"
-    )
+    reason = why_not()
+    if reason is not None:
+        raise UserError(
+            f"sandbox: strict cannot keep its promises here ({reason}). Install what is missing (apt install "
+            "bubblewrap libseccomp2, or dnf install bubblewrap libseccomp) and allow user namespaces (sysctl "
+            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, or for a container "
+            "--security-opt seccomp=unconfined). Otherwise set sandbox: none, and give it no code that a model wrote"
+        )
 
 
-def _try(mode: str) -> str | None:
-    """Run a program that does nothing; returns why it did not run."""
-    if mode == "bubblewrap" and shutil.which("bwrap") is None:
-        return "bwrap is not installed"
+def why_not() -> str | None:
+    """Run a program that does nothing; return why it did not run, None where it did."""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed"
     folder = new_folder()
+    command = [*strict_command(Limits(), folder, ()), sys.executable, "-I", "-S", "-c", "print('ready')"]
     try:
-        command = [
-            *strict_command(mode, Limits(), folder, ()),
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            "print('ready')",
-        ]
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -162,29 +174,27 @@ def _try(mode: str) -> str | None:
     return (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1][:200]
 
 
-def _python_folders() -> list[str]:
-    """Where this interpreter and what is installed in it lie."""
-    folders = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]
-    paths = [*folders, os.path.abspath(sys.executable), os.path.realpath(sys.executable)]
-    return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)} - {"/"})
+def _python_paths() -> list[str]:
+    """Paths of this interpreter and of what is installed in it."""
+    return [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), os.path.abspath(sys.executable)]
 
 
 def _is_root() -> bool:
-    """Whether Linux spares this process the limit of processes; root of a container's own users is not spared."""
+    """Whether Linux exempts this process from the limit of processes; a container's own root is not exempt."""
     if os.geteuid() != 0:
         return False
     try:
-        first = Path("/proc/self/uid_map").read_text().split()
+        return Path("/proc/self/uid_map").read_text().split()[:2] == ["0", "0"]
     except OSError:
         return True
-    return tuple(first[:2]) == ROOT_MAP
 
 
-def _bubblewrap(folder: str) -> list[str]:
-    program = shutil.which("bwrap") or "bwrap"
-    shown = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", folder, folder, "--chdir", folder]
-    return [program, "--unshare-all", "--cap-drop", "ALL", *shown]
-
-
-MODES = ("namespaces", "landlock", "bubblewrap")
-"""How a strict process is shut in, the best first."""
+def _threads_of_user() -> int:
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue
+    return count

@@ -11,8 +11,8 @@ from mmrl.rewards import RewardConfig, RewardSum, isolated
 from mmrl.workers import sandbox
 
 USER = str(Path(__file__).with_name("user_functions.py"))
-REASONS = {mode: sandbox._try(mode) for mode in sandbox.MODES} if sys.platform == "linux" else {"none": "not Linux"}
-strictly = pytest.mark.skipif(None not in REASONS.values(), reason="no strict processes here")
+REASON = sandbox.why_not() if sys.platform == "linux" else "not Linux"
+strictly = pytest.mark.skipif(REASON is not None, reason=f"no strict processes here: {REASON}")
 
 
 def score(programs, **options):
@@ -24,11 +24,8 @@ def score(programs, **options):
         rewards.close()
 
 
-@pytest.mark.parametrize("mode", REASONS)
-def test_what_a_model_wrote_changes_nothing_outside(mode, tmp_path, monkeypatch):
-    if REASONS[mode] is not None:
-        pytest.skip(f"{mode}: {REASONS[mode]}")
-    monkeypatch.setattr(sandbox, "require_strict", lambda: mode)
+@strictly
+def test_what_a_model_wrote_changes_nothing_outside(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_TEST_SECRET", "sesame")
     programs = [
         "reward = 1.0",
