@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video test test-slow test-faults lint format docs clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video test test-slow test-faults lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
@@ -16,11 +16,12 @@ help:
 	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with films; about 10 minutes"
 	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 7 minutes"
-	@echo "make test            lint, then the test suite"
+	@echo "make test            lint, then the test suite; one package: ROOM=core, workers, rewards, vlm, diffusion, robotics, ..."
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
 	@echo "make lint            ruff (rules and formatting) and mypy"
 	@echo "make format          let ruff fix and format"
+	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
 	@echo "make docs            rewrite the tables of README.md and docs/ that are generated from the code"
 	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
@@ -46,7 +47,7 @@ demo-video: setup
 	@$(BIN)/mmrl demo video
 
 test: lint
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(if $(ROOM),tests/$(ROOM))
 
 test-slow: setup
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
@@ -65,6 +66,9 @@ format: setup
 
 docs: setup
 	@$(BIN)/python -m mmrl.docs
+
+site: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache
