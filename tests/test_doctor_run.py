@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
 
 import pytest
 
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.doctor.run_folder import check_run
-from mmrl.training.record.run_lock import LOCK_FILE, Owner
+from mmrl.training.record.run_lock import RunLock
 from mmrl.training.runs import train
 
 CONFIG = """
@@ -91,18 +90,11 @@ def test_run_without_a_checkpoint(run):
     assert findings(run)["resume"].found == "no checkpoint: the run starts again from the beginning"
 
 
-@pytest.mark.parametrize(
-    ("change", "state", "text"),
-    [
-        ({}, "warn", "in use by process"),
-        ({"started": "1"}, "note", "has ended"),
-        ({"host": "x"}, "warn", "nothing can"),
-    ],
-)
-def test_locks(run, change, state, text):
-    (run / LOCK_FILE).write_text(json.dumps(asdict(replace(Owner.current(), **change))))
-    found = findings(run)["lock"]
-    assert (found.state, text in found.found) == (state, True)
+def test_lock_of_a_running_process(run):
+    assert findings(run)["lock"].state == "ok"
+    with RunLock(run):
+        found = findings(run)["lock"]
+    assert (found.state, "in use by process" in found.found) == ("warn", True)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +107,6 @@ def test_locks(run, change, state, text):
         ("checkpoints/best.json", "[]", "fail", "cannot be used"),
         ("checkpoints/best.json", '{"step": 9, "metric": "a", "value": 1}', "warn", "not there"),
         ("result.json", "{", "fail", "cannot be used"),
-        (LOCK_FILE, "{", "fail", "cannot be used"),
     ],
 )
 def test_odd_files_are_findings(run, file, text, state, said, capsys):

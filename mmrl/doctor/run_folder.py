@@ -15,7 +15,7 @@ from mmrl.hub.saved_files import base_path
 from mmrl.training.record.checkpoint import Checkpoints
 from mmrl.training.record.jsonlines import read_jsonl
 from mmrl.training.record.run_folder import has_begun
-from mmrl.training.record.run_lock import LOCK_FILE, read_owner
+from mmrl.training.record.run_lock import owner_of
 from mmrl.training.record.tracking import read_evaluations, read_metrics
 
 AREA = "run"
@@ -59,15 +59,10 @@ def check_run(run_dir: Path) -> list[Finding]:
 
 
 def _lock(run_dir: Path) -> list[Finding]:
-    owner = read_owner(run_dir)
+    owner = owner_of(run_dir)
     if owner is None:
         return [Finding(AREA, "lock", "ok", "free")]
-    if owner.state == "alive":
-        return [Finding(AREA, "lock", "warn", f"in use by {owner}", "what follows changes while that run goes on")]
-    if owner.state == "dead":
-        return [Finding(AREA, "lock", "note", f"left by {owner}, which has ended; the next start takes it over")]
-    advice = f"if that process has ended: rm {shlex.quote(str(run_dir / LOCK_FILE))}"
-    return [Finding(AREA, "lock", "warn", f"in use by {owner}, of which nothing can be told from here", advice)]
+    return [Finding(AREA, "lock", "warn", f"in use by {owner}", "what follows changes while that run goes on")]
 
 
 def _configuration(run_dir: Path) -> list[Finding]:

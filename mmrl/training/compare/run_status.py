@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.training.compare.overrides import effective_overrides
 from mmrl.training.compare.plans import RunPlan
-from mmrl.training.record.run_lock import read_owner
+from mmrl.training.record.run_lock import owner_of
 
 MARKER = "experiment_run.json"
 
@@ -41,8 +41,8 @@ def prepare_folder(plan: RunPlan) -> bool:
     A folder of the same settings with a checkpoint is kept for continuing, unless that run had failed. A finished
     run of other settings is moved aside; what remains of failed and interrupted ones is removed.
     """
-    owner = read_owner(plan.run_dir)
-    if owner is not None and owner.state == "alive":
+    owner = owner_of(plan.run_dir)
+    if owner is not None:
         raise UserError(
             f"{plan.run_dir} is in use by {owner}; another `mmrl compare` of this experiment may be running"
         )

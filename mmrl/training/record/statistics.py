@@ -19,7 +19,6 @@ SHARES = ("accuracy/", "success/")
 HEADLINES = (*SHARES, "score/")
 """Evaluation metrics that say how good a policy is; by default the first of them decides which checkpoint is best."""
 
-_LARGE_DOF = 2000
 _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB
 
 
@@ -58,21 +57,14 @@ class RatioInterval(NamedTuple):
 
 
 def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Score interval of a proportion, sensible at 0, at n and for small n.
-
-    Args:
-        successes: Number of successes, 0 to n; fractional counts are accepted.
-        n: Number of trials; 0 gives (0, 1), nothing is known.
-        confidence: Two-sided coverage in (0, 1).
-
-    Raises:
-        ValueError: `successes` outside 0..n, or a confidence outside (0, 1).
+    """Score interval of `successes` (fractional counts too) in n trials, sensible at 0, at n and for small n.
 
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
     """
     if n < 0 or not 0 <= successes <= n:
         raise ValueError(f"successes must lie in 0..n, got successes={successes}, n={n}")
-    z = _normal_quantile(confidence)
+    _check_confidence(confidence)
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
     if n == 0:
         return 0.0, 1.0
     share = successes / n
@@ -85,14 +77,10 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
 
 
 def difference_interval(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Difference `a - b` of two independent estimates from their own intervals.
+    """Difference `a - b` of two independent estimates (value, low, high), with its interval.
 
     With Wilson intervals this is Newcombe's interval of a difference of proportions. For two evaluations on
     the same questions it is wider than need be, since their outcomes rise and fall together.
-
-    Args:
-        a: (value, low, high) of the first estimate.
-        b: (value, low, high) of the second estimate at the same confidence.
 
     Source: Newcombe 1998, "Interval estimation for the difference between independent proportions", method
         10; in general Zou and Donner 2008, "Construction of confidence limits about effect measures".
@@ -105,15 +93,7 @@ def difference_interval(a: tuple[float, float, float], b: tuple[float, float, fl
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInterval:
-    """Mean of independent values with its Student-t interval.
-
-    Args:
-        values: (n,) finite numbers, n at least 1.
-        confidence: Two-sided coverage in (0, 1).
-
-    Returns:
-        Mean, low, high and n; low and high are NaN for n = 1.
-    """
+    """Mean of n >= 1 independent finite values with its Student-t interval, which is NaN for n = 1."""
     array = _finite(values)
     mean = float(array.mean())
     if array.size == 1:
@@ -123,13 +103,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInte
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> PairedDifference:
-    """Mean of `a - b` over pairs that share a seed or a question, with its Student-t interval.
-
-    Args:
-        a: (n,) values of the method.
-        b: (n,) values of the baseline in the same order.
-        confidence: Two-sided coverage in (0, 1).
-    """
+    """Mean of `a - b` over n pairs that share a seed or a question, with its Student-t interval."""
     if len(a) != len(b):
         raise ValueError(f"pairs need equal lengths, got {len(a)} and {len(b)} values")
     difference = _finite(a) - _finite(b)
@@ -137,21 +111,14 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
 
 
 def first_reach(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float]:
-    """Bounds of the cost at which a curve, straight between its points, first reaches a target.
+    """Bounds of the cost at which a curve, straight between its n points, first reaches a target.
 
-    The curve and its running maximum reach a target at the same cost, so none is taken. A maximum over the points
-    before they are joined would move the crossing of a segment that begins in a dip to a cheaper place, on the
-    strength of a value that was lost again.
-
-    Args:
-        costs: (n,) finite numbers that never fall, n at least 1.
-        values: (n,) values at these costs, the larger the better; NaN reaches nothing and is joined over.
-        target: The value to reach.
-
-    Returns:
-        (c, c) where it is reached between two points; (0, cost of the first point) where the first one has it
-        already; (last cost, infinity) where it is never reached.
+    Costs never fall; a larger value is better, NaN is joined over. Returns (c, c) where the target is reached between
+    two points, (0, cost of the first point) where the first one has it already, (last cost, infinity) where it is never
+    reached.
     """
+    # No running maximum over the points: it would move the crossing of a segment that begins in a dip to a lower cost,
+    # on the strength of a value that was lost again.
     cost, value = _curve(costs, values)
     known = np.isfinite(value)
     cost, value, spent = cost[known], value[known], float(cost[-1])
@@ -167,16 +134,7 @@ def first_reach(costs: Sequence[float], values: Sequence[float], target: float) 
 
 
 def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> float:
-    """Value of a curve, straight between its points, at one cost.
-
-    Args:
-        costs: (n,) finite numbers that never fall, n at least 1.
-        values: (n,) values at these costs; NaN is joined over.
-        cost: Where to read the curve.
-
-    Returns:
-        The value; NaN outside the first and last known point.
-    """
+    """Value of a curve, straight between its n points, at one cost; NaN outside the first and last known point."""
     grid, value = _curve(costs, values)
     known = np.isfinite(value)
     if not known.any():
@@ -185,11 +143,7 @@ def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> fl
 
 
 def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
-    """Bounds of a quotient of two costs that are known by bounds.
-
-    Returns:
-        (low, high); (0, infinity) where a cost is exactly 0, where the ratio is undefined.
-    """
+    """Bounds of a quotient of two costs known by (low, high); (0, infinity) where a cost is exactly 0."""
     if above[1] == 0 or below[1] == 0:
         return 0.0, math.inf
     low = 0.0 if math.isinf(below[1]) else above[0] / below[1]
@@ -198,15 +152,7 @@ def ratio_bounds(above: tuple[float, float], below: tuple[float, float]) -> tupl
 
 
 def ratio_interval(bounds: Sequence[tuple[float, float]], confidence: float = 0.95) -> RatioInterval:
-    """Geometric mean of positive ratios with the Student-t interval of the mean of their logarithms.
-
-    Args:
-        bounds: (low, high) of each ratio, equal where it is known.
-        confidence: Two-sided coverage in (0, 1).
-
-    Raises:
-        ValueError: No ratios, or bounds that are NaN or in the wrong order.
-    """
+    """Geometric mean of positive ratios, each (low, high), with the Student-t interval of their mean logarithm."""
     pairs = np.asarray(bounds, dtype=np.float64)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or not (pairs[:, 0] <= pairs[:, 1]).all():
         raise ValueError(f"expected (low, high) with low <= high for each ratio, got {list(bounds)}")
@@ -229,14 +175,9 @@ def cluster_bootstrap_interval(
 
     Questions are drawn with replacement and keep all their samples, so samples that rise and fall together
     do not shrink the interval. Every question weighs the same, however many of its samples were scored.
-
-    Args:
-        values_by_question: One non-empty list of finite values per question.
-        rng: Source of the draws; the same state gives the same interval.
-        confidence: Two-sided coverage in (0, 1).
-        resamples: Number of bootstrap means.
     """
-    _normal_quantile(confidence)
+    # not scipy.stats.bootstrap, which draws other resamples from the same generator
+    _check_confidence(confidence)
     means = np.array([_finite(values).mean() for values in values_by_question])
     if means.size == 0:
         raise ValueError("the bootstrap needs at least one question")
@@ -251,51 +192,18 @@ def cluster_bootstrap_interval(
 
 
 def t_quantile(confidence: float, dof: int) -> float:
-    """Half-width, in standard errors, of the two-sided Student-t interval.
-
-    The closed form for whole degrees of freedom is inverted by bisection; above 2000 degrees the expansion
-    about the normal quantile is exact to rounding.
-
-    Args:
-        confidence: Two-sided coverage in (0, 1).
-        dof: Degrees of freedom, at least 1.
-
-    Source: Abramowitz and Stegun, 26.7.3 to 26.7.5.
-    """
-    z = _normal_quantile(confidence)
+    """Half-width, in standard errors, of the two-sided Student-t interval of a confidence in (0, 1)."""
+    _check_confidence(confidence)
     if dof < 1:
         raise ValueError(f"a t interval needs at least one degree of freedom, got {dof}")
-    if dof > _LARGE_DOF:
-        first = (z**3 + z) / 4
-        second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return z + first / dof + second / dof**2 + third / dof**3
-    low, high = 0.0, math.pi / 2
-    while high - low > 1e-16 * high and low < (middle := (low + high) / 2) < high:
-        if _t_coverage(middle, dof) < confidence:
-            low = middle
-        else:
-            high = middle
-    return math.tan(high) * math.sqrt(dof)
+    from scipy import special
+
+    return float(special.stdtrit(dof, 0.5 + confidence / 2))
 
 
-def _t_coverage(angle: float, dof: int) -> float:
-    """P(|T| <= sqrt(dof) tan(angle)) for whole degrees of freedom."""
-    cosine, sine = math.cos(angle), math.sin(angle)
-    if dof % 2:
-        steps = np.arange(1, (dof - 1) // 2, dtype=np.float64)
-        factors = 2 * steps / (2 * steps + 1) * cosine**2
-        series = cosine * (1 + float(np.cumprod(factors).sum())) if dof > 1 else 0.0
-        return (angle + sine * series) * 2 / math.pi
-    steps = np.arange(1, dof // 2, dtype=np.float64)
-    factors = (2 * steps - 1) / (2 * steps) * cosine**2
-    return sine * (1 + float(np.cumprod(factors).sum()))
-
-
-def _normal_quantile(confidence: float) -> float:
+def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence}")
-    return NormalDist().inv_cdf(0.5 + confidence / 2)
 
 
 def _exp(value: float) -> float:

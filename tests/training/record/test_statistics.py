@@ -74,13 +74,6 @@ def test_t_quantile_equals_scipy(confidence, dof, expected):
     assert t_quantile(confidence, dof) == pytest.approx(expected, rel=1e-9)
 
 
-def test_t_quantile_matches_an_installed_scipy_everywhere():
-    stats = pytest.importorskip("scipy.stats")
-    for dof in [*range(1, 60), 500, 1999, 2000, 2001, 5000, 10**6]:
-        for confidence in (0.5, 0.9, 0.95, 0.99, 0.999):
-            assert t_quantile(confidence, dof) == pytest.approx(stats.t.ppf(0.5 + confidence / 2, dof), rel=1e-10)
-
-
 def test_mean_interval_by_hand():
     # mean 3, standard deviation sqrt(2.5), standard error sqrt(0.5), t_4 = 2.7764451052
     interval = mean_interval([1, 2, 3, 4, 5])
