@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video test test-slow test-faults lint format docs site clean
+.PHONY: help setup demo demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-slow test-faults lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything the targets below need"
@@ -16,6 +16,7 @@ help:
 	@echo "make demo-gui        a model learns to find things on screens: supervised, then AEPO, with a film; about 10 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an arm it never saw, with films; about 10 minutes"
 	@echo "make demo-video      an agent learns which frames of long clips a model must see, with picture strips; about 7 minutes"
+	@echo "make bench           time and memory of the vision-language updates against row-per-sample code, as JSON; about 30 minutes"
 	@echo "make test            lint, then the test suite; one package: ROOM=core, workers, rewards, vlm, diffusion, robotics, ..."
 	@echo "make test-slow       the tests that take minutes"
 	@echo "make test-faults     kills, damaged inputs, full disks and the like; at most 20 minutes; sizes: FAULTS='--kills 600'"
@@ -45,6 +46,9 @@ demo-flow: setup
 
 demo-video: setup
 	@$(BIN)/mmrl demo video
+
+bench: setup
+	@$(BIN)/python -m benchmarks vlm
 
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(if $(ROOM),tests/$(ROOM))

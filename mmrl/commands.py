@@ -18,7 +18,6 @@ from typing import NamedTuple, TextIO
 
 from mmrl.errors import UserError, require_packages
 
-BENCH_DIR = Path("runs/bench")
 DEMOS = {
     "vlm": ("mmrl.vlm.demo", "runs/demo"),
     "diffusion": ("diffusion.demo", "runs/diffusion-demo"),
@@ -211,19 +210,6 @@ def doctor(args: argparse.Namespace) -> int:
     return run(runs_dir=args.output, as_json=args.json)
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Measure time and memory against row-per-sample code, or another library, and print JSON."""
-    from mmrl.bench import run
-    from mmrl.bench.harness import BenchOptions
-
-    names = ("blocks", "repetitions", "threads", "quick", "device", "only", "against", "model", "family", "folder")
-    options = BenchOptions(**{name: getattr(args, name) for name in names})
-    with contextlib.redirect_stdout(sys.stderr):  # what the arms say; standard output is the result's
-        text, passed = run(args.room, options, args.out)
-    say(text)
-    return 0 if passed else 1
-
-
 def demo(args: argparse.Namespace) -> int:
     """A tiny model from its data to a report, such as a warm start and reinforcement learning."""
     module, folder = DEMOS[args.name]
@@ -347,21 +333,6 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs will go")
 
 
-def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("room", choices=["vlm", "diffusion", "sim", "gui"], help="what is measured")
-    parser.add_argument("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
-    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
-    parser.add_argument("--blocks", metavar="N", type=int, default=0, help="processes of each arm, in turns; default 5")
-    parser.add_argument("--repetitions", metavar="N", type=int, default=0, help="that count in each; default 2")
-    parser.add_argument("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
-    parser.add_argument("--family", choices=["qwen2_5_vl", "qwen3_vl"], default="qwen2_5_vl", help="of the built model")
-    parser.add_argument("--model", metavar="DIR", type=Path, help="model folder in place of a built one")
-    parser.add_argument("--folder", metavar="DIR", type=Path, default=BENCH_DIR, help=f"built things; {BENCH_DIR}")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON to a file as well")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes that only show that everything runs")
-
-
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     first = next(iter(DEMOS))
     parser.add_argument("name", nargs="?", choices=list(DEMOS), default=first, help=f"default: {first}")
@@ -412,7 +383,6 @@ COMMANDS: dict[str, Command] = {
     "options": Command(options, _add_options_arguments),
     "doctor": Command(doctor, _add_doctor_arguments),
     "demo": Command(demo, _add_demo_arguments),
-    "bench": Command(bench, _add_bench_arguments),
     "select": Command(select, _add_select_arguments, takes_overrides=True),
     "sim": Command(sim, _add_sim_arguments),
     "serve": Command(serve, _add_serve_arguments, takes_overrides=True),

@@ -1,4 +1,4 @@
-"""Arms of `mmrl bench diffusion` on one pipeline: sampling, embedding, guidance, stacking and the cost of a row."""
+"""Arms of the diffusion benchmarks on one pipeline: sampling, embedding, guidance, stacking and the cost of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmrl bench diffusion`: what sharing text, batching guidance and stacking draws give on a Stable Diffusion 3.
+"""`python -m benchmarks diffusion`: shared text, batched guidance and stacked draws on a Stable Diffusion 3.
 
 The usual way is diffusers' own pipeline, called for batches of images; it is always an arm, so nothing else has to be
 installed to compare with. The model is random: 13.9 million weights in the transformer, text encoders whose work for a

@@ -1,4 +1,4 @@
-"""The run of `mmrl bench diffusion --only long-run`: AWM on a tiny Stable Diffusion 3 of the digits' sizes."""
+"""The run of the diffusion benchmark `long-run`: AWM on a tiny Stable Diffusion 3 of the digits' sizes."""
 
 from __future__ import annotations
 

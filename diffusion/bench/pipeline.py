@@ -1,4 +1,4 @@
-"""The pipeline that the arms of `mmrl bench diffusion` run on, and the count of rows that go through it."""
+"""The pipeline that the arms of `python -m benchmarks diffusion` run on, and the count of rows that go through it."""
 
 from __future__ import annotations
 

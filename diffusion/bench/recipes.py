@@ -1,4 +1,4 @@
-"""Arms of `mmrl bench diffusion` on whole recipes: the passes of an epoch, and steps of the suite's own loop."""
+"""Arms of the diffusion benchmarks on whole recipes: the passes of an epoch, and steps of the suite's own loop."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str,
     try:
         module = importlib.import_module(ROOMS[room])
     except ModuleNotFoundError as error:
-        raise UserError(f"`mmrl bench {room}` needs {error.name}, which is not installed") from error
+        raise UserError(f"`python -m benchmarks {room}` needs {error.name}, which is not installed") from error
     comparisons = module.compare(options)
     result = {
         "bench": room,
@@ -69,4 +69,4 @@ def _check_room(room: str, options: BenchOptions) -> None:
     given = {"--against": options.against, "--model": options.model, "--family": options.family != "qwen2_5_vl"}
     ignored = [name for name, value in given.items() if value]
     if room != "vlm" and ignored:
-        raise UserError(f"{ignored[0]} is an option of `mmrl bench vlm`, not of `mmrl bench {room}`")
+        raise UserError(f"{ignored[0]} is an option of the vlm benchmarks, not of those of {room}")

@@ -76,7 +76,7 @@ class Arm:
 
 @dataclass
 class BenchOptions:
-    """Options of `mmrl bench`."""
+    """Options of `python -m benchmarks`."""
 
     blocks: int = bounded(0, at_least=1)
     """Processes of each arm that measure time, in turns with those of the other arms, and one more measures memory;

@@ -1,4 +1,4 @@
-"""`mmrl bench ROOM --only long-run`: whether the memory of a process grows with the steps of a run.
+"""`python -m benchmarks ROOM --only long-run`: whether the memory of a process grows with the steps of a run.
 
 A room gives the configuration of a small run whose episodes, answers or prompts differ in length, as a YAML file would
 hold it. Each arm takes the same steps in a process of its own and notes the resident memory after every step and the

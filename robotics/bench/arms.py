@@ -1,4 +1,4 @@
-"""The arms of `mmrl bench sim`: each function runs in a process of its own."""
+"""The arms of `python -m benchmarks sim`: each function runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmrl bench sim`: pictures of MuJoCo scenes against a loop over `mujoco.Renderer` with default settings.
+"""`python -m benchmarks sim`: pictures of MuJoCo scenes against a loop over `mujoco.Renderer` with default settings.
 
 The scene is a 6-axis arm with a gripper and two cubes on a table, with the shadows that a light has by default. Both
 sides step the same scenes through the same actions and deliver the same number of pictures; the states agree bit for
@@ -61,7 +61,7 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
             raise UserError(f"{', '.join(READING)} need av, which is not installed: pip install 'mmrl-suite[vla]'")
         chosen = [name for name in chosen if name not in READING]
     if importlib.util.find_spec("mujoco") is None:
-        raise UserError("`mmrl bench sim` needs mujoco, which is not installed: pip install 'mmrl-suite[sim]'")
+        raise UserError("the benchmarks of sim need mujoco, which is not installed: pip install 'mmrl-suite[sim]'")
     if "warp" in chosen:
         find_warp()
     from robotics.sim import require_backend

@@ -1,4 +1,4 @@
-"""The run of `mmrl bench sim --only long-run`: GRPO of a small policy on `reach`, whose episodes end at success.
+"""The run of the sim benchmark `long-run`: GRPO of a small policy on `reach`, whose episodes end at success.
 
 It starts from a short behaviour cloning, which the benchmark trains the first time, so that some episodes succeed and
 episodes differ in length.

@@ -1,4 +1,4 @@
-"""The arms of `mmrl bench gui`; each runs in a process of its own, which starts a browser and ends it."""
+"""The arms of `python -m benchmarks gui`; each runs in a process of its own, which starts a browser and ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmrl bench gui`: pages per second of the generator and episodes per second of the environments.
+"""`python -m benchmarks gui`: pages per second of the generator and episodes per second of the environments.
 
 The arms of `pages` draw the same screens; a new document for each page is what a generator without reuse would do. The
 arms of `episodes` play different things, so there is no ratio between them: the numbers are what a run can plan with.

@@ -1,4 +1,4 @@
-"""The run of `mmrl bench gui --only long-run`: multi-turn episodes with a picture a turn, in a grid without a browser.
+"""The run of the gui benchmark `long-run`: multi-turn episodes with an image a turn, in a grid without a browser.
 
 It starts from a short cloning of an expert that errs, which the benchmark trains the first time: episodes end at the
 goal, so they have between one and the most turns.

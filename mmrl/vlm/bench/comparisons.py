@@ -1,4 +1,4 @@
-"""`mmrl bench vlm`: what computing each prompt once for its group saves in updates, sampling and whole steps.
+"""`python -m benchmarks vlm`: what computing each prompt once for its group saves in updates, sampling and whole steps.
 
 The model is built from a configuration with random weights: 21.0 million of them (Qwen2.5-VL or Qwen3-VL, 6 layers of
 width 384, a tower of 3 blocks of width 256), or with `--device cuda` the sizes of Qwen2.5-VL-3B in bfloat16. Query and

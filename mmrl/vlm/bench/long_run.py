@@ -1,4 +1,4 @@
-"""The run of `mmrl bench vlm --only long-run`: GRPO on pictures of one to three digits, answers of many lengths.
+"""The run of the vlm benchmark `long-run`: GRPO on images of one to three digits, answers of many lengths.
 
 The model is random, so an answer ends by chance: its length is geometric, up to the limit.
 """

@@ -1,4 +1,4 @@
-"""What the comparisons of `mmrl bench vlm` share: model, shapes, arms and what counted work would take."""
+"""What the comparisons of `python -m benchmarks vlm` share: model, shapes, arms and what counted work would take."""
 
 from __future__ import annotations
 

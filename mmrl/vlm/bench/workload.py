@@ -1,4 +1,4 @@
-"""What the arms of `mmrl bench vlm` work on: a random model of a real architecture and prompts of an exact length."""
+"""Workload of the vlm benchmarks: a random model of a real architecture and prompts of an exact length."""
 
 from __future__ import annotations
 

@@ -194,5 +194,5 @@ def test_models_and_devices_that_are_not_there_are_named(given, message):
 
 @pytest.mark.parametrize(("field", "value"), [("against", "trl"), ("family", "qwen3_vl"), ("model", "folder")])
 def test_options_of_the_vlm_room_are_refused_elsewhere(field, value):
-    with pytest.raises(UserError, match=f"--{field} is an option of `mmrl bench vlm`, not of `mmrl bench sim`"):
+    with pytest.raises(UserError, match=f"--{field} is an option of the vlm benchmarks, not of those of sim"):
         run("sim", BenchOptions(**{field: value}))
