@@ -1,8 +1,7 @@
 """The formats in which models write actions, one reader each.
 
-A reader takes the answer without its thinking and whether to be strict; it returns the thought that stands beside the
-actions, and name and arguments of each. It raises `UnreadableError` and nothing else, and takes time linear in the
-answer.
+A reader takes the answer without its thinking and whether to be strict; it returns the thought written beside the
+actions, and the name and arguments of each. It raises only `UnreadableError`, and takes time linear in the answer.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ NamedAction = tuple[str, dict[str, Any]]
 Found = tuple[str, list[NamedAction]]
 
 SAY = "say"
-"""Action of an answer that is the action itself."""
+"""Name of the action where the whole answer is the action."""
 MAX_CANDIDATES = 256
-"""Places in an answer where an object may begin that are tried."""
+"""Possible starts of an object in an answer that are tried."""
 MAX_NAME_CHARS = 200
 MAX_DIGITS = 20
 OBJECT = re.compile(r'\{\s*"')
@@ -34,8 +33,8 @@ def read_object(text: str, strict: bool) -> Found:
     """Read a JSON object with `thoughts` and `action`.
 
     `action` is a name, a number, or an object with `name` and `arguments`; or a list of these. Strict: the answer is
-    this object and nothing else. Tolerant: the first such object in the answer, fenced or not; arguments may also stand
-    beside a name, and a name may be written as a call.
+    this object and nothing else. Tolerant: the first such object in the answer, fenced or not; arguments may also be
+    given beside a name, and a name may be written as a call.
     """
     if not strict:
         return _first_object(text)
@@ -53,9 +52,9 @@ def read_object(text: str, strict: bool) -> Found:
 def read_calls(text: str, strict: bool) -> Found:
     """Read `Thought: ...` and `Action: name(key=value)`, several calls with a blank line between them.
 
-    Strict: the lines begin with these words, and nothing else is there. Tolerant: what follows the last `Action:`, or
-    the first line that begins with a call; text after the calls is ignored, and quotes inside the only argument of a
-    call need no escape.
+    Strict: the lines begin with these words, and nothing else is there. Tolerant: the text after the last `Action:`,
+    or from the first line that begins with a call; text after the calls is ignored, and quotes inside the only argument
+    of a call need no escape.
     """
     markers = list(MARKER.finditer(text))
     if strict and len(markers) != 1:
@@ -79,15 +78,15 @@ def read_text(text: str, strict: bool) -> Found:
 def read_tags(text: str, strict: bool) -> Found:
     """Read `<action>3</action>`: a name, a number or a call between tags, thoughts in front of them.
 
-    Strict: each opening tag has its closing one, and nothing stands between and after them. Tolerant: any case, text
-    after a tag is ignored, and a closing tag that is missing at the end of the answer is added.
+    Strict: each opening tag has its closing one, without text between and after them. Tolerant: any case, text after
+    a tag is ignored, and a closing tag may be missing at the end of the answer.
     """
     opening = OPEN.search(text) if not strict else re.search("<action>", text)
     if opening is None:
         raise UnreadableError("no_action", "there is no <action> in the answer")
-    thought, found, place = text[: opening.start()].strip(), [], opening.start()
+    thought, found, position = text[: opening.start()].strip(), [], opening.start()
     while opening is not None:
-        between = text[place : opening.start()].strip()
+        between = text[position : opening.start()].strip()
         if strict and between:
             raise UnreadableError("extra_text", f"between two actions stands {between[:40]!r}")
         closing = CLOSE.search(text, opening.end())
@@ -95,23 +94,23 @@ def read_tags(text: str, strict: bool) -> Found:
             raise UnreadableError("malformed", "an <action> is not closed")
         end = len(text) if closing is None else closing.start()
         found.append(_tagged(text[opening.end() : end].strip(), strict))
-        place = end if closing is None else closing.end()
-        opening = OPEN.search(text, place)
-    if strict and text[place:].strip():
-        raise UnreadableError("extra_text", f"after the action stands {text[place:].strip()[:40]!r}")
+        position = end if closing is None else closing.end()
+        opening = OPEN.search(text, position)
+    if strict and text[position:].strip():
+        raise UnreadableError("extra_text", f"after the action stands {text[position:].strip()[:40]!r}")
     return thought, found
 
 
 def _first_object(text: str) -> Found:
-    """The first object that has the shape of an action."""
-    place, problem = 0, UnreadableError("no_action", "there is no JSON object with an action in the answer")
+    """Read the first object that has the shape of an action."""
+    position, problem = 0, UnreadableError("no_action", "there is no JSON object with an action in the answer")
     for _ in range(MAX_CANDIDATES):
-        candidate = OBJECT.search(text, place)
+        candidate = OBJECT.search(text, position)
         if candidate is None:
             break
-        place = candidate.start() + 1
+        position = candidate.start() + 1
         try:
-            value, place = _DECODER.raw_decode(text, candidate.start())
+            value, position = _DECODER.raw_decode(text, candidate.start())
         except UnreadableError:
             raise
         except (ValueError, RecursionError) as error:
@@ -178,11 +177,11 @@ def _name(text: str) -> str:
 
 
 def _from_first_call(text: str) -> tuple[str, str]:
-    place = 0
+    position = 0
     for line in text.splitlines(keepends=True):
         if CALL.match(line):
-            return text[:place], text[place:]
-        place += len(line)
+            return text[:position], text[position:]
+        position += len(line)
     raise UnreadableError("no_action", "no line of the answer is a call such as click(x=1)")
 
 
@@ -241,8 +240,8 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def _constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise UnreadableError("bad_number", f"{name} is no number of JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_whole_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_refuse_constant, parse_int=_whole_number)

@@ -1,10 +1,10 @@
-"""Actions, and how they are read out of a model's answers.
+"""Actions, and how they are read from a model's answers.
 
     parsed = parse_answer('{"thoughts": "the door is open", "action": "forward"}', "json")
     parsed.actions[0].name  # forward
     parse_answer("Action: click(x=1, x=2)", "call").error  # duplicate
 
-Nothing an answer holds is ever run, and none makes `parse_answer` raise.
+No part of an answer is ever executed, and no answer makes `parse_answer` raise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ON_PARSE_ERROR = ("terminate", "noop")
 
 @dataclass(frozen=True)
 class Action:
-    """What the agent does."""
+    """An agent's action."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -32,15 +32,19 @@ class Action:
     text: str = ""
     """The whole answer."""
 
+    def __str__(self) -> str:
+        """Name and arguments as a call, for captions."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
 
 @dataclass(frozen=True)
 class ParsedAnswer:
     """The actions of an answer, or why it has none."""
 
     actions: tuple[Action, ...] = ()
-    """In the order in which they are to be executed; empty where there is an error."""
+    """In the order of execution; empty where there is an error."""
     thought: str = ""
-    """What the answer says beside its actions."""
+    """Text of the answer beside its actions."""
     error: str | None = None
     """Key of `PARSE_ERRORS`."""
     detail: str = ""
@@ -52,32 +56,31 @@ class ActionFormat:
     """One way to write actions."""
 
     read: Callable[[str, bool], tuple[str, list[NamedAction]]]
-    """Thought and actions of an answer; see `mmrl.agents.action_readers`."""
+    """(answer, strict) to its thought and actions."""
     write: Callable[[str, Sequence[NamedAction]], str]
-    """The answer from these; see `mmrl.agents.action_writers`."""
+    """(thought, actions) to an answer."""
     example: str
     """An answer in this format."""
     manual: str
-    """What a prompt says of the format."""
+    """Instruction for prompts."""
 
 
 @dataclass
 class ActionConfig:
-    """How actions are read out of answers."""
+    """How actions are read from answers."""
 
     format: str = choice("json", lambda: FORMATS)
     """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
     answer is the argument `text` of the action `say`."""
     strict: bool = False
-    """Whether the answer has to be in the format to the letter; otherwise the first action that can be read without
-    guessing counts."""
+    """Whether the answer must follow the format exactly; otherwise the first unambiguous action counts."""
     max_actions: int = bounded(1, at_least=1, at_most=64)
-    """Actions of one answer; more are an error where strict, and left out otherwise."""
+    """Actions of one answer; more are an error where strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
     """terminate: an answer without action ends the episode; noop: the turn is spent and the agent is told why."""
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Read an answer; see `parse_answer`."""
+        """Read an answer with `parse_answer`."""
         return parse_answer(text, self.format, strict=self.strict, max_actions=self.max_actions)
 
 
@@ -87,8 +90,8 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
     Args:
         text: the answer, of any length.
         format: key of `FORMATS`.
-        strict: whether the answer has to be in the format to the letter.
-        max_actions: of one answer; more are an error where strict, and left out otherwise.
+        strict: whether the answer must follow the format exactly.
+        max_actions: of one answer; more are an error where strict, and ignored otherwise.
 
     Returns:
         Actions or an error, never both.
@@ -111,11 +114,7 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
 
 
 def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> str:
-    """Write actions as a model is to write them, for demonstrations.
-
-    Raises:
-        ValueError: the format cannot say this, such as a name with a space in a call, or NaN.
-    """
+    """Write actions as a model should, for demonstrations; raises ValueError where the format cannot, as for NaN."""
     named = [(action.name, dict(action.arguments)) for action in actions]
     text = FORMATS[format].write(thought, named)
     found = parse_answer(text, format, strict=True, max_actions=len(named))

@@ -23,16 +23,16 @@ from mmrl.agents.env_config import EnvironmentConfig
 from mmrl.agents.episode import Episode, EpisodeConfig
 from mmrl.agents.evaluation import AgentEvaluationConfig
 from mmrl.agents.experts import (
-    CarelessExpert,
     ExpertEnvironment,
     ExpertEpisode,
     ExpertFailedError,
+    NoisyExpert,
     RemoteExpert,
     run_expert,
 )
 from mmrl.agents.payload import AgentPayload, pack_episodes
 from mmrl.agents.recipe import AgentRecipe
-from mmrl.agents.recorded import live_through
+from mmrl.agents.recorded import replay_episode
 from mmrl.agents.tasks import AgentTask, TaskSetConfig
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
@@ -133,7 +133,7 @@ class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
         env: ExpertEnvironment = RemoteExpert(self.pool)
         if config.random_actions:
             seed = stream_seed(config.seed, "clone", self.step, number, task.id)
-            env = CarelessExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
+            env = NoisyExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         try:
             return run_expert(env, task.task, task.seed, config.actions.format)
         except ExpertFailedError:
@@ -144,7 +144,7 @@ class AgentCloneRecipe(LikelihoodRecipe[VlmPolicy, AgentTask], AgentRecipe):
 def _as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
     """The expert's episode as one that an agent might have had; one that does not fit has no result."""
     turns = played.turns[:max_turns]
-    episode = live_through(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
+    episode = replay_episode(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
     episode.success, episode.last = played.success, played.last
     episode.refused = sum("action_error" in turn.info for turn in turns)
     episode.rewards = [0.0] * (episode.trajectory.turns - 1) + [played.reward] if episode.trajectory.turns else []

@@ -1,4 +1,4 @@
-"""What an agent reads: the system turn, the first observation with the instruction, and what follows its answers."""
+"""The prompts of an episode: system turn, first observation with the instruction, and an observation per turn."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.task import ImageSource, VlmTask
 
 OMITTED = "[picture left out]"
-"""What stands for a picture that has left the history."""
+"""Replaces an image that has left the history."""
 
 
 @dataclass
 class ConversationConfig:
-    """How an episode is put into words."""
+    """How an episode is written as a conversation."""
 
     system: str = "You act in an environment. {manual}\nActions:\n{actions}"
-    """System turn; {manual} is replaced by how actions are written and {actions} by those that the environment names, a
-    line each. Empty = no system turn."""
+    """System turn; {manual} is replaced by the manual of the action format and {actions} by the environment's actions,
+    a line each. Empty = no system turn."""
     history_images: int = bounded(0, at_least=0)
-    """Pictures that are kept: older ones are left out, their text stays. 0 = all. A window costs time: once it is full,
+    """Images that are kept: older ones are omitted, their text stays. 0 = all. A window costs time: once it is full,
     every turn is read from the beginning."""
 
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
@@ -41,14 +41,14 @@ class ConversationConfig:
 
 @dataclass
 class _Part:
-    """One piece of a conversation: an observation, or an answer."""
+    """An observation or an answer."""
 
     prompt: Prompt
-    """Its tokens, with all pictures."""
+    """Its tokens, with all images."""
     observation: Observation | None = None
     """None for an answer."""
     note: str = ""
-    """What stands in front of the observation's text."""
+    """Text before the observation's text."""
     answered: bool = True
 
 
@@ -58,17 +58,17 @@ class Conversation:
 
     task: AgentTask
     parts: list[_Part] = field(default_factory=list)
-    left_out: int = 0
-    """Pictures that the window has left out so far."""
+    num_omitted: int = 0
+    """Images that the window has omitted so far."""
 
     @property
-    def pictures(self) -> int:
-        """Pictures shown so far."""
+    def num_images(self) -> int:
+        """Images shown so far."""
         return sum(len(part.observation.images) for part in self.parts if part.observation is not None)
 
 
 class Writer:
-    """Writes conversations for a policy; screens that are seen again in any of them are encoded once."""
+    """Writes conversations for a policy; an observation that occurs in several of them is encoded once."""
 
     def __init__(self, policy: VlmPolicy, config: ConversationConfig, system: str) -> None:
         self._policy, self._config, self._system = policy, config, system
@@ -80,11 +80,11 @@ class Writer:
         return Conversation(task, [_Part(first, observation)])
 
     def answer(self, conversation: Conversation, ids: list[int]) -> None:
-        """Append what the agent answered, as its tokens."""
+        """Append the tokens of an answer."""
         conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64))))
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
-        """Append what the agent sees next."""
+        """Append the next observation."""
         last = conversation.parts[-1].prompt.input_ids
         answered = bool(last[-1] == self._policy.processor.tokenizer.eos_token_id)
         prompt = self._turn(conversation.task, observation, observation.images, note, answered)
@@ -92,16 +92,16 @@ class Writer:
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt without the pictures that the window leaves out."""
+        """The conversation as one prompt without its oldest images; None where the window omits no further one."""
         keep = self._config.history_images
-        excess = conversation.pictures - keep
-        if not keep or excess <= conversation.left_out:
+        excess = conversation.num_images - keep
+        if not keep or excess <= conversation.num_omitted:
             return None
-        conversation.left_out = excess
+        conversation.num_omitted = excess
         return join_prompts([self._without(conversation, number, excess) for number in range(len(conversation.parts))])
 
     def _without(self, conversation: Conversation, number: int, excess: int) -> Prompt:
-        """A part without those of its pictures that are among the first `excess` of the conversation."""
+        """A part without those of its images that are among the first `excess` of the conversation."""
         part = conversation.parts[number]
         if part.observation is None:
             return part.prompt
@@ -117,23 +117,23 @@ class Writer:
     def _first(self, task: AgentTask, observation: Observation, images: tuple) -> Prompt:
         messages = [{"role": "system", "content": self._system}] if self._system else []
         turn = _user_turn(observation, len(images), task.instruction)
-        return self._policy.encode(VlmTask(task.id, [*messages, turn], _pictures(images)))
+        return self._policy.encode(VlmTask(task.id, [*messages, turn], _as_sources(images)))
 
     def _turn(self, task: AgentTask, observation: Observation, images: tuple, note: str, answered: bool) -> Prompt:
         seen = tuple((image.shape, blake2b(image.tobytes()).digest()) for image in images)
         key = (note, observation.text, len(observation.images), answered, seen)
-        if key not in self._turns:  # one object, so that its pictures pass the vision tower once, too
-            turn = VlmTask(task.id, [_user_turn(observation, len(images), note)], _pictures(images))
+        if key not in self._turns:  # one object, so that its images pass the vision tower once, too
+            turn = VlmTask(task.id, [_user_turn(observation, len(images), note)], _as_sources(images))
             self._turns[key] = self._policy.encode_turn(turn, answered=answered)
         return self._turns[key]
 
 
 def _user_turn(observation: Observation, kept: int, front: str) -> dict[str, object]:
     text = "\n".join(filter(None, (front, observation.text)))
-    left_out = [{"type": "text", "text": f"{OMITTED}\n"}] * (len(observation.images) - kept)
+    omitted = [{"type": "text", "text": f"{OMITTED}\n"}] * (len(observation.images) - kept)
     images = [{"type": "image"}] * kept
-    return {"role": "user", "content": [*left_out, *images, {"type": "text", "text": text}]}
+    return {"role": "user", "content": [*omitted, *images, {"type": "text", "text": text}]}
 
 
-def _pictures(images: tuple) -> list[ImageSource]:
+def _as_sources(images: tuple) -> list[ImageSource]:
     return [Image.fromarray(image) for image in images]

@@ -23,8 +23,8 @@ class EnvironmentConfig:
     """Where episodes run."""
 
     factory: str = MISSING
-    """`module:function` or `path/to/file.py:function`, or a class in their place, that makes the environment: a
-    gymnasium.Env, or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id."""
+    """`module:function` or `path/to/file.py:function`, or a class instead, that makes the environment: a gymnasium.Env,
+    or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
     adapter: dict[str, Any] = field(default_factory=dict)
@@ -36,17 +36,17 @@ class EnvironmentConfig:
     start_timeout_s: float = bounded(180.0, above=0, finite=True)
     """Seconds for imports and construction."""
     reset_timeout_s: float = bounded(120.0, above=0, finite=True)
-    """Seconds for beginning an episode."""
+    """Seconds for starting an episode."""
     step_timeout_s: float = bounded(60.0, above=0, finite=True)
     """Seconds for an action."""
     heartbeat_timeout_s: float = bounded(30.0, above=0, finite=True)
-    """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out."""
+    """Seconds without a heartbeat, which is missed only while code holds the GIL or the process is stopped."""
     memory_mb: float | None = bounded(None, above=0, finite=True)
-    """MiB that a process may hold with what it starts; its episode fails beyond that. Empty = any."""
+    """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
     reset_retries: int = bounded(2, at_least=0)
-    """How often an episode that did not begin is tried again, in a fresh process."""
+    """How often an episode that did not start is tried again, in a fresh process."""
     max_restarts: int = bounded(20, at_least=1)
-    """Restarts a process without one episode that came to its end, after which the run stops."""
+    """Restarts of a worker that completed no episode after which the run stops."""
 
     def validate(self) -> None:
         """Check that the options of the environment are JSON; raises UserError."""
@@ -58,7 +58,7 @@ class EnvironmentConfig:
 
     def worker_spec(self) -> WorkerSpec:
         """How a process is started."""
-        # Threads that wait for each other's cores cost more than they bring with a process an environment.
+        # One thread each by default: with a process per environment, more threads only wait for each other's cores.
         threads = {name: os.environ.get(name, "1") for name in THREADS}
         return WorkerSpec(
             f"{SERVICE}:make",

@@ -1,4 +1,4 @@
-"""What goes between a pool of environments and its processes: observations as arrays, information as plain data."""
+"""Messages between a pool of environments and its processes: observations as arrays, info as plain data."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 Fields = tuple[dict[str, Any], "dict[str, np.ndarray]"]
 
 NOT_SENT = "not_sent"
-"""Entry of the information that lists the names of those that cannot leave the environment's process."""
+"""Entry of the info with the names of those entries that cannot leave the environment's process."""
 
 
 def pack_outcome(outcome: Outcome) -> Fields:
-    """Make the fields and arrays of a message; entries of the information that are no plain data are named only."""
-    info, lost = {}, []
+    """Encode an outcome; entries of the info that are not plain data are only named."""
+    info, not_sent = {}, []
     for key, value in outcome.info.items():
         try:
             encode(value)
         except (TypeError, RecursionError):
-            lost.append(str(key))
+            not_sent.append(str(key))
         else:
             info[str(key)] = value
-    if lost:
-        info[NOT_SENT] = lost
+    if not_sent:
+        info[NOT_SENT] = not_sent
     parts = (outcome.observation.text, list(outcome.observation.images), outcome.reward)
     tree, arrays = encode([*parts, outcome.terminated, outcome.truncated, info])
     return {"outcome": tree}, arrays
 
 
 def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Outcome:
-    """Read what `pack_outcome` made, and check it again: the other side runs code of users."""
+    """Decode `pack_outcome`, checked again because the other side runs users' code; raises MalformedError."""
     try:
         text, images, reward, terminated, truncated, info = decode(fields["outcome"], arrays)
     except (KeyError, TypeError, ValueError, IndexError) as error:

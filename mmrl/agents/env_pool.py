@@ -5,9 +5,9 @@
         while pool.live:
             turns = pool.step({row: policy(turns[row].observation) for row in pool.live})
 
-A row is a place in the pool. An environment that dies, hangs, raises or returns something malformed takes the episode
-of its row with it: the result then has a `failure` and the reward NaN, never 0. A fresh process takes the place of a
-dead one while the other episodes go on. An episode that does not begin is tried again a few times.
+A row is a slot of the pool. An environment that dies, hangs, raises or returns something malformed ends the episode of
+its row: the result then has a `failure` and the reward NaN, never 0. A fresh process replaces a dead one while the
+other episodes go on. An episode that does not start is tried again a few times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Self
 from mmrl.agents.actions import Action
 from mmrl.agents.env_config import EnvironmentConfig
 from mmrl.agents.env_messages import unpack_outcome
-from mmrl.agents.environment import MalformedError, Observation, Outcome
+from mmrl.agents.environment import MalformedError, Observation
 from mmrl.agents.tasks import AgentTask
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_config
@@ -34,7 +34,7 @@ from mmrl.workers.worker import Answer, Request
 
 @dataclass(frozen=True)
 class TurnResult:
-    """What a reset or a step of one row led to."""
+    """Result of a reset or step of one row."""
 
     observation: Observation
     """Empty where the environment failed."""
@@ -48,7 +48,7 @@ class TurnResult:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can be done in this episode."""
+        """Whether the episode takes no more actions."""
         return self.terminated or self.truncated or self.failure is not None
 
 
@@ -68,17 +68,19 @@ class EnvPool:
         check_config(config, "environment")
         self._config = config
         goal = f"episode of {config.factory} that came to its end"
-        spec = config.worker_spec()
-        self._pool = WorkerPool(spec, config.workers, max_restarts=config.max_restarts, goal=goal)
+        self._pool = WorkerPool(config.worker_spec(), config.workers, max_restarts=config.max_restarts, goal=goal)
         self.failures = FailureLog(config.factory, folder)
         """Reasons of failures, counted; each is logged once."""
         self._live: set[int] = set()
         self._dropped = self._malformed = 0
         hello = self._pool.start()
         if isinstance(hello, WorkerFailure):
-            raise _start_error(config.factory, hello)
+            if hello.for_user:
+                raise UserError(hello.reason)
+            reason = f"it {hello.kind}: {hello.reason}\n{hello.evidence}"
+            raise RunError(f"the environment {config.factory} did not start; {reason}")
         self.actions: Mapping[str, str] = dict(hello.fields.get("actions") or {})
-        """Names and descriptions of the environment's actions; empty where it does not say."""
+        """Names and descriptions of the environment's actions; empty where it names none."""
         self.has_expert = bool(hello.fields.get("expert"))
         """Whether the environment has a method `expert`."""
 
@@ -89,7 +91,7 @@ class EnvPool:
 
     @property
     def live(self) -> list[int]:
-        """Rows whose episode goes on, in order."""
+        """Rows with a running episode, in order."""
         return sorted(self._live)
 
     @property
@@ -98,24 +100,27 @@ class EnvPool:
         return {**self._pool.counts, "malformed": self._malformed, "dropped": self._dropped}
 
     def reset(self, tasks: Mapping[int, AgentTask]) -> dict[int, TurnResult]:
-        """Begin episodes; what was going on in these rows is dropped.
+        """Start episodes; running ones of these rows are dropped.
 
         Args:
             tasks: by row, 0 to `size` - 1.
 
         Returns:
-            Results by row; where there is no failure the row is live.
+            Results by row; rows without a failure are live.
 
         Raises:
-            UserError: there is no such row, or a task is no plain data.
-            RunError: no episode comes to its end any more, there are only restarts.
+            UserError: there is no such row, or a task is not plain data.
+            RunError: workers restart again and again without completing an episode.
         """
-        self._check_rows(tasks)
+        if self._pool.closed:
+            raise RuntimeError("this EnvPool has been closed")
+        unknown = [row for row in tasks if not 0 <= row < self.size]
+        if unknown:
+            raise UserError(f"there are no rows {unknown}; environment.workers is {self.size}, rows are 0 to that - 1")
         requests = {row: _request("reset", {"task": dict(task.task), "seed": task.seed}) for row, task in tasks.items()}
         self._live -= set(tasks)
         config = self._config
-        answers = self._pool.ask_with_retries(requests, config.reset_timeout_s, config.reset_retries)
-        results = self._read(answers)
+        results = self._results(self._pool.ask_with_retries(requests, config.reset_timeout_s, config.reset_retries))
         self._live |= {row for row, result in results.items() if not result.over}
         return results
 
@@ -126,18 +131,18 @@ class EnvPool:
             actions: by row.
 
         Returns:
-            Results by row; rows whose episode is over are not live any more.
+            Results by row; rows whose episode is over are no longer live.
 
         Raises:
             ValueError: a row is not live.
-            UserError: an argument of an action is no plain data.
+            UserError: an argument of an action is not plain data.
         """
         self._check_live(actions)
         requests = {
             row: _request("step", {"name": action.name, "arguments": dict(action.arguments), "text": action.text})
             for row, action in actions.items()
         }
-        results = self._read(self._pool.ask(requests, self._config.step_timeout_s))
+        results = self._results(self._pool.ask(requests, self._config.step_timeout_s))
         over = {row for row, result in results.items() if result.over}
         self._live -= over
         if any(results[row].failure is None for row in over):
@@ -146,13 +151,7 @@ class EnvPool:
         return results
 
     def ask_expert(self, row: int) -> Action | WorkerFailure:
-        """What the environment's own expert would do now.
-
-        Args:
-            row: a live row.
-
-        Returns:
-            The action, without text; or why there is none, and then the row's episode is over.
+        """The action, without text, that the environment's own expert takes in a live row; a failure ends its episode.
 
         Raises:
             ValueError: the row is not live.
@@ -170,18 +169,18 @@ class EnvPool:
         return failure
 
     def stop(self, rows: Collection[int]) -> None:
-        """Give up the episodes of some rows, which have reached a limit of the caller's; this is no failure."""
-        given_up = self._live & set(rows)
-        self._live -= given_up
-        if given_up:
+        """End the episodes of some rows, which have reached a limit of the caller's; this is no failure."""
+        stopped = self._live & set(rows)
+        self._live -= stopped
+        if stopped:
             self._pool.note_success()
 
     def processes(self) -> list[int]:
-        """Numbers of the processes that run now."""
+        """PIDs of the running workers."""
         return self._pool.processes()
 
     def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the process that holds most now, with what it started."""
+        """Memory in 10^6 bytes of the largest worker with its children."""
         return self._pool.memory_bytes() / 1e6
 
     def close(self) -> None:
@@ -197,28 +196,26 @@ class EnvPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_rows(self, tasks: Mapping[int, AgentTask]) -> None:
-        if self._pool.closed:
-            raise RuntimeError("this EnvPool has been closed")
-        unknown = [row for row in tasks if not 0 <= row < self.size]
-        if unknown:
-            raise UserError(f"there are no rows {unknown}; environment.workers is {self.size}, rows are 0 to that - 1")
-
     def _check_live(self, rows: Collection[int]) -> None:
         dead = [row for row in rows if row not in self._live]
         if dead:
-            raise ValueError(f"rows {dead} have no episode going on; reset them first. Live rows: {self.live}")
+            raise ValueError(f"rows {dead} have no running episode; reset them first. Live rows: {self.live}")
 
-    def _read(self, answers: Mapping[int, Answer]) -> dict[int, TurnResult]:
+    def _results(self, answers: Mapping[int, Answer]) -> dict[int, TurnResult]:
         return {row: self._result(answer) for row, answer in answers.items()}
 
     def _result(self, answer: Answer) -> TurnResult:
         if not isinstance(answer, WorkerFailure):
-            found = _outcome(answer.fields, answer.arrays)
-            if isinstance(found, Outcome):
-                return TurnResult(found.observation, found.reward, found.terminated, found.truncated, found.info)
-            answer = found
-            self._malformed += 1
+            try:
+                if "malformed" in answer.fields:
+                    raise MalformedError(str(answer.fields["malformed"]))
+                outcome = unpack_outcome(answer.fields, answer.arrays)
+                return TurnResult(
+                    outcome.observation, outcome.reward, outcome.terminated, outcome.truncated, outcome.info
+                )
+            except MalformedError as error:
+                answer = WorkerFailure("malformed", one_line(str(error)))
+                self._malformed += 1
         self._dropped += 1
         self.failures.note(answer)
         return TurnResult(Observation(), math.nan, failure=answer)
@@ -230,18 +227,3 @@ def _request(kind: str, body: Mapping[str, Any]) -> Request:
     except (TypeError, RecursionError) as error:
         raise UserError(f"{kind} of an environment: {error}") from None
     return Request({"kind": kind, "body": tree}, arrays)
-
-
-def _outcome(fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> Outcome | WorkerFailure:
-    if "malformed" in fields:
-        return WorkerFailure("malformed", one_line(str(fields["malformed"])))
-    try:
-        return unpack_outcome(fields, arrays)
-    except MalformedError as error:
-        return WorkerFailure("malformed", one_line(str(error)))
-
-
-def _start_error(factory: str, failure: WorkerFailure) -> UserError | RunError:
-    if failure.for_user:
-        return UserError(failure.reason)
-    return RunError(f"the environment {factory} did not start; it {failure.kind}: {failure.reason}\n{failure.evidence}")

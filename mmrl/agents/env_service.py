@@ -1,4 +1,4 @@
-"""The worker's side of `EnvPool`: one environment that begins episodes and executes actions on request."""
+"""The worker's side of `EnvPool`: one environment that starts episodes and executes actions on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = ("reset", "step", "close")
 class EnvService:
     """Answers requests of the kinds reset, step and expert.
 
-    An observation, reward or flag that nothing can be made of is reported, not raised: the process is fine.
+    A malformed observation, reward or flag is reported, not raised: the process itself is fine.
     """
 
     def __init__(self, env: Environment) -> None:
@@ -30,7 +30,7 @@ class EnvService:
         self._env = env
 
     def hello(self) -> dict[str, Any]:
-        """Names and descriptions of the actions, where the environment has them."""
+        """Names and descriptions of the actions, and whether there is an expert."""
         actions = getattr(self._env, "actions", None) or {}
         if isinstance(actions, (list, tuple)):
             actions = dict.fromkeys(actions, "")
@@ -43,39 +43,31 @@ class EnvService:
         return {"actions": {str(name): str(text) for name, text in actions.items()}, "expert": has_expert}
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
-        """Begin an episode, execute an action, or say what the environment's expert would do."""
+        """Start an episode, execute an action, or return the action of the environment's expert."""
         body = decode(fields["body"], arrays)
         try:
-            if fields["kind"] == "expert":
-                return self._expert()
+            if fields["kind"] == "step":
+                return pack_outcome(as_outcome(self._env.step(Action(body["name"], body["arguments"], body["text"]))))
+            try:
+                if fields["kind"] == "expert":
+                    move = self._env.expert()  # type: ignore[attr-defined]
+                else:
+                    start = self._env.reset(body["task"], body["seed"])
+            except UserError as error:  # there is no such task or no expert, or the machine lacks something
+                raise LoadError(str(error)) from error
             if fields["kind"] == "reset":
-                observation, info = as_start(self._reset(body["task"], body["seed"]))
-                outcome = Outcome(observation, 0.0, False, False, info)
-            else:
-                outcome = as_outcome(self._env.step(Action(body["name"], body["arguments"], body["text"])))
-            return pack_outcome(outcome)
+                observation, info = as_start(start)
+                return pack_outcome(Outcome(observation, 0.0, False, False, info))
+            if not isinstance(move, Action):
+                raise MalformedError(f"expert returned a {type(move).__name__}; expected an Action")
+            tree, arrays = encode({"name": move.name, "arguments": dict(move.arguments)})
+            return {"move": tree}, arrays
         except MalformedError as error:
             return {"malformed": str(error)}, {}
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
-
-    def _expert(self) -> Fields:
-        try:
-            move = self._env.expert()  # type: ignore[attr-defined]
-        except UserError as error:  # it has none
-            raise LoadError(str(error)) from error
-        if not isinstance(move, Action):
-            raise MalformedError(f"expert returned a {type(move).__name__}; expected an Action")
-        tree, arrays = encode({"name": move.name, "arguments": dict(move.arguments)})
-        return {"move": tree}, arrays
-
-    def _reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        try:
-            return self._env.reset(task, seed)
-        except UserError as error:  # there is no such task, or the machine lacks something
-            raise LoadError(str(error)) from error
 
 
 def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:
@@ -84,16 +76,13 @@ def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[s
     check_arguments(f"environment.kwargs for {factory}", function, kwargs)
     try:
         env = function(**kwargs)
+        if hasattr(env, "action_space") and hasattr(env, "observation_space"):
+            from mmrl.agents.gym_env import GymEnvironment
+
+            check_arguments("environment.adapter", GymEnvironment, {"env": env, **adapter})
+            return GymEnvironment(env, **adapter)
     except UserError as error:
         raise LoadError(str(error)) from error
-    if hasattr(env, "action_space") and hasattr(env, "observation_space"):
-        from mmrl.agents.gym_env import GymEnvironment
-
-        check_arguments("environment.adapter", GymEnvironment, {"env": env, **adapter})
-        try:
-            return GymEnvironment(env, **adapter)
-        except UserError as error:
-            raise LoadError(str(error)) from error
     if adapter:
         raise LoadError(f"environment.adapter is for environments of Gymnasium; {factory} made a {type(env).__name__}")
     missing = [name for name in METHODS if not callable(getattr(env, name, None))]

@@ -1,8 +1,7 @@
-"""What an agent sees, and the three methods of an environment.
+"""What an agent sees, and the three methods of an environment: `reset`, `step` and `close`.
 
-A class of one's own needs `reset`, `step` and `close`. What they return may be an `Observation`, a dict with `image`,
-`images` and `text`, an array, an image of PIL or a text; `as_observation` and `as_outcome` bring all of these into one
-form, and say what is wrong with anything else.
+They may return an `Observation`, a dict with `image`, `images` and `text`, an array, a PIL image or a string;
+`as_observation` and `as_outcome` convert all of these, and explain what is wrong with anything else.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mmrl.agents.actions import Action
-from mmrl.agents.pictures import MalformedError, as_picture
+from mmrl.agents.pictures import MalformedError, as_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ACTION_ERROR = "action_error"
 KEYS = ("image", "images", "text")
-"""Of an observation that is a dict."""
+"""Keys of an observation that is a dict."""
 MAX_TEXT_CHARS = 200_000
 MAX_IMAGES = 64
 
@@ -38,20 +37,20 @@ class Observation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step led to."""
+    """Result of a step."""
 
     observation: Observation
     reward: float
     terminated: bool
-    """Whether the episode has come to an end of its own."""
+    """Whether the task is over."""
     truncated: bool
-    """Whether a time limit of the environment cut it."""
+    """Whether a time limit of the environment ended the episode."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever the environment adds; `action_error`, where it is there, says why an action was not executed."""
+    """Anything else; `action_error`, where present, says why an action was not executed."""
 
 
 class Environment(Protocol):
-    """The methods that an environment of one's own needs; it lives in a process of its own and serves many episodes.
+    """The methods of a custom environment; it lives in a process of its own and serves many episodes.
 
     It may also have `actions`, a mapping from the names of its actions to a sentence each, for prompts.
 
@@ -61,11 +60,11 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        """Begin an episode."""
+        """Start an episode; equal arguments start the same one. Returns an observation, or a pair of it and a dict."""
         ...
 
     def step(self, action: Action) -> Any:
-        """Execute an action."""
+        """Execute an action; returns (observation, reward, ended), or the five values of Gymnasium."""
         ...
 
     def close(self) -> None:
@@ -74,11 +73,14 @@ class Environment(Protocol):
 
 
 def as_observation(value: Any) -> Observation:
-    """Bring what an environment shows into one form.
+    """Convert what an environment shows.
 
     Args:
         value: `Observation`; a dict with `image`, `images` and `text`, each optional; a text; an array (H, W, 3), (H,
-            W, 4) over white, (H, W, 1) or (H, W) uint8; an image of PIL; or a list of pictures.
+            W, 4) over white, (H, W, 1) or (H, W) uint8; a PIL image; or a list of images.
+
+    Raises:
+        MalformedError: it is none of these, too long, or has too many images.
     """
     if isinstance(value, Observation):
         return _observation(value.text, list(value.images))
@@ -89,38 +91,32 @@ def as_observation(value: Any) -> Observation:
         if unknown or not value:
             raise MalformedError(
                 f"the observation is a dict with {', '.join(unknown[:10]) or 'no entries'}; its entries may be "
-                f"{', '.join(KEYS)}; put anything else into the information that reset and step may return as well"
+                f"{', '.join(KEYS)}; put anything else into the info that reset and step may return as well"
             )
         images = _listed(value.get("images"))
         return _observation(value.get("text", ""), [value["image"], *images] if "image" in value else images)
-    if isinstance(value, list):
-        return _observation("", value)
-    return _observation("", [value])
+    return _observation("", value if isinstance(value, list) else [value])
 
 
 def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
-    """Bring what `reset` returned into one form."""
-    if isinstance(value, tuple):
-        if len(value) != 2 or not isinstance(value[1], Mapping):
-            raise MalformedError(
-                f"reset returned a tuple of {_kinds(value)}; expected an observation, or a pair of it and a dict"
-            )
-        return as_observation(value[0]), value[1]
-    return as_observation(value), {}
+    """Convert what `reset` returned to an observation and info."""
+    if not isinstance(value, tuple):
+        return as_observation(value), {}
+    if len(value) != 2 or not isinstance(value[1], Mapping):
+        raise MalformedError(
+            f"reset returned a tuple of {_kinds(value)}; expected an observation, or a pair of it and a dict"
+        )
+    return as_observation(value[0]), value[1]
 
 
 def as_outcome(value: Any) -> Outcome:
-    """Bring what `step` returned into one form.
-
-    Raises:
-        MalformedError: it is none of these, the reward is not finite, or a flag is no bool.
-    """
+    """Convert what `step` returned; raises MalformedError, also for a reward that is not finite."""
     if isinstance(value, Outcome):
         value = (value.observation, value.reward, value.terminated, value.truncated, value.info)
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
-        what = f"a tuple of {_kinds(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        returned = f"a tuple of {_kinds(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
         raise MalformedError(
-            f"step returned {what}; expected (observation, reward, ended), or Gymnasium's (observation, reward, "
+            f"step returned {returned}; expected (observation, reward, ended), or Gymnasium's (observation, reward, "
             "terminated, truncated, information)"
         )
     observation, reward, terminated = value[:3]
@@ -128,11 +124,12 @@ def as_outcome(value: Any) -> Outcome:
     info = value[-1] if len(value) > 3 else {}
     if not isinstance(info, Mapping):
         raise MalformedError(f"step returned {_kinds(value)}; the last of {len(value)} values must be a dict")
-    if info.get(ACTION_ERROR, "") is None:  # said in every turn by some, None where all was well
+    if info.get(ACTION_ERROR, "") is None:  # some environments send None in every turn that went well
         info = {key: entry for key, entry in info.items() if key != ACTION_ERROR}
-    return Outcome(
-        as_observation(observation), _reward(reward), _flag("ended", terminated), _flag("truncated", truncated), info
-    )
+    for name, flag in (("ended", terminated), ("truncated", truncated)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise MalformedError(f"{name} is {flag!r:.80}; expected True or False as the third value of step")
+    return Outcome(as_observation(observation), _reward(reward), bool(terminated), bool(truncated), info)
 
 
 def _observation(text: Any, images: list[Any]) -> Observation:
@@ -141,8 +138,8 @@ def _observation(text: Any, images: list[Any]) -> Observation:
     if len(text) > MAX_TEXT_CHARS:
         raise MalformedError(f"the observation's text has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed")
     if len(images) > MAX_IMAGES:
-        raise MalformedError(f"the observation has {len(images)} pictures; at most {MAX_IMAGES} are allowed")
-    return Observation(text, tuple(as_picture(image) for image in images))
+        raise MalformedError(f"the observation has {len(images)} images; at most {MAX_IMAGES} are allowed")
+    return Observation(text, tuple(as_image(image) for image in images))
 
 
 def _listed(images: Any) -> list[Any]:
@@ -150,7 +147,7 @@ def _listed(images: Any) -> list[Any]:
         return []
     if isinstance(images, (list, tuple)) or (isinstance(images, np.ndarray) and images.ndim == 4):
         return list(images)
-    raise MalformedError(f"images is a {type(images).__name__}; expected a list of pictures, or (T, H, W, 3) uint8")
+    raise MalformedError(f"images is a {type(images).__name__}; expected a list of images, or (T, H, W, 3) uint8")
 
 
 def _reward(value: Any) -> float:
@@ -161,12 +158,6 @@ def _reward(value: Any) -> float:
     if not math.isfinite(number):
         raise MalformedError(f"the reward is {number}; expected a finite number")
     return number
-
-
-def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise MalformedError(f"{name} is {value!r:.80}; expected True or False as the third value of step")
 
 
 def _kinds(values: tuple[Any, ...]) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from mmrl.agents.environment import Observation
-from mmrl.agents.films import Film
+from mmrl.agents.films import Video
 from mmrl.agents.tasks import AgentTask
 from mmrl.agents.trajectories import Trajectory
 from mmrl.fields import bounded
@@ -18,10 +18,9 @@ class EpisodeConfig:
     """How long episodes last."""
 
     max_turns: int = bounded(15, at_least=1)
-    """Turns after which an episode is truncated, where the environment has not ended it before."""
+    """Turns after which an episode is truncated, unless the environment ended it before."""
     success_above: float = 0.0
-    """An episode succeeds where the sum of its rewards is larger, unless the environment says so itself in
-    info["success"]."""
+    """An episode succeeds where the sum of its rewards is larger, unless the environment sets info["success"]."""
 
 
 @dataclass
@@ -30,14 +29,14 @@ class Episode:
 
     task: AgentTask
     prompt: Prompt | None = None
-    """What the agent read first; None where the environment did not begin."""
+    """First prompt; None where the environment did not start."""
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn."""
     answers: list[str] = field(default_factory=list)
-    """What the agent said in each turn."""
+    """The agent's text of each turn."""
     unreadable: int = 0
-    """Answers without an action that could be read."""
+    """Answers without a readable action."""
     refused: int = 0
     """Actions that the environment could not execute."""
     ending: str = ""
@@ -48,13 +47,13 @@ class Episode:
     finish: str = ""
     """Why the last answer ended: "eos", "stop" or "length"."""
     last: Observation = field(default_factory=Observation)
-    """What was seen last."""
-    film: Film | None = None
-    """What was seen and done, where it is recorded."""
+    """The last observation."""
+    video: Video | None = None
+    """Observations and actions, where they are recorded."""
 
     @property
     def has_result(self) -> bool:
-        """Whether its reward means anything."""
+        """Whether its reward counts."""
         return self.ending not in NO_RESULT
 
     @property
@@ -64,12 +63,12 @@ class Episode:
 
 
 NO_RESULT = ("failed", "overflow")
-"""Endings of episodes whose reward means nothing."""
+"""Endings of episodes whose reward does not count."""
 
 ENDINGS: dict[str, str] = {
     "terminated": "The environment ended the episode.",
     "truncated": "The environment's limit or episode.max_turns was reached.",
-    "unreadable": "An answer had no action that could be read, and actions.on_parse_error is terminate.",
+    "unreadable": "An answer had no readable action, and actions.on_parse_error is terminate.",
     "failed": "The environment raised, hung, died or returned something malformed: there is no result.",
-    "overflow": "What was to be seen next does not fit into the model's positions: there is no result.",
+    "overflow": "The next observation does not fit into the model's positions: there is no result.",
 }

@@ -1,4 +1,4 @@
-"""Success of an agent on held-out tasks, with films of some episodes."""
+"""Success of an agent on held-out tasks, with videos of some episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from mmrl.agents.episode import ENDINGS, Episode
-from mmrl.agents.films import Film, write_films
+from mmrl.agents.films import Video, write_videos
 from mmrl.agents.tasks import AgentTask
 from mmrl.fields import bounded
 from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
@@ -21,7 +21,7 @@ from mmrl.training.record.outcomes import Outcome
 from mmrl.training.record.samples import SampleRecord
 
 RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]], list[Episode]]
-"""Tasks, seeds, whether greedy, and which are filmed, to their episodes."""
+"""(tasks, seeds, greedy, which are recorded as videos) to their episodes."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class AgentEvaluationConfig(EvaluationConfig):
 
     samples: int = bounded(0, at_least=0)
     """Further episodes of each task with sampled answers; 0 = none."""
-    films: int = bounded(2, at_least=0)
+    videos: int = bounded(2, at_least=0)
     """First successes and first failures of the headline split that are kept as mp4, that many of each; 0 = none."""
 
 
@@ -50,10 +50,10 @@ class AgentMeasure(Measure[AgentTask]):
     seed: int
     split: str
     folder: Path | None = None
-    """Where films go; None makes none."""
+    """Where videos go; None makes none."""
     label: str = ""
-    """Beginning of the films' names."""
-    _films: list[Film] = field(default_factory=list)
+    """Start of the videos' names."""
+    _videos: list[Video] = field(default_factory=list)
 
     unit = "episodes"
 
@@ -62,34 +62,35 @@ class AgentMeasure(Measure[AgentTask]):
 
     @property
     def batch_size(self) -> int:
-        """Episodes that are begun together."""
+        """Episodes that start together."""
         return self.evaluation.batch_tasks
 
     def run(self, batch: Sequence[Trial[AgentTask]], start: int) -> list[Row]:
-        """Run some episodes to their ends."""
-        tasks = [trial.task for trial in batch]
+        """Run some episodes to their ends, keeping the first videos of both outcomes."""
         seeds = [stream_seed(self.seed, "evaluate", self.split, trial.task.id, trial.repeat) for trial in batch]
-        filmed = [self.folder is not None] * len(batch)
-        episodes = self.run_episodes(tasks, seeds, self.protocol == "greedy", filmed)
-        if self.folder is not None:
-            self._keep_films(episodes)
+        recorded = [self.folder is not None] * len(batch)
+        episodes = self.run_episodes([trial.task for trial in batch], seeds, self.protocol == "greedy", recorded)
+        for success in (True, False):
+            kept = sum(video.success is success for video in self._videos)
+            found = [e.video for e in episodes if e.video is not None and e.video.success is success]
+            self._videos += found[: max(self.evaluation.videos - kept, 0)]
         return [_row(trial, episode) for trial, episode in zip(batch, episodes, strict=True)]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[AgentTask]) -> dict[str, float]:
-        """Success overall and of each name of a task, and what the episodes were like."""
-        sound = [row for row in rows if not row["failed"]]
+        """Success overall and by task name, and the means over episodes."""
+        valid = [row for row in rows if not row["failed"]]
         name = f"success/{self.protocol}"
-        metrics = self._success(sound, name)
+        metrics = self._success(valid, name)
         names = dict.fromkeys(row["name"] for row in rows)
         for own in names if len(names) > 1 else ():
-            metrics |= self._success([row for row in sound if row["name"] == own], f"{name}/{metric_label(own)}")
+            metrics |= self._success([row for row in valid if row["name"] == own], f"{name}/{metric_label(own)}")
         for key in ("return", "turns", "unreadable", "refused"):
-            values = [row[key] for row in sound]
+            values = [row[key] for row in valid]
             metrics[f"episode/{key}/{self.protocol}"] = float(np.mean(values)) if values else float("nan")
-        return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(sound))}
+        return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(valid))}
 
     def record(self, row: Row) -> SampleRecord:
-        """An episode as its answers and what was seen last."""
+        """An episode as its answers and its last image."""
         return row["sample"]  # type: ignore[no-any-return]
 
     def failure(self, rows: Sequence[Row]) -> str:
@@ -99,22 +100,16 @@ class AgentMeasure(Measure[AgentTask]):
         return f"no episode of {self.split} came to a result: {rows[0]['reason']}"
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Whether an episode succeeded; nothing where it has no result."""
+        """Success and return of an episode; None without a result."""
         if row["failed"]:
             return None
         scores = {f"success/{self.protocol}": float(row["success"]), f"return/{self.protocol}": row["return"]}
         return Outcome(row["id"], scores, {"task": row["name"]} if row["name"] else {})
 
     def finish(self, rows: Sequence[Row], saved: object) -> None:
-        """Write the films."""
+        """Write the videos."""
         if self.folder is not None:
-            write_films(self.folder, self.label, self._films, self.evaluation.films)
-
-    def _keep_films(self, episodes: Sequence[Episode]) -> None:
-        for success in (True, False):
-            kept = sum(film.success is success for film in self._films)
-            found = [e.film for e in episodes if e.film is not None and e.film.success is success]
-            self._films += found[: max(self.evaluation.films - kept, 0)]
+            write_videos(self.folder, self.label, self._videos, self.evaluation.videos)
 
     def _success(self, rows: Sequence[Row], name: str) -> dict[str, float]:
         by_task: dict[int, list[float]] = {}
@@ -127,7 +122,7 @@ class AgentMeasure(Measure[AgentTask]):
 def episode_record(
     episode: Episode, reward: float | None, terms: dict[str, float], advantage: float | None
 ) -> SampleRecord:
-    """An episode as a sample for the report: what was said in each turn, and the picture seen last."""
+    """An episode as a sample for the report: the answers of all turns, and the last image."""
     turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
     return SampleRecord(
         id=episode.task.id,

@@ -1,6 +1,6 @@
-"""Episodes of an environment's own expert: what a warm start by cloning learns from, and films to look at.
+"""Episodes of an environment's own expert: demonstrations for a warm start by cloning, and videos.
 
-env = GymEnvironment(PictureGrid(min_distance=8))
+env = GymEnvironment(GridWorld(min_distance=8))
 episode = run_expert(env, {}, seed=3, format="tag")
 episode.turns[0].observation.images[0], episode.turns[0].action.text
 """
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mmrl.agents.actions import Action, write_answer
 from mmrl.agents.env_pool import EnvPool, TurnResult
 from mmrl.agents.environment import Environment, Observation, as_outcome, as_start
-from mmrl.agents.films import Film, write_films
+from mmrl.agents.films import Video, write_videos
 from mmrl.agents.tasks import AgentTask
 from mmrl.files import replaced
 from mmrl.workers.failures import WorkerFailure
@@ -26,14 +26,14 @@ MOST_TURNS = 1000
 
 
 class ExpertFailedError(RuntimeError):
-    """An expert's episode has no end: its environment failed, or it went on for too long."""
+    """An expert's episode has no end: its environment failed, or it took too long."""
 
 
 class ExpertEnvironment(Environment, Protocol):
-    """An environment that knows what to do."""
+    """An environment that has an expert."""
 
     def expert(self) -> Action:
-        """What solves the task from here on; its text is not used."""
+        """The next action towards solving the task; its text is not used."""
         ...
 
 
@@ -44,52 +44,41 @@ class RemoteExpert:
         self._pool = pool
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        """Begin an episode."""
-        result = _sound(self._pool.reset({0: AgentTask("expert", task, seed)})[0])
+        """Start an episode."""
+        result = _checked(self._pool.reset({0: AgentTask("expert", task, seed)})[0])
         return result.observation, result.info
 
     def step(self, action: Action) -> Any:
         """Execute an action."""
-        result = _sound(self._pool.step({0: action})[0])
+        result = _checked(self._pool.step({0: action})[0])
         return result.observation, result.reward, result.terminated, result.truncated, result.info
 
     def expert(self) -> Action:
-        """What the environment's expert would do."""
+        """The action of the environment's expert."""
         move = self._pool.ask_expert(0)
         if isinstance(move, WorkerFailure):
             raise ExpertFailedError(f"{move.kind}: {move.reason}")
         return move
 
     def close(self) -> None:
-        """Give up the episode."""
+        """Stop the episode."""
         self._pool.stop([0])
 
 
-class CarelessExpert:
-    """An environment whose expert errs: now and then it takes any of some actions."""
+class NoisyExpert:
+    """An environment whose expert takes a random action with probability `mistakes`."""
 
     def __init__(
         self, env: ExpertEnvironment, actions: Sequence[str], mistakes: float, generator: random.Random
     ) -> None:
         self._env, self._actions, self._mistakes, self._generator = env, list(actions), mistakes, generator
+        self.reset, self.step, self.close = env.reset, env.step, env.close
 
     def expert(self) -> Action:
-        """The expert's move, or any."""
+        """The expert's action, or a random one."""
         if self._generator.random() < self._mistakes:
             return Action(self._generator.choice(self._actions))
         return self._env.expert()
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        """As in the environment."""
-        return self._env.reset(task, seed)
-
-    def step(self, action: Action) -> Any:
-        """As in the environment."""
-        return self._env.step(action)
-
-    def close(self) -> None:
-        """Close the environment."""
-        self._env.close()
 
 
 @dataclass(frozen=True)
@@ -97,11 +86,10 @@ class ExpertTurn:
     """What the expert saw and did."""
 
     observation: Observation
-    """As an agent sees it."""
     action: Action
-    """`text` is the answer in the format that was asked for."""
+    """`text` is the answer in the requested format."""
     info: Mapping[str, Any]
-    """What came of it."""
+    """Info of the step."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +109,13 @@ class ExpertEpisode:
         """Text of the first observation."""
         return self.turns[0].observation.text
 
-    def film(self) -> Film:
-        """The episode as a film, its marks drawn on the picture that they were made on."""
-        film = Film(f"{self.task.get('name', 'task')}/{self.task.get('seed', self.seed)}")
+    def video(self) -> Video:
+        """The episode as a video, marks drawn on the image that the action was taken on."""
+        video = Video(f"{self.task.get('name', 'task')}/{self.task.get('seed', self.seed)}")
         for turn in self.turns:
-            arguments = ", ".join(f"{name}={value!r}" for name, value in turn.action.arguments.items())
-            film.add(turn.observation, f"{turn.action.name}({arguments})", turn.info)
-        film.end(self.last, self.reward, self.success)
-        return film
+            video.add(turn.observation, str(turn.action), turn.info)
+        video.end(self.last, self.reward, self.success)
+        return video
 
 
 def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, format: str = "json") -> ExpertEpisode:
@@ -141,10 +128,10 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
         format: in which the answers are written; key of `mmrl.agents.actions.FORMATS`.
 
     Returns:
-        The episode; success is what `info["success"]` says at the end, or else whether there was a reward.
+        The episode; success is the last `info["success"]`, or else whether there was a reward.
 
     Raises:
-        MalformedError: what the environment returned is no observation or outcome.
+        MalformedError: the environment returned no observation or outcome.
         ExpertFailedError: the episode did not end within 1000 turns.
     """
     observation, info = as_start(env.reset(task, seed))
@@ -165,16 +152,14 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
     )
 
 
-def _sound(result: TurnResult) -> TurnResult:
-    if result.failure is not None:
-        raise ExpertFailedError(f"{result.failure.kind}: {result.failure.reason}")
-    return result
+def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, videos: int = 1) -> None:
+    """Write episodes as a data set: episodes.jsonl, the images of the turns, and videos.
 
-
-def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, films: int = 1) -> None:
-    """Write episodes as a data set: episodes.jsonl, a picture for each turn that shows one, and films.
-
-    A row has task, seed, instruction, reward, success and turns, each with images, text, answer, name and arguments.
+    Args:
+        episodes: a row each, with task, seed, instruction, reward, success and turns; a turn has images, text, answer,
+            name and arguments.
+        folder: where the files go.
+        videos: number of successes and of failures that get a video.
     """
     from PIL import Image
 
@@ -182,8 +167,8 @@ def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, films: int =
     rows = []
     for number, episode in enumerate(episodes):
         turns = []
-        for place, turn in enumerate(episode.turns):
-            names = [f"images/{number:06d}-{place:02d}-{each}.png" for each in range(len(turn.observation.images))]
+        for index, turn in enumerate(episode.turns):
+            names = [f"images/{number:06d}-{index:02d}-{each}.png" for each in range(len(turn.observation.images))]
             for name, image in zip(names, turn.observation.images, strict=True):
                 Image.fromarray(image).save(folder / name)
             action = {"name": turn.action.name, "arguments": dict(turn.action.arguments)}
@@ -192,4 +177,10 @@ def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, films: int =
         rows.append(row | {"reward": episode.reward, "success": episode.success, "turns": turns})
     with replaced(folder / "episodes.jsonl") as draft, draft.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_films(folder / "films", "expert", [episode.film() for episode in episodes], films)
+    write_videos(folder / "videos", "expert", [episode.video() for episode in episodes], videos)
+
+
+def _checked(result: TurnResult) -> TurnResult:
+    if result.failure is not None:
+        raise ExpertFailedError(f"{result.failure.kind}: {result.failure.reason}")
+    return result

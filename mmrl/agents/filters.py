@@ -1,4 +1,4 @@
-"""What DigiRL learns from: values, advantages and filters of trajectories and of their steps, as plain functions.
+"""DigiRL's values, advantages and filters of trajectories and of their steps, as plain functions.
 
 Letters: n trajectories, H steps of a trajectory, M steps of all trajectories one after another.
 """
@@ -14,14 +14,11 @@ from torch import Tensor
 VALUE_MARGIN = 1e-4
 """Instruction values are kept this far from 0 and 1."""
 CODE_OFFSET = 0.05
-"""What the public code takes off every step's advantage."""
+"""The public code subtracts this from every step's advantage."""
 
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> Tensor:
-    """Monte-Carlo return of each step of a trajectory, R_t = sum_u gamma^(u - t) r_u.
-
-    Returns:
-        (H,) float64.
+    """Monte-Carlo return R_t = sum_u gamma^(u - t) r_u of each step of a trajectory, (H,) float64.
 
     Source: DigiRL-agent/digirl digirl/environment/env_utils.py, add_mc_return.
     """
@@ -48,10 +45,10 @@ def instruction_advantages(total: Tensor, value: Tensor) -> Tensor:
 
 
 def keep_best(scores: Tensor, quantile: float = 0.9, min_score: float | None = None) -> Tensor:
-    """Which trajectories are learnt from: those that score at least a quantile of all.
+    """Select the trajectories that score at least a quantile of all.
 
     Where rewards are 0 or 1 and less than 1 - quantile of the trajectories succeed, the quantile of the rewards is 0
-    and everything is kept; `min_score` is what keeps failures out then.
+    and everything is kept; `min_score` then excludes failures.
 
     Args:
         scores: (n,) reward or advantage of each.
@@ -70,13 +67,12 @@ def keep_best(scores: Tensor, quantile: float = 0.9, min_score: float | None = N
 
 
 def paper_advantages(value: Tensor, rewards: Tensor, lam: float = 0.5) -> Tensor:
-    """Doubly robust advantage of each step: the end of the trajectory near it, the critic far from it.
+    """Doubly robust advantage of each step: the final reward dominates near the end, the critic far from it.
 
     A_h = lam^(H - h) r_H + (1 - lam^(H - h)) (V(s_{h+1}) + r_h - V(s_h)),  h = 1 .. H
 
     Args:
-        value: (H,) value of the state before each step. The state behind the last one counts for nothing, as its
-            weight is 0.
+        value: (H,) value of the state before each step; that after the last step is not needed, as its weight is 0.
         rewards: (H,) of each step.
         lam: weight of the trajectory's end, between 0 and 1; 0.5 as the discount of the public code.
 
@@ -92,18 +88,9 @@ def paper_advantages(value: Tensor, rewards: Tensor, lam: float = 0.5) -> Tensor
 
 
 def code_advantages(value: Tensor, next_value: Tensor, rewards: Tensor, returns: Tensor) -> Tensor:
-    """Advantage of each step as the public code computes it: V(s') - V(s) - 0.05 + r + R.
+    """Advantage V(s') - V(s) - 0.05 + r + R of each step as in the public code, (M,) all; steps above 0 are kept.
 
-    The reward of the last step is in it twice, in r and in R.
-
-    Args:
-        value: (M,) value of the state before each step.
-        next_value: (M,) value of the state after it.
-        rewards: (M,).
-        returns: (M,) of `discounted_returns`.
-
-    Returns:
-        (M,); a step is kept where it is above 0.
+    The reward of the last step counts twice, in r and in R.
 
     Source: DigiRL-agent/digirl digirl/algorithms/digirl/trainer.py, actor_loss.
     """
@@ -111,7 +98,7 @@ def code_advantages(value: Tensor, next_value: Tensor, rewards: Tensor, returns:
 
 
 def step_threshold(rule: str, steps: int) -> float:
-    """What a step's advantage has to exceed.
+    """The smallest advantage of a kept step.
 
     Args:
         rule: "1/H", or a number.
@@ -132,12 +119,7 @@ def step_threshold(rule: str, steps: int) -> float:
 
 
 def clamp_logp(logp: Tensor, low: float = 0.001, high: float = 0.99) -> Tensor:
-    """Log-probabilities of tokens whose probabilities are kept within bounds.
-
-    Args:
-        logp: any shape, nats.
-        low: smallest probability.
-        high: largest one.
+    """Log-probabilities in nats, of any shape, of probabilities clamped to [low, high].
 
     Gradient: none where a probability is out of bounds.
 

@@ -1,9 +1,9 @@
-"""Actions that an agent wrote as members of a Gymnasium action space."""
+"""Actions of an agent as members of a Gymnasium action space."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,43 +15,23 @@ class NotExecutableError(ValueError):
     """An action that the environment does not have; the message is for the agent."""
 
 
-class ActionReader(Protocol):
-    """Turns actions into members of a space."""
-
-    @property
-    def actions(self) -> Mapping[str, str]:
-        """Names of the actions, with a sentence about their arguments."""
-        ...
-
-    def read(self, action: Action) -> Any:
-        """The member of the space; raises NotExecutableError."""
-        ...
-
-    def write(self, value: Any) -> Action:
-        """The action that `read` turns into a member of the space."""
-        ...
-
-
 class NamedActions:
-    """A Discrete space: one name an action."""
+    """A Discrete space: each action has a name and no arguments."""
 
     def __init__(self, space: Any, names: Sequence[str] | None) -> None:
         count, start = int(space.n), int(getattr(space, "start", 0))
-        names = [str(start + place) for place in range(count)] if names is None else [str(name) for name in names]
+        names = [str(start + index) for index in range(count)] if names is None else [str(name) for name in names]
         if len(names) != count or len(set(names)) < count:
             raise UserError(
                 f"environment.adapter.action_names has {len(names)} names, {len(set(names))} of them different; the "
                 f"environment has {count} actions"
             )
-        self._numbers = {name: start + place for place, name in enumerate(names)}
-
-    @property
-    def actions(self) -> Mapping[str, str]:
-        """Names without arguments."""
-        return dict.fromkeys(self._numbers, "")
+        self._numbers = {name: start + index for index, name in enumerate(names)}
+        self.actions: Mapping[str, str] = dict.fromkeys(names, "")
+        """Names, with a sentence about the arguments."""
 
     def read(self, action: Action) -> int:
-        """The number of a name."""
+        """The number of a name; raises NotExecutableError."""
         if action.name not in self._numbers:
             names = ", ".join(list(self._numbers)[:50])
             raise NotExecutableError(f"There is no action {action.name[:60]!r}; the actions are: {names}.")
@@ -60,7 +40,7 @@ class NamedActions:
         return self._numbers[action.name]
 
     def write(self, value: Any) -> Action:
-        """The name of a number."""
+        """The action that `read` turns into a number."""
         return Action(next(name for name, number in self._numbers.items() if number == int(value)))
 
 
@@ -69,14 +49,10 @@ class TextAction:
 
     def __init__(self, space: Any) -> None:
         self._space = space
-
-    @property
-    def actions(self) -> Mapping[str, str]:
-        """Nothing is fixed."""
-        return {}
+        self.actions: Mapping[str, str] = {}
 
     def read(self, action: Action) -> str:
-        """The text, within the space's characters and lengths."""
+        """The text, within the space's characters and lengths; raises NotExecutableError."""
         text = action.arguments.get("text", action.name)
         if set(action.arguments) - {"text"} or not isinstance(text, str):
             raise NotExecutableError("The action is a text, with no arguments beside it.")
@@ -91,43 +67,42 @@ class TextAction:
 
 
 class ArgumentActions:
-    """A Dict of Discrete, Box and Text spaces: its entries are the action's arguments; a Box alone is `value`."""
+    """A Dict of Discrete, Box and Text spaces: its entries are the action's arguments; a single Box is `value`."""
 
-    def __init__(self, spaces: Mapping[str, Any], alone: bool) -> None:
-        self._spaces, self._alone = dict(spaces), alone
+    def __init__(self, spaces: Mapping[str, Any], single: bool) -> None:
+        self._spaces, self._single = dict(spaces), single
         for name, space in self._spaces.items():
-            if type(space).__name__ not in READERS:
+            if type(space).__name__ not in CONVERTERS:
                 raise UserError(
-                    f"the action's entry {name!r} is {space!r:.120}; an agent can write {', '.join(READERS)}"
+                    f"the action's entry {name!r} is {space!r:.120}; an agent can write {', '.join(CONVERTERS)}"
                 )
-
-    @property
-    def actions(self) -> Mapping[str, str]:
-        """One action, whatever its name."""
-        return {"act": ", ".join(f"{name}: {_described(space)}" for name, space in self._spaces.items())}
+        described = (f"{name}: {_described(space)}" for name, space in self._spaces.items())
+        self.actions: Mapping[str, str] = {"act": ", ".join(described)}
 
     def read(self, action: Action) -> Any:
-        """The arguments, each within its space."""
-        wanted, given = set(self._spaces), set(action.arguments)
-        if wanted != given:
-            found = ", ".join(sorted(given)) or "none"
-            raise NotExecutableError(f"The action needs the arguments {', '.join(self._spaces)}; given: {found}.")
+        """The arguments, each within its space; raises NotExecutableError."""
+        if set(self._spaces) != set(action.arguments):
+            given = ", ".join(sorted(action.arguments)) or "none"
+            raise NotExecutableError(f"The action needs the arguments {', '.join(self._spaces)}; given: {given}.")
         values = {}
         for name, space in self._spaces.items():
-            values[name] = READERS[type(space).__name__](space, action.arguments[name])
+            values[name] = CONVERTERS[type(space).__name__](space, action.arguments[name])
             if values[name] is None or not space.contains(values[name]):
                 raise NotExecutableError(f"The argument {name} must be {_described(space)}.")
-        return values["value"] if self._alone else values
+        return values["value"] if self._single else values
 
     def write(self, value: Any) -> Action:
-        """The entries as arguments."""
-        entries = {"value": value} if self._alone else dict(value)
+        """The entries as arguments of an action."""
+        entries = {"value": value} if self._single else dict(value)
         plain = {name: part.tolist() if hasattr(part, "tolist") else part for name, part in entries.items()}
         return Action("act", plain)
 
 
+ActionReader: TypeAlias = NamedActions | TextAction | ArgumentActions
+
+
 def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:
-    """Find the reader of a space, which is recognised by the name of its class."""
+    """The reader of a space, which is recognised by the name of its class."""
     kind = type(space).__name__
     if kind == "Discrete":
         return NamedActions(space, names)
@@ -136,8 +111,8 @@ def action_reader(space: Any, names: Sequence[str] | None) -> ActionReader:
     if kind == "Text":
         return TextAction(space)
     if kind == "Dict":
-        return ArgumentActions(space.spaces, alone=False)
-    return ArgumentActions({"value": space}, alone=True)
+        return ArgumentActions(space.spaces, single=False)
+    return ArgumentActions({"value": space}, single=True)
 
 
 def _described(space: Any) -> str:
@@ -152,16 +127,11 @@ def _described(space: Any) -> str:
     return f"a number{limits}" if space.shape == () else f"a list of numbers of the shape {space.shape}{limits}"
 
 
-def _whole(space: Any, value: Any) -> Any:
-    return np.int64(value) if type(value) is int and abs(value) < 2**62 else None
-
-
-def _text(space: Any, value: Any) -> Any:
-    return value if isinstance(value, str) else None
-
-
 def _numbers(space: Any, value: Any) -> Any:
-    if not _all_numbers(value):
+    def all_numbers(part: Any) -> bool:
+        return all(map(all_numbers, part)) if isinstance(part, (list, tuple)) else type(part) in (int, float)
+
+    if not all_numbers(value):
         return None
     try:
         array = np.asarray(value, np.float64)
@@ -173,10 +143,9 @@ def _numbers(space: Any, value: Any) -> Any:
     return array.astype(space.dtype) if ((array >= space.low) & (array <= space.high)).all() else None
 
 
-def _all_numbers(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_all_numbers, value))
-    return type(value) in (int, float)
-
-
-READERS = {"Discrete": _whole, "Box": _numbers, "Text": _text}
+CONVERTERS = {
+    "Discrete": lambda space, value: np.int64(value) if type(value) is int and abs(value) < 2**62 else None,
+    "Box": _numbers,
+    "Text": lambda space, value: value if isinstance(value, str) else None,
+}
+"""(space, argument) to a member of the space, or None."""

@@ -1,6 +1,6 @@
-"""Any Gymnasium environment with pictures or text to look at, for agents that write their actions.
+"""Any Gymnasium environment with images or text to look at, for agents that write their actions.
 
-Pictures are the entries of the observation that are Boxes of uint8 shaped like one, or what `render` returns; text is
+Images are the entries of the observation that are Boxes of uint8 shaped like one, or the result of `render`; text is
 the entries that are Text spaces, and any other that is asked for by name. Actions are names of a Discrete space, a
 text, numbers, or the entries of a Dict by name.
 """
@@ -14,8 +14,8 @@ import numpy as np
 
 from mmrl.agents.actions import Action
 from mmrl.agents.environment import Observation
-from mmrl.agents.gym_actions import ActionReader, NotExecutableError, action_reader
-from mmrl.agents.pictures import as_picture
+from mmrl.agents.gym_actions import NotExecutableError, action_reader
+from mmrl.agents.pictures import as_image
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class GymEnvironment:
-    """One Gymnasium environment behind `mmrl.agents.environment.Environment`.
+    """One Gymnasium environment with the methods of `mmrl.agents.environment.Environment`.
 
     Args:
         env: gymnasium.Env.
         action_names: names of a Discrete space's actions in order; those of the environment's `metadata` when None, or
             their numbers. With a Dict of numbers and texts the entries' names are the arguments of the action.
-        image_keys: entries of a Dict observation that are pictures, in order; None = all that look like one.
-        text_keys: entries of a Dict observation that are shown as text; None = all Text spaces. An entry that is no
-            text is written as `name: value`.
-        render: whether the picture is `env.render()`, which needs render_mode="rgb_array"; None = where the
-            observation has neither picture nor text.
-        task_options: whether `reset` gets the task as its options.
-        repeat_text: whether a text is shown again in turns in which it is the same, beside a picture.
+        image_keys: entries of a Dict observation that are images, in order; None = all that look like one.
+        text_keys: entries of a Dict observation that are shown as text; None = all Text spaces. An entry of another
+            space is written as `name: value`.
+        render: whether the image is `env.render()`, which needs render_mode="rgb_array"; None = where the observation
+            has neither image nor text.
+        task_options: whether the task is passed to `env.reset` as its options.
+        repeat_text: whether an unchanged text is shown again beside an image.
 
     Raises:
         UserError: there is nothing to look at, a key does not exist, or the actions are of another kind.
@@ -55,32 +55,29 @@ class GymEnvironment:
         self._env, self._task_options, self._repeat_text = env, task_options, repeat_text
         if action_names is None:
             action_names = (getattr(env, "metadata", None) or {}).get("action_names")
-        self._reader: ActionReader = action_reader(env.action_space, action_names)
-        entries = _entries(env.observation_space)
-        self._image_keys = _chosen("image_keys", image_keys, entries, _is_picture)
-        self._text_keys = _chosen("text_keys", text_keys, entries, _is_text)
-        seen = bool(self._image_keys or self._text_keys)
-        self._render = not seen if render is None else render
+        self._reader = action_reader(env.action_space, action_names)
+        self.actions = self._reader.actions
+        """Names of the actions, with a sentence about their arguments."""
+        parts = getattr(env.observation_space, "spaces", None)
+        entries = dict(parts) if isinstance(parts, Mapping) else {"": env.observation_space}
+        self._image_keys = _chosen("image_keys", image_keys, entries, _is_image)
+        self._text_keys = _chosen("text_keys", text_keys, entries, lambda space: type(space).__name__ == "Text")
+        self._render = not (self._image_keys or self._text_keys) if render is None else render
         if self._render and getattr(env, "render_mode", None) != "rgb_array":
             raise UserError(
                 f"{_name(env)} is to be seen by what it renders, but its render_mode is "
                 f"{getattr(env, 'render_mode', None)!r}; make it with render_mode='rgb_array'. Its observation is "
-                f"{env.observation_space!r:.200}, in which a picture is a Box of uint8 (H, W, 3)"
+                f"{env.observation_space!r:.200}, in which an image is a Box of uint8 (H, W, 3)"
             )
         self._images: tuple[NDArray[np.uint8], ...] = ()
         self._text = ""
 
-    @property
-    def actions(self) -> Mapping[str, str]:
-        """Names of the actions, with a sentence about their arguments."""
-        return self._reader.actions
-
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """Begin an episode; the task is passed as options."""
+        """Start an episode; the task is passed as options."""
         options = dict(task) if self._task_options and task else None
         observation, info = self._env.reset(seed=seed, options=options)
         self._text = ""
-        return self._look(observation), info
+        return self._observe(observation), info
 
     def step(self, action: Action) -> tuple[Observation, Any, bool, bool, Mapping[str, Any]]:
         """Execute an action; one that the environment does not have changes nothing and spends the turn."""
@@ -89,14 +86,10 @@ class GymEnvironment:
         except NotExecutableError as error:
             return Observation(str(error), self._images), 0.0, False, False, {"action_error": str(error)}
         observation, reward, terminated, truncated, info = self._env.step(value)
-        return self._look(observation), reward, terminated, truncated, info
+        return self._observe(observation), reward, terminated, truncated, info
 
     def expert(self) -> Action:
-        """What the environment's own expert, its method `expert_action`, would do now.
-
-        Raises:
-            UserError: it has none.
-        """
+        """The action of the environment's own expert, its method `expert_action`; raises UserError without one."""
         expert = getattr(getattr(self._env, "unwrapped", self._env), "expert_action", None)
         if expert is None:
             raise UserError(f"{_name(self._env)} has no method expert_action that returns a member of its action space")
@@ -106,51 +99,38 @@ class GymEnvironment:
         """Close the environment."""
         self._env.close()
 
-    def _look(self, observation: Any) -> Observation:
+    def _observe(self, observation: Any) -> Observation:
         parts = observation if isinstance(observation, Mapping) else {"": observation}
-        images = [as_picture(parts[key]) for key in self._image_keys]
+        images = [as_image(parts[key]) for key in self._image_keys]
         if self._render:
-            images.append(as_picture(self._env.render()))
+            images.append(as_image(self._env.render()))
         text = "\n".join(_text(key, parts[key]) for key in self._text_keys)
         repeated = text == self._text and bool(images) and not self._repeat_text
         self._images, self._text = tuple(images), text
         return Observation("" if repeated else text, self._images)
 
 
-def _entries(space: Any) -> Mapping[str, Any]:
-    """The spaces of a Dict by name; any other space under the empty name."""
-    parts = getattr(space, "spaces", None)
-    return dict(parts) if isinstance(parts, Mapping) else {"": space}
-
-
 def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any], fits: Any) -> list[str]:
+    """The keys of entries to show: those named, or those that fit."""
     if names is None:
         return [name for name, space in entries.items() if fits(space)]
+    listing = f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"
     for name in names:
         if name not in entries:
-            raise UserError(f"environment.adapter.{option}: the observation has no {name!r}; {_listing(entries)}")
-        if option == "image_keys" and not _is_picture(entries[name]):
+            listing = "it is no Dict" if list(entries) == [""] else listing
+            raise UserError(f"environment.adapter.{option}: the observation has no {name!r}; {listing}")
+        if option == "image_keys" and not _is_image(entries[name]):
             raise UserError(
-                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; a picture is a Box of uint8 "
-                f"(H, W, 3), (H, W, 1) or (H, W). {_listing(entries)}"
+                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; an image is a Box of uint8 "
+                f"(H, W, 3), (H, W, 1) or (H, W). {listing}"
             )
     return list(names)
 
 
-def _listing(entries: Mapping[str, Any]) -> str:
-    if list(entries) == [""]:
-        return "it is no Dict"
-    return f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"
-
-
-def _is_picture(space: Any) -> bool:
+def _is_image(space: Any) -> bool:
     shape: tuple[int, ...] = getattr(space, "shape", None) or ()
     flat = len(shape) == 2 and min(shape) > 1
     return getattr(space, "dtype", None) == np.uint8 and (flat or (len(shape) == 3 and shape[2] in (1, 3, 4)))
-
-
-def _is_text(space: Any) -> bool:
-    return type(space).__name__ == "Text"
 
 
 def _text(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Stored episodes with what DigiRL's critics and filters need of them: states of the policy, returns, totals."""
+"""Stored episodes with the inputs of DigiRL's critics and filters: states of the policy, returns, totals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmrl.vlm.reading import text_prompt
 from mmrl.vlm.rotary import TEXT
 
 ROWS = 16
-"""Episodes that are read together where nothing else is asked for; more of them only cost memory."""
+"""Episodes that are read together by default; more only cost memory."""
 
 
 @dataclass
@@ -30,9 +30,9 @@ class LabelledEpisodes:
 
     episodes: list[Episode]
     text_state: Tensor
-    """(n, S) float32, the policy's state behind the text of the first prompt, without its pictures."""
+    """(n, S) float32, the policy's state after the text of the first prompt, without its images."""
     state: Tensor
-    """(M, S) float32, the policy's state before each step, which has read everything up to then."""
+    """(M, S) float32, the policy's state before each step, after everything up to then."""
     counts: list[int]
     """Steps H of each episode."""
     reward: Tensor
@@ -47,7 +47,7 @@ class LabelledEpisodes:
 
     @property
     def next_state(self) -> Tensor:
-        """(M, S) state before the following step; where the episode is over, that of the step itself."""
+        """(M, S) state before the next step; after the last step, that of the step itself."""
         last = torch.tensor([step == steps - 1 for steps in self.counts for step in range(steps)])
         return torch.where(last[:, None], self.state, self.state.roll(-1, 0))
 
@@ -58,7 +58,7 @@ class LabelledEpisodes:
 
     @property
     def steps(self) -> StepData:
-        """The steps as the step critic learns from them."""
+        """The steps as data of the step critic."""
         return StepData(self.state, self.next_state, self.has_next, (self.mc_return > 0).long())
 
 
@@ -82,7 +82,7 @@ def label_episodes(
 
 
 def _shared_states(policy: VlmPolicy, episodes: Sequence[Episode], rows: int) -> tuple[Tensor, Tensor]:
-    """States of the texts (n, S) and before the steps (M, S), read by all processes together."""
+    """States of the texts (n, S) and before the steps (M, S); each process reads a share."""
     process = PartialState()
     mine = list(range(process.process_index, len(episodes), process.num_processes))
     found = []
@@ -101,20 +101,16 @@ def _states(policy: VlmPolicy, numbers: Sequence[int], episodes: Sequence[Episod
     rollouts = pack_episodes(episodes, range(len(episodes)), policy)
     starts = turn_starts(rollouts.replace(reward=torch.zeros_like(rollouts.reward)))
     states = policy.states(rollouts.replace(mask=starts.to(rollouts.mask.dtype))).float().cpu()
-    texts = _text_states(policy, [_without_pictures(episode.prompt) for episode in episodes])
+    texts = _text_states(policy, [episode.prompt for episode in episodes if episode.prompt is not None])
     counts = [episode.trajectory.turns for episode in episodes]
     return list(zip(numbers, texts, states.split(counts), strict=True))
 
 
 def _text_states(policy: VlmPolicy, prompts: Sequence[Prompt]) -> list[Tensor]:
-    """State (S,) behind each prompt; equal ones, as of tasks that differ in their pictures only, are read once."""
-    keys = [tuple(prompt.input_ids.tolist()) for prompt in prompts]
-    distinct = dict(zip(keys, prompts, strict=True))
+    """State (S,) after each prompt; equal prompts, of tasks that differ in their images only, are read once."""
+    texts = [text_prompt(prompt.input_ids[prompt.mm_token_type_ids == TEXT]) for prompt in prompts]
+    keys = [tuple(text.input_ids.tolist()) for text in texts]
+    distinct = dict(zip(keys, texts, strict=True))
     states = policy.encode_prefix(list(distinct.values())).last_state.float().cpu()
     found = dict(zip(distinct, states, strict=True))
     return [found[key] for key in keys]
-
-
-def _without_pictures(prompt: Prompt | None) -> Prompt:
-    assert prompt is not None
-    return text_prompt(prompt.input_ids[prompt.mm_token_type_ids == TEXT])

@@ -1,4 +1,4 @@
-"""Calls and values in Python's notation, read without running anything: literals, lists, tuples and dicts only."""
+"""Calls in Python's notation, read without running anything: literals, lists, tuples and dicts only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 MAX_CALL_CHARS = 20_000
 MAX_DEPTH = 8
-"""Lists and dicts inside each other."""
+"""Nesting of lists and dicts."""
 MAX_NUMBER = 1e15
-"""Whole numbers up to here are exact as floats; none that an action needs is larger."""
+"""Integers up to here are exact as floats; no action needs a larger one."""
 NAME = r"[A-Za-z_][A-Za-z_0-9]*"
 CALL = re.compile(rf"\s*({NAME})\s*\(")
 # Text outside these tokens is refused before Python's parser sees it, so that no expression can nest or chain.
@@ -24,7 +24,7 @@ TOKEN = re.compile(
 
 
 class UnreadableError(ValueError):
-    """An answer without an action that can be read."""
+    """The answer has no readable action."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -49,19 +49,8 @@ def read_call(text: str) -> tuple[str, dict[str, Any]]:
     return call[1], arguments
 
 
-def read_literal(text: str) -> Any:
-    """Read a value such as `(10, 20)`, `[1.5, -2]` or `'text'`.
-
-    Returns:
-        Text, number, bool, None, or lists and dicts of these; a tuple becomes a list.
-    """
-    value = _value(_parse(text.strip(), 0))
-    check_value(value)
-    return value
-
-
 def check_value(value: Any, depth: int = 0) -> None:
-    """Refuse numbers that are not finite or beyond `MAX_NUMBER`, and what nests deeper than `MAX_DEPTH`."""
+    """Refuse numbers that are not finite or beyond `MAX_NUMBER`, and nesting deeper than `MAX_DEPTH`."""
     if depth > MAX_DEPTH:
         raise UnreadableError("too_deep", f"lists and dicts nest deeper than {MAX_DEPTH}")
     if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= MAX_NUMBER):
@@ -74,18 +63,18 @@ def check_value(value: Any, depth: int = 0) -> None:
 
 
 def _parse(text: str, start: int) -> ast.expr:
-    """Parse an expression whose text from `start` on is made of harmless tokens."""
+    """Parse an expression after checking that it has only harmless tokens from `start` on."""
     if len(text) > MAX_CALL_CHARS:
         raise UnreadableError("too_long", f"an action of {len(text)} characters; at most {MAX_CALL_CHARS} are read")
-    place, depth = start, 0
-    while place < len(text):
-        token = TOKEN.match(text, place)
+    position, depth = start, 0
+    while position < len(text):
+        token = TOKEN.match(text, position)
         depth += 0 if token is None else bool(token["open"]) - bool(token["close"])
         if token is None:
-            raise UnreadableError("malformed", f"{text[place : place + 40]!r} is no literal")
+            raise UnreadableError("malformed", f"{text[position : position + 40]!r} is no literal")
         if depth > MAX_DEPTH + 1:
             raise UnreadableError("too_deep", f"brackets nest deeper than {MAX_DEPTH}")
-        place = token.end()
+        position = token.end()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # unknown escapes in strings

@@ -134,7 +134,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         """Run G episodes of each task."""
         size = self.config.trainer.samples_per_task
         repeated = [task for task in tasks for _ in range(size)]
-        episodes = self.run_episodes(policy, repeated, self._seeds(tasks), outlook=self._bootstraps)
+        episodes = self.run_episodes(policy, repeated, self._seeds(tasks), bootstrap_observation=self._bootstraps)
         self._note(episodes)
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         kept = [own for own in groups if any(episode.has_result for episode in own)]
@@ -149,18 +149,26 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         tasks: Sequence[AgentTask],
         seeds: Sequence[int],
         greedy: bool = False,
-        film: Sequence[bool] = (),
+        video: Sequence[bool] = (),
         *,
         temperature: float | None = None,
-        outlook: bool = False,
+        bootstrap_observation: bool = False,
     ) -> list[Episode]:
         """Run an episode of each task; see `EpisodeRunner.run`."""
         config = self.config
         sampler = config.sampler if temperature is None else replace(config.sampler, temperature=temperature)
         system = config.conversation.system_text(config.actions, self.pool.actions)
         writer = Writer(policy, config.conversation, system)
-        runner = EpisodeRunner(policy, self.pool, writer, config.actions, sampler, config.episode, outlook=outlook)
-        return runner.run(tasks, seeds, greedy=greedy, film=film)
+        runner = EpisodeRunner(
+            policy,
+            self.pool,
+            writer,
+            config.actions,
+            sampler,
+            config.episode,
+            bootstrap_observation=bootstrap_observation,
+        )
+        return runner.run(tasks, seeds, greedy=greedy, video=video)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """The environment's reward and the format's; NaN for episodes without a result and for groups of one result."""
@@ -195,11 +203,11 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
         """
         if not self._bootstraps:
             return super().old_pass(policy, rollouts)
-        mask, outlook = rollouts.mask, rollouts.extras["outlook"] * rollouts.scored[:, None]
-        scored = super().old_pass(policy, rollouts.replace(mask=mask + outlook))
+        mask, bootstrap = rollouts.mask, rollouts.extras["bootstrap_mask"] * rollouts.scored[:, None]
+        scored = super().old_pass(policy, rollouts.replace(mask=mask + bootstrap))
         assert scored.values is not None
-        unknown = (rollouts.extras["truncated"] > 0) & (outlook.sum(1) == 0)
-        value = (scored.values * outlook).sum(1).masked_fill(unknown, math.nan)
+        unknown = (rollouts.extras["truncated"] > 0) & (bootstrap.sum(1) == 0)
+        value = (scored.values * bootstrap).sum(1).masked_fill(unknown, math.nan)
         return scored.replace(
             mask=mask,
             values=scored.values * mask,
@@ -215,11 +223,11 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Success on held-out tasks, overall and of each name of a task."""
         config = self.config
-        filmed = bool(config.evaluation.films) and split == next(iter(self.eval_tasks))
+        recorded = bool(config.evaluation.videos) and split == next(iter(self.eval_tasks))
 
-        def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, film: Sequence[bool]) -> list[Episode]:
+        def run(tasks: Sequence[AgentTask], seeds: Sequence[int], greedy: bool, video: Sequence[bool]) -> list[Episode]:
             temperature = None if greedy else config.evaluation.temperature
-            return self.run_episodes(policy, tasks, seeds, greedy, film, temperature=temperature)
+            return self.run_episodes(policy, tasks, seeds, greedy, video, temperature=temperature)
 
         measures = [
             AgentMeasure(
@@ -228,7 +236,7 @@ class AgentRecipe(Recipe[VlmPolicy, AgentTask]):
                 evaluation=config.evaluation,
                 seed=config.seed,
                 split=split,
-                folder=Path(config.output_dir) / "videos" if filmed and number == 0 else None,
+                folder=Path(config.output_dir) / "videos" if recorded and number == 0 else None,
                 label=f"step-{self.step:06d}-{split}",
             )
             for number, protocol in enumerate(self._protocols())

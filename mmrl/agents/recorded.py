@@ -1,10 +1,10 @@
 """Folders of recorded episodes, of a run or of an expert, as episodes of a policy.
 
-Two forms are read, and a folder may hold both:
+Two formats are read, and a folder may hold both:
 
-* `episodes.jsonl` with pictures beside it, as `mmrl.agents.experts.write_episodes` writes it: a row an episode, with
-  task, seed, reward, success and turns, each with images, text, answer and, where it is not all at the end, reward. It
-  belongs to no model: the conversation is written, and the answers are tokenised, for the policy that reads it.
+* `episodes.jsonl` and its images, as `mmrl.agents.experts.write_episodes` writes them: a row an episode, with task,
+  seed, reward, success and turns, each with images, text, answer and, unless it all comes at the end, reward. It
+  belongs to no model: the conversation is written and tokenised for the policy that reads it.
 * `episode-*.pt`, as `write_recorded` writes it: the tokens, log-probs and pixels of one model's own episodes.
 """
 
@@ -34,14 +34,14 @@ ROWS, SINGLE = "episodes.jsonl", "episode-*.pt"
 
 
 def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
-    """Write episodes of a model, each into a file of its own; those without a result are left out."""
+    """Write the episodes of a model that have a result, one file each; returns how many."""
     folder.mkdir(parents=True, exist_ok=True)
-    sound = [episode for episode in episodes if episode.has_result]
+    valid = [episode for episode in episodes if episode.has_result]
     first = len(list(folder.glob(SINGLE)))
-    for number, episode in enumerate(sound, first):
+    for number, episode in enumerate(valid, first):
         with replaced(folder / f"episode-{number:06d}.pt") as draft:
             torch.save(store_episode(episode), draft)
-    return len(sound)
+    return len(valid)
 
 
 def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episode]:
@@ -52,18 +52,18 @@ def read_recorded(folder: Path, policy: VlmPolicy, writer: Writer) -> list[Episo
     for episode in episodes:
         if not episode.has_result:
             LOGGER.warning("%s: a recorded episode is left out: %s", folder, episode.reason)
-    sound = [episode for episode in episodes if episode.has_result]
-    sound += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
-    if not sound:
+    valid = [episode for episode in episodes if episode.has_result]
+    valid += [_read_single(file, policy) for file in sorted(folder.glob(SINGLE))]
+    if not valid:
         reason = f"none of its {len(episodes)} fits into the model" if episodes else f"no {ROWS} and no {SINGLE}"
         raise UserError(f"{folder} has no episodes to learn from: {reason}")
-    return sound
+    return valid
 
 
 def _read_single(file: Path, policy: VlmPolicy) -> Episode:
     try:
         episode = restore_episode(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # whatever a damaged file makes of pickle
+    except Exception as error:  # a damaged file may raise anything in pickle
         raise UserError(f"{file} is no recorded episode: {type(error).__name__}: {error}") from error
     own = [token for token, sampled in zip(episode.trajectory.ids, episode.trajectory.sampled, strict=True) if sampled]
     text = policy.processor.tokenizer.decode(own, skip_special_tokens=True)
@@ -72,10 +72,10 @@ def _read_single(file: Path, policy: VlmPolicy) -> Episode:
     return episode
 
 
-def live_through(
+def replay_episode(
     task: AgentTask, turns: Sequence[tuple[Observation, str]], policy: VlmPolicy, writer: Writer
 ) -> Episode:
-    """An episode in which somebody else answered, as the policy would have read and written it."""
+    """Build the episode of given observations and answers as the policy would have read and written it."""
     episode = Episode(task, ending="terminated", finish="eos")
     steps, tokenizer = episode.trajectory, policy.processor.tokenizer
     try:
@@ -105,7 +105,7 @@ def _episode(row: Row, folder: Path, policy: VlmPolicy, writer: Writer) -> Episo
     task = row.cells.get("task") or {}
     name = task.get("name", "task") if isinstance(task, Mapping) else str(task)
     seen = [(_observation(turn, folder, row), str(turn["answer"])) for turn in turns]
-    episode = live_through(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, policy, writer)
+    episode = replay_episode(AgentTask(f"{name}/{row.cells.get('seed', 0)}"), seen, policy, writer)
     episode.rewards = _rewards(row, turns)
     episode.success = bool(row.cells.get("success", sum(episode.rewards) > 0))
     return episode
@@ -124,7 +124,7 @@ def _turns(row: Row) -> list[Mapping[str, Any]]:
 
 
 def _rewards(row: Row, turns: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The rewards of the turns; where the turns have none, the row's own at the end."""
+    """The rewards of the turns; without any, the row's own at the end."""
     try:
         if any("reward" in turn for turn in turns):
             return [float(turn.get("reward", 0.0)) for turn in turns]
@@ -137,7 +137,7 @@ def _observation(turn: Mapping[str, Any], folder: Path, row: Row) -> Observation
     from PIL import Image
 
     try:
-        pictures = tuple(np.asarray(Image.open(folder / name).convert("RGB")) for name in turn.get("images") or ())
+        images = tuple(np.asarray(Image.open(folder / name).convert("RGB")) for name in turn.get("images") or ())
     except OSError as error:
-        raise UserError(f"{row.place}: a picture cannot be read: {error}") from error
-    return Observation(str(turn.get("text") or ""), pictures)
+        raise UserError(f"{row.place}: an image cannot be read: {error}") from error
+    return Observation(str(turn.get("text") or ""), images)

@@ -1,8 +1,8 @@
 """Choosing training tasks by how often the agent solves them before training.
 
-Groups of a task that is never solved have no signal, and neither have those of one that is always solved. The public
-code of ARPO trains on tasks that its base agent solved at least once; `TaskSelector(max_rate=0.9)` leaves out those
-that are solved already, too. The price is `n_rollouts` episodes of every task.
+Groups of a task that is never or always solved have no signal. The public code of ARPO trains on tasks that its base
+agent solved at least once; `TaskSelector(max_rate=0.9)` also leaves out those that are solved already. The price is
+`n_rollouts` episodes of every task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskRate:
-    """How often a task was solved."""
+    """Success rate of a task."""
 
     task: AgentTask
     successes: int
     rollouts: int
-    """Episodes that came to a result."""
+    """Episodes with a result."""
 
     @property
     def rate(self) -> float:
-        """Share of the episodes with a result that succeeded; 0 where there is none."""
+        """Share of successes among the episodes with a result; 0 without any."""
         return self.successes / self.rollouts if self.rollouts else 0.0
 
 
@@ -61,11 +61,11 @@ class TaskSelector:
             )
 
     def keeps(self, rate: TaskRate) -> bool:
-        """Whether a task is trained on; one without any result never is."""
+        """Whether to train on a task; never on one without any result."""
         return rate.rollouts > 0 and rate.successes >= self.min_success and rate.rate <= self.max_rate
 
     def select(self, rates: Sequence[TaskRate]) -> list[TaskRate]:
-        """The tasks that are kept, in order."""
+        """The kept tasks, in order."""
         return [rate for rate in rates if self.keeps(rate)]
 
 
@@ -84,15 +84,15 @@ def measure_tasks(
         episodes = recipe.run_episodes(recipe.policy, repeated, seeds)
         if record is not None:
             write_recorded(episodes, record)
-        for place, episode in enumerate(episodes):
+        for index, episode in enumerate(episodes):
             if episode.has_result:
-                outcomes[place // n_rollouts].append(episode.success)
+                outcomes[index // n_rollouts].append(episode.success)
         for number, task in enumerate(batch):
             yield TaskRate(task, sum(outcomes[number]), len(outcomes[number]))
 
 
 def open_agent(config: Path | str, overrides: Sequence[str] = ()) -> AgentRecipe:
-    """Open the recipe of an agent's configuration, with its policy where it samples fastest; close it afterwards."""
+    """Open the recipe of an agent's configuration, with its policy on the fastest device; the caller closes it."""
     from mmrl.agents.recipe import AgentRecipe
     from mmrl.config import load_run
 
@@ -114,7 +114,7 @@ def build_tasks(
     max_rate: float = 1.0,
     overrides: Sequence[str] = (),
 ) -> Path:
-    """Choose tasks before a run that has no file of them yet; the function of `data.build`.
+    """Select the tasks of a run that has no file of them yet; the function of `data.build`.
 
     data: {file: runs/tasks.jsonl, build: "mmrl.agents.selection:build_tasks", build_options: {config: start.yaml}}
     """
@@ -133,10 +133,8 @@ def write_tasks(rates: Sequence[TaskRate], path: Path) -> None:
         raise UserError("no task is left; lower min_success, raise max_rate, or start from a better agent")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as draft, draft.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(_row(rate), ensure_ascii=False) + "\n" for rate in rates)
-
-
-def _row(rate: TaskRate) -> dict[str, Any]:
-    task = rate.task
-    row = {"id": task.id, "task": dict(task.task), "seed": task.seed, "instruction": task.instruction}
-    return row | {"success_rate": rate.rate, "rollouts": rate.rollouts}
+        for rate in rates:
+            task = rate.task
+            row = {"id": task.id, "task": dict(task.task), "seed": task.seed, "instruction": task.instruction}
+            row |= {"success_rate": rate.rate, "rollouts": rate.rollouts}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
 """Episodes as plain data that `torch.load(weights_only=True)` reads back to the bit.
 
-What several prompts of an episode share, such as the pictures of a history, is stored once. Pixels are compressed
-without loss, as screens are mostly flat: a picture as the model reads it takes some hundredths of its float32 size.
+Parts that several prompts of an episode share, such as the images of a history, are stored once. Pixels are compressed
+without loss; screens are mostly flat, so an image takes some hundredths of its float32 size.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 TABLES = ("input_ids", "mm_token_type_ids", "position_ids", *GRIDS)
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
 FASTEST = 1
-"""Level of zlib; higher ones take several times as long for a few per cent."""
+"""Level of zlib; higher ones take several times as long to save a few per cent."""
 
 
 def store_episode(episode: Episode) -> Record:
-    """Turn an episode that is over into plain data."""
+    """Turn a finished episode into plain data."""
     if episode.prompt is None:
-        raise ValueError("an episode that did not begin cannot be stored.")
+        raise ValueError("an episode that did not start cannot be stored.")
     table = _PromptTable()
     steps = episode.trajectory
     return {
@@ -49,7 +49,7 @@ def store_episode(episode: Episode) -> Record:
         "turn": torch.tensor(steps.turn, dtype=torch.int32),
         "sampled": torch.tensor(steps.sampled, dtype=torch.bool),
         "turns": steps.turns,
-        "outlook": steps.outlook,
+        "bootstrap_index": steps.bootstrap_index,
         "last_text": episode.last.text,
         "last_images": [_compressed(torch.from_numpy(image)) for image in episode.last.images[-1:]],
         **{name: getattr(episode, name) for name in PLAIN},
@@ -59,7 +59,7 @@ def store_episode(episode: Episode) -> Record:
 
 
 def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
-    """The episode that `store_episode` was given, without its film and all but the last picture of its end."""
+    """The stored episode, without its video and with only the last image of its end."""
     prompts = _restored_prompts(record["prompts"])
     trajectory = Trajectory(
         ids=record["ids"].tolist(),
@@ -69,16 +69,16 @@ def restore_episode(record: Record, task: AgentTask | None = None) -> Episode:
         inserts=[Insert(start, prompts[number]) for start, number in record["inserts"]],
         contexts=[Context(start, prompts[number]) for start, number in record["contexts"]],
         turns=record["turns"],
-        outlook=record["outlook"],
+        bootstrap_index=record["bootstrap_index"],
     )
-    pictures = tuple(_expanded(image).numpy() for image in record["last_images"])
+    images = tuple(_expanded(image).numpy() for image in record["last_images"])
     return Episode(
         task or AgentTask(record["id"], instruction=record["instruction"]),
         prompts[record["first"]],
         trajectory,
         rewards=list(record["rewards"]),
         answers=list(record["answers"]),
-        last=Observation(record["last_text"], pictures),
+        last=Observation(record["last_text"], images),
         **{name: record[name] for name in PLAIN},
     )
 
@@ -122,17 +122,14 @@ def _plain_prompt(prompt: Prompt, parts: list[int]) -> Record:
         "text": prompt.text,
         "parts": parts,
     }
-    for name in PIXELS:
+    for name in (*PIXELS, *GRIDS):
         value = getattr(prompt, name)
-        record[name] = None if value is None else _compressed(value)
-    for name in GRIDS:
-        value = getattr(prompt, name)
-        record[name] = None if value is None else value.cpu().clone()
+        record[name] = None if value is None else _compressed(value) if name in PIXELS else value.cpu().clone()
     return record
 
 
 def _restored_prompts(records: list[Record]) -> list[Prompt]:
-    """Prompts by number; the parts of a prompt stand before it."""
+    """Prompts by number; the parts of a prompt come before it."""
     found: list[Prompt] = []
     for record in records:
         plain: dict[str, Any] = {name: record[name] for name in TABLES}
@@ -154,9 +151,7 @@ def _compressed(values: Tensor) -> Record:
 
 def _expanded(record: Record) -> Tensor:
     dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
     raw = bytearray(zlib.decompress(record["data"].numpy().tobytes()))
-    return (
-        torch.from_numpy(np.frombuffer(raw, np.uint8)).view(dtype).reshape(shape)
-        if math.prod(shape)
-        else (torch.empty(shape, dtype=dtype))
-    )
+    return torch.from_numpy(np.frombuffer(raw, np.uint8)).view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""The tasks of a run: what an environment is asked for, and with which seeds."""
+"""The tasks of a run and their seeds."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from mmrl.hub.tables import Row, read_rows
 
 COLUMNS = ("id", "task", "seed", "instruction")
 NOTES = ("success_rate", "rollouts")
-"""What `mmrl select` writes beside them."""
+"""Further columns that `mmrl select` writes."""
 LARGEST_SEED = 2**31 - 1
-"""What every generator of random numbers takes."""
+"""Every random generator takes seeds up to this."""
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """One task; the samples of its group all begin from it."""
+    """One task; all samples of its group start from it."""
 
     id: str
     """Unique in a set, such as `maze/7`."""
     task: Mapping[str, Any] = field(default_factory=dict)
-    """What `reset` gets; plain data."""
+    """Argument of `reset`; plain data."""
     seed: int = 0
     instruction: str = ""
-    """What the agent is to do, where the first observation does not say it."""
+    """Instruction for the agent, unless the first observation contains it."""
 
 
 @dataclass
@@ -38,29 +38,29 @@ class TaskSetConfig:
     """A set of tasks: names times seeds, or the rows of a file."""
 
     names: list[str] = field(default_factory=list)
-    """Names of tasks, which `reset` gets as the entry `name`; empty = the environment's only task."""
+    """Names of tasks, passed to `reset` as the entry `name`; empty = the environment's only task."""
     seeds: int = bounded(100, at_least=1, at_most=LARGEST_SEED)
     """Seeds of each task."""
     first_seed: int = bounded(0, at_least=0, at_most=LARGEST_SEED)
     """The first of them; sets for training and evaluation may share none."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further entries that `reset` gets with every task."""
+    """Further entries of every task."""
     instruction: str = ""
-    """What the agent is to do, where the first observation does not say it."""
+    """Instruction for the agent, unless the first observation contains it."""
     file: str | None = None
-    """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and if need be
+    """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and optionally
     `instruction` and `id`."""
     build: str | None = None
     """`module:function` that writes the file where it is missing: it gets the path and `build_options`."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
-    """Use only the first so many."""
+    """Use only this many of the first tasks."""
     seen: bool = False
-    """Whether an evaluation may have tasks that are trained on, to tell what has been learnt of these."""
+    """Whether an evaluation may contain training tasks, to measure what was learned of these."""
 
     def validate(self) -> None:
-        """Check that a file stands alone; raises UserError."""
+        """Check that a file is not mixed with names or options; raises UserError."""
         if self.build is not None and self.file is None:
             raise UserError(f"a set of tasks has build={self.build}, but no file that it could write")
         if self.file is not None and (self.names or self.options):
@@ -72,7 +72,7 @@ class TaskSetConfig:
 
 
 def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
-    """The tasks of a set, one of each name in turn, so that the first ones cover all names."""
+    """The tasks of a set, cycling through the names, so that the first ones cover all of them."""
     if config.file is not None:
         built = SimpleNamespace(path=config.file, build=config.build, build_options=config.build_options)
         build_if_missing(built, "data")
@@ -91,14 +91,14 @@ def check_splits(
     eval_data: Mapping[str, TaskSetConfig],
     splits: Mapping[str, Sequence[AgentTask]],
 ) -> None:
-    """Refuse an evaluation on tasks that are trained on, where it does not say so (`seen`)."""
+    """Refuse an evaluation on training tasks unless it is marked `seen`; raises UserError."""
     if data.seen:
         raise UserError("data.seen is for sets of evaluation (eval_data); tasks of training are always seen")
     check_disjoint(train, {name: tasks for name, tasks in splits.items() if not eval_data[name].seen})
 
 
 def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[AgentTask]]) -> None:
-    """Refuse an evaluation on tasks that are trained on."""
+    """Refuse splits that share a task with training; raises UserError."""
     known = {_key(task): task.id for task in train}
     for name, tasks in splits.items():
         shared = [task.id for task in tasks if _key(task) in known]

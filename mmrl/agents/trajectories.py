@@ -1,4 +1,4 @@
-"""Trajectories as rows of rollouts: the turns that were sampled, with what the agent saw between them."""
+"""Trajectories as rows of rollouts: the sampled turns, with the observations between them."""
 
 from __future__ import annotations
 
@@ -13,64 +13,57 @@ from mmrl.vlm.payload import Context, Insert, Prompt
 
 @dataclass
 class Trajectory:
-    """The tokens of one trajectory behind its first prompt, in the order in which the model reads them."""
+    """The tokens of one trajectory after its first prompt, in the order in which the model reads them."""
 
     ids: list[int] = field(default_factory=list)
     """Sampled and given tokens."""
     logp: list[float] = field(default_factory=list)
     """Log-probability in nats of each sampled token; 0 for given ones."""
     turn: list[int] = field(default_factory=list)
-    """Turn of each token; what is given before a turn belongs to it."""
+    """Turn of each token; an observation belongs to the turn after it."""
     sampled: list[bool] = field(default_factory=list)
     """Whether the policy sampled the token."""
     inserts: list[Insert] = field(default_factory=list)
-    """What was given between the turns."""
+    """Observations between the turns."""
     contexts: list[Context] = field(default_factory=list)
-    """Where the history was cut and the trajectory goes on behind another prompt."""
+    """Where the history was cut and the trajectory continues after another prompt."""
     turns: int = 0
     """Turns sampled so far."""
-    outlook: int | None = None
-    """Place of a token behind what was seen after the last action, which nobody reads; see `end_in`."""
+    bootstrap_index: int | None = None
+    """Index of the token after the last observation, whose state value the critic is asked for."""
 
     def add_turn(self, ids: Sequence[int], logp: Sequence[float]) -> None:
-        """Append what the policy sampled in a turn."""
-        self.ids += ids
-        self.logp += logp
-        self.turn += [self.turns] * len(ids)
-        self.sampled += [True] * len(ids)
+        """Append the tokens that the policy sampled in a turn."""
+        self._append(ids, logp, sampled=True)
         self.turns += 1
 
     def add_given(self, prompt: Prompt) -> None:
         """Append what the agent is given before its next turn."""
         self.inserts.append(Insert(len(self.ids), prompt))
-        self.ids += prompt.input_ids.tolist()
-        self.logp += [0.0] * len(prompt)
-        self.turn += [self.turns] * len(prompt)
-        self.sampled += [False] * len(prompt)
+        self._append(prompt.input_ids.tolist(), [0.0] * len(prompt), sampled=False)
 
     def restart(self, prompt: Prompt) -> None:
-        """Go on behind another prompt, which stands for everything up to here."""
+        """Continue after another prompt, which replaces everything up to here."""
         self.contexts.append(Context(len(self.ids), prompt))
 
-    def end_in(self, seen: Prompt, anew: bool = False) -> None:
-        """Append what the agent saw after its last action, so that a critic can be asked for the value of that state.
-
-        A value belongs to the state before a token, so a token is appended that stands for the next answer.
-        """
-        self.restart(seen) if anew else self.add_given(seen)
-        self.outlook = len(self.ids)
-        self.ids.append(next(id_ for id_, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled))
-        self.logp.append(0.0)
-        self.turn.append(self.turns)
-        self.sampled.append(False)
+    def add_bootstrap_observation(self, prompt: Prompt, restart: bool = False) -> None:
+        """Append the observation after the last action, so that a critic can value the state of a truncated episode."""
+        self.restart(prompt) if restart else self.add_given(prompt)
+        self.bootstrap_index = len(self.ids)
+        # A value belongs to the state before a token: a copy of the last sampled one stands for the next answer.
+        last = next(token for token, sampled in zip(self.ids[::-1], self.sampled[::-1], strict=True) if sampled)
+        self._append([last], [0.0], sampled=False)
 
     def last_tokens(self) -> list[int]:
-        """Place of the last sampled token of each turn."""
-        found: dict[int, int] = {}
-        for place, (turn, sampled) in enumerate(zip(self.turn, self.sampled, strict=True)):
-            if sampled:
-                found[turn] = place
+        """Index of the last sampled token of each turn."""
+        found = {turn: index for index, turn in enumerate(self.turn) if self.sampled[index]}
         return [found[turn] for turn in sorted(found)]
+
+    def _append(self, ids: Sequence[int], logp: Sequence[float], *, sampled: bool) -> None:
+        self.ids += ids
+        self.logp += logp
+        self.turn += [self.turns] * len(ids)
+        self.sampled += [sampled] * len(ids)
 
 
 @dataclass
@@ -90,7 +83,7 @@ class TokenTable:
 
 
 def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int, device: torch.device | str = "cpu") -> TokenTable:
-    """Lay trajectories side by side."""
+    """Pad trajectories to one table."""
     width = max([1, *(len(row.ids) for row in rows)])
 
     def table(columns: Sequence[Sequence[float]], padding: float, dtype: torch.dtype) -> Tensor:

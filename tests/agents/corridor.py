@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Corridor:
-    """Ends after some steps with the share of right ones; the picture shows where one is."""
+    """Ends after some steps with the share of right ones; the image shows where one is."""
 
     actions = {"left": "", "right": "", "finish": "ask for the verdict"}  # noqa: RUF012
 
@@ -31,8 +31,8 @@ class Corridor:
         pass
 
     def _look(self):
-        picture = np.full((self.side, self.side, 3), 40 * self.seed % 256, np.uint8)
-        picture[:, : 8 * (self.place + 1)] = 250
+        image = np.full((self.side, self.side, 3), 40 * self.seed % 256, np.uint8)
+        image[:, : 8 * (self.place + 1)] = 250
         if not self.twins:
-            picture[0, 0] = self.resets
-        return {"image": picture, "text": f"step {self.place}"}
+            image[0, 0] = self.resets
+        return {"image": image, "text": f"step {self.place}"}

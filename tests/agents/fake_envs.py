@@ -33,9 +33,9 @@ class Fake:
             return getattr(self, "_act_" + action.name)()
         if action.name not in self.actions:
             return "what?", 0.0, False, {"action_error": f"no action {action.name}"}
-        picture = np.full((2, 3, 3), self.steps, np.uint8)
+        image = np.full((2, 3, 3), self.steps, np.uint8)
         info = {"arguments": action.arguments, "answer": action.text, "open": sys.stderr, "box": np.arange(4)}
-        return {"image": picture}, float(self.steps), action.name == "end", self.steps >= self.length, info
+        return {"image": image}, float(self.steps), action.name == "end", self.steps >= self.length, info
 
     def close(self):
         pass
@@ -82,7 +82,7 @@ class Fake:
     def _act_nan(self):
         return "", float("nan"), False
 
-    def _act_float_picture(self):
+    def _act_float_image(self):
         return np.zeros((2, 2, 3)), 0.0, False
 
     def _act_two_values(self):

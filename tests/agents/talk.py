@@ -25,6 +25,6 @@ class Talk:
         pass
 
     def _look(self):
-        picture = np.full((56, 56, 3), 30 * self.seed % 256, np.uint8)
-        picture[: 8 + len("".join(self.said)) % 40] = 240
-        return {"image": picture, "text": f"{len(self.said)} said"}
+        image = np.full((56, 56, 3), 30 * self.seed % 256, np.uint8)
+        image[: 8 + len("".join(self.said)) % 40] = 240
+        return {"image": image, "text": f"{len(self.said)} said"}

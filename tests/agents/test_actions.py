@@ -5,7 +5,6 @@ import time
 import pytest
 
 from mmrl.agents.actions import FORMATS, PARSE_ERRORS, ActionConfig, parse_answer
-from mmrl.agents.literals import UnreadableError, read_call, read_literal
 from mmrl.fields import check_config
 
 # Answer, then what strict and tolerant reading find: name and arguments of each action, or an error.
@@ -206,14 +205,6 @@ def test_whatever_is_written_does_not_raise():
 
 def test_too_long_answers_are_not_read():
     assert found("x" * 1_000_001, "tag", False) == "too_long"
-
-
-def test_literals_are_read_for_others_too():
-    assert read_literal("(10, -2.5)") == [10, -2.5]
-    assert read_call("click(point=[1, 2])") == ("click", {"point": [1, 2]})
-    for text in ("open('x')", "1 + 1", "(1, 2", "[i for i in (1,)]", ""):
-        with pytest.raises(UnreadableError):
-            read_literal(text)
 
 
 def test_configuration_reads_as_it_says():

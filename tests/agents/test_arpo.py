@@ -162,7 +162,7 @@ def test_stored_episodes_come_back_to_the_bit_and_are_plain_data(tmp_path, folde
         again = restore_episode(torch.load(tmp_path / "episode.pt", weights_only=True), episode.task)
         for name in ("task", "rewards", "answers", "ending", "success", "finish", "unreadable", "refused", "total"):
             assert getattr(again, name) == getattr(episode, name)
-        for name in ("ids", "logp", "turn", "sampled", "turns", "outlook"):
+        for name in ("ids", "logp", "turn", "sampled", "turns", "bootstrap_index"):
             assert getattr(again.trajectory, name) == getattr(episode.trajectory, name)
         pairs = [(again.prompt, episode.prompt)]
         pairs += [

@@ -28,7 +28,7 @@ from mmrl.vlm.sampling import SamplerConfig
 from tests.agents.test_recipe import CORRIDOR
 from tests.rounding import assert_equal_up_to_rounding
 
-GRID = "mmrl.agents.worlds.grid:PictureGrid"
+GRID = "mmrl.agents.worlds.grid:GridWorld"
 
 
 def make_config(tmp_path, model, **changes) -> AgentCloneConfig:
@@ -48,7 +48,7 @@ def make_config(tmp_path, model, **changes) -> AgentCloneConfig:
         trainer=changes.pop(
             "trainer", TrainerConfig(steps=2, tasks_per_step=4, samples_per_task=1, learning_rate=1e-3)
         ),
-        evaluation=AgentEvaluationConfig(films=0),
+        evaluation=AgentEvaluationConfig(videos=0),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
         **changes,
     )

@@ -43,9 +43,9 @@ RECORDED = [
 
 def small_grid(**options):
     """A grid of two moves, whatever the configuration asks for."""
-    from mmrl.agents.worlds.grid import PictureGrid
+    from mmrl.agents.worlds.grid import GridWorld
 
-    return PictureGrid(size=3, max_steps=2)
+    return GridWorld(size=3, max_steps=2)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

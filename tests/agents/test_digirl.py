@@ -20,7 +20,7 @@ from mmrl.agents.labels import LabelledEpisodes, label_episodes
 from mmrl.agents.payload import AgentPayload
 from mmrl.agents.recorded import read_recorded, write_recorded
 from mmrl.agents.tasks import TaskSetConfig
-from mmrl.agents.worlds.grid import PictureGrid
+from mmrl.agents.worlds.grid import GridWorld
 from mmrl.core.metrics import metric_values
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
@@ -87,8 +87,8 @@ def collect(recipe):
 
 
 def grid_experts(folder, count=4):
-    env = GymEnvironment(PictureGrid(size=3, min_distance=2))
-    write_episodes([run_expert(env, {}, seed, "tag") for seed in range(count)], folder, films=0)
+    env = GymEnvironment(GridWorld(size=3, min_distance=2))
+    write_episodes([run_expert(env, {}, seed, "tag") for seed in range(count)], folder, videos=0)
     return folder
 
 

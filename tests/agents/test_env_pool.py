@@ -83,7 +83,7 @@ def test_an_action_that_is_none_spends_the_turn(calm):
 def test_what_is_asked_for_wrongly_is_refused(calm):
     calm.reset(tasks("well"))
     calm.stop([0])
-    with pytest.raises(ValueError, match=r"rows \[0\] have no episode going on"):
+    with pytest.raises(ValueError, match=r"rows \[0\] have no running episode"):
         calm.step({0: Action("go")})
     with pytest.raises(UserError, match=r"no rows \[2\]; environment.workers is 2"):
         calm.reset({2: AgentTask("x")})
@@ -97,9 +97,9 @@ BAD_ACTIONS = {
     "die": ("crashed", "ended with code 3"),
     "hang": ("hung", "no answer in 3 s"),
     "nan": ("malformed", "the reward is nan; expected a finite number"),
-    "float_picture": ("malformed", "a picture is float64; expected uint8"),
+    "float_image": ("malformed", "an image is float64; expected uint8"),
     "two_values": ("malformed", "step returned a tuple of str, float; expected"),
-    "none": ("malformed", "a picture is a NoneType"),
+    "none": ("malformed", "an image is a NoneType"),
 }
 
 

@@ -3,7 +3,7 @@ import pytest
 from PIL import Image
 
 from mmrl.agents.environment import MalformedError, Observation, Outcome, as_observation, as_outcome, as_start
-from mmrl.agents.pictures import MAX_SIDE, as_picture
+from mmrl.agents.pictures import MAX_SIDE, as_image
 
 RGB = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
@@ -37,17 +37,17 @@ def test_what_users_return_becomes_an_observation(value, text, count):
         ({}, "is a dict with no entries"),
         ({"text": 3}, "text is a int; expected a str"),
         ({"images": "a"}, "images is a str; expected a list"),
-        ({"image": None}, "a picture is a NoneType"),
+        ({"image": None}, "an image is a NoneType"),
         (RGB.astype(np.float32), "is float32; expected uint8, 0 to 255; multiply it by 255"),
         (RGB.astype(np.int64), "is int64; expected uint8, 0 to 255$"),
         (RGB.transpose(2, 0, 1)[:, :, :2], r"\(3, 2, 2\); expected \(H, W, 3\); the channels come last"),
         (np.zeros((0, 4, 3), np.uint8), "of at least one pixel"),
         (np.zeros((1, MAX_SIDE + 1, 3), np.uint8), "of at most 16384 pixels a side"),
         (3, r"has the shape \(\)"),
-        (None, "a picture is a NoneType"),
+        (None, "an image is a NoneType"),
         ([[1, 2], [3]], "cannot be made an array|has the shape"),
         ("x" * 200_001, "200001 characters"),
-        ([RGB] * 65, "65 pictures; at most 64"),
+        ([RGB] * 65, "65 images; at most 64"),
     ],
 )
 def test_what_is_no_observation_is_explained(value, message):
@@ -57,16 +57,16 @@ def test_what_is_no_observation_is_explained(value, message):
 
 def test_pictures_of_all_kinds_become_rgb():
     grey = RGB[:, :, 0]
-    np.testing.assert_array_equal(as_picture(grey), np.stack([grey] * 3, 2))
-    np.testing.assert_array_equal(as_picture(grey[:, :, None]), np.stack([grey] * 3, 2))
-    np.testing.assert_array_equal(as_picture(Image.fromarray(grey)), np.stack([grey] * 3, 2))
+    np.testing.assert_array_equal(as_image(grey), np.stack([grey] * 3, 2))
+    np.testing.assert_array_equal(as_image(grey[:, :, None]), np.stack([grey] * 3, 2))
+    np.testing.assert_array_equal(as_image(Image.fromarray(grey)), np.stack([grey] * 3, 2))
     clear = np.dstack([RGB, np.zeros((2, 3), np.uint8)])
-    np.testing.assert_array_equal(as_picture(clear), np.full((2, 3, 3), 255))
+    np.testing.assert_array_equal(as_image(clear), np.full((2, 3, 3), 255))
     opaque = np.dstack([RGB, np.full((2, 3), 255, np.uint8)])
-    np.testing.assert_array_equal(as_picture(opaque), RGB)
+    np.testing.assert_array_equal(as_image(opaque), RGB)
     half = np.array([[[100, 0, 255, 51]]], np.uint8)  # a fifth of the colour over white
-    np.testing.assert_array_equal(as_picture(half), [[[224, 204, 255]]])
-    np.testing.assert_array_equal(as_picture(Image.fromarray(half)), [[[224, 204, 255]]])
+    np.testing.assert_array_equal(as_image(half), [[[224, 204, 255]]])
+    np.testing.assert_array_equal(as_image(Image.fromarray(half)), [[[224, 204, 255]]])
 
 
 def test_reset_may_return_information_too():

@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from mmrl.agents.actions import FORMATS, Action, parse_answer, write_answer
-from mmrl.agents.experts import CarelessExpert, run_expert, write_episodes
+from mmrl.agents.experts import NoisyExpert, run_expert, write_episodes
 from mmrl.agents.gym_actions import action_reader
 from mmrl.agents.gym_env import GymEnvironment
-from mmrl.agents.worlds.grid import PictureGrid
+from mmrl.agents.worlds.grid import GridWorld
 from mmrl.agents.worlds.layouts import MOVES
 from mmrl.errors import UserError
 from tests.agents.test_gym_env import ARGUMENTS, BOX, Room
@@ -89,20 +89,20 @@ def test_members_of_spaces_are_written_as_actions():
 
 
 def test_the_expert_of_the_grid_solves_it_and_is_written_down(tmp_path):
-    env = GymEnvironment(PictureGrid(size=3, cell=8, key=True, max_steps=20))
+    env = GymEnvironment(GridWorld(size=3, cell=8, key=True, max_steps=20))
     episodes = [run_expert(env, {"name": "grid"}, seed, "tag") for seed in range(3)]
     for episode in episodes:
         assert (episode.success, episode.reward) == (True, 1.0)
         assert episode.instruction == "Fetch the yellow key, then go to the green square."
         assert all(turn.action.text == f"<action>{turn.action.name}</action>" for turn in episode.turns)
-    write_episodes(episodes, tmp_path, films=2)
+    write_episodes(episodes, tmp_path, videos=2)
     rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [0, 1, 2]
     for row, episode in zip(rows, episodes, strict=True):
         assert [turn["answer"] for turn in row["turns"]] == [turn.action.text for turn in episode.turns]
         picture = np.asarray(Image.open(tmp_path / row["turns"][0]["images"][0]))
         np.testing.assert_array_equal(picture, episode.turns[0].observation.images[0])
-    assert sorted(path.name for path in (tmp_path / "films").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == [
         "expert-success-grid.0.mp4",
         "expert-success-grid.1.mp4",
     ]
@@ -116,7 +116,7 @@ def test_without_an_expert_there_are_no_demonstrations():
 
 def test_a_careless_expert_errs_as_often_as_it_is_told_to():
     for share in (0.0, 0.5, 1.0):
-        env = CarelessExpert(GymEnvironment(PictureGrid(min_distance=8)), list(MOVES), share, random.Random(0))
+        env = NoisyExpert(GymEnvironment(GridWorld(min_distance=8)), list(MOVES), share, random.Random(0))
         env.reset({}, 3)
         right = env._env.expert().name
         same = sum(env.expert().name == right for _ in range(400)) / 400

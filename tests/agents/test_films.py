@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from mmrl.agents.environment import Observation
-from mmrl.agents.films import RED, Film, draw_frames, write_films
+from mmrl.agents.films import RED, Video, draw_frames, write_videos
 from mmrl.training.report.videos import videos_of
 
 SEEN = Observation("", (np.full((30, 40, 3), 90, np.uint8),))
 
 
-def film(task="maze/1", success=True, marks=None):
-    made = Film(task)
+def video(task="maze/1", success=True, marks=None):
+    made = Video(task)
     made.add(SEEN, "click(x=10, y=20)", {"marks": marks} if marks is not None else None)
     made.add(Observation("only text"), "wait" * 200, {"action_error": "out_of_bounds"})
     made.end(SEEN, 1.0, success)
@@ -17,7 +17,7 @@ def film(task="maze/1", success=True, marks=None):
 
 
 def test_a_film_has_a_frame_a_turn_and_the_marks_at_their_places():
-    plain, marked = (list(draw_frames(film(marks=marks))) for marks in (None, [(10, 20), (30, 6)]))
+    plain, marked = (list(draw_frames(video(marks=marks))) for marks in (None, [(10, 20), (30, 6)]))
     assert [frame.shape for frame in marked] == [marked[0].shape] * 3
     height, width = 8 * 30, 8 * 40  # enlarged by a whole factor
     assert marked[0].shape[1] == width
@@ -35,22 +35,22 @@ def test_a_film_has_a_frame_a_turn_and_the_marks_at_their_places():
 
 @pytest.mark.parametrize("marks", ["here", [1], [[1, 2, 3]], [[float("nan"), 1]], object(), [["a", "b"]], {}, []])
 def test_marks_that_are_none_are_left_out(marks):
-    assert film(marks=marks).frames[0].marks == ()
+    assert video(marks=marks).frames[0].marks == ()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3000), (2000, 1500), (28, 28)])
 def test_pictures_of_any_size_fit(shape):
-    made = Film("x")
+    made = Video("x")
     made.end(Observation("", (np.zeros((*shape, 3), np.uint8),)), 0.0, False)
     (frame,) = draw_frames(made)
     assert max(frame.shape) <= 1280 + 100
 
 
-def test_the_report_finds_the_films(tmp_path):
+def test_the_report_finds_the_videos(tmp_path):
     pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
-    films = [film(f"maze / {number}", success=number % 3 == 0) for number in range(8)]
-    films.append(Film("cut off"))
-    paths = write_films(tmp_path / "videos", "step-000010-held_out", films, count=2)
+    videos = [video(f"maze / {number}", success=number % 3 == 0) for number in range(8)]
+    videos.append(Video("cut off"))
+    paths = write_videos(tmp_path / "videos", "step-000010-held_out", videos, count=2)
     assert [path.name for path in paths] == [
         "step-000010-held_out-success-maze.0.mp4",
         "step-000010-held_out-success-maze.3.mp4",

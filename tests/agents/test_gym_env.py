@@ -39,8 +39,8 @@ class Room(gymnasium.Env):
 
 
 def test_a_registered_environment_runs_in_processes():
-    assert "mmrl/PictureGrid-v0" in mmrl.agents.worlds.ENVIRONMENT_IDS
-    kwargs = {"id": "mmrl.agents.worlds:mmrl/PictureGrid-v0", "size": 3, "cell": 8, "min_distance": 2}
+    assert "mmrl/GridWorld-v0" in mmrl.agents.worlds.ENVIRONMENT_IDS
+    kwargs = {"id": "mmrl.agents.worlds:mmrl/GridWorld-v0", "size": 3, "cell": 8, "min_distance": 2}
     config = EnvironmentConfig("gymnasium:make", kwargs, {"action_names": ["N", "S", "W", "E"]}, workers=2)
     local = gymnasium.make(**kwargs)
     with EnvPool(config) as pool:
@@ -103,7 +103,7 @@ def test_a_text_alone_is_said_every_turn():
         (Box(-1, 1, (4,)), {}, "its render_mode is None; make it with render_mode='rgb_array'"),
         (PICTURE, {"render": True}, "is to be seen by what it renders"),
         (Dict({"a": PICTURE}), {"image_keys": ["b"]}, r"adapter.image_keys: .* no 'b'; it has: a \(Box\)"),
-        (Dict({"a": PICTURE, "t": Text(3)}), {"image_keys": ["t"]}, "'t' is Text.*a picture is a Box of uint8"),
+        (Dict({"a": PICTURE, "t": Text(3)}), {"image_keys": ["t"]}, "'t' is Text.*an image is a Box of uint8"),
         (PICTURE, {"text_keys": ["goal"]}, "no 'goal'; it is no Dict"),
         (PICTURE, {"action_names": ["a"]}, "has 1 names, 1 of them different; the environment has 2 actions"),
         (PICTURE, {"action_names": ["a", "a"]}, "2 names, 1 of them different"),

@@ -58,7 +58,7 @@ def make_config(folder, model, **changes) -> AgentConfig:
         conversation=changes.pop("conversation", ConversationConfig(system="Walk. {actions}")),
         sampler=SamplerConfig(max_new_tokens=5),
         trainer=TrainerConfig(steps=2, tasks_per_step=2, samples_per_task=3, learning_rate=1e-3),
-        evaluation=AgentEvaluationConfig(records=2, films=1),
+        evaluation=AgentEvaluationConfig(records=2, videos=1),
         checkpoint=CheckpointConfig(every=1),
         tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
         **changes,

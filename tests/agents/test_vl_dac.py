@@ -135,7 +135,7 @@ def test_a_truncated_episode_goes_on_with_the_value_of_what_was_seen_last(tmp_pa
     payload = AgentPayload.of(rollouts)
     advantages = recipe.objective.replace(scaling=type(recipe.objective.scaling)()).compute_advantages(rollouts)
     for row, episode in enumerate(payload.episodes):
-        place = episode.trajectory.outlook
+        place = episode.trajectory.bootstrap_index
         assert rollouts.mask[row, place:].sum() == 0, "it is not trained"
         value = value_behind(recipe.policy, episode, payload, row, place)
         assert_equal_up_to_rounding(rollouts.extras["bootstrap_value"][row], value)

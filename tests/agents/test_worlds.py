@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 from mmrl.agents.actions import Action
 from mmrl.agents.env_service import open_environment
 from mmrl.agents.worlds.demonstrations import build_experts
-from mmrl.agents.worlds.grid import COLOURS, PictureGrid
+from mmrl.agents.worlds.grid import COLOURS, GridWorld
 from mmrl.agents.worlds.layouts import MOVES, Cell, GridLayout, GridState, first_state, move, reached, shortest_path
 from mmrl.errors import UserError
 
@@ -19,7 +19,7 @@ KINDS = [{}, {"walls": 6}, {"key": True}, {"walls": 4, "key": True, "min_distanc
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_shortest_way_leads_to_the_goal(kind):
-    env = PictureGrid(**{"max_steps": 50, **kind})
+    env = GridWorld(**{"max_steps": 50, **kind})
     for seed in range(20):
         _, info = env.reset(seed=seed)
         path = env.shortest_path()
@@ -73,7 +73,7 @@ def test_the_goal_does_not_count_without_the_key():
 
 
 def test_the_same_seed_gives_the_same_pixels():
-    first, second = PictureGrid(walls=3), PictureGrid(walls=3)
+    first, second = GridWorld(walls=3), GridWorld(walls=3)
     pictures = [env.reset(seed=seed)[0]["image"] for env in (first, second) for seed in (1, 2)]
     np.testing.assert_array_equal(pictures[0], pictures[2])
     np.testing.assert_array_equal(pictures[1], pictures[3])
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_pixels():
 
 
 def test_the_picture_shows_where_everything_is():
-    env = PictureGrid(size=4, cell=14, walls=2, key=True, max_steps=99)
+    env = GridWorld(size=4, cell=14, walls=2, key=True, max_steps=99)
     observation, _ = env.reset(seed=3)
     assert observation["mission"] == "Fetch the yellow key, then go to the green square."
     assert env.observation_space.contains(observation)
@@ -106,7 +106,7 @@ def test_the_picture_shows_where_everything_is():
 
 
 def test_episodes_are_cut():
-    env = PictureGrid(size=3, max_steps=2, min_distance=3)
+    env = GridWorld(size=3, max_steps=2, min_distance=3)
     env.reset(seed=0)
     way_back = {0: 1, 1: 0, 2: 3, 3: 2}
     action = env.shortest_path()[0]
@@ -117,7 +117,7 @@ def test_episodes_are_cut():
 
 
 def test_the_wind_carries_the_agent_whatever_it_does():
-    env = PictureGrid(size=4, min_distance=4, max_steps=200, winds={"calm": 0.0, "windy": 0.5, "storm": 1.0})
+    env = GridWorld(size=4, min_distance=4, max_steps=200, winds={"calm": 0.0, "windy": 0.5, "storm": 1.0})
     way_back = {0: 1, 1: 0, 2: 3, 3: 2}
 
     def turn_away(name, seed):
@@ -142,7 +142,7 @@ def test_the_wind_carries_the_agent_whatever_it_does():
 
 
 def test_the_mission_says_that_there_is_wind_and_the_picture_does_not():
-    env = PictureGrid(winds={"calm": 0.0, "windy": 0.5})
+    env = GridWorld(winds={"calm": 0.0, "windy": 0.5})
     calm, windy = (env.reset(seed=2, options={"name": name})[0] for name in ("calm", "windy"))
     assert (calm["mission"], windy["mission"]) == ("Go to the green square.", "Go to the green square. It is windy.")
     np.testing.assert_array_equal(calm["image"], windy["image"])
@@ -159,8 +159,8 @@ def test_recorded_experts_take_the_names_in_turn(tmp_path):
 
 
 def test_the_environment_keeps_gymnasiums_rules():
-    check_env(PictureGrid(walls=2, key=True), skip_render_check=True)
-    made = gymnasium.make("mmrl.agents.worlds:mmrl/PictureGrid-v0", size=3, render_mode="rgb_array")
+    check_env(GridWorld(walls=2, key=True), skip_render_check=True)
+    made = gymnasium.make("mmrl.agents.worlds:mmrl/GridWorld-v0", size=3, render_mode="rgb_array")
     made.reset(seed=0)
     assert made.render().shape == (84, 84, 3)
 
@@ -179,7 +179,7 @@ def test_the_environment_keeps_gymnasiums_rules():
 )
 def test_impossible_worlds_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        PictureGrid(**options)
+        GridWorld(**options)
 
 
 def test_minigrid_that_is_missing_says_what_to_install(monkeypatch):
@@ -188,7 +188,7 @@ def test_minigrid_that_is_missing_says_what_to_install(monkeypatch):
         open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0"}, {})
 
 
-def test_minigrid_is_seen_as_pictures_and_acted_on_by_name():
+def test_minigrid_is_seen_as_images_and_acted_on_by_name():
     pytest.importorskip("minigrid")
     env = open_environment("mmrl.agents.worlds.minigrid:make", {"id": "MiniGrid-Empty-5x5-v0", "max_steps": 9}, {})
     assert list(env.actions) == ["left", "right", "forward", "pickup", "drop", "toggle", "done"]

@@ -63,7 +63,7 @@ def _agents(config: Any, folder: Path) -> None:
     from mmrl.agents.tasks import TaskSetConfig
 
     config.eval_data = {"held_out": TaskSetConfig(seeds=3, first_seed=100)}
-    config.evaluation = dataclasses.replace(config.evaluation, films=1)
+    config.evaluation = dataclasses.replace(config.evaluation, videos=1)
 
 
 def _diffusion(config: Any, folder: Path) -> None:

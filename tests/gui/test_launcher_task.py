@@ -101,7 +101,7 @@ def test_an_agent_answers_with_points_as_a_grounding_model_does(env):
     for turn in episode.turns:
         ((x, y),) = parse_answer(turn.action.text).points
         assert turn.info["marks"][0] == pytest.approx((x * 128 / 1000, y * 96 / 1000))
-    assert len(list(draw_frames(episode.film()))) == 4
+    assert len(list(draw_frames(episode.video()))) == 4
     agent.reset({"name": "launcher"}, 0)
     *_, terminated, _, info = agent.step(Action("say", {"text": "top left, I think"}))
     assert (terminated, info["action_error"]) == (False, "wrong_arguments")
@@ -114,7 +114,7 @@ def test_an_agent_answers_with_points_as_a_grounding_model_does(env):
 def test_the_configuration_clones_the_expert_in_the_browser(browser, tmp_path):
     model = build_model(tmp_path / "model", family="qwen3_vl", **SMALL)
     overrides = [f"output_dir={tmp_path / 'run'}", f"model.path={model}", "trainer.steps=2", "trainer.tasks_per_step=2"]
-    overrides += ["trainer.warmup_steps=0", "data.seeds=2", "eval_data.heldout.seeds=2", "evaluation.films=1"]
+    overrides += ["trainer.warmup_steps=0", "data.seeds=2", "eval_data.heldout.seeds=2", "evaluation.videos=1"]
     overrides += ["tracking.quiet=true", "tracking.tensorboard=false", "tracking.strict=true"]
     run_dir = train(*load_run(CONFIG, overrides))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]

@@ -247,8 +247,8 @@ def test_expert_episodes_and_a_film_on_disk(make_env, tmp_path):
     write_episodes(episodes, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
     assert [row["success"] for row in rows] == [True, True]
-    assert len(list((tmp_path / "films").iterdir())) == 1
-    frames = list(draw_frames(episodes[0].film()))
+    assert len(list((tmp_path / "videos").iterdir())) == 1
+    frames = list(draw_frames(episodes[0].video()))
     x, y = episodes[0].turns[0].info["marks"][0]
     red = (frames[0][:, :, 0].astype(int) - frames[0][:, :, 1]) > 100
     assert red[int(y) - 12 : int(y) + 12, int(x) - 12 : int(x) + 12].any()

@@ -1,8 +1,8 @@
-"""Small worlds that agents see as pictures, as environments of Gymnasium.
+"""Small worlds that agents see as images, as environments of Gymnasium.
 
-    env = gymnasium.make("mmrl.agents.worlds:mmrl/PictureGrid-v0", size=5, min_distance=8)
+    env = gymnasium.make("mmrl.agents.worlds:mmrl/GridWorld-v0", size=5, min_distance=8)
 
-does the import by itself; after `import mmrl.agents.worlds` the name alone is enough.
+imports this package by itself; after `import mmrl.agents.worlds` the name alone is enough.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import importlib.util
 
 __all__ = ["ENVIRONMENT_IDS", "register"]
 
-ENVIRONMENT_IDS: dict[str, str] = {"mmrl/PictureGrid-v0": "mmrl.agents.worlds.grid:PictureGrid"}
+ENVIRONMENT_IDS: dict[str, str] = {"mmrl/GridWorld-v0": "mmrl.agents.worlds.grid:GridWorld"}
 
 
 def register() -> None:
-    """Tell Gymnasium of `ENVIRONMENT_IDS`; a second call changes nothing.
+    """Register `ENVIRONMENT_IDS` with Gymnasium; a second call changes nothing.
 
     The worlds truncate their episodes themselves, so no time limit is wrapped around them.
     """

@@ -1,4 +1,4 @@
-"""Recorded episodes of the picture grid's expert, for `digirl.build`."""
+"""Recorded episodes of the grid's expert, for `digirl.build`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.agents.experts import CarelessExpert, run_expert, write_episodes
+from mmrl.agents.experts import NoisyExpert, run_expert, write_episodes
 from mmrl.agents.gym_env import GymEnvironment
-from mmrl.agents.worlds.grid import PictureGrid
+from mmrl.agents.worlds.grid import GridWorld
 from mmrl.agents.worlds.layouts import MOVES
 
 
@@ -27,8 +27,8 @@ def build_experts(
 
     digirl: {path: runs/grid-experts, build: "mmrl.agents.worlds.demonstrations:build_experts"}
     """
-    env = CarelessExpert(GymEnvironment(PictureGrid(**grid)), list(MOVES), mistakes, random.Random(first_seed))
+    env = NoisyExpert(GymEnvironment(GridWorld(**grid)), list(MOVES), mistakes, random.Random(first_seed))
     tasks = [{"name": name} for name in names] or [{}]
     episodes = [run_expert(env, tasks[number % len(tasks)], first_seed + number, format) for number in range(count)]
-    write_episodes(episodes, Path(path), films=0)
+    write_episodes(episodes, Path(path), videos=0)
     return Path(path)

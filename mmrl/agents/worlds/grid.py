@@ -1,10 +1,10 @@
-"""A grid that the agent sees as a picture: walk to the goal, with walls in between and a key to fetch first.
+"""A grid that the agent sees as an image: walk to the goal, with walls in between and a key to fetch first.
 
-The reward is 1 at the goal and 0 before. The picture shows all there is to know: the agent as a blue disc, the goal as
-a green square, walls dark, the key as a yellow diamond, and once the agent has it a yellow dot on the disc. A cell of
-28 pixels is one token of vision models that merge 2 x 2 patches of 14.
+The reward is 1 at the goal and 0 before. The image shows the whole state: the agent as a blue disc, the goal as a green
+square, walls dark, the key as a yellow diamond, and once the agent has it a yellow dot on the disc. A cell of 28 pixels
+is one token of vision models that merge 2 x 2 patches of 14.
 
-With `winds` success may be luck: in tasks of some names a wind carries the agent towards the goal, whatever it does.
+With `winds` success may be luck: in tasks of some names a wind moves the agent towards the goal, whatever it does.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ COLOURS = {
     "agent": (45, 90, 210),
 }
 LARGEST_SIDE = 4096
-"""Pixels of the picture."""
+"""Pixels of the image."""
 
 
-class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
-    """A square grid of which a layout is drawn from the seed at every reset.
+class GridWorld(gymnasium.Env[dict[str, Any], Any]):
+    """A square grid whose layout is drawn from the seed at every reset.
 
     Args:
         size: cells a side.
         cell: pixels a side of a cell.
         walls: cells that cannot be entered.
         key: whether the agent has to fetch a key before the goal counts.
-        min_distance: fewest moves of the shortest way; 8 or more makes credit over time matter.
-        max_distance: most moves of the shortest way; None for any.
+        min_distance: fewest moves of the shortest path; 8 or more makes credit over time matter.
+        max_distance: most moves of the shortest path; None for any.
         max_steps: moves after which the episode is truncated.
-        winds: by the name of a task, in which share of the moves the wind takes the agent along a shortest way instead.
-            The mission says that there is wind, the picture does not. None for a world without.
-        render_mode: only rgb_array, which is what the observation shows already.
+        winds: by task name, the share of moves in which the wind moves the agent along a shortest path instead. The
+            mission mentions the wind, the image does not show it. None for a world without.
+        render_mode: only rgb_array, the image of the observation.
 
     Raises:
         UserError: a number is out of range, or no layout is like that.
@@ -89,56 +89,52 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         self._winds, self._wind = dict(winds or {}), 0.0
         self.action_space = Discrete(len(MOVES))
         letters = "".join(sorted(set(MISSION + MISSION_WITH_KEY + WINDY)))
-        picture = Box(0, 255, (size * cell, size * cell, 3), np.uint8)
-        self.observation_space = Dict({"image": picture, "mission": Text(100, min_length=1, charset=letters)})
-        # Impossible rules are found out before the first episode.
+        image = Box(0, 255, (size * cell, size * cell, 3), np.uint8)
+        self.observation_space = Dict({"image": image, "mission": Text(100, min_length=1, charset=letters)})
+        # Refuses impossible rules before the first episode.
         self._layout = self._draw_layout(np.random.default_rng(0))
         self._state, self._steps = first_state(self._layout), 0
 
     @property
     def layout(self) -> GridLayout:
-        """Of this episode."""
+        """The layout of this episode."""
         return self._layout
 
     @property
     def state(self) -> GridState:
-        """Where the agent is now, and whether it has the key."""
+        """Cell of the agent, and whether it has the key."""
         return self._state
 
     def shortest_path(self) -> list[int]:
-        """Actions of a shortest way from here to the goal."""
+        """Actions of a shortest path from here to the goal."""
         path = shortest_path(self._layout, self._state) or []
         return [list(MOVES).index(name) for name in path]
 
     def expert_action(self) -> int:
-        """The first action of a shortest way."""
+        """The first action of a shortest path."""
         return self.shortest_path()[0]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Draw a layout; where there are winds, the option `name` says which one blows.
-
-        Raises:
-            UserError: there is no wind of that name.
-        """
+        """Draw a layout; where there are winds, the option `name` selects one."""
         super().reset(seed=seed)
         self._wind = self._find_wind((options or {}).get("name"))
         self._layout = self._draw_layout(self.np_random)
         self._state, self._steps = first_state(self._layout), 0
-        return self._look(), {"distance": len(self.shortest_path())}
+        return self._observe(), {"distance": len(self.shortest_path())}
 
     def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Move, or be carried by the wind; the reward is 1 at the goal."""
+        """Move, or let the wind move the agent; the reward is 1 at the goal."""
         carried = self._wind > 0 and bool(self.np_random.random() < self._wind)
         self._state = move(self._layout, self._state, list(MOVES)[self.expert_action() if carried else int(action)])
         self._steps += 1
         done = reached(self._layout, self._state)
         info = {"success": done} | ({"carried": carried} if self._winds else {})
-        return self._look(), float(done), done, not done and self._steps >= self._max_steps, info
+        return self._observe(), float(done), done, not done and self._steps >= self._max_steps, info
 
     def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """The picture of the observation."""
+        """The image of the observation."""
         layout, cell = self._layout, self._cell
         image = np.full((layout.size * cell, layout.size * cell, 3), COLOURS["floor"], np.uint8)
         image[::cell] = image[:, ::cell] = COLOURS["line"]
@@ -157,7 +153,7 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         top, left = cell.row * self._cell, cell.column * self._cell
         image[top : top + self._cell, left : left + self._cell][shape] = COLOURS[colour]
 
-    def _look(self) -> dict[str, Any]:
+    def _observe(self) -> dict[str, Any]:
         mission = MISSION_WITH_KEY if self._rules.key else MISSION
         return {"image": self.render(), "mission": mission + (WINDY if self._wind else "")}
 
@@ -171,9 +167,9 @@ class PictureGrid(gymnasium.Env[dict[str, Any], Any]):
         if layout is None:
             raise UserError(
                 f"no grid of {self._rules.size} x {self._rules.size} cells with {self._rules.walls} walls"
-                f"{' and a key' if self._rules.key else ''} was found whose shortest way takes "
+                f"{' and a key' if self._rules.key else ''} was found whose shortest path takes "
                 f"{self._rules.min_distance} to {self._rules.max_distance or 'any number of'} moves; allow shorter "
-                "ways (min_distance), or make it larger (size)"
+                "paths (min_distance), or make it larger (size)"
             )
         return layout
 

@@ -1,4 +1,4 @@
-"""Layouts of grid worlds: where everything stands, what a move does, and the shortest way."""
+"""Layouts of grid worlds: cells, moves and shortest paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 TRIES = 5000
-"""Layouts that are drawn before the rules are found to be impossible."""
+"""Layouts that are drawn before the rules count as impossible."""
 
 
 class Cell(NamedTuple):
@@ -26,19 +26,19 @@ MOVES: dict[str, Cell] = {"up": Cell(-1, 0), "down": Cell(1, 0), "left": Cell(0,
 
 @dataclass(frozen=True)
 class GridLayout:
-    """What does not change in an episode."""
+    """The constants of an episode."""
 
     size: int
     start: Cell
     goal: Cell
     walls: frozenset[Cell] = frozenset()
     key: Cell | None = None
-    """Where the key lies, without which the goal is not reached; None where none is needed."""
+    """Cell of the key, without which the goal does not count; None where none is needed."""
 
 
 @dataclass(frozen=True)
 class GridState:
-    """What changes."""
+    """The state of an episode."""
 
     agent: Cell
     has_key: bool
@@ -46,7 +46,7 @@ class GridState:
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """What layouts are drawn from."""
+    """Constraints on random layouts."""
 
     size: int
     walls: int
@@ -56,16 +56,7 @@ class LayoutRules:
 
 
 def move(layout: GridLayout, state: GridState, name: str) -> GridState:
-    """Take a step; one against a wall or the edge changes nothing, one onto the key picks it up.
-
-    Args:
-        layout: of the world.
-        state: now.
-        name: key of `MOVES`.
-
-    Returns:
-        The state afterwards.
-    """
+    """The state after a move, key of `MOVES`: walls and edges block it, and the key is picked up."""
     step = MOVES[name]
     cell = Cell(state.agent.row + step.row, state.agent.column + step.column)
     inside = 0 <= cell.row < layout.size and 0 <= cell.column < layout.size
@@ -75,17 +66,17 @@ def move(layout: GridLayout, state: GridState, name: str) -> GridState:
 
 
 def reached(layout: GridLayout, state: GridState) -> bool:
-    """Whether the agent stands on the goal with all that it needs."""
+    """Whether the agent is at the goal, with the key if there is one."""
     return state.agent == layout.goal and state.has_key
 
 
 def first_state(layout: GridLayout) -> GridState:
-    """The state at the beginning; without a key in the layout the agent needs none."""
+    """The initial state; without a key in the layout the agent needs none."""
     return GridState(layout.start, layout.key is None)
 
 
 def shortest_path(layout: GridLayout, state: GridState | None = None) -> list[str] | None:
-    """The fewest moves to the goal, by way of the key where there is one."""
+    """The fewest moves to the goal, via the key where there is one; None where it cannot be reached."""
     begin = first_state(layout) if state is None else state
     came_from: dict[GridState, tuple[GridState, str] | None] = {begin: None}
     queue = deque([begin])
@@ -102,9 +93,9 @@ def shortest_path(layout: GridLayout, state: GridState | None = None) -> list[st
 
 
 def draw_layout(rules: LayoutRules, generator: np.random.Generator) -> GridLayout | None:
-    """Draw a layout whose shortest way is as long as the rules ask for."""
+    """Draw a layout whose shortest path is as long as the rules require; None where none is found."""
     for _ in range(TRIES):
-        cells = [Cell(*divmod(int(place), rules.size)) for place in generator.permutation(rules.size**2)]
+        cells = [Cell(*divmod(int(index), rules.size)) for index in generator.permutation(rules.size**2)]
         start, goal, key, *walls = cells[: 3 + rules.walls]
         layout = GridLayout(rules.size, start, goal, frozenset(walls), key if rules.key else None)
         path = shortest_path(layout)
@@ -115,7 +106,7 @@ def draw_layout(rules: LayoutRules, generator: np.random.Generator) -> GridLayou
 
 
 def _moves_to(state: GridState, came_from: dict[GridState, tuple[GridState, str] | None]) -> Iterator[str]:
-    """The moves that led to a state, the last one first."""
+    """The moves that led to a state, in reverse order."""
     step = came_from[state]
     while step is not None:
         before, name = step

@@ -1,4 +1,4 @@
-"""MiniGrid's tasks for agents that see pictures: the grid as an image, the mission as text, actions by name.
+"""MiniGrid's tasks for agents that see images: the grid as an image, the mission as text, actions by name.
 
     environment: {factory: "mmrl.agents.worlds.minigrid:make", kwargs: {id: MiniGrid-DoorKey-5x5-v0}}
 
@@ -21,10 +21,10 @@ def make(
 
     Args:
         id: registered name, such as `MiniGrid-Empty-5x5-v0`.
-        full_view: whether the picture shows the whole grid; otherwise what the agent sees, 7 x 7 cells.
+        full_view: whether the image shows the whole grid; otherwise the agent's view of 7 x 7 cells.
         tile_size: pixels of a cell.
         max_steps: moves after which an episode is truncated; the environment's own number when None.
-        direction: whether the text says where the agent looks, which a picture of the whole grid shows as well.
+        direction: whether the text names the direction that the agent faces, which a full view shows as well.
 
     Returns:
         The environment.
@@ -42,7 +42,7 @@ def make(
     known = sorted(name for name in gymnasium.registry if name.startswith(("MiniGrid-", "BabyAI-")))
     if id not in known:
         close = difflib.get_close_matches(id, known, n=3)
-        raise UserError(f"MiniGrid has no {id!r}; {'close are' if close else 'there are'} {', '.join(close or known)}")
+        raise UserError(f"MiniGrid has no {id!r}; {'did you mean' if close else 'it has'} {', '.join(close or known)}")
     if not 4 <= tile_size <= 256 or (max_steps is not None and max_steps < 1):
         raise UserError(f"tile_size is {tile_size}, max_steps {max_steps}; expected 4 to 256, and at least 1")
     options: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}

@@ -1,4 +1,4 @@
-"""A tiny model for the worlds of pictures, whose tokenizer knows their words."""
+"""A tiny model for the grid worlds, whose tokenizer knows their words."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from mmrl.agents.worlds.layouts import MOVES
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model that writes a move of `PictureGrid` in three tokens.
-
-    Args:
-        path: model folder to write.
-        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
-
-    Returns:
-        The folder.
-    """
+    """Build a tiny random Qwen model that writes a move of `GridWorld` in three tokens; options of build_tiny_vlm."""
     from mmrl.vlm.tiny import build_tiny_vlm
 
     answers = [f"<action>{name}</action>" for name in MOVES]

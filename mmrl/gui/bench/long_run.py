@@ -22,7 +22,7 @@ def turns_run(*, quick: bool) -> LongRun:
     tasks, samples, turns, cloning, batch = (2, 2, 2, 2, 2) if quick else (4, 8, 5, 30, 16)
     common: dict[str, Any] = {
         "environment": {
-            "factory": "mmrl.agents.worlds.grid:PictureGrid",
+            "factory": "mmrl.agents.worlds.grid:GridWorld",
             "kwargs": {"size": 3, "max_steps": turns},
             "adapter": {"task_options": False},
             "workers": 2,
