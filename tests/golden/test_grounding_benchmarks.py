@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmrl.gui.answers import ParsedAnswer
-from mmrl.gui.benchmarks.annotations import make_target
-from mmrl.gui.benchmarks.desktops import read_osworld_g, read_ui_vision
-from mmrl.gui.benchmarks.layout import RowContext
+from mmrl.gui.benchmarks.annotations import RowContext, make_target, read_osworld_g, read_ui_vision
 from mmrl.gui.benchmarks.metrics import Share, mean_of_shares, score_answer, tabulate
 from mmrl.gui.benchmarks.table import BENCHMARKS
 from mmrl.gui.coords import Box, CoordinateSpace

@@ -1,15 +1,21 @@
-"""One row of an annotation file: what the benchmarks publish in common, and the checks that all rows share."""
+"""Rows of the benchmarks' annotation files, checked, and their targets in pixels of the stored image."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+from mmrl.files import is_file, read_json_object
 from mmrl.gui.coords import Box, Size
 from mmrl.gui.samples import Polygon, Refusal, Target
+
+Cells: TypeAlias = Mapping[str, Any]
+Groups: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
 class RowError(Exception):
@@ -17,7 +23,7 @@ class RowError(Exception):
 
 
 class BoxForm(StrEnum):
-    """What the four numbers of a published box mean."""
+    """Meaning of the four numbers of a published box."""
 
     XYWH = "xywh"
     """Left, top, width, height in pixels."""
@@ -33,40 +39,47 @@ class BoxForm(StrEnum):
         """Whether the numbers are fractions of the image's sides."""
         return self in (BoxForm.XYWH_RELATIVE, BoxForm.XYXY_RELATIVE)
 
-    @property
-    def has_size(self) -> bool:
-        """Whether the last two numbers are width and height."""
-        return self in (BoxForm.XYWH, BoxForm.XYWH_RELATIVE)
-
 
 @dataclass(frozen=True)
 class Annotation:
     """A row as it was published; nothing is repaired or converted."""
 
     id: str
-    """Name of the sample: the row's own, or file and number."""
+    """Id of the sample: the row's own, or file and number."""
     place: str
     """File and number of the row, for messages."""
     image: Any
     """Path inside the image folder, or a stored image."""
     instruction: str
     target: Sequence[float] | Refusal
-    """Four numbers of a box, the corners of a polygon as x, y, x, y, ..., or nothing to be found."""
+    """Four numbers of a box, the corners of a polygon as x, y, x, y, ..., or a refusal."""
     form: BoxForm | None
     """Meaning of a box; None for polygons and refusals."""
     size: Size | None = None
     """(width, height) of the image as annotated; None where the row does not say."""
-    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     """Values of the sample in each column that results are broken down by."""
 
-    @property
-    def is_box(self) -> bool:
-        """Whether the target is a box."""
-        return self.form is not None
+
+@dataclass(frozen=True)
+class RowContext:
+    """File and layout of a row."""
+
+    file: Path
+    number: int
+    """Number of the row in its file, from 1."""
+    place: str
+    """File and row, for messages."""
+    form: BoxForm
+    """Meaning of the boxes of this layout."""
+    language: str = "en"
+    """Language of the instructions."""
+    companion: Groups = field(default_factory=dict)
+    """Columns of a second file, by sample id."""
 
 
 def make_target(annotation: Annotation, original_wh: Size) -> Target:
-    """The place of an annotation in pixels of the stored image."""
+    """The target of an annotation in pixels of the stored image."""
     if isinstance(annotation.target, Refusal):
         return annotation.target
     relative = annotation.form is not None and annotation.form.is_relative
@@ -82,59 +95,234 @@ def make_target(annotation: Annotation, original_wh: Size) -> Target:
 def corners(numbers: Sequence[float], form: BoxForm) -> Box:
     """Left, top, right and bottom of a published box, in its own unit."""
     x, y, third, fourth = numbers
-    return Box(x, y, x + third, y + fourth) if form.has_size else Box(x, y, third, fourth)
+    has_size = form in (BoxForm.XYWH, BoxForm.XYWH_RELATIVE)
+    return Box(x, y, x + third, y + fourth) if has_size else Box(x, y, third, fourth)
 
 
-def read_text(cells: Mapping[str, Any], name: str) -> str:
-    """A column with text.
+def read_screenspot(cells: Cells, context: RowContext) -> Annotation:
+    """A row of screenspot_{mobile,desktop,web}.json or its _v2 form; the platform is in the file's name.
 
-    Raises:
-        RowError: it is missing, blank or no text.
+    Source: njucckevin/SeeClick pretrain/screenspot_test.py.
     """
+    platform = _in_name(context.file, "mobile", "desktop", "web")
+    groups = {"platform": platform, "type": _text(cells, "data_type"), "source": str(cells.get("data_source", ""))}
+    return _annotation(cells, context, groups, image=_text(cells, "img_filename"), target=_box(cells, "bbox"))
+
+
+def read_screenspot_parquet(cells: Cells, context: RowContext) -> Annotation:
+    """A row of the parquet mirrors, which hold the image and name the source instead of the platform.
+
+    Source: EvolvingLMMs-Lab/lmms-eval lmms_eval/tasks/screenspot/utils_rec.py.
+    """
+    if cells.get("image") is None:
+        raise RowError("no column image")
+    source = _text(cells, "data_source")
+    groups = {"platform": PLATFORMS.get(source.lower(), "web"), "type": _text(cells, "data_type"), "source": source}
+    return _annotation(cells, context, groups, image=cells["image"], target=_box(cells, "bbox"))
+
+
+def read_screenspot_pro(cells: Cells, context: RowContext) -> Annotation:
+    """A row of annotations/<application>_<platform>.json.
+
+    Source: likaixin2000/ScreenSpot-Pro-GUI-Grounding eval_screenspot_pro.py.
+    """
+    groups = {name: _text(cells, name) for name in ("group", "application", "platform")}
+    return _annotation(
+        cells,
+        context,
+        {**groups, "type": _text(cells, "ui_type")},
+        id=cells.get("id"),
+        image=_text(cells, "img_filename"),
+        instruction="instruction_cn" if context.language == "cn" else "instruction",
+        target=_box(cells, "bbox"),
+        size="img_size",
+    )
+
+
+def read_mmbench_gui(cells: Cells, context: RowContext) -> Annotation:
+    """A row of L2_annotations.json.
+
+    As in the official loader, a coordinate of -1 means 0, and a box with a number above 1 is in pixels.
+
+    Source: open-compass/MMBench-GUI benchmarks/l2_element_grounding.py.
+    """
+    platform = _text(cells, "platform")
+    box = tuple(0 if number == -1 else number for number in _box(cells, "bbox"))
+    groups = {"platform": platform, "level": _text(cells, "grounding_type"), "type": _text(cells, "data_type")}
+    return _annotation(
+        cells,
+        context,
+        {**groups, "application": str(cells.get("app_name", ""))},
+        id=cells.get("index"),
+        image=f"{platform}/{_text(cells, 'image_path')}",
+        target=box,
+        form=context.form if max(box) <= 1 else BoxForm.XYXY,
+        size="image_size",
+    )
+
+
+def read_ui_vision(cells: Cells, context: RowContext) -> Annotation:
+    """A row of element_grounding_{basic,functional,spatial}.json; swapped corners are sorted, as the metric does.
+
+    Source: uivision/UI-Vision eval/grounding/eval_uivision.py.
+    """
+    x1, y1, x2, y2 = _box(cells, "bbox")
+    columns = {"category": "category", "type": "element_type", "application": "platform"}
+    optional = {name: str(cells[key]) for name, key in columns.items() if cells.get(key)}
+    return _annotation(
+        cells,
+        context,
+        {"setting": _in_name(context.file, "basic", "functional", "spatial"), **optional},
+        image=_text(cells, "image_path"),
+        instruction="prompt_to_evaluate",
+        target=(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)),
+        size="image_size",
+    )
+
+
+def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
+    """A row of OSWorld-G.json, OSWorld-G_refined.json or the parquet form: a box, a polygon or a refusal.
+
+    Source: showlab/FocusUI evaluation/os_world_g_eval.py; EvolvingLMMs-Lab/lmms-eval lmms_eval/tasks/osworld_g.
+    """
+    kind = _text(cells, "box_type").lower()
+    target: Sequence[float] | Refusal = Refusal()
+    if kind == "bbox":
+        target = _box(cells, "box_coordinates")
+    elif kind == "polygon":
+        target = _numbers(cells, "box_coordinates")
+        if len(target) < 6 or len(target) % 2:
+            raise RowError(f"box_coordinates has {len(target)} numbers; expected x, y of at least 3 corners")
+    elif kind != "refusal":
+        raise RowError(f"box_type is {kind!r}; expected bbox, polygon, refusal")
+    annotation = _annotation(
+        cells,
+        context,
+        {"target": kind, "on_screen": "absent" if kind == "refusal" else "present"},
+        id=cells.get("id"),
+        image=cells.get("image") if cells.get("image") is not None else _text(cells, "image_path"),
+        target=target,
+        form=context.form if kind == "bbox" else None,
+        size="image_size",
+    )
+    types = cells.get("GUI_types")
+    several = {
+        "category": context.companion.get(annotation.id, ()),
+        "type": tuple(map(str, types)) if isinstance(types, list | tuple) else (),
+    }
+    return _with_groups(annotation, several)
+
+
+def osworld_g_categories(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Abilities of each sample in classification_result.json; empty without that file."""
+    file = folder / "classification_result.json"
+    if not is_file(file):
+        return {}
+    found: dict[str, list[str]] = defaultdict(list)
+    classified = read_json_object(file).get("classified")
+    for category, samples in classified.items() if isinstance(classified, Mapping) else ():
+        for sample in samples:
+            found[str(sample.get("id"))].append(str(category))
+    return {name: tuple(categories) for name, categories in found.items()}
+
+
+def read_i2e(cells: Cells, context: RowContext) -> Annotation:
+    """A line of I2E-bench-annotation.jsonl.
+
+    Source: InfiXAI/InfiGUI-G1 eval/data.py (`standardize_sample`).
+    """
+    about = cells.get("annotations")
+    kind = about.get("instr_type") if isinstance(about, Mapping) else None
+    if not isinstance(kind, str):
+        raise RowError("annotations.instr_type is missing; expected explicit or implicit")
+    groups = {"instruction": kind.lower(), "source": str(cells.get("source", "")).lower()}
+    return _annotation(cells, context, groups, image=_text(cells, "image"), target=_box(cells, "bounding_box"))
+
+
+def _annotation(
+    cells: Cells,
+    context: RowContext,
+    groups: Mapping[str, str],
+    *,
+    image: Any,
+    target: Sequence[float] | Refusal,
+    id: Any = None,
+    instruction: str = "instruction",
+    form: BoxForm | str | None = "",
+    size: str = "",
+) -> Annotation:
+    """An annotation; `instruction` and `size` are columns, and `form` defaults to that of the layout."""
+    return Annotation(
+        id=str(id or f"{context.file.stem}-{context.number}"),
+        place=context.place,
+        image=image,
+        instruction=_text(cells, instruction),
+        target=target,
+        form=context.form if form == "" else form,  # type: ignore[arg-type]
+        size=_size(cells, size),
+        groups={name: (value,) for name, value in groups.items()},
+    )
+
+
+def _with_groups(annotation: Annotation, groups: Groups) -> Annotation:
+    return Annotation(**{**vars(annotation), "groups": {**annotation.groups, **groups}})
+
+
+def _in_name(file: Path, *words: str) -> str:
+    """The one of some words that the name of a file contains."""
+    found = [word for word in words if word in file.stem.lower()]
+    if len(found) != 1:
+        raise RowError(f"the file's name {file.name} says neither {', '.join(words[:-1])} nor {words[-1]}")
+    return found[0]
+
+
+def _text(cells: Cells, name: str) -> str:
     value = _cell(cells, name)
     if not isinstance(value, str):
-        raise RowError(f"{name} is {_shown(value)}; expected a text")
+        raise RowError(f"{name} is {_short(value)}; expected a text")
     if not value.strip():
         raise RowError(f"{name} is blank")
     return value
 
 
-def read_box(cells: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    """A column with the four numbers of a box."""
-    numbers = read_numbers(cells, name)
+def _box(cells: Cells, name: str) -> tuple[float, ...]:
+    numbers = _numbers(cells, name)
     if len(numbers) != 4:
         raise RowError(f"{name} has {len(numbers)} numbers; expected 4")
     return numbers
 
 
-def read_numbers(cells: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    """A column with a list of finite numbers."""
+def _numbers(cells: Cells, name: str) -> tuple[float, ...]:
     value = _cell(cells, name)
     if not isinstance(value, list | tuple):
-        raise RowError(f"{name} is {_shown(value)}; expected a list of numbers")
+        raise RowError(f"{name} is {_short(value)}; expected a list of numbers")
     for number in value:
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise RowError(f"{name} holds {_shown(number)}; expected finite numbers")
+            raise RowError(f"{name} holds {_short(number)}; expected finite numbers")
     return tuple(value)
 
 
-def read_size(cells: Mapping[str, Any], name: str) -> Size | None:
-    """A column with width and height; None where the row has no such column."""
+def _size(cells: Cells, name: str) -> Size | None:
+    """Width and height; None where the row has no such column."""
     if cells.get(name) is None:
         return None
-    numbers = read_numbers(cells, name)
+    numbers = _numbers(cells, name)
     if len(numbers) != 2 or min(numbers) < 1 or any(number != int(number) for number in numbers):
-        raise RowError(f"{name} is {_shown(list(numbers))}; expected [width, height] in pixels")
+        raise RowError(f"{name} is {_short(list(numbers))}; expected [width, height] in pixels")
     return int(numbers[0]), int(numbers[1])
 
 
-def _cell(cells: Mapping[str, Any], name: str) -> Any:
+def _cell(cells: Cells, name: str) -> Any:
     if cells.get(name) is None:
         found = ", ".join(key for key, value in cells.items() if value is not None) or "none"
         raise RowError(f"no column {name}; the row has: {found}")
     return cells[name]
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+PLATFORMS = {"ios": "mobile", "android": "mobile", "windows": "desktop", "macos": "desktop"}
+"""Platform of each data source; all others are web pages."""

@@ -1,23 +1,44 @@
-"""A benchmark as grounding samples: every published row, none dropped and none altered."""
+"""A user's copy of a benchmark: its files, its samples (none dropped, none altered), and a check of its boxes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
-from mmrl.gui.benchmarks.annotations import Annotation, RowError, make_target
-from mmrl.gui.benchmarks.box_checks import box_problem, fit_convention
-from mmrl.gui.benchmarks.files import LANGUAGES, BenchmarkFiles, ImageFolder, locate, read_annotations
-from mmrl.gui.benchmarks.table import find_benchmark
+from mmrl.files import expanded, is_file
+from mmrl.gui.benchmarks.annotations import Annotation, BoxForm, RowContext, RowError, corners, make_target
+from mmrl.gui.benchmarks.table import BENCHMARKS, Benchmark, Layout, find_benchmark, recognise
 from mmrl.gui.coords import Size
-from mmrl.gui.samples import GroundingSample
+from mmrl.gui.samples import GroundingSample, Refusal
+from mmrl.gui.tables import image_size
+from mmrl.hub.tables import read_rows
 
 LOGGER = logging.getLogger("mmrl")
+DEPTH = 3
+"""Folders above a single annotation file in which its images are looked for."""
+ENOUGH = 0.995
+"""Share of the boxes that must have an area and lie in their image under the declared convention."""
+OTHER = {
+    BoxForm.XYWH: BoxForm.XYXY,
+    BoxForm.XYXY: BoxForm.XYWH,
+    BoxForm.XYWH_RELATIVE: BoxForm.XYXY_RELATIVE,
+    BoxForm.XYXY_RELATIVE: BoxForm.XYWH_RELATIVE,
+}
+VERDICTS = {
+    "right": "the declared convention is right",
+    "ambiguous": "these boxes fit both conventions",
+    "unsure": "neither fits; look at the boxes",
+    "wrong": "the file is in the other convention",
+}
+Problem = tuple[str, str]
+"""Place of a row and what is wrong with it."""
 
 
 @dataclass
@@ -30,80 +51,320 @@ class BenchmarkConfig:
     path: str = MISSING
     """Folder of the copy, or one of its annotation files."""
     images: str | None = None
-    """Folder of the images; empty: the published place in the copy."""
-    language: str = choice("en", LANGUAGES)
+    """Folder of the images; empty: the published one in the copy."""
+    language: str = choice("en", ("en", "cn"))
     """Language of the instructions, en or cn; only ScreenSpot-Pro has both."""
     max_samples: int = bounded(0, at_least=0)
-    """Only the first so many samples, for a trial; 0 = all."""
+    """Only this many of the first samples, for a trial; 0 = all."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How many boxes fit the declared meaning of their numbers, and how many another one."""
+
+    declared: BoxForm
+    fits: float
+    """Share of the boxes with a positive area inside the image, as declared."""
+    other: BoxForm
+    other_fits: float
+    """The same under the other convention."""
+    in_unit_range: float
+    """Share of the boxes whose numbers are all between 0 and 1."""
+    boxes: int
+
+    @property
+    def verdict(self) -> str:
+        """Key of `VERDICTS`: few or centred boxes may fit both (ambiguous); bad data fit neither (unsure)."""
+        if self._units_are_wrong or (self.fits < ENOUGH <= self.other_fits):
+            return "wrong"
+        if self.fits >= ENOUGH:
+            return "ambiguous" if self.other_fits >= ENOUGH else "right"
+        return "unsure"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in a line."""
+        if self._units_are_wrong:
+            unit = "pixels" if self.declared.is_relative else "fractions of the image's sides"
+            return f"boxes are declared as {self.declared}, but their numbers are {unit}"
+        shares = f"{self.fits:.1%} of {self.boxes} boxes fit {self.declared}, {self.other_fits:.1%} fit {self.other}"
+        return f"{shares}: {VERDICTS[self.verdict]}"
+
+    @property
+    def _units_are_wrong(self) -> bool:
+        return self.in_unit_range < 1 - ENOUGH if self.declared.is_relative else self.in_unit_range >= ENOUGH
 
 
 @dataclass
-class _Loading:
-    images: ImageFolder
-    samples: list[GroundingSample] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    boxes: list[tuple[Annotation, Size]] = field(default_factory=list)
+class Validation:
+    """Findings in a copy of a benchmark."""
+
+    benchmark: Benchmark
+    files: tuple[Path, ...]
+    rows: int = 0
+    malformed: list[Problem] = field(default_factory=list)
+    """Rows that cannot be evaluated."""
+    suspicious: list[Problem] = field(default_factory=list)
+    """Boxes that are evaluated as published but look wrong."""
+    convention: Convention | None = None
+    """None where there is no box."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether every row can be evaluated and the boxes mean what they are declared to mean."""
+        right = self.convention is None or self.convention.verdict in ("right", "ambiguous")
+        return bool(self.rows) and not self.malformed and right
+
+
+@dataclass(frozen=True)
+class BenchmarkFiles:
+    """Files of a copy."""
+
+    benchmark: Benchmark
+    layout: Layout
+    files: tuple[Path, ...]
+    """Annotation files in the published order."""
+    image_roots: tuple[Path, ...]
+    """Folders in which an image's path may start, the most likely first."""
+    companion: Mapping[str, tuple[str, ...]]
+    """Columns of the benchmark's second file, by sample id."""
+
+    def annotations(self, language: str = "en") -> Iterator[Annotation | Problem]:
+        """All rows of the copy in order."""
+        for file in self.files:
+            for number, row in enumerate(read_rows(str(file), "test", None), start=1):
+                context = RowContext(file, number, row.place, self.layout.form, language, self.companion)
+                try:
+                    yield (row.place, row.problem) if row.problem else self.layout.read(row.cells, context)
+                except RowError as error:
+                    yield row.place, str(error)
 
 
 def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
-    """Read a benchmark."""
+    """Read the samples of a copy; raises UserError where a file is missing or a row is malformed."""
     benchmark = find_benchmark(config.benchmark)
-    found = locate(benchmark, config.path, config.images)
-    loading = _Loading(ImageFolder(found.image_roots))
-    for annotation in read_annotations(found, config.language):
-        if config.max_samples and len(loading.samples) >= config.max_samples:
+    copy = locate(benchmark, config.path, config.images)
+    images = ImageFolder(copy.image_roots)
+    samples: list[GroundingSample] = []
+    problems: list[Problem] = []
+    boxes: list[tuple[Annotation, Size]] = []
+    ids: set[str] = set()
+    for row in copy.annotations(config.language):
+        if config.max_samples and len(samples) >= config.max_samples:
             break
-        _add(loading, annotation)
-    if loading.problems:
-        raise UserError(_describe(found, loading, config))
-    if not loading.samples:
-        raise UserError(f"{benchmark.title}: {', '.join(map(str, found.files))} has no rows")
-    convention = fit_convention(found.layout.form, loading.boxes)
+        if not isinstance(row, Annotation):
+            problems.append(row)
+            continue
+        try:
+            image: Any = images.resolve(row.image)
+            original_wh = images.size(image)
+        except RowError as error:
+            problems.append((row.place, str(error)))
+            continue
+        size = row.size or original_wh
+        if row.form is not None:
+            boxes.append((row, size))
+        name = f"{row.id} ({row.place})" if row.id in ids else row.id  # some copies repeat ids
+        ids.add(name)
+        meta = {"id": name, "place": row.place, "groups": row.groups, "suspicious": box_problem(row, size) or ""}
+        target = make_target(row, original_wh)
+        samples.append(GroundingSample(image, original_wh, row.instruction, target, meta=meta))
+    if problems:
+        (place, reason), count = problems[0], len(problems)
+        raise UserError(
+            f"{benchmark.title}: {'1 row is' if count == 1 else f'{count} rows are'} not in its format; the first: "
+            f"{place}: {reason}; `mmrl gui validate {config.path} --benchmark {benchmark.name}` lists them"
+        )
+    if not samples:
+        raise UserError(f"{benchmark.title}: {', '.join(map(str, copy.files))} has no rows")
+    convention = fit_convention(copy.layout.form, boxes)
     if convention is not None and convention.verdict == "wrong":
         LOGGER.warning("%s: %s", benchmark.title, convention.sentence)
-    return _with_unique_ids(loading.samples)
+    return samples
 
 
-def _add(loading: _Loading, annotation: Annotation | tuple[str, str]) -> None:
-    if not isinstance(annotation, Annotation):
-        loading.problems.append(annotation)
-        return
-    try:
-        image: Any = loading.images.resolve(annotation.image)
-        original_wh = loading.images.size(image)
-    except RowError as error:
-        loading.problems.append((annotation.place, str(error)))
-        return
-    size = annotation.size or original_wh
-    if annotation.is_box:
-        loading.boxes.append((annotation, size))
-    meta = {
-        "id": annotation.id,
-        "place": annotation.place,
-        "groups": annotation.groups,
-        "suspicious": box_problem(annotation, size) or "",
-    }
-    target = make_target(annotation, original_wh)
-    loading.samples.append(GroundingSample(image, original_wh, annotation.instruction, target, meta=meta))
+def validate(path: str, benchmark: str | None = None, images: str | None = None) -> Validation:
+    """Check a copy of a benchmark, or one of its annotation files.
+
+    Args:
+        path: annotation file, or folder of the copy.
+        benchmark: its name; None recognises a file by its name or columns.
+        images: folder of the images, where it is not the published one.
+
+    Returns:
+        Malformed rows, suspicious boxes and the test of the box convention. Without the image folder, boxes are
+        compared with the annotated sizes.
+
+    Raises:
+        UserError: there is no such file, or no benchmark fits it.
+    """
+    copy = locate(find_benchmark(benchmark) if benchmark else _recognised(path), path, images)
+    result = Validation(copy.benchmark, copy.files)
+    folder = None
+    if not copy.layout.images or any(root.is_dir() for root in copy.image_roots):
+        folder = ImageFolder(copy.image_roots)
+    else:
+        result.notes.append("no image folder was found: images are not checked, boxes only against the annotated sizes")
+    boxes: list[tuple[Annotation, Size]] = []
+    for row in copy.annotations():
+        result.rows += 1
+        if not isinstance(row, Annotation):
+            result.malformed.append(row)
+            continue
+        try:
+            stored = None if folder is None else folder.size(folder.resolve(row.image))
+        except RowError as error:
+            result.malformed.append((row.place, str(error)))
+            continue
+        if row.size is not None and stored is not None and row.size != stored:
+            (aw, ah), (sw, sh) = row.size, stored
+            result.suspicious.append((row.place, f"annotated as {aw} x {ah}, the image is {sw} x {sh}"))
+        size = row.size or stored
+        if size is None:
+            continue
+        problem = box_problem(row, size)
+        if problem is not None:
+            result.suspicious.append((row.place, problem))
+        if row.form is not None:
+            boxes.append((row, size))
+    result.convention = fit_convention(copy.layout.form, boxes)
+    published = copy.benchmark.size
+    if published is not None and published != result.rows:
+        result.notes.append(
+            f"{result.rows} rows, {copy.benchmark.title} has {published}: its numbers are comparable only when whole"
+        )
+    return result
 
 
-def _describe(found: BenchmarkFiles, loading: _Loading, config: BenchmarkConfig) -> str:
-    place, reason = loading.problems[0]
-    count = len(loading.problems)
-    rows = "1 row is" if count == 1 else f"{count} rows are"
-    return (
-        f"{found.benchmark.title}: {rows} not in its format; the first: {place}: {reason}; "
-        f"`mmrl gui validate {config.path} --benchmark {found.benchmark.name}` lists them"
+def locate(benchmark: Benchmark, path: str, images: str | None = None) -> BenchmarkFiles:
+    """Find the annotation files and image folders of a copy; raises UserError."""
+    place = expanded(path)
+    if images is not None and not expanded(images).is_dir():
+        raise UserError(f"{benchmark.title}: the image folder {images} does not exist")
+    found = _one_file(benchmark, place) if is_file(place) else _in_folder(benchmark, place)
+    if found is None:
+        if not place.exists():
+            raise UserError(
+                f"{benchmark.title}: {place} does not exist; give the folder of your copy, or one annotation file"
+            )
+        expected = "; or ".join(", ".join(layout.files) for layout in benchmark.layouts)
+        raise UserError(f"{benchmark.title}: {place} holds none of its annotation files; expected {expected}")
+    layout, files, roots = found
+    folders = tuple(root / name for root in roots for name in layout.images)
+    companion = next((read for root in roots if benchmark.companion and (read := benchmark.companion(root))), {})
+    return BenchmarkFiles(benchmark, layout, files, folders if images is None else (expanded(images),), companion)
+
+
+class ImageFolder:
+    """The images of a copy, by the paths that its rows name."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = tuple(roots)
+        self._sizes: dict[Path, Size] = {}
+
+    def resolve(self, image: Any) -> Any:
+        """The file that a row names, or the image that it holds; raises RowError."""
+        if not isinstance(image, str):
+            return image
+        for root in self.roots:
+            if is_file(root / image):
+                return root / image
+        looked = ", ".join(str(root) for root in self.roots[:2])
+        raise RowError(f"there is no image {image} in {looked or 'any folder'}")
+
+    def size(self, image: Any) -> Size:
+        """(width, height) of a resolved image, from its header alone where it is a file; raises RowError."""
+        if isinstance(image, Path) and image in self._sizes:
+            return self._sizes[image]
+        source = image.read() if hasattr(image, "read") else image
+        if isinstance(source, Mapping):
+            source = source.get("bytes") or source.get("path")
+        try:
+            size = image_size(source)
+        except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError, DecompressionBombError, ...
+            name = image if isinstance(image, Path) else "its image"
+            raise RowError(f"{name} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        if isinstance(image, Path):
+            self._sizes[image] = size
+        return size
+
+
+def box_problem(annotation: Annotation, size: Size) -> str | None:
+    """Why a target looks wrong in an image of a size (width, height); None where it does not."""
+    if isinstance(annotation.target, Refusal):
+        return None
+    if annotation.form is None:
+        width, height = size
+        xs, ys = annotation.target[0::2], annotation.target[1::2]
+        outside = any(not 0 <= x <= width for x in xs) or any(not 0 <= y <= height for y in ys)
+        return f"a corner of the polygon is outside the image of {width} x {height}" if outside else None
+    shown = f"[{', '.join(f'{number:g}' for number in annotation.target)}] ({annotation.form})"
+    if not _has_area(annotation.target, annotation.form):
+        return f"the box {shown} has no area"
+    if not _inside(annotation.target, annotation.form, size):
+        return f"the box {shown} leaves the image of {size[0]} x {size[1]}"
+    return None
+
+
+def fit_convention(declared: BoxForm, boxes: Sequence[tuple[Annotation, Size]]) -> Convention | None:
+    """Count how many boxes fit the declared meaning of their numbers and how many the other one."""
+    if not boxes:
+        return None
+    # A row may be in pixels where the benchmark's boxes are fractions (MMBench-GUI): each is tested in its own form.
+    forms = [annotation.form or declared for annotation, _ in boxes]
+    numbers: list[Any] = [annotation.target for annotation, _ in boxes]
+    sizes = [size for _, size in boxes]
+
+    def share(each: Sequence[BoxForm]) -> float:
+        rows = zip(numbers, each, sizes, strict=True)
+        return sum(_has_area(row, form) and _inside(row, form, size) for row, form, size in rows) / len(boxes)
+
+    return Convention(
+        declared=declared,
+        fits=share(forms),
+        other=OTHER[declared],
+        other_fits=share([OTHER[form] for form in forms]),
+        in_unit_range=sum(all(0 <= number <= 1 for number in row) for row in numbers) / len(boxes),
+        boxes=len(boxes),
     )
 
 
-def _with_unique_ids(samples: list[GroundingSample]) -> list[GroundingSample]:
-    """Make ids unique: some copies give several rows the same one."""
-    seen: set[str] = set()
-    for sample in samples:
-        name = str(sample.meta["id"])
-        if name in seen:
-            name = f"{name} ({sample.meta['place']})"
-            sample.meta["id"] = name  # type: ignore[index]  # made here, a dict
-        seen.add(name)
-    return samples
+def _has_area(numbers: Sequence[float], form: BoxForm) -> bool:
+    box = corners(numbers, form)
+    return box.x2 > box.x1 and box.y2 > box.y1
+
+
+def _inside(numbers: Sequence[float], form: BoxForm, size: Size) -> bool:
+    box = corners(numbers, form)
+    width, height = (1, 1) if form.is_relative else size
+    return box.x1 >= 0 and box.y1 >= 0 and box.x2 <= width and box.y2 <= height
+
+
+def _recognised(path: str) -> Benchmark:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise UserError(f"{file} is a folder; say which benchmark it holds with --benchmark: {', '.join(BENCHMARKS)}")
+    first = next((row.cells for row in read_rows(path, "test", None) if row.cells), {})
+    return recognise(file, first)
+
+
+Found = tuple[Layout, tuple[Path, ...], list[Path]]
+
+
+def _one_file(benchmark: Benchmark, file: Path) -> Found | None:
+    """The layout of a file by its ending; images may be beside it or in a folder above."""
+    for layout in benchmark.layouts:
+        if file.suffix.lower() in {Path(pattern).suffix for pattern in layout.files}:
+            return layout, (file,), [file.parent, *list(file.absolute().parent.parents)[: DEPTH - 1]]
+    return None
+
+
+def _in_folder(benchmark: Benchmark, folder: Path) -> Found | None:
+    for layout in benchmark.layouts:
+        for name in benchmark.roots:
+            root = folder / name
+            files = [file for pattern in layout.files for file in sorted(root.glob(pattern))]
+            if files:
+                return layout, tuple(files), [root]
+    return None

@@ -1,4 +1,4 @@
-"""How a model is asked where something is: system turn, question, the words its answer is made to begin with."""
+"""How a model is asked where something is: system turn, question, and a prefix of its answer."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from mmrl.fields import choice
 from mmrl.files import is_file
 from mmrl.gui.coords import CoordinateSpace, coordinate_space
 from mmrl.gui.grounding import TEMPLATE, THINK, GroundingSettings
-from mmrl.gui.samples import GroundingSample, Refusal
+from mmrl.gui.samples import GroundingSample
 from mmrl.vlm.payload import Prompt
 from mmrl.vlm.task import VlmTask
 
-OF_THE_RUN = "run"
+FROM_RUN = "run"
 
 
 @dataclass(frozen=True)
 class PromptPreset:
-    """Texts in which {width} and {height} are those of the resized image; braces are doubled."""
+    """Texts with {width} and {height} of the resized image; other braces are doubled."""
 
     space: CoordinateSpace
-    """What the numbers of an answer mean."""
+    """Meaning of the numbers of an answer."""
     user: str
     """The question after the image, with {instruction}."""
     system: str = ""
     """System turn; empty: none."""
     prefix: str = ""
-    """What the answer is made to begin with."""
+    """Start of the answer, given to the model."""
     refusal: str = ""
-    """Added to the question by benchmarks in which some things are not on the screen."""
+    """Added to the question by benchmarks that also ask for absent elements."""
 
 
 @dataclass
 class PromptConfig:
     """How the model is asked. Published numbers depend on it: compare only results of the same prompt."""
 
-    preset: str = choice("points", lambda: (*PRESETS, OF_THE_RUN))
+    preset: str = choice("points", lambda: (*PRESETS, FROM_RUN))
     """points: JSON points as InfiGUI-G1 writes them; points_think: the same after a think block; tool_call: the
-    computer-use call of Qwen2.5-VL; rel1000: JSON points in thousandths, for Qwen3-VL; run: as the run was trained
-    whose folder model.path is."""
+    computer-use call of Qwen2.5-VL; rel1000: JSON points in thousandths, for Qwen3-VL; run: the training question of
+    the run whose folder is model.path."""
     system: str | None = None
-    """System turn in place of the preset's; '' = none. {width} and {height} stand for the resized image's."""
+    """System turn instead of the preset's; '' = none. {width} and {height} are those of the resized image."""
     user: str | None = None
-    """Question in place of the preset's; {instruction}, {width} and {height} are filled in, braces are doubled."""
+    """Question instead of the preset's; {instruction}, {width} and {height} are filled in, braces are doubled."""
     prefix: str | None = None
-    """What the answer is made to begin with, in place of the preset's; '' = nothing."""
+    """Start of the answer instead of the preset's; '' = nothing."""
     refusal: str | None = None
-    """What is added to the question where a benchmark also asks for things that are not there; '' = nothing."""
+    """Added to the question where a benchmark also asks for absent elements; '' = nothing."""
     space: str = choice("", lambda: ("", *CoordinateSpace))
-    """What the two numbers of an answer mean; empty: as the preset says."""
+    """Meaning of the two numbers of an answer; empty: that of the preset."""
 
     def validate(self) -> None:
         """Check the templates; raises UserError."""
@@ -64,15 +64,8 @@ class PromptConfig:
             _check_template(f"prompt.{name}", getattr(self, name), needs_instruction=name == "user")
 
     def resolved(self, model_path: str = "") -> PromptPreset:
-        """The preset with the texts that are given instead of its own.
-
-        Args:
-            model_path: the run's folder, for the preset `run`.
-
-        Raises:
-            UserError: that is no folder of a run on screens.
-        """
-        base = preset_of_run(model_path) if self.preset == OF_THE_RUN else PRESETS[self.preset]
+        """The preset with the given texts instead of its own; `run` reads them from the run's folder."""
+        base = preset_of_run(model_path) if self.preset == FROM_RUN else PRESETS[self.preset]
         given = {name: getattr(self, name) for name in ("system", "user", "prefix", "refusal")}
         texts = {name: text for name, text in given.items() if text is not None}
         chosen = dataclasses.replace(base, **texts)
@@ -80,7 +73,7 @@ class PromptConfig:
 
 
 def preset_of_run(model_path: str) -> PromptPreset:
-    """The question that a run was trained with, out of its config.yaml."""
+    """The question that a run was trained with, from its config.yaml."""
     from omegaconf import OmegaConf
 
     file = Path(model_path).expanduser() / "config.yaml"
@@ -101,14 +94,7 @@ def preset_of_run(model_path: str) -> PromptPreset:
 
 
 def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool, max_image_pixels: int) -> VlmTask:
-    """A sample as a chat: the resized screen, then the question.
-
-    Args:
-        sample: with `model_wh` set.
-        preset: the texts.
-        asks_refusals: whether some samples of the benchmark are not to be found.
-        max_image_pixels: images with more are not decoded.
-    """
+    """A sample with `model_wh` as a chat: the resized screen, then the question."""
     assert sample.model_wh is not None
     width, height = sample.model_wh
     text = preset.user.format(instruction=sample.instruction, width=width, height=height)
@@ -127,13 +113,8 @@ def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool,
     )
 
 
-def asks_refusals(samples: list[GroundingSample]) -> bool:
-    """Whether some samples of a benchmark are not to be found."""
-    return any(isinstance(sample.target, Refusal) for sample in samples)
-
-
 def begin_answer(prompt: Prompt, tokens: list[int]) -> Prompt:
-    """A prompt whose answer already has its first tokens."""
+    """Append the first tokens of the answer to a prompt."""
     if not tokens:
         return prompt
     ids = torch.tensor(tokens, dtype=prompt.input_ids.dtype)

@@ -3,41 +3,73 @@
 It trains nothing; `mmrl train` refuses it. The model is a folder, a hub id or the folder of a run, whose best
 checkpoint is taken. Screens are resized once, by the rule of qwen-vl-utils, after a limit on visual tokens; the
 question names the resized size; points are converted to pixels of the original screen and compared with the published
-boxes.
+boxes. Answers are written as they come, so that a stopped evaluation continues with the remaining screens.
 
 Source: InfiXAI/InfiGUI-G1 eval/eval.py (protocol: greedy, 1024 new tokens, 5600 visual tokens, first and any point).
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, parts_of
-from mmrl.gui.benchmarks.evaluation import GroundingEvaluationOptions, GroundingMeasure, GroundingTask
+from mmrl.gui.answers import PARSERS, parse_answer
 from mmrl.gui.benchmarks.loading import BenchmarkConfig, load_benchmark
-from mmrl.gui.benchmarks.prompts import PromptConfig, asks_refusals, question
-from mmrl.gui.benchmarks.table import find_benchmark
+from mmrl.gui.benchmarks.metrics import Scored, metrics_of, results_markdown, score_answer, tabulate, write_results
+from mmrl.gui.benchmarks.prompts import PromptConfig, PromptPreset, begin_answer, question
+from mmrl.gui.benchmarks.table import Benchmark, find_benchmark
 from mmrl.gui.coords import FAMILIES, MAX_TOKENS, MIN_TOKENS, Resize
-from mmrl.gui.samples import GroundingSample
+from mmrl.gui.pictures import draw_answer
+from mmrl.gui.samples import GroundingSample, Refusal
 from mmrl.hub.images import image_pixels_option
 from mmrl.training.export import chosen_checkpoint
-from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
+from mmrl.training.loop.evaluation import Evaluation, Measure, Row, Trial, evaluate_tasks
 from mmrl.training.loop.settings import PRECISIONS
+from mmrl.training.record.fingerprint import content_digest
+from mmrl.training.record.outcomes import Outcome
+from mmrl.training.record.resumable import ResumableRows, short_digest
+from mmrl.training.record.samples import SampleRecord
 from mmrl.vlm.model_config import ModelConfig
 from mmrl.vlm.models import load_policy
 from mmrl.vlm.policy import VlmPolicy
+from mmrl.vlm.sampler import sample
 from mmrl.vlm.sampling import SamplerConfig
+from mmrl.vlm.task import TaskError, VlmTask
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from mmrl.vlm.payload import Prompt
 
 LOGGER = logging.getLogger("mmrl")
 VISUAL_TOKENS = 5600
 NEW_TOKENS = 1024
+ENOUGH_POINTS = 20
+MUCH_OUTSIDE = 0.3
+"""Share of first points outside their screens that causes a warning."""
+
+
+@dataclass
+class GroundingEvaluationOptions:
+    """How answers are batched, read and shown."""
+
+    batch_tasks: int = bounded(8, at_least=1)
+    """Screens answered together."""
+    parser: str = choice("robust", tuple(PARSERS))
+    """How points are read: robust takes every format of `mmrl.gui.answers`, reference only InfiGUI-G1's."""
+    records: int = bounded(24, at_least=0)
+    """Samples shown in the report, the first ones."""
+    images: int = bounded(8, at_least=0)
+    """First hits and first misses written as PNG files, that many of each."""
 
 
 @dataclass
@@ -52,17 +84,12 @@ class ComputeConfig:
 
 @dataclass
 class GreedyConfig:
-    """How answers are decoded: always the most likely token."""
+    """Greedy decoding of answers."""
 
     max_new_tokens: int = bounded(NEW_TOKENS, at_least=1)
     """Longest answer in tokens."""
     stop: list[str] = field(default_factory=list)
     """An answer ends with the token that completes one of these strings."""
-
-    @property
-    def sampler(self) -> SamplerConfig:
-        """The same for the sampler."""
-        return SamplerConfig(max_new_tokens=self.max_new_tokens, stop=self.stop)
 
 
 @dataclass
@@ -72,9 +99,9 @@ class GroundingEvaluationConfig:
     recipe: str = ""
     """grounding_eval."""
     output_dir: str = "runs/grounding-eval"
-    """Folder of answers, tables and pictures; answers that are there are not computed again."""
+    """Folder of answers, tables and images; existing answers are not computed again."""
     seed: int = 0
-    """Seed of whatever a model's code draws; answers are greedy."""
+    """Seed of any random numbers in a model's code; answers are greedy."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model; `path` may also be a run's folder. `min_pixels` and `max_pixels` bound the resized screen; empty: 4 and
     16384 tokens."""
@@ -87,11 +114,11 @@ class GroundingEvaluationConfig:
     sampler: GreedyConfig = field(default_factory=GreedyConfig)
     """Longest answer and stop strings."""
     evaluation: GroundingEvaluationOptions = field(default_factory=GroundingEvaluationOptions)
-    """Batches, parser, pictures."""
+    """Batches, parser, images."""
     max_image_pixels: int = image_pixels_option()
     """Largest screen in pixels, checked by its header before it is decoded."""
     trainer: ComputeConfig = field(default_factory=ComputeConfig)
-    """Precision and threads, under the names that they have in training runs."""
+    """Precision and threads, under their names in training runs."""
 
     def validate(self) -> None:
         """Check the fields and that there is something to evaluate; raises ValueError or UserError."""
@@ -105,31 +132,44 @@ class GroundingEvaluationConfig:
                 part.validate()
 
 
+@dataclass(frozen=True)
+class GroundingTask:
+    """A sample and its question."""
+
+    sample: GroundingSample
+    task: VlmTask
+
+
 class GroundingEvaluation:
-    """What `mmrl evaluate` needs of a recipe."""
+    """The recipe of `mmrl evaluate`."""
 
     def __init__(self, config: GroundingEvaluationConfig) -> None:
         self.config = config
         samples = {name: load_benchmark(data) for name, data in config.eval_data.items()}
         self.preset = config.prompt.resolved(config.model.path)
-        model = replace(config.model, path=_model_path(config.model.path))
-        self.policy: VlmPolicy = load_policy(model)
+        self.policy: VlmPolicy = load_policy(replace(config.model, path=_model_path(config.model.path)))
         self.policy.check_response_length(config.sampler.max_new_tokens)
         self.resize = self._make_resize()
-        self._check_space()
+        family = FAMILIES.get(self.policy.network.config.model_type)
+        if family is not None and family.space is not self.preset.space:
+            LOGGER.warning(
+                "points are read as %s; models of type %s were trained to write %s (prompt.space)",
+                self.preset.space,
+                self.policy.network.config.model_type,
+                family.space,
+            )
         self.eval_tasks = {name: self._tasks(found) for name, found in samples.items()}
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator) -> Evaluation:
         """Answer a benchmark and write its results."""
-        config = self.config
-        tasks = self.eval_tasks[split]
+        config, tasks = self.config, self.eval_tasks[split]
         measure = GroundingMeasure(
             policy=policy,
             benchmark=find_benchmark(config.eval_data[split].benchmark),
             tasks=tasks,
             preset=self.preset,
             options=config.evaluation,
-            sampler=config.sampler.sampler,
+            sampler=SamplerConfig(max_new_tokens=config.sampler.max_new_tokens, stop=config.sampler.stop),
             split=split,
             run_dir=Path(config.output_dir),
             setting=self._setting(split),
@@ -140,17 +180,17 @@ class GroundingEvaluation:
         """Nothing is left open."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing of a training run's state changes an evaluation."""
+        """A training run's state does not change an evaluation."""
 
     def _tasks(self, samples: list[GroundingSample]) -> list[GroundingTask]:
-        refusals = asks_refusals(samples)
+        asks_refusals = any(isinstance(entry.target, Refusal) for entry in samples)
         found = []
-        for sample in samples:
+        for entry in samples:
             try:
-                fitted = sample.fitted(self.resize)
+                fitted = entry.fitted(self.resize)
             except ValueError as error:
-                raise UserError(f"{sample.meta['place']}: {error}") from None
-            task = question(fitted, self.preset, refusals, self.config.max_image_pixels)
+                raise UserError(f"{entry.meta['place']}: {error}") from None
+            task = question(fitted, self.preset, asks_refusals, self.config.max_image_pixels)
             found.append(GroundingTask(fitted, task))
         return found
 
@@ -162,16 +202,6 @@ class GroundingEvaluation:
         low, high = model.min_pixels or MIN_TOKENS * factor**2, model.max_pixels or MAX_TOKENS * factor**2
         self.policy.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
         return Resize(factor, low, high, shrink_to)
-
-    def _check_space(self) -> None:
-        family = FAMILIES.get(self.policy.network.config.model_type)
-        if family is not None and family.space is not self.preset.space:
-            LOGGER.warning(
-                "points are read as %s; models of type %s were trained to write %s (prompt.space)",
-                self.preset.space,
-                self.policy.network.config.model_type,
-                family.space,
-            )
 
     def _setting(self, split: str) -> dict[str, Any]:
         """Everything that a number depends on, for the reader of the results."""
@@ -201,8 +231,169 @@ class GroundingEvaluation:
         }
 
 
+@dataclass
+class GroundingMeasure(Measure[GroundingTask]):
+    """Accuracy of the first point, of any point, and unreadable answers, by the columns of the benchmark's tables.
+
+    A sample that cannot be asked, such as a screen of unusable shape, counts as wrong: numbers of a benchmark are
+    comparable only when it is evaluated whole.
+    """
+
+    policy: VlmPolicy
+    benchmark: Benchmark
+    tasks: Sequence[GroundingTask]
+    """All samples of the split, which rows name by index."""
+    preset: PromptPreset
+    options: GroundingEvaluationOptions
+    sampler: SamplerConfig
+    split: str
+    run_dir: Path
+    setting: Mapping[str, Any]
+    """Everything that the numbers depend on; written with them."""
+
+    unit = "screens"
+    shows_progress = True
+
+    @property
+    def batch_size(self) -> int:
+        """Screens that are answered together."""
+        return self.options.batch_tasks
+
+    def run(self, batch: Sequence[Trial[GroundingTask]], start: int) -> list[Row]:
+        """Ask about some screens and read the answers."""
+        prompts: dict[int, Prompt] = {}
+        errors: dict[int, str] = {}
+        prefix = self.policy.processor.tokenizer.encode(self.preset.prefix, add_special_tokens=False)
+        for trial in batch:
+            try:
+                prompts[trial.index] = begin_answer(self.policy.encode(trial.task.task), prefix)
+            except TaskError as error:
+                LOGGER.warning("%s cannot be asked and counts as wrong: %s", trial.task.task.id, error)
+                errors[trial.index] = f"{error.kind}: {error.message}"
+        answers = dict(zip(prompts, self._answer(list(prompts.values())), strict=True))
+        return [self._row(trial, answers.get(trial.index), errors.get(trial.index, "")) for trial in batch]
+
+    def metrics(self, rows: Sequence[Row], tasks: Sequence[GroundingTask]) -> dict[str, float]:
+        """Accuracies with intervals, also by group; mean number of points, unreadable and unusable samples."""
+        found = metrics_of(self.benchmark, tabulate(self.benchmark, [self._scored(row) for row in rows]))
+        found["answers/outside"] = self._outside(rows)
+        lengths = [row["length"] for row in rows if not row["unusable"]]
+        found["response/length_greedy"] = sum(lengths) / len(lengths) if lengths else float("nan")
+        return found | {"answers/unusable": float(sum(bool(row["unusable"]) for row in rows))}
+
+    def record(self, row: Row) -> SampleRecord:
+        """A screen with the target and the predicted points drawn in."""
+        entry = self.tasks[row["index"]]
+        return SampleRecord(
+            id=f"{self.split} {entry.task.id}",
+            prompt=entry.sample.instruction,
+            response=row["response"],
+            answer=str(entry.sample.target),
+            outputs=[image] if (image := self._image(row)) is not None else [],
+            reward=float(row["first"]),
+            terms={"any": float(row["any"]), "points": float(len(row["points"]))},
+            finish=row["error"] or row["finish"],
+            correct=row["first"],
+        )
+
+    def outcome(self, row: Row) -> Outcome:
+        """Whether the first point and any point hit."""
+        groups = self._sample(row).meta.get("groups", {})
+        parts = {name: groups[name][0] for name in self.benchmark.columns if len(groups.get(name, ())) == 1}
+        scores = {"accuracy/first": float(row["first"]), "accuracy/any": float(row["any"])}
+        return Outcome(self.tasks[row["index"]].task.id, scores, parts)
+
+    def saved_rows(self, tasks: Sequence[GroundingTask], processes: int) -> ResumableRows:
+        """The answers of these weights to these questions under these settings."""
+        asked = [[entry.task.messages, entry.task.image_wh, str(entry.sample.target)] for entry in tasks]
+        conditions = {
+            **{name: value for name, value in self.setting.items() if name != "model"},
+            "questions": short_digest(json.dumps(asked).encode()),
+            "weights": content_digest(sorted(self.policy.state_dict().items())),
+            "options": {"parser": self.options.parser, "batch_tasks": self.options.batch_tasks},
+            "processes": processes,
+        }
+        return ResumableRows(self.run_dir / "answers", self.split, conditions)
+
+    def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
+        """Write the tables, and the first hits and misses as images."""
+        table = tabulate(self.benchmark, [self._scored(row) for row in rows])
+        path = write_results(self.run_dir / "results", self.split, self.benchmark, table, self.setting)
+        LOGGER.info("%s", results_markdown(self.benchmark, table, {}).rstrip())
+        LOGGER.info("results: %s", path)
+        folder = self.run_dir / "images" / self.split
+        for kind, hit in (("hit", True), ("miss", False)):
+            shown = [row for row in rows if bool(row["first"]) is hit]
+            shown = [row for row in shown if not isinstance(self._sample(row).target, Refusal)]
+            for number, row in enumerate(shown[: self.options.images], start=1):
+                image = self._image(row)
+                if image is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    image.save(folder / f"{kind}-{number:02d}.png")
+
+    def _answer(self, prompts: Sequence[Prompt]) -> list[tuple[str, str, int]]:
+        """Text, reason of its end and number of tokens of each greedy answer."""
+        if not prompts:
+            return []
+        drawn = sample(self.policy, prompts, 1, self.sampler, torch.Generator(), greedy=True)
+        texts = [self.preset.prefix + text for text in drawn.texts]
+        return list(zip(texts, drawn.finish, drawn.mask.sum(1).int().tolist(), strict=True))
+
+    def _row(self, trial: Trial[GroundingTask], answer: tuple[str, str, int] | None, unusable: str) -> Row:
+        text, finish, length = answer or ("", "", 0)
+        parsed = parse_answer(text, self.options.parser, no_think="<think>" not in text)
+        scored = score_answer(parsed, trial.task.sample, self.preset.space)
+        return {
+            "index": trial.index,
+            "repeat": trial.repeat,
+            "id": trial.task.task.id,
+            "instruction": trial.task.sample.instruction,
+            "response": text,
+            "finish": finish,
+            "length": length,
+            "error": "unusable" if unusable else parsed.error,
+            "unusable": unusable,
+            "points": [list(point) for point in scored.points],
+            "first": scored.first,
+            "any": scored.any,
+            "wrong_format": scored.wrong_format,
+        }
+
+    def _sample(self, row: Row) -> GroundingSample:
+        return self.tasks[row["index"]].sample
+
+    def _scored(self, row: Row) -> Scored:
+        points = tuple((x, y) for x, y in row["points"])
+        groups = self._sample(row).meta.get("groups", {})
+        return Scored(bool(row["first"]), bool(row["any"]), bool(row["wrong_format"]), points, groups)
+
+    def _image(self, row: Row) -> Image.Image | None:
+        """The screen with target and points; None where it cannot be read."""
+        try:
+            image = self._sample(row).load_image()
+        except (TaskError, ValueError):
+            return None
+        points = [(x, y) for x, y in row["points"] if x is not None and y is not None]
+        return draw_answer(image, self._sample(row).target, points, bool(row["first"]))
+
+    def _outside(self, rows: Sequence[Row]) -> float:
+        """Share of first points outside their screens, refusals left out; a large one usually means a wrong space."""
+        points = [(row["points"][0], self._sample(row).original_wh) for row in rows if row["points"]]
+        points = [(point, size) for point, size in points if not Refusal().contains(point)]
+        outside = sum(not (0 <= x <= width and 0 <= y <= height) for (x, y), (width, height) in points)
+        share = outside / len(points) if points else float("nan")
+        if len(points) >= ENOUGH_POINTS and share > MUCH_OUTSIDE:
+            LOGGER.warning(
+                "%s: %.0f %% of the first points are outside their screens; does the model write %s (prompt.space)?",
+                self.split,
+                100 * share,
+                self.preset.space,
+            )
+        return share
+
+
 def _model_path(path: str) -> str:
-    """The folder of a run stands for its best checkpoint, else its newest one."""
+    """The best, else the newest checkpoint where the path is the folder of a run."""
     folder = Path(path).expanduser()
     if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
         chosen = chosen_checkpoint(folder) / "model"

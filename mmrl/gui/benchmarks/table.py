@@ -1,22 +1,71 @@
-"""The benchmarks by name; BENCHMARKS at the foot."""
+"""The benchmarks by name and how each is published; BENCHMARKS at the foot."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.errors import UserError
-from mmrl.gui.benchmarks.annotations import BoxForm
-from mmrl.gui.benchmarks.desktops import (
+from mmrl.gui.benchmarks.annotations import (
+    Annotation,
+    BoxForm,
+    Cells,
+    RowContext,
     osworld_g_categories,
     read_i2e,
     read_mmbench_gui,
     read_osworld_g,
+    read_screenspot,
+    read_screenspot_parquet,
+    read_screenspot_pro,
     read_ui_vision,
 )
-from mmrl.gui.benchmarks.layout import Benchmark, Layout
-from mmrl.gui.benchmarks.screenspot import read_screenspot, read_screenspot_parquet, read_screenspot_pro
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One of the forms in which a benchmark is published."""
+
+    files: tuple[str, ...]
+    """Annotation files below the benchmark's folder, as patterns; all that exist are read, in this order."""
+    images: tuple[str, ...]
+    """Folders of images below the benchmark's folder; the first that has the images is used. Empty: the rows hold
+    them."""
+    form: BoxForm
+    """Meaning of the boxes."""
+    read: Callable[[Cells, RowContext], Annotation]
+    """Reads a row; raises RowError where it has another format."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A published benchmark."""
+
+    name: str
+    """Name used in configurations."""
+    title: str
+    """Name that papers use."""
+    source: str
+    """Paper."""
+    layouts: tuple[Layout, ...]
+    roots: tuple[str, ...] = ("",)
+    """Folders below the given one in which the files may be."""
+    known_by: tuple[str, ...] = ()
+    """Columns that together occur only in its rows."""
+    columns: tuple[str, ...] = ()
+    """Columns that its tables break results down by."""
+    crosses: tuple[tuple[str, str], ...] = ()
+    """Pairs of columns whose combinations its tables show."""
+    details: tuple[str, ...] = ()
+    """Further columns, for the written results only: they have many values."""
+    macro: tuple[str, ...] = ()
+    """Columns over whose cells its published average is a plain mean; empty: published averages are over samples."""
+    size: int | None = None
+    """Number of published samples; None where unknown."""
+    companion: Callable[[Path], Mapping[str, tuple[str, ...]]] | None = None
+    """Reads a second file of the benchmark's folder."""
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -30,26 +79,18 @@ def find_benchmark(name: str) -> Benchmark:
 
 def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
     """The benchmark that a file belongs to, by its name, else by the columns of its rows."""
-    named = [
-        benchmark
-        for benchmark in BENCHMARKS.values()
-        if any(Path(file.name).match(Path(pattern).name) for pattern in _telling_names(benchmark))
-    ]
-    if named:
-        return named[0]
     held = set(columns)
-    fitting = [benchmark for benchmark in BENCHMARKS.values() if benchmark.known_by and held >= {*benchmark.known_by}]
-    if fitting:
-        return fitting[0]
+    for benchmark in BENCHMARKS.values():
+        names = [Path(pattern).name for layout in benchmark.layouts for pattern in layout.files]
+        if any(Path(file.name).match(name) for name in names if not name.startswith("*")):
+            return benchmark
+    for benchmark in BENCHMARKS.values():
+        if benchmark.known_by and held >= {*benchmark.known_by}:
+            return benchmark
     raise UserError(
         f"{file}: neither its name nor its columns ({', '.join(sorted(held)) or 'none'}) are those of a benchmark; "
         f"say which one with --benchmark: {', '.join(BENCHMARKS)}"
     )
-
-
-def _telling_names(benchmark: Benchmark) -> list[str]:
-    patterns = [pattern for layout in benchmark.layouts for pattern in layout.files]
-    return [pattern for pattern in patterns if not Path(pattern).name.startswith("*")]
 
 
 def _parquet(form: BoxForm) -> Layout:
@@ -72,11 +113,7 @@ def _osworld_g(name: str, title: str, file: str, *more: Layout) -> Benchmark:
     )
 
 
-def _named(*benchmarks: Benchmark) -> dict[str, Benchmark]:
-    return {benchmark.name: benchmark for benchmark in benchmarks}
-
-
-BENCHMARKS: dict[str, Benchmark] = _named(
+_PUBLISHED = (
     Benchmark(
         name="screenspot",
         title="ScreenSpot",
@@ -166,7 +203,6 @@ BENCHMARKS: dict[str, Benchmark] = _named(
         details=("type", "application"),
         macro=("setting",),
         size=5479,
-        sorts_corners=True,
     ),
     _osworld_g(
         "osworld_g",
@@ -185,3 +221,4 @@ BENCHMARKS: dict[str, Benchmark] = _named(
         crosses=(("instruction", "source"),),
     ),
 )
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _PUBLISHED}

@@ -74,9 +74,7 @@ def test_the_command_writes_answers_tables_and_pictures(tmp_path, models, capsys
     assert (setting["coordinate_space"], setting["visual_tokens"], setting["factor"]) == ("abs_resized", 5600, 28)
     assert "{instruction}" in setting["user"]
     assert "not comparable" in (tmp_path / "out" / "results" / "screenspot.md").read_text()
-    (hit, *_), (miss, *_) = (
-        sorted((tmp_path / "out/pictures/screenspot").glob(f"{kind}-*")) for kind in ("hit", "miss")
-    )
+    (hit, *_), (miss, *_) = (sorted((tmp_path / "out/images/screenspot").glob(f"{kind}-*")) for kind in ("hit", "miss"))
     for path in (hit, miss):
         assert Image.open(path).size == (2 * WIDTH, 2 * HEIGHT), "a small screen is enlarged"
     assert (tmp_path / "out" / "report.html").is_file()
@@ -128,7 +126,7 @@ def test_every_preset_asks_both_families(preset, tmp_path, models):
 
 
 def test_an_interrupted_evaluation_goes_on_with_what_is_left(tmp_path, models, monkeypatch):
-    from mmrl.gui.benchmarks.evaluation import GroundingMeasure
+    from mmrl.gui.benchmarks.recipe import GroundingMeasure
 
     options = {"evaluation.batch_tasks": 2}
     whole = run(tmp_path / "whole", models["qwen2_5_vl"], "screenspot", **options)
@@ -182,7 +180,7 @@ def test_a_configuration_runs_on_a_tiny_model_and_copies(path, tmp_path, models)
     _, whole = load_run(path)
     family = "qwen3_vl" if "qwen3" in path.stem else "qwen2_5_vl"
     overrides = [f"output_dir={tmp_path / 'out'}", f"model.path={models[family]}", "model.dtype=float32"]
-    overrides += ["sampler.max_new_tokens=2", "evaluation.pictures=1"]
+    overrides += ["sampler.max_new_tokens=2", "evaluation.images=1"]
     for name, data in whole.eval_data.items():
         overrides += [f"eval_data.{name}.path={COPIES[data.benchmark](tmp_path / name)}"]
     metrics = evaluate(*load_run(path, overrides))

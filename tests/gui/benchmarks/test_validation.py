@@ -9,8 +9,8 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import UserError
+from mmrl.gui.benchmarks.loading import validate
 from mmrl.gui.benchmarks.table import BENCHMARKS
-from mmrl.gui.benchmarks.validation import validate
 from tests.gui.benchmarks.copies import BOXES, COPIES, relative, screenspot, screenspot_pro, write_json, xywh
 
 

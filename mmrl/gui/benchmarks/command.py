@@ -1,0 +1,53 @@
+"""`mmrl gui validate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+LISTED = 50
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Check the rows, images and box convention of a grounding benchmark; exit code 2 where it cannot be evaluated."""
+    from mmrl.gui.benchmarks.loading import validate
+
+    result = validate(str(args.path), args.benchmark, None if args.images is None else str(args.images))
+    convention = result.convention
+    if args.json:
+        columns = ("declared", "fits", "other", "other_fits", "verdict")
+        found = {
+            "benchmark": result.benchmark.name,
+            "files": [str(file) for file in result.files],
+            "rows": result.rows,
+            "usable": result.is_usable,
+            "malformed": [{"place": place, "reason": reason} for place, reason in result.malformed],
+            "suspicious": [{"place": place, "reason": reason} for place, reason in result.suspicious],
+            "convention": None if convention is None else {name: getattr(convention, name) for name in columns},
+            "notes": result.notes,
+        }
+        say(json.dumps(found, indent=2))
+        return 0 if result.is_usable else 2
+    say(f"{result.benchmark.title}: {result.rows} rows in {', '.join(map(str, result.files))}")
+    for note in result.notes:
+        say(f"note: {note}")
+    if convention is not None:
+        say(f"boxes: {convention.sentence}")
+    for heading, places in (("malformed rows", result.malformed), ("suspicious boxes", result.suspicious)):
+        say(f"{heading}: {len(places) or 'none'}")
+        for place, reason in places[:LISTED]:
+            say(f"  {place}: {reason}")
+        if len(places) > LISTED:
+            say(f"  ... and {len(places) - LISTED} more; --json lists all")
+    say("usable as published" if result.is_usable else "not usable as it is")
+    return 0 if result.is_usable else 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", metavar="FILE", type=Path, help="annotation file, or the folder of a copy")
+    parser.add_argument("--benchmark", metavar="NAME", help="such as screenspot_pro; default: recognised by the file")
+    parser.add_argument("--images", metavar="DIR", type=Path, help="folder of the images; default: the published one")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every row that was found")
