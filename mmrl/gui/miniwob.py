@@ -1,8 +1,8 @@
 """The pages of MiniWoB++ as environments, driven without selenium and without a server.
 
-The reward is the page's raw one, in [-1, 1]: the usual one falls with the time on the clock, and that is nothing to
-train on. Timers of the pages themselves run by the clock: animations of jQuery are switched off, and `wait` waits; the
-pages in `RESTLESS` move of themselves, so that equal actions may meet them elsewhere.
+The reward is the page's raw one, in [-1, 1], without the usual discount by wall-clock time. Timers of the pages run by
+the clock: animations of jQuery are switched off, and `wait` waits; the pages in `RESTLESS` move by themselves, so that
+equal actions may have other results. Importing this module registers mmrl/MiniWob-v0 with Gymnasium.
 
 Source: Farama-Foundation/miniwob-plusplus miniwob/html/core/core.js and miniwob/selenium_instance.py.
 """
@@ -21,9 +21,8 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.gui.browser import Browser, BrowserFailure
 from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict
+from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv, register_environments
 from mmrl.gui.plain_settings import settings_from
-from mmrl.gui.web_env import WebAgentEnv
 
 ONE_CLICK = (
     "click-button",
@@ -46,9 +45,9 @@ ONE_CLICK = (
     "identify-shape",
     "unicode-test",
 )
-"""Tasks that one right click solves."""
+"""Tasks that one click on the right element solves."""
 RESTLESS = ("chase-circle", "click-pie", "drag-items", "drag-items-grid", "drag-sort-numbers", "use-slider")
-"""Tasks whose pages are not the same bit for bit each time; moving-items and simon-says go by the clock as well."""
+"""Tasks whose pages are not repeatable bit for bit; moving-items and simon-says depend on the clock as well."""
 TASK_FIELDS = ("name", "seed")
 BEGIN = """async seed => {
   try { core.endEpisode(0); } catch (error) { /* there was none */ }
@@ -59,14 +58,14 @@ BEGIN = """async seed => {
   if (window.jQuery) jQuery.fx.off = true;
   core.startEpisodeReal();
   for (let turn = 0; !WOB_TASK_READY && turn < 200; turn += 1) await new Promise(done => setTimeout(done, 25));
-  // pictures that the new page shows for the first time are read from files while the page is drawn without them
+  // images shown for the first time are still read from files while the page is drawn without them
   const shown = [...document.querySelectorAll('*')].map(element => getComputedStyle(element).backgroundImage);
   const files = new Set(shown.flatMap(image => [...image.matchAll(/url\\("(.+?)"\\)/g)].map(match => match[1])));
   const loaded = [...files].map(file => Object.assign(new Image(), { src: file }));
   await Promise.all([...document.images, ...loaded].map(image => image.decode().catch(() => null)));
   await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-  const told = core.getUtterance();
-  return { ready: WOB_TASK_READY, instruction: typeof told === 'string' ? told : told.utterance };
+  const said = core.getUtterance();
+  return { ready: WOB_TASK_READY, instruction: typeof said === 'string' ? said : said.utterance };
 }"""
 REPORT = """async () => {
   await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
@@ -79,13 +78,13 @@ class MiniWobSettings(PageEnvSettings):
     """Which pages, and what the agent sees."""
 
     width_px: int = bounded(160, at_least=160, at_most=4096)
-    """Columns of the screenshot; the pages are made for 160."""
+    """Columns of the screenshot; the pages are designed for 160."""
     height_px: int = bounded(210, at_least=210, at_most=4096)
-    """Rows of the screenshot; the pages are made for 210, of which 50 are the yellow instruction."""
+    """Rows of the screenshot; the pages are designed for 210, of which 50 are the yellow instruction."""
     tasks: tuple[str, ...] = ONE_CLICK
     """Pages that a reset without a name draws from; see `miniwob_names`."""
     wait_s: float = bounded(0.5, at_least=0, at_most=10)
-    """Seconds that the action wait takes, for pages that answer late."""
+    """Duration of the action wait in seconds, for pages that respond late."""
 
     def validate(self) -> None:
         """Check the names of the pages; raises UserError."""
@@ -101,7 +100,7 @@ class MiniWobSettings(PageEnvSettings):
 class MiniWobEnv(PageEnv):
     """Pages of MiniWoB++.
 
-    A task is {"name", "seed"}; what is left out is drawn from the seed of the episode.
+    A task is {"name", "seed"}; missing entries are drawn from the seed of the episode.
     """
 
     settings: MiniWobSettings
@@ -111,7 +110,7 @@ class MiniWobEnv(PageEnv):
         self._loaded: tuple[GuardedPage | None, str] = (None, "")
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute an action; see `PageEnv.step`. The action wait takes `wait_s` seconds."""
+        """Execute an action; wait takes `wait_s` seconds."""
         name = action.get("name") if isinstance(action, Mapping) else getattr(action, "name", None)
         if name == "wait":
             time.sleep(self.settings.wait_s)
@@ -134,17 +133,17 @@ class MiniWobEnv(PageEnv):
             with page.browser.limited("moving the mouse away"):
                 page.page.mouse.move(0, 0)
             page.browser.pages += 1
-        told = page.evaluate(BEGIN, str(task["seed"]))
+        started = page.evaluate(BEGIN, str(task["seed"]))
         page.take_events()
-        if not told["ready"]:
+        if not started["ready"]:
             raise BrowserFailure(f"the page {task['name']} did not get ready within 5 seconds")
-        return str(told["instruction"])
+        return str(started["instruction"])
 
     def _after(self, page: GuardedPage) -> Verdict:
         report = page.evaluate(REPORT)
         done, reward = bool(report["done"]), float(report["reward"])
-        told = {"raw_reward": reward, "reason": report["reason"]}
-        return Verdict(reward if done else 0.0, done and reward > 0, done, told)
+        info = {"raw_reward": reward, "reason": report["reason"]}
+        return Verdict(reward if done else 0.0, done and reward > 0, done, info)
 
 
 def miniwob_names() -> list[str]:
@@ -155,6 +154,11 @@ def miniwob_names() -> list[str]:
 def miniwob_tasks(**settings: Any) -> WebAgentEnv:
     """Pages of MiniWoB++ for agents: `environment.factory: mmrl.gui.miniwob:miniwob_tasks`."""
     return WebAgentEnv(MiniWobEnv(settings_from(MiniWobSettings, settings)))
+
+
+def make_miniwob(render_mode: str | None = None, **settings: Any) -> MiniWobEnv:
+    """A `MiniWobEnv` for `gymnasium.make`; arguments are fields of `MiniWobSettings` as plain data."""
+    return MiniWobEnv(settings_from(MiniWobSettings, settings, "gymnasium.make"))
 
 
 def _page_file(name: str) -> Path:
@@ -170,3 +174,6 @@ def _folder() -> Path:
     if not places:
         raise UserError("pages of MiniWoB++ need the package miniwob: pip install 'mmrl-suite[miniwob]'")
     return Path(places[0]) / "html" / "miniwob"
+
+
+register_environments("mmrl.gui.miniwob:make_miniwob", {"mmrl/MiniWob-v0": {}})

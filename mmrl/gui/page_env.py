@@ -1,4 +1,4 @@
-"""Episodes in a browser page, with Gymnasium's interface: what task pages and MiniWoB++ have in common.
+"""Episodes in a browser page, with Gymnasium's interface: common base of the task pages and MiniWoB++.
 
 The reward is 0 until the episode ends and then the page's own verdict in [0, 1]; no clock enters it. An action that
 cannot be executed is reported and costs a step. When the browser fails, the step returns `truncated` with
@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from mmrl.agents.actions import Action
+from mmrl.agents.environment import Observation
 from mmrl.agents.films import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
@@ -24,7 +25,7 @@ from mmrl.gui.browser import Browser, BrowserFailure, BrowserSettings, process_b
 from mmrl.gui.coords import CoordinateSpace, Point, Resize
 from mmrl.gui.elements import Element, read_elements
 from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.web_actions import ACTIONS, ActionError, Command, Viewpoint, carry_out, read_action
+from mmrl.gui.web_actions import ACTIONS, ActionError, Command, Viewpoint, execute_command, read_action
 from mmrl.hub.images import resize_image
 
 if TYPE_CHECKING:
@@ -46,32 +47,30 @@ class PageEnvSettings:
     scale: float = bounded(1.0, at_least=0.5, at_most=4)
     """Pixels of the screenshot in a CSS pixel."""
     space: CoordinateSpace = choice(CoordinateSpace.ABS_ORIGINAL, tuple(CoordinateSpace))
-    """What the numbers of the agent's points mean."""
+    """Meaning of the numbers of the agent's points."""
     resize: Resize | None = None
-    """How large the model sees the screenshot; empty: as it is. It is resized here and nowhere else."""
+    """The one resize of the screenshot for the model; empty: as it is."""
     max_steps: int = bounded(15, at_least=1)
-    """Actions after which the episode is cut."""
+    """Actions after which the episode is truncated."""
     partial_credit: bool = False
     """Whether an episode that solves a part gets that share; otherwise it gets 0."""
     end_when_solved: bool = True
-    """Whether the episode ends as soon as it is solved; otherwise the agent has to say finish."""
+    """Whether the episode ends as soon as it is solved; otherwise the agent has to take the action finish."""
     browser: BrowserSettings = field(default_factory=BrowserSettings)
     """How the browser runs."""
 
     def validate(self) -> None:
         """Check rules between fields; raises UserError."""
         if self.space is CoordinateSpace.ABS_RESIZED and self.resize is None:
-            raise UserError(
-                "points of the space abs_resized need `resize`, which says how large the model sees the picture"
-            )
+            raise UserError("points of the space abs_resized need `resize`, the size at which the model sees the image")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the page says of an episode."""
+    """The page's report on an episode."""
 
     reward: float
-    """In [0, 1]: what the episode is worth if it ends now."""
+    """In [0, 1]: the reward if the episode ends now."""
     success: bool
     done: bool
     """Whether the page takes no more actions."""
@@ -92,9 +91,9 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
             return {"name": "wait", "arguments": {}}
         if draw > 0.8:
             return {"name": "scroll", "arguments": {"direction": "down" if self.np_random.random() < 0.5 else "up"}}
-        width, height = self._viewpoint.picture_wh
-        place = self.np_random.uniform(0, width), self.np_random.uniform(0, height)
-        return {"name": "click", "arguments": {"point": list(self._viewpoint.from_picture(place))}}
+        width, height = self._viewpoint.image_wh
+        point = self.np_random.uniform(0, width), self.np_random.uniform(0, height)
+        return {"name": "click", "arguments": {"point": list(self._viewpoint.from_image(point))}}
 
     def contains(self, x: Any) -> bool:
         """Whether it is an action that can be executed."""
@@ -106,17 +105,21 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
 
 
 class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
-    """Base of the environments whose episodes run in a page."""
+    """Base of the environments whose episodes run in a page.
+
+    Args:
+        settings: what the agent sees, and how long it may act.
+        browser: a running browser; None uses that of the process.
+    """
 
     def __init__(self, settings: PageEnvSettings, browser: Browser | None = None) -> None:
         check_config(settings, "environment")
         self.settings = settings
-        css_wh = round(settings.width_px / settings.scale), round(settings.height_px / settings.scale)
-        self._css_wh = css_wh
-        picture_wh = round(css_wh[0] * settings.scale), round(css_wh[1] * settings.scale)
-        model_wh = settings.resize.model_wh(picture_wh) if settings.resize else None
-        self.viewpoint = Viewpoint(settings.space, picture_wh, model_wh, settings.scale)
-        width, height = model_wh or picture_wh
+        self._css_wh = round(settings.width_px / settings.scale), round(settings.height_px / settings.scale)
+        image_wh = round(self._css_wh[0] * settings.scale), round(self._css_wh[1] * settings.scale)
+        model_wh = settings.resize.model_wh(image_wh) if settings.resize else None
+        self.viewpoint = Viewpoint(settings.space, image_wh, model_wh, settings.scale)
+        width, height = model_wh or image_wh
         self.action_space = ActionSpace(self.viewpoint)
         self.observation_space = spaces.Dict(
             image=spaces.Box(0, 255, (height, width, 3), np.uint8),
@@ -128,7 +131,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._browser, self._page = browser, None  # type: Browser | None, GuardedPage | None
         self._broken = self._over = True
         self._steps, self._instruction = 0, ""
-        self._picture: NDArray[np.uint8] = np.zeros((picture_wh[1], picture_wh[0], 3), np.uint8)
+        self._image: NDArray[np.uint8] = np.zeros((image_wh[1], image_wh[0], 3), np.uint8)
 
     @property
     def actions(self) -> Mapping[str, str]:
@@ -145,14 +148,22 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode."""
+        """Start an episode.
+
+        Args:
+            seed: of the episode.
+            options: the task: its name or a mapping, directly or as the entry `task`.
+
+        Returns:
+            Observation with image (H, W, 3) uint8, instruction and step; info with the completed task and elements.
+        """
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
         task = self._task(_task_of(options), number)
         for attempt in range(RESET_ATTEMPTS):
             try:
                 self._instruction = self._begin(self._ready_page(), task, number)
-                self._picture = self.page.screenshot()
+                self._image = self.page.screenshot()
                 elements = [_plain(element) for element in self.elements()]
                 break
             except BrowserFailure:
@@ -163,7 +174,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         return self._observation(), {**self._facts(), "task": task, "elements": elements}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute an action."""
+        """Execute an `Action`, or a mapping with name and arguments."""
         if self._over:
             raise UserError("the episode is over: call reset()")
         self._steps += 1
@@ -175,22 +186,22 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
             return self._observation(), 0.0, False, True, info
 
     def elements(self) -> list[Element]:
-        """Controls of the page as it is now, with boxes in pixels of the screenshot."""
+        """Current controls of the page, with boxes in pixels of the screenshot."""
         return read_elements(self.page)
 
     def render(self) -> Any:
         """The last screenshot, (H, W, 3) uint8, as it was before any resize."""
-        return self._picture
+        return self._image
 
     def close(self) -> None:
-        """Close the page; the browser goes on for other environments of the process."""
+        """Close the page; the browser keeps running for other environments of the process."""
         if self._page is not None:
             self._page.close()
         self._page, self._broken, self._over = None, True, True
 
     @abc.abstractmethod
     def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The task that is asked for, complete and as plain data; raises UserError."""
+        """The requested task, complete and as plain data; raises UserError."""
 
     @abc.abstractmethod
     def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
@@ -198,7 +209,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
 
     @abc.abstractmethod
     def _after(self, page: GuardedPage) -> Verdict:
-        """Let the page settle after an action and ask it how things are."""
+        """Let the page settle after an action and read its verdict."""
 
     def _execute(
         self, name: str, arguments: Mapping[str, Any]
@@ -207,28 +218,28 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         command = Command("wait")
         try:
             command = read_action(name, arguments, self.viewpoint)
-            carry_out(command, self.page)
+            execute_command(command, self.page)
         except ActionError as error:
             code, message = error.code, str(error)
         verdict = self._after(self.page)
-        self._picture = self.page.screenshot()
+        self._image = self.page.screenshot()
         solved = verdict.success and self.settings.end_when_solved
         terminated = verdict.done or solved or command.name in ("finish", "fail")
         truncated = not terminated and self._steps >= self.settings.max_steps
         self._over = terminated or truncated
         reward = verdict.reward if self._over and command.name != "fail" else 0.0
         info = {**self._facts(), **verdict.info, "success": verdict.success and command.name != "fail"}
-        info |= {MARKS: [self._shown(point) for point in command.points]}
+        info |= {MARKS: [self._seen_point(point) for point in command.points]}
         info |= {"action_error": code, "action_message": message, "events": self.page.take_events()}
         return self._observation(), reward, terminated, truncated, info
 
-    def _shown(self, point: Point) -> Point:
-        """A point of the screenshot in pixels of the picture that the agent saw."""
-        (width, height), shown = self.viewpoint.picture_wh, self.viewpoint.model_wh or self.viewpoint.picture_wh
-        return point[0] * shown[0] / width, point[1] * shown[1] / height
+    def _seen_point(self, point: Point) -> Point:
+        """A point of the screenshot in pixels of the image that the agent saw."""
+        (width, height), seen = self.viewpoint.image_wh, self.viewpoint.model_wh or self.viewpoint.image_wh
+        return point[0] * seen[0] / width, point[1] * seen[1] / height
 
     def _ready_page(self) -> GuardedPage:
-        """A page in a browser that runs, a fresh one where the last one failed or grew old."""
+        """A page in a running browser, a fresh one where the last one failed or grew old."""
         browser = self._browser
         if browser is None:
             browser = self._browser = process_browser(self.settings.browser)
@@ -242,16 +253,56 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         return self._page
 
     def _observation(self) -> dict[str, Any]:
-        picture, model_wh = self._picture, self.viewpoint.model_wh
+        image, model_wh = self._image, self.viewpoint.model_wh
         if model_wh is not None:
             from PIL import Image
 
-            picture = np.asarray(resize_image(Image.fromarray(picture), model_wh))
-        return {"image": picture, "instruction": self._instruction, "step": self._steps}
+            image = np.asarray(resize_image(Image.fromarray(image), model_wh))
+        return {"image": image, "instruction": self._instruction, "step": self._steps}
 
     def _facts(self) -> dict[str, Any]:
         restarts = 0 if self._browser is None else self._browser.restarts
-        return {"wh": self.viewpoint.picture_wh, "model_wh": self.viewpoint.model_wh, "browser_restarts": restarts}
+        return {"wh": self.viewpoint.image_wh, "model_wh": self.viewpoint.model_wh, "browser_restarts": restarts}
+
+
+class WebAgentEnv:
+    """A page environment with the methods of `mmrl.agents.environment.Environment`.
+
+    The first observation's text is the instruction; later ones hold errors of an action, and what the page tried and
+    was refused. A browser that fails raises, so that the episode has no result.
+    """
+
+    def __init__(self, env: PageEnv) -> None:
+        self.env = env
+
+    @property
+    def actions(self) -> Mapping[str, str]:
+        """The actions with a sentence each."""
+        return self.env.actions
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Start an episode."""
+        observation, info = self.env.reset(seed=seed, options={"task": dict(task)})
+        return Observation(observation["instruction"], (observation["image"],)), info
+
+    def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
+        """Execute an action; raises BrowserFailure where the browser failed."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if "env_error" in info:
+            raise BrowserFailure(info["env_error"])
+        texts = [text for text in (info["action_message"], *info["events"]) if text]
+        return Observation("\n".join(texts), (observation["image"],)), reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Close the page."""
+        self.env.close()
+
+
+def register_environments(entry_point: str, ids: Mapping[str, Mapping[str, Any]]) -> None:
+    """Register environments, id to keyword arguments, with Gymnasium; they truncate themselves."""
+    for name, arguments in ids.items():
+        if name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=entry_point, kwargs=dict(arguments))
 
 
 def _task_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Browser tasks for agents that answer as grounding models do: with the place to click, and nothing else.
+"""Browser tasks for agents that answer as grounding models do: only with the point to click.
 
-What a model has learned of screens then carries over as it is: an instruction that asks for one click is a grounding
-question. The format of the actions is `text`; an answer is `[{"label": "Save", "point_2d": [x, y]}]`, in the space of
-the environment; the label may be left out.
+An instruction that asks for one click is then a grounding question, so that a grounding model can act as it is. The
+format of the actions is `text`; an answer is `[{"label": "Save", "point_2d": [x, y]}]`, in the space of the
+environment; the label is optional.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class PointingAgentEnv(WebTaskAgentEnv):
         return super().step(Action("click", {"point": list(points[0])} if points else {}))
 
     def expert(self) -> Action:
-        """What solves the task from here on, as an answer."""
+        """The next action of the task's expert, as an answer."""
         move = super().expert()
-        if move.name == "wait":  # while a page loads, a click anywhere passes the time
-            return Action(
-                SAY, {"text": answer_text([self.env.viewpoint.from_picture((1, 1))], self.env.settings.space)}
-            )
+        if move.name == "wait":  # a click anywhere passes the time while a page loads
+            return Action(SAY, {"text": answer_text([self.env.viewpoint.from_image((1, 1))], self.env.settings.space)})
         if move.name != "click":
             raise UserError(
                 f"the expert wants to {move.name}, and answers of this environment are points to click; for this task "
@@ -48,9 +46,9 @@ class PointingAgentEnv(WebTaskAgentEnv):
         return Action(SAY, {"text": answer_text([point], self.env.settings.space, [self._name_of(point)])})
 
     def _name_of(self, point: tuple[float, float]) -> str:
-        """What the expert clicks, as a grounding model's labelled answers call it."""
-        places = {self.env.viewpoint.from_picture(item.center): item for item in self.env.elements() if item.visible}
-        return places[point].name if point in places else ""
+        """The name of the clicked element, as in labelled answers of a grounding model."""
+        names = {self.env.viewpoint.from_image(item.center): item for item in self.env.elements() if item.visible}
+        return names[point].name if point in names else ""
 
 
 def pointing_tasks(**settings: Any) -> PointingAgentEnv:

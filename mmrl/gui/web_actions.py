@@ -1,7 +1,7 @@
-"""What an agent can do in a page: read and checked before the browser is touched, then carried out.
+"""The actions of an agent in a page: read and checked, then executed.
 
-A driver takes a click far outside the window without a word and fails on NaN, so nothing reaches it unchecked. Points
-are in the environment's coordinate space and are converted here, once.
+Everything is checked first, since the driver silently takes clicks far outside the window and fails on NaN. Points are
+in the environment's coordinate space and are converted here, once.
 """
 
 from __future__ import annotations
@@ -32,31 +32,29 @@ class ActionError(ValueError):
 
 @dataclass(frozen=True)
 class Viewpoint:
-    """How the agent sees the page, and in which numbers it says where."""
+    """The image that the agent sees, and the coordinate space of its points."""
 
     space: CoordinateSpace
-    picture_wh: Size
+    image_wh: Size
     """(width, height) of the screenshot in pixels."""
     model_wh: Size | None
-    """(width, height) of what the agent is shown, where that is resized."""
+    """(width, height) of the image for the agent, where it is resized."""
     scale: float
     """Pixels of the screenshot in a CSS pixel."""
 
-    def to_picture(self, point: Point) -> Point:
-        """A point of the agent in pixels of the screenshot."""
-        x, y = to_original(point, self.space, self.picture_wh, self.model_wh)
-        width, height = self.picture_wh
+    def to_image(self, point: Point) -> Point:
+        """A point of the agent in pixels of the screenshot; raises ActionError outside of it."""
+        x, y = to_original(point, self.space, self.image_wh, self.model_wh)
+        width, height = self.image_wh
         if not (0 <= x <= width and 0 <= y <= height):
             raise ActionError("out_of_bounds", f"The point {_shown(point)} is outside of the picture.")
-        return min(x, width - 0.5), min(y, height - 0.5)  # the edge belongs to the picture, not to the window
+        return min(x, width - 0.5), min(y, height - 0.5)  # the edge belongs to the image, not to the window
 
-    def from_picture(self, point: Point) -> Point:
-        """A point of the screenshot in the agent's space: whole numbers, or three decimals where the picture is 1."""
-        first, second = from_original(point, self.space, self.picture_wh, self.model_wh)
-        digits = 3 if self.space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX) else 0
-        if digits:
-            return round(first, digits), round(second, digits)
-        return round(first), round(second)
+    def from_image(self, point: Point) -> Point:
+        """A point of the screenshot in the agent's space: integers, or three decimals for fractions."""
+        first, second = from_original(point, self.space, self.image_wh, self.model_wh)
+        digits = 3 if self.space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX) else None
+        return round(first, digits), round(second, digits)
 
 
 @dataclass(frozen=True)
@@ -73,16 +71,16 @@ class Command:
 
 @dataclass(frozen=True)
 class ActionKind:
-    """An action that agents have."""
+    """One kind of action."""
 
     read: Callable[[str, dict[str, Any], Viewpoint], Command]
-    """Checks the arguments, takes those it knows out of the dict, and makes the command."""
+    """Checks the arguments, removes those it knows from the dict, and makes the command."""
     summary: str
     """Its arguments and what it does, for prompts."""
 
 
 def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> Command:
-    """Check an action."""
+    """Check an action; raises ActionError."""
     if name not in ACTIONS:
         raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(ACTIONS)}.")
     left = dict(arguments)
@@ -93,8 +91,8 @@ def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -
     return command
 
 
-def carry_out(command: Command, page: GuardedPage) -> None:
-    """Do it in the page; returns when the page has handled the input."""
+def execute_command(command: Command, page: GuardedPage) -> None:
+    """Execute a command; returns when the page has handled the input."""
     mouse, keyboard = page.page.mouse, page.page.keyboard
     points = [(x / page.scale, y / page.scale) for x, y in command.points]
     with page.browser.limited(f"the action {command.name}"):
@@ -120,13 +118,13 @@ def carry_out(command: Command, page: GuardedPage) -> None:
 
 
 def _at_point(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
-    return Command(name, (viewpoint.to_picture(_point(name, left, "point", ("x", "y"))),))
+    return Command(name, (viewpoint.to_image(_point(name, left, "point", ("x", "y"))),))
 
 
 def _drag(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
     start = _point(name, left, "start", ("x", "y"))
     end = _point(name, left, "end", ("to_x", "to_y"))
-    return Command(name, (viewpoint.to_picture(start), viewpoint.to_picture(end)))
+    return Command(name, (viewpoint.to_image(start), viewpoint.to_image(end)))
 
 
 def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
@@ -135,10 +133,10 @@ def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
         raise _wrong(name)
     if not _is_number(amount) or not 0 < amount <= MAX_SCROLL_PX:
         raise ActionError("wrong_arguments", f"The amount of a scroll is 1 to {MAX_SCROLL_PX} pixels.")
-    width, height = viewpoint.picture_wh
+    width, height = viewpoint.image_wh
     point = (width / 2, height / 2)
     if left.keys() & {"x", "y", "point"}:
-        point = viewpoint.to_picture(_point(name, left, "point", ("x", "y")))
+        point = viewpoint.to_image(_point(name, left, "point", ("x", "y")))
     right, down = DIRECTIONS[direction]
     return Command(name, (point,), scroll_px=(right * amount, down * amount))
 
@@ -153,7 +151,7 @@ def _type(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
 
 
 def _key(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
-    """Keys are joined by +, or by spaces as in ARPO's hotkeys."""
+    """Read keys joined by +, or by spaces as in ARPO's hotkeys."""
     given = left.pop("key", None)
     parts = given.replace("+", " ").split() if isinstance(given, str) and len(given) < 60 else []
     named = [MODIFIERS.get(part.lower(), "") for part in parts[:-1]]
@@ -172,7 +170,7 @@ def _alone(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> Command:
 
 
 def _point(name: str, left: dict[str, Any], whole: str, parts: tuple[str, str]) -> Point:
-    """Take a point out of the arguments, as one pair or as two numbers."""
+    """Remove a point from the arguments, given as one pair or as two numbers."""
     pair = left.pop(whole) if whole in left else [left.pop(part, None) for part in parts]
     if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(map(_is_number, pair)):
         raise _wrong(name)

@@ -1,6 +1,6 @@
-"""The suite's own tasks as environments: Gymnasium's for everybody, and the three methods that agents use.
+"""The suite's own tasks as environments of Gymnasium and of agents; importing this module registers them.
 
-env = WebTaskEnv(WebTaskSettings(tasks=("login",)))
+env = WebTaskEnv(WebTaskSettings(tasks=("login",)))  # or gymnasium.make("mmrl.gui.web_env:mmrl/WebLogin-v0")
 observation, info = env.reset(seed=0, options={"task": {"name": "login", "seed": 3, "sub_goals": 1}})
 observation, reward, terminated, truncated, info = env.step({"name": "click", "arguments": {"x": 100, "y": 50}})
 """
@@ -13,12 +13,11 @@ from random import Random
 from typing import Any
 
 from mmrl.agents.actions import Action
-from mmrl.agents.environment import Observation
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields
-from mmrl.gui.browser import Browser, BrowserFailure
+from mmrl.gui.browser import Browser
 from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict
+from mmrl.gui.page_env import PageEnv, PageEnvSettings, Verdict, WebAgentEnv, register_environments
 from mmrl.gui.plain_settings import settings_from
 from mmrl.gui.tasks.case import Case, View
 from mmrl.gui.tasks.catalogue import TASKS, Disturbances, expert_move, make_case, page_html
@@ -35,14 +34,14 @@ TICK = """async () => {
 
 @dataclass(frozen=True)
 class WebTaskSettings(PageEnvSettings):
-    """Which tasks, how hard, and how much happens of itself."""
+    """Which tasks, their difficulty, and random disturbances."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
     """Tasks that a reset without a name draws from; see `mmrl.gui.tasks.catalogue.TASKS`."""
     sub_goals: int = bounded(2, at_least=1)
-    """Things to do in a task, where the task does not say; at most what the task has."""
+    """Sub-goals of a task, unless the task sets them; at most as many as it has."""
     distractors: int = bounded(2, at_least=0, at_most=3)
-    """Things that are there to be taken for others, where the task does not say."""
+    """Similar-looking alternatives to the right elements, unless the task sets them."""
     disturbances: Disturbances = field(default_factory=Disturbances)
     """Pop-ups, mirrored layouts and slow loading, drawn from the seed of each episode."""
 
@@ -58,8 +57,8 @@ class WebTaskSettings(PageEnvSettings):
 class WebTaskEnv(PageEnv):
     """The suite's own tasks.
 
-    A task is {"name", "seed", "sub_goals", "distractors"}; what is left out comes from the settings, and the seed of
-    the case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
+    A task is {"name", "seed", "sub_goals", "distractors"}; missing entries come from the settings, and the seed of the
+    case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
     """
 
     settings: WebTaskSettings
@@ -71,11 +70,11 @@ class WebTaskEnv(PageEnv):
         self._report: dict[str, Any] = {}
 
     def expert_action(self) -> Action:
-        """What the task's expert does next, its points in the agent's coordinate space."""
+        """The next action of the task's expert, points in the agent's coordinate space."""
         elements = {element.key: element for element in self.elements() if element.key and element.visible}
         name, arguments = expert_move(self._name, self._case, View(elements, self._report))
         if name == "click":
-            x, y = self.viewpoint.from_picture((arguments["x"], arguments["y"]))
+            x, y = self.viewpoint.from_image((arguments["x"], arguments["y"]))
             arguments = {"x": x, "y": y}
         return Action(name, arguments)
 
@@ -97,53 +96,34 @@ class WebTaskEnv(PageEnv):
     def _after(self, page: GuardedPage) -> Verdict:
         self._report = report = page.evaluate(TICK)
         share = report["progress"] if self.settings.partial_credit and report["unharmed"] else 0.0
-        told = {name: report[name] for name in ("progress", "popup", "loading", "mirrored")}
-        return Verdict(1.0 if report["success"] else share, report["success"], report["done"], told)
-
-
-class WebAgentEnv:
-    """A page environment behind the three methods of `mmrl.agents.environment.Environment`.
-
-    The first observation's text is the instruction; later ones say what went wrong with an action, or what the page
-    tried and was refused. A browser that fails raises, so that the episode has no result.
-    """
-
-    def __init__(self, env: PageEnv) -> None:
-        self.env = env
-
-    @property
-    def actions(self) -> Mapping[str, str]:
-        """The actions with a sentence each."""
-        return self.env.actions
-
-    def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """Begin an episode."""
-        observation, info = self.env.reset(seed=seed, options={"task": dict(task)})
-        return Observation(observation["instruction"], (observation["image"],)), info
-
-    def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """Execute an action; raises BrowserFailure where the browser failed."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        if "env_error" in info:
-            raise BrowserFailure(info["env_error"])
-        told = [text for text in (info["action_message"], *info["events"]) if text]
-        return Observation("\n".join(told), (observation["image"],)), reward, terminated, truncated, info
-
-    def close(self) -> None:
-        """Close the page."""
-        self.env.close()
+        info = {name: report[name] for name in ("progress", "popup", "loading", "mirrored")}
+        return Verdict(1.0 if report["success"] else share, report["success"], report["done"], info)
 
 
 class WebTaskAgentEnv(WebAgentEnv):
-    """The suite's own tasks behind the three methods, with their experts: see `mmrl.agents.experts`."""
+    """The suite's own tasks as an environment of agents, with an expert."""
 
     env: WebTaskEnv
 
     def expert(self) -> Action:
-        """What solves the task from here on."""
+        """The next action of the task's expert."""
         return self.env.expert_action()
 
 
 def web_tasks(**settings: Any) -> WebTaskAgentEnv:
     """The suite's own tasks for agents: `environment.factory: mmrl.gui.web_env:web_tasks`."""
     return WebTaskAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))
+
+
+def make_web(render_mode: str | None = None, **settings: Any) -> WebTaskEnv:
+    """A `WebTaskEnv` for `gymnasium.make`; arguments are fields of `WebTaskSettings` as plain data."""
+    return WebTaskEnv(settings_from(WebTaskSettings, settings, "gymnasium.make"))
+
+
+ENVIRONMENT_IDS: dict[str, dict[str, Any]] = {
+    "mmrl/WebTasks-v0": {},
+    **{f"mmrl/Web{name.title()}-v0": {"tasks": [name]} for name in TASKS},
+}
+"""Id to keyword arguments of `make_web`."""
+
+register_environments("mmrl.gui.web_env:make_web", ENVIRONMENT_IDS)

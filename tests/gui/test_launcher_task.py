@@ -38,7 +38,7 @@ def places(env):
 
 
 def click(env, name):
-    x, y = env.viewpoint.from_picture(places(env)[name])
+    x, y = env.viewpoint.from_image(places(env)[name])
     return env.step({"name": "click", "arguments": {"x": x, "y": y}})
 
 

@@ -87,7 +87,7 @@ def test_typing_and_logging_in(env):
 
 def test_gymnasium_makes_it_by_name(browser):
     browser.close()  # the environment starts the browser of the process
-    env = gymnasium.make("mmrl.gui.registration:mmrl/MiniWob-v0", tasks=["click-test"], max_steps=2)
+    env = gymnasium.make("mmrl.gui.miniwob:mmrl/MiniWob-v0", tasks=["click-test"], max_steps=2)
     observation, info = env.reset(seed=3)
     assert env.observation_space.contains(observation)
     assert info["task"]["name"] == "click-test"

@@ -23,7 +23,7 @@ def test_points_of_every_space_mean_the_same_place(space):
     first, second = SPACES[space]
     for arguments in ({"x": first, "y": second}, {"point": [first, second]}):
         assert read_action("click", arguments, viewpoint).points == ((80.0, 120.0),)
-    assert viewpoint.from_picture((80, 120)) == SPACES[space]
+    assert viewpoint.from_image((80, 120)) == SPACES[space]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mmrl.gui.browser import BrowserFailure
 from mmrl.gui.coords import CoordinateSpace, Resize
 from mmrl.gui.guarded_page import GuardedPage
 from mmrl.gui.tasks.catalogue import TASKS, Disturbances, make_case
-from mmrl.gui.web_env import WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
+from mmrl.gui.web_env import ENVIRONMENT_IDS, WebTaskAgentEnv, WebTaskEnv, WebTaskSettings, web_tasks
 
 ROUGH = Disturbances(popup=0.2, flip=0.2, delay=0.4)
 
@@ -255,8 +255,6 @@ def test_expert_episodes_and_a_film_on_disk(make_env, tmp_path):
 
 
 def test_gymnasiums_own_check(make_env):
-    import mmrl.gui.registration as registration
-
-    assert set(registration.ENVIRONMENT_IDS) <= set(gymnasium.registry)
+    assert set(ENVIRONMENT_IDS) <= set(gymnasium.registry)
     env = make_env(tasks=("login",), max_steps=3)
     check_env(env, skip_render_check=True)

@@ -4,7 +4,7 @@ import pytest
 
 from mmrl.gui.coords import CoordinateSpace
 from mmrl.gui.guarded_page import GuardedPage
-from mmrl.gui.web_actions import Viewpoint, carry_out, read_action
+from mmrl.gui.web_actions import Viewpoint, execute_command, read_action
 
 HTML = """<!doctype html><body style="margin:0;height:3000px">
 <div id="frame" style="position:absolute;left:100px;top:20px;width:100px;height:80px;overflow:auto">
@@ -27,14 +27,14 @@ def shown(browser, request):
 @pytest.fixture
 def act(shown):
     shown.load_html(HTML)
-    picture_wh = round(320 * shown.scale), round(240 * shown.scale)
-    viewpoint = Viewpoint(CoordinateSpace.REL1, picture_wh, None, shown.scale)  # fractions are the same at any scale
+    image_wh = round(320 * shown.scale), round(240 * shown.scale)
+    viewpoint = Viewpoint(CoordinateSpace.REL1, image_wh, None, shown.scale)  # fractions are the same at any scale
 
     def run(name, question="() => window.log.splice(0)", **arguments):
         for key, whole in {"x": 320, "y": 240, "to_x": 320, "to_y": 240}.items():
             if key in arguments:
                 arguments[key] /= whole
-        carry_out(read_action(name, arguments, viewpoint), shown)
+        execute_command(read_action(name, arguments, viewpoint), shown)
         shown.settle()
         return shown.evaluate(question)
 
