@@ -125,6 +125,29 @@ def _option_row(option: Option) -> tuple[str, str, str, str]:
     return f"`{option.key}`", default, f"{allowed}{kinds}", option.help
 
 
+def _results(*pages: str) -> str:
+    """One line for each page of results: its title and the first sentence of its result."""
+    lines = []
+    for page in pages:
+        text = (PROJECT / f"docs/results/{page}.md").read_text(encoding="utf-8")
+        title = text.partition("\n")[0].removeprefix("# ")
+        found = re.search(r"\*\*Result\*\*(?:, ([^:]*))?: (.*?\.)(?=\s|\*)", text, re.DOTALL)
+        if found is None:
+            raise UserError(f"docs/results/{page}.md has no sentence after **Result**")
+        setting = f" ({' '.join(found[1].split())})" if found[1] else ""
+        lines.append(f"- [{title}](docs/results/{page}.md){setting}: {' '.join(found[2].split())}\n")
+    return "".join(lines)
+
+
+def _first_table(page: str) -> str:
+    """The first table of a page, with links as seen from the project's folder."""
+    text = (PROJECT / page).read_text(encoding="utf-8")
+    found = re.search(r"^\|.*?\n(?=[^|]|\Z)", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise UserError(f"{page} has no table")
+    return re.sub(r"\]\(#", f"]({page}#", found[0])
+
+
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head, *body = [f"| {line} |\n" for line in (" | ".join(columns), *(" | ".join(map(_cell, row)) for row in rows))]
     return "".join((head, f"|{'---|' * len(columns)}\n", *body))
@@ -143,6 +166,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "image_rewards": _listing("image_rewards", ("reward", "what earns it", "source")),
     "blocks": _blocks,
     "options": _options,
+    "results": _results,
+    "table": _first_table,
 }
 
 
