@@ -1,1 +1,28 @@
-"""Screens: coordinates, grounding and agents that act in a browser."""
+"""Screens and browsers: coordinates, grounding answers and rewards, page environments, published benchmarks.
+
+Importing the package loads none of them, only what is taken from it: `from mmrl.gui import Resize, point_reward`.
+"""
+
+from __future__ import annotations
+
+from mmrl.lazy import lazy_names
+
+_NAMES = {
+    "mmrl.gui.aepo": ("AepoConfig", "AepoRecipe"),
+    "mmrl.gui.aepo_rewards": ("AnswerRules", "PointScore", "point_reward"),
+    "mmrl.gui.answers": ("ParsedAnswer", "answer_text", "parse_answer"),
+    "mmrl.gui.benchmarks.loading": ("BenchmarkConfig", "load_benchmark", "validate"),
+    "mmrl.gui.benchmarks.recipe": ("GroundingEvaluation", "GroundingEvaluationConfig"),
+    "mmrl.gui.browser": ("Browser", "BrowserFailure", "BrowserSettings"),
+    "mmrl.gui.coords": ("Box", "CoordinateSpace", "Resize", "from_original", "smart_resize", "to_original"),
+    "mmrl.gui.elements": ("Element", "read_elements"),
+    "mmrl.gui.grounding": ("GroundingSettings",),
+    "mmrl.gui.grounding_sft": ("GroundingSftConfig", "GroundingSftRecipe"),
+    "mmrl.gui.guarded_page": ("GuardedPage",),
+    "mmrl.gui.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
+    "mmrl.gui.page_env": ("PageEnv", "PageEnvSettings", "Verdict", "WebAgentEnv"),
+    "mmrl.gui.samples": ("AnyOf", "GroundingSample", "Polygon", "Refusal"),
+    "mmrl.gui.tables": ("write_samples",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -9,6 +9,7 @@ Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py; with parser=reference
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,30 +30,30 @@ COLLINEAR_SCOPES = ("total", "accuracy")
 
 @dataclass
 class AnswerRules:
-    """What an answer has to look like and what it earns."""
+    """Format and reward of answers."""
 
     accuracy: str = choice("adaptive", lambda: ACCURACIES)
     """adaptive: 1/sqrt(N k), or -1/N; any: 1 where any answer is inside, else -1; first: 1 where the first is, else
     -1."""
     parser: str = choice("reference", lambda: PARSERS)
-    """reference (the public code's), or robust, which reads more ways of writing points and pays for broken JSON."""
+    """reference (the public code's), or robust, which reads more formats and rewards broken JSON."""
     collinear_scope: str = choice("total", COLLINEAR_SCOPES)
-    """What three points on a line cost: total, the whole score is -1; accuracy, the format is still paid."""
+    """Penalty of three points on a line: total, the whole score is -1; accuracy, the format is still rewarded."""
     collinear_tol_px: float = bounded(0.0, at_least=0, finite=True)
-    """Three points are on a line where their triangle is lower than this in pixels of the original image; 0 is the
-    exact test on the numbers as written, which a jitter of a pixel evades."""
+    """Three points are on a line where the height of their triangle is below this, in pixels of the original image; 0
+    is the exact test on the numbers as written, which a jitter of a pixel evades."""
     max_answers: int = bounded(0, at_least=0)
-    """More answers are a wrong format; 0 is no limit, which pays a model for guessing on and on."""
+    """More answers are a wrong format; 0 is no limit, which rewards a model for guessing on."""
     dedupe_px: float = bounded(0.0, at_least=0, finite=True)
     """Answers within this of an earlier one, in pixels of the original image, do not count; 0 counts every one, which
-    pays for saying a wrong point twice."""
+    rewards repeating a wrong point."""
     empty_is_malformed: bool = False
     """Whether an empty list is a wrong format, instead of a miss that costs nothing."""
 
 
 @dataclass(frozen=True)
 class PointScore:
-    """The score of one answer and what it is made of."""
+    """The score of one answer and its parts."""
 
     score: float
     """format + accuracy, or -1."""
@@ -113,15 +114,18 @@ def point_reward(
         raise UserError(f"point reward: part is {part!r}; expected one of {', '.join(PARTS)}")
     rules = AnswerRules(accuracy, parser, collinear_scope, collinear_tol_px, max_answers, dedupe_px, empty_is_malformed)
     check_fields(rules, "point reward")
-    scores = [
-        _score_row(completion_text(completion), row, rules)
-        for completion, row in zip(completions, grounding, strict=True)
-    ]
-    return [float(getattr(score, part)) for score in scores]
+    found = []
+    for completion, row in zip(completions, grounding, strict=True):
+        space, sizes = coordinate_space(row["space"]), (row["original_wh"], row["model_wh"])
+        locate = functools.partial(to_original, space=space, original_wh=sizes[0], model_wh=sizes[1])
+        text = completion_text(completion)
+        score = score_answer(text, target_of(row), rules, locate, no_think=row["no_think"])
+        found.append(float(getattr(score, part)))
+    return found
 
 
 def point_rewards(rules: AnswerRules) -> list[RewardConfig]:
-    """The reward as a term of a sum, and its parts as terms of weight 0, which are logged and evaluated."""
+    """The reward as a term of a sum, after its parts as terms of weight 0, which are logged and evaluated."""
     options = asdict(rules)
     parts = [
         RewardConfig(name=part, function="point", weight=0.0, options={"part": part, **options})
@@ -129,13 +133,6 @@ def point_rewards(rules: AnswerRules) -> list[RewardConfig]:
         if part != "score"
     ]
     return [*parts, RewardConfig(name="point", options=options)]
-
-
-def _score_row(text: str, row: Mapping[str, Any], rules: AnswerRules) -> PointScore:
-    space, sizes = coordinate_space(row["space"]), (row["original_wh"], row["model_wh"])
-    return score_answer(
-        text, target_of(row), rules, lambda point: to_original(point, space, *sizes), no_think=row["no_think"]
-    )
 
 
 def score_answer(
@@ -149,17 +146,20 @@ def score_answer(
     """Score one answer; never raises, whatever the text.
 
     Args:
-        text: what the model wrote, decoded.
+        text: the decoded answer.
         target: in pixels of the original image.
-        rules: options.
-        locate: from a point of the answer to pixels of the original image.
+        rules: format and reward.
+        locate: maps a point of the answer to pixels of the original image.
         no_think: whether the answer has no think block; False makes a missing or wrong block a wrong format.
+
+    Returns:
+        Score and parts.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`calculate_point_reward`).
     """
     try:
         return _score(text, target, rules, locate, no_think)
-    except (TypeError, ValueError, ArithmeticError):  # the reference parser lets pass coordinates that are no numbers
+    except (TypeError, ValueError, ArithmeticError):  # the reference parser accepts coordinates that are not numbers
         return WRONG_FORMAT
 
 
@@ -171,12 +171,16 @@ def _score(text: str, target: Target, rules: AnswerRules, locate: Callable[[Any]
         return WRONG_FORMAT
     points = parsed.points
     if rules.dedupe_px:
-        points = _distinct(points, [locate(point) for point in points], rules.dedupe_px)
+        kept: list[tuple[Any, Point]] = []
+        for point, located in zip(points, [locate(point) for point in points], strict=True):
+            if all(math.dist(located, other) > rules.dedupe_px for _, other in kept):
+                kept.append((point, located))
+        points = tuple(point for point, _ in kept)
     if has_collinear(points) or (rules.collinear_tol_px and has_collinear(map(locate, points), rules.collinear_tol_px)):
         paid = 1.0 if rules.collinear_scope == "accuracy" else 0.0
         return PointScore(score=paid - 1.0, format=paid, accuracy=-1.0, is_collinear=1)
-    # one at a time: what follows the first point inside is not looked at
-    rank = next((place for place, point in enumerate(points, start=1) if target.contains(locate(point))), 0)
+    # One at a time: points after the first one inside are not converted, so that their errors do not count.
+    rank = next((rank for rank, point in enumerate(points, start=1) if target.contains(locate(point))), 0)
     accuracy = ACCURACIES[rules.accuracy](len(points), rank)
     return PointScore(
         score=1.0 + accuracy,
@@ -214,15 +218,6 @@ def _on_a_line(first: Any, second: Any, third: Any, tol: float) -> bool:
     longest = max(math.dist(first, second), math.dist(first, third), math.dist(second, third))
     twice_area = abs((y2 - y1) * (x3 - x1) - (y3 - y1) * (x2 - x1))
     return twice_area < tol * longest or longest == 0
-
-
-def _distinct(points: Sequence[Any], places: Sequence[Point], radius: float) -> tuple[Any, ...]:
-    """The points that are not within a radius of one kept before."""
-    kept: list[int] = []
-    for number, place in enumerate(places):
-        if all(math.dist(place, places[other]) > radius for other in kept):
-            kept.append(number)
-    return tuple(points[number] for number in kept)
 
 
 ACCURACIES: dict[str, Callable[[int, int], float]] = {

@@ -1,7 +1,7 @@
-"""Points in a model's answer: how they are written, and two ways to read them that never raise.
+"""Points in a model's answer: how they are written, and two parsers that never raise.
 
-`reference` is the rule that InfiGUI-G1's public reward applies, bit for bit; `robust` also takes what other models
-write. Neither looks at the size of a number to guess what it means: the coordinate space is the caller's.
+`reference` is exactly the rule of InfiGUI-G1's public reward; `robust` also reads the formats of other models. Neither
+guesses the meaning of a number from its size: the coordinate space is the caller's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmrl.gui.coords import CoordinateSpace, Point
 
 THINK, END_THINK = "<think>", "</think>"
 LONGEST = 100_000
-"""Characters of an answer that `robust` reads; no sampler of a grounding model gives more."""
+"""Characters of an answer that `robust` reads; no sampler gives more."""
 MOST_SPANS = 256
 """Bracketed parts of an answer that `robust` tries."""
 
@@ -28,15 +28,15 @@ class ParsedAnswer:
     """The points of one answer, in the order in which the model prefers them."""
 
     points: tuple[Any, ...] = ()
-    """Pairs of numbers in the model's space. After `reference` a pair may hold whatever JSON holds."""
+    """Pairs of numbers in the model's space; after `reference` a pair may hold any JSON value."""
     kind: str = ""
-    """What was found: a key of an object (point_2d, bbox_2d, coordinate), or pairs; empty without points."""
+    """Form of the points: a key of an object (point_2d, bbox_2d, coordinate), or pairs; empty without points."""
     error: str = ""
-    """Row of `ANSWER_ERRORS`; empty for an answer that can be used."""
+    """Key of `ANSWER_ERRORS`; empty for a usable answer."""
 
     @property
     def ok(self) -> bool:
-        """Whether there are points, be they a refusal."""
+        """Whether there are points, including a refusal."""
         return self.error in ("", "refusal")
 
 
@@ -44,10 +44,10 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
     """Read the points of an answer.
 
     Args:
-        text: what the model wrote, decoded.
+        text: the decoded answer.
         mode: "reference" or "robust".
-        no_think: whether the answer is expected without a think block. `robust` removes a block either way and misses
-            none; `reference` refuses an answer without the block, unless this is set.
+        no_think: whether the answer is expected without a think block. `robust` removes a block in any case and does
+            not require one; `reference` refuses an answer without the block, unless this is set.
         max_answers: more points are the error too_many; 0 is no limit.
 
     Returns:
@@ -65,7 +65,7 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
 
 
 def answer_text(points: Sequence[Point], space: CoordinateSpace, labels: Sequence[str] | None = None) -> str:
-    """Points as Qwen2.5-VL writes them: a JSON list of {"point_2d": [x, y]}, whole numbers where the space has them."""
+    """Points as Qwen2.5-VL writes them: a JSON list of {"point_2d": [x, y]}, integers except for fractions."""
     fractions = space in (CoordinateSpace.REL1, CoordinateSpace.REL1_YX)
     pairs = [[round(number, 4) if fractions else round(number) for number in point] for point in points]
     if labels is None:
@@ -74,17 +74,17 @@ def answer_text(points: Sequence[Point], space: CoordinateSpace, labels: Sequenc
 
 
 def answer_tokens(labels: Sequence[str]) -> tuple[str, ...]:
-    """Parts of labelled answers that a tiny tokenizer should hold as one token each.
+    """Parts of labelled answers that should be one token each in a tiny tokenizer.
 
-    A number then directly follows the token of its label, so that a random model learns to find a thing by its label in
-    one step of attention instead of two.
+    A number then directly follows the token of its label, so that a random model learns to find an element by its label
+    in one step of attention instead of two.
     """
     parts = ('[{"label": "', ']}, {"label": "', "]}]", ", ")
     return (*parts, *(f'{label}", "point_2d": [' for label in labels), *map(str, range(1001)))
 
 
 def split_think(text: str) -> str | None:
-    """What follows the one think block at the very start of an answer.
+    """The text after the one think block at the very start of an answer; None where the block is wrong or missing.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`extract_think_format`).
     """
@@ -95,7 +95,7 @@ def split_think(text: str) -> str | None:
 
 
 def _reference(text: str, no_think: bool) -> ParsedAnswer:
-    """The first bracket and its balanced partner as JSON; one bad item spoils the list.
+    """Read the first bracket and its balanced partner as JSON; one bad item invalidates the list.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_extract_verifiable_answer`).
     """
@@ -109,18 +109,14 @@ def _reference(text: str, no_think: bool) -> ParsedAnswer:
         return ParsedAnswer(error="not_json")
     if not value:
         return ParsedAnswer(error="empty")
-    if not all(_is_reference_item(item) for item in value):
+    pairs = [item.get("point_2d") if isinstance(item, dict) else None for item in value]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         return ParsedAnswer(error="wrong_shape")
-    return ParsedAnswer(tuple(tuple(item["point_2d"]) for item in value), "point_2d")
-
-
-def _is_reference_item(item: Any) -> bool:
-    pair = item.get("point_2d") if isinstance(item, dict) else None
-    return isinstance(pair, list) and len(pair) == 2
+    return ParsedAnswer(tuple(map(tuple, pairs)), "point_2d")  # type: ignore[arg-type]
 
 
 def _partner(text: str, start: int) -> int:
-    """Place of the bracket that closes the one at `start`, brackets in JSON strings counted too; -1 without one."""
+    """Index of the bracket that closes the one at `start`, brackets in JSON strings counted too; -1 without one."""
     depth = 0
     for match in re.finditer(r"[\[\]]", text[start:]):
         depth += 1 if match.group() == "[" else -1
@@ -130,24 +126,24 @@ def _partner(text: str, start: int) -> int:
 
 
 NOTHING = object()
-"""What is no JSON; None is JSON."""
+"""Marks text that is not JSON; None is JSON."""
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # ValueError: also whole numbers of more digits than Python converts
+    except (ValueError, RecursionError):  # ValueError: also integers of more digits than Python converts
         return NOTHING
 
 
 def _robust(text: str, no_think: bool) -> ParsedAnswer:
-    """The first balanced list or object after the think block that holds points."""
+    """Read the first balanced list or object after the think block that holds points."""
     del no_think  # the block is removed where there is one
     answer = text[:LONGEST]
     if END_THINK in answer:
         answer = answer.rpartition(END_THINK)[2]
     elif answer.lstrip().startswith(THINK):
-        return ParsedAnswer(error="no_think")  # it never stopped thinking
+        return ParsedAnswer(error="no_think")  # the block is never closed
     error = ""
     for start, end in _spans(answer):
         value = _json(answer[start : end + 1])
@@ -160,20 +156,20 @@ def _robust(text: str, no_think: bool) -> ParsedAnswer:
 
 
 def _spans(text: str) -> list[tuple[int, int]]:
-    """Places of the first opening brackets and braces with their partners, outer before inner."""
+    """Indices of the first opening brackets and braces with their partners, outer before inner."""
     opened: dict[str, list[int]] = {"]": [], "}": []}
     spans: list[tuple[int, int]] = []
     for match in re.finditer(r"[\[\]{}]", text):
         mark = match.group()
         if mark in "[{":
-            opened[CLOSING[mark]].append(match.start())
+            opened["]" if mark == "[" else "}"].append(match.start())
         elif opened[mark]:
             spans.append((opened[mark].pop(), match.start()))
     return sorted(spans)[:MOST_SPANS]
 
 
 def _points_of(value: list[Any]) -> ParsedAnswer:
-    """The points of a JSON list: objects, pairs, or one pair of numbers."""
+    """Read the points of a JSON list: objects, pairs, or one pair of numbers."""
     if not value:
         return ParsedAnswer(error="empty")
     if not any(isinstance(item, list | dict) for item in value):
@@ -185,14 +181,17 @@ def _points_of(value: list[Any]) -> ParsedAnswer:
             return ParsedAnswer(error="wrong_shape")
         if not all(math.isfinite(number) for number in numbers):
             return ParsedAnswer(error="non_finite")
-        points.append(numbers if len(numbers) == 2 else _middle(numbers))
+        if len(numbers) == 4:  # halves first: the sum of two large numbers may be infinite
+            x1, y1, x2, y2 = numbers
+            numbers = (x1 / 2 + x2 / 2, y1 / 2 + y2 / 2)
+        points.append(numbers)
         kinds.append(kind)
     refused = all(x < 0 and y < 0 for x, y in points)
     return ParsedAnswer(tuple(points), kinds[0], "refusal" if refused else "")
 
 
 def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
-    """Which key holds the numbers of an item, and its two or four numbers; None where there are none."""
+    """The key and the two or four numbers of an item; None where there are none."""
     if isinstance(item, list):
         return "pairs", _numbers(item, 2)
     if isinstance(item, dict):
@@ -209,18 +208,12 @@ def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
         return None
     try:
         return tuple(float(number) for number in value)
-    except OverflowError:  # a whole number beyond the largest float
+    except OverflowError:  # an integer beyond the largest float
         return (math.inf,) * count
 
 
-def _middle(box: tuple[float, ...]) -> Point:
-    x1, y1, x2, y2 = box
-    return x1 / 2 + x2 / 2, y1 / 2 + y2 / 2  # the sum of two large numbers may be infinite
-
-
 KEYS = {"point_2d": 2, "coordinate": 2, "bbox_2d": 4}
-"""Keys of an object that hold a point or a box, with how many numbers."""
-CLOSING = {"[": "]", "{": "}"}
+"""Keys of an object that hold a point or a box, and their number of values."""
 
 PARSERS: dict[str, Callable[[str, bool], ParsedAnswer]] = {"reference": _reference, "robust": _robust}
 
@@ -228,8 +221,8 @@ ANSWER_ERRORS: dict[str, str] = {
     "no_think": "The think block is missing, not at the start, repeated, blank or never closed.",
     "empty": "The answer is an empty list.",
     "not_json": "There is no bracketed list that is JSON.",
-    "wrong_shape": "A list was found, but an item is no point or box of numbers.",
+    "wrong_shape": "A list was found, but an item is not a point or box of numbers.",
     "non_finite": "A coordinate is NaN or infinite.",
     "too_many": "There are more points than max_answers.",
-    "refusal": "All coordinates are negative: the model says that the screen holds nothing of the kind.",
+    "refusal": "All coordinates are negative: the model says that the element is not on the screen.",
 }

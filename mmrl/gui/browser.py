@@ -1,7 +1,7 @@
-"""One Chromium per process, driven by playwright: started, limited in time, restarted when it died or grew old.
+"""One Chromium per process, driven by playwright, with time limits and restarts after failures and many pages.
 
-playwright's synchronous interface belongs to the thread that started it and refuses to run inside an asyncio loop, so
-environments run in processes, one browser in each and one context for each environment.
+playwright's synchronous interface is bound to its thread and refuses to run inside an asyncio loop, so environments run
+in processes, with one browser each and one context per environment.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext
 
 ARGUMENTS = (
-    "--no-sandbox",  # containers give Chromium no user namespaces; pages are local files, and offline
+    "--no-sandbox",  # containers have no user namespaces for it; pages are local files, and offline
     "--disable-gpu",
     "--hide-scrollbars",
     "--disable-dev-shm-usage",
-    "--disable-lcd-text",  # subpixel colours would differ with the position of a text
-    "--disable-partial-raster",  # a part that is drawn again blends its round corners once more
+    "--disable-lcd-text",  # subpixel colours would depend on the position of a text
+    "--disable-partial-raster",  # redrawn parts would blend their round corners twice
     "--font-render-hinting=none",
     "--force-color-profile=srgb",
 )
 
 
-class BrowserFailure(Exception):  # noqa: N818 - the word that the rest of the suite uses for what is nobody's mistake
+class BrowserFailure(Exception):  # noqa: N818 - the suite's word for events that are nobody's mistake
     """The browser died, hung or could not show a page; the episode has no result."""
 
 
@@ -49,9 +49,9 @@ class BrowserSettings:
     timeout_s: float = bounded(20.0, above=0)
     """Longest time of one call (loading a page, a click, a screenshot); the browser is killed after twice as long."""
     start_timeout_s: float = bounded(60.0, above=0)
-    """Longest time of a start."""
+    """Longest time to start."""
     pages_per_start: int = bounded(2000, at_least=1)
-    """Pages after which it is started anew, because its memory grows."""
+    """Pages after which it restarts, because its memory grows."""
 
 
 class Browser:
@@ -60,9 +60,9 @@ class Browser:
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
         self.generation = 0
-        """Starts so far; a context of an earlier one is gone."""
+        """Starts so far; contexts of earlier ones are gone."""
         self.restarts = 0
-        """Starts after it died or was killed for taking too long."""
+        """Restarts after it died or was killed at a time limit."""
         self.pages = 0
         """Pages loaded since the last start."""
         self.pid = 0
@@ -76,14 +76,7 @@ class Browser:
         self._start()
 
     def open_context(self, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> BrowserContext:
-        """A context of its own (cookies, storage, windows), offline.
-
-        Args:
-            width: of the visible part of a page in CSS pixels.
-            height: in CSS pixels.
-            scale: device pixels of a CSS pixel.
-            locale: language that pages are told.
-        """
+        """A separate offline context (cookies, storage, windows) with a viewport in CSS pixels."""
         self._check_thread()
         with self.limited("opening a context"):
             context: BrowserContext = self._browser.new_context(
@@ -109,15 +102,15 @@ class Browser:
                 context.close()
 
     def is_alive(self) -> bool:
-        """Whether the browser answers, as far as is known."""
+        """Whether the browser is connected."""
         return self._browser is not None and self._browser.is_connected()
 
     def is_old(self) -> bool:
-        """Whether enough pages were loaded for a new start, and no other environment would lose its page."""
+        """Whether a restart is due by the number of pages, and no other environment would lose its page."""
         return self.pages >= self.settings.pages_per_start and len(self._open_contexts) <= 1
 
     def restart(self, after_failure: bool = True) -> None:
-        """Start anew; every context is lost."""
+        """Restart; every context is lost."""
         self._check_thread()
         self.restarts += after_failure
         self._stop()
@@ -131,7 +124,7 @@ class Browser:
     def limited(self, what: str) -> Iterator[None]:
         """Run playwright calls; a browser that hangs is killed, and every failure is a `BrowserFailure`.
 
-        playwright limits some calls only: a script in a page that never returns would hold `evaluate` for ever.
+        playwright itself limits only some calls: a script that never returns would block `evaluate` for ever.
         """
         from playwright.sync_api import Error
 
@@ -159,7 +152,7 @@ class Browser:
         _refuse_asyncio()
         try:
             self._playwright = sync_playwright().start()
-            # A killed browser leaves its temporary files behind; its socket is one, and their paths are limited.
+            # A killed browser leaves temporary files; one is a socket, whose path must be short.
             self._folder = tempfile.TemporaryDirectory(prefix="mmrl-", ignore_cleanup_errors=True)
             self._browser = self._playwright.chromium.launch(
                 executable_path=self._program,
@@ -182,7 +175,7 @@ class Browser:
         self.pages = 0
 
     def _stop(self) -> None:
-        # Ending a browser that hangs would hang as well; killed, it loses nothing that anyone needs.
+        # Closing a browser that hangs would hang as well; a killed one loses nothing.
         self._open_contexts.clear()
         self.kill()
         self.pid = 0
@@ -202,7 +195,7 @@ class Browser:
 
 
 def process_browser(settings: BrowserSettings | None = None) -> Browser:
-    """The browser that the environments of this process share; it ends with the process."""
+    """The browser shared by the environments of this process; it ends with the process."""
     wanted = settings or BrowserSettings()
     running = _RUNNING.get(os.getpid())
     if running is None:
@@ -225,4 +218,4 @@ def _refuse_asyncio() -> None:
 
 
 _RUNNING: dict[int, Browser] = {}
-"""By process: a forked child must not use its parent's."""
+"""By process id: a forked child must not use its parent's."""

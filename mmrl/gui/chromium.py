@@ -1,4 +1,4 @@
-"""Where this machine's Chromium is, and what to install where there is none."""
+"""Find Chromium, or explain what to install."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTALL_PACKAGE = "pip install 'mmrl-suite[gui]'"
 
 
 def find_chromium(executable: str = "") -> str | None:
-    """Find a Chromium, Chrome or Edge."""
+    """The program of a Chromium, Chrome or Edge; None where there is none."""
     named = executable or os.environ.get(EXECUTABLE_VARIABLE, "")
     if named:
         found = shutil.which(os.path.expanduser(named))
@@ -37,7 +37,7 @@ def find_chromium(executable: str = "") -> str | None:
 
 
 def require_chromium(executable: str = "") -> str:
-    """The browser's program, with playwright there to drive it."""
+    """The browser's program; raises UserError where it or playwright is missing."""
     if importlib.util.find_spec("playwright") is None:
         raise UserError(f"screens from a browser need playwright, which is not installed: {INSTALL_PACKAGE}")
     found = find_chromium(executable)

@@ -26,10 +26,10 @@ MAX_TOKENS = 16384
 
 
 class CoordinateSpace(StrEnum):
-    """What the two numbers of a point mean."""
+    """Meaning of the two numbers of a point."""
 
     ABS_RESIZED = "abs_resized"
-    """Pixels of the image as the model sees it, after the resize: Qwen2.5-VL, InfiGUI-G1, UI-TARS-1.5."""
+    """Pixels of the image after the resize, as the model sees it: Qwen2.5-VL, InfiGUI-G1, UI-TARS-1.5."""
     REL1000 = "rel1000"
     """Thousandths of width and height: Qwen-VL, Qwen2-VL, Qwen3-VL, UI-Venus-1.5, CogAgent."""
     REL1 = "rel1"
@@ -61,10 +61,10 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Resize:
-    """How large a model sees an image: the rule of qwen-vl-utils, once, by this suite."""
+    """The size at which a model sees an image, by the rule of qwen-vl-utils."""
 
     factor: int = bounded(28, at_least=1)
-    """Sides are multiples of it: patch size times merge size, 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
+    """Sides are multiples of this: patch size times merge size, 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
     min_pixels: int | None = bounded(None, at_least=1)
     """Smallest area in pixels; empty: 4 factor^2."""
     max_pixels: int | None = bounded(None, at_least=1)
@@ -78,6 +78,9 @@ class Resize:
 
         Args:
             original_wh: (width, height) of the stored image.
+
+        Returns:
+            (width, height) in pixels.
 
         Raises:
             ValueError: the image has no pixels or is over 200 times as long as wide.
@@ -94,7 +97,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models reads images and writes points."""
+    """Image resize and coordinate space of a family of models."""
 
     space: CoordinateSpace
     """Space of its points."""
@@ -103,7 +106,7 @@ class Family:
 
 
 def coordinate_space(name: str) -> CoordinateSpace:
-    """The space of that name."""
+    """The space of a name; raises UserError for an unknown one."""
     try:
         return CoordinateSpace(name)
     except ValueError:
@@ -135,7 +138,7 @@ def smart_resize(
     lowest = MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
     highest = MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
     _check_sides(height, width, lowest, highest)
-    # Python rounds halves to even: 42 gives 56 and 70 gives 56 with a factor of 28
+    # Python rounds halves to even: with a factor of 28, 42 and 70 both give 56.
     new_height, new_width = (max(factor, round(side / factor) * factor) for side in (height, width))
     if new_height * new_width > highest:
         shrink = math.sqrt(height * width / highest)
@@ -165,7 +168,7 @@ def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_w
 
     Args:
         point: the two numbers of the answer in their order.
-        space: what they mean.
+        space: their meaning.
         original_wh: (width, height) of the stored image.
         model_wh: (width, height) that the model saw; only abs_resized needs it.
 
@@ -189,7 +192,7 @@ def from_original(point: Point, space: CoordinateSpace, original_wh: Size, model
 
 
 def _scaled(number: float, to: float, of: float) -> float:
-    """Exact where both sides are equal, and where the result of whole numbers is whole."""
+    """Exact for equal sides and for integer results of integers: multiply before dividing."""
     return number if to == of else number * to / of
 
 
@@ -205,14 +208,8 @@ def clean_box(
 ) -> Box | None:
     """A training box inside its image, or None for one that teaches nothing.
 
-    Benchmarks must not use it: their boxes are never dropped or altered.
-
-    Args:
-        box: two opposite corners (x1, y1, x2, y2) in pixels of the original image, in any order.
-        width: of the image in pixels.
-        height: of the image in pixels.
-        min_side: shortest side in pixels after clipping.
-        min_visible: smallest share of the area that is inside the image.
+    Opposite corners `box` may come in any order, in pixels of the original image. Benchmarks must not use it: their
+    boxes are never dropped or altered.
     """
     if not all(math.isfinite(number) for number in box):
         return None

@@ -1,4 +1,4 @@
-"""The screens demonstration: home screens drawn by a browser, a supervised start, AEPO, and an agent's film."""
+"""The screens demonstration: home screens drawn by a browser, a supervised start, AEPO, and an agent with videos."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ CONFIGS = Path("configs/gui")
 def run(output_dir: Path) -> list[str]:
     """Draw screens, warm up, improve with AEPO, train an agent in the browser, and report; finished stages are kept.
 
-    Args:
-        output_dir: folder for screens, model and the three runs.
-
-    Returns:
-        Lines to print: held-out accuracy by kind of instruction after the supervised start and after AEPO, the agent's
-        success, and where the reports and films lie.
-
-    Raises:
-        UserError: not called from the root of a checkout, or no browser.
-        RunError: a stage failed.
+    Returns lines to print: held-out accuracy by kind of instruction after the supervised start and after AEPO, the
+    agent's success, and the paths of reports and videos.
     """
     if not CONFIGS.is_dir():
         raise UserError(f"{CONFIGS} not found; run the demo from the root of a checkout")
@@ -51,7 +43,7 @@ def run(output_dir: Path) -> list[str]:
         "an agent on live screens, success on held-out tasks",
         *part_lines([agent]),
         f"time of this call: {minutes:.1f} minutes",
-        f"films: {agent / 'videos'} ({len(list((agent / 'videos').glob('*.mp4')))} files)",
+        f"videos: {agent / 'videos'} ({len(list((agent / 'videos').glob('*.mp4')))} files)",
         f"report: {report}",
         f"report of the agent: {write_report(agent)}",
     ]

@@ -1,4 +1,4 @@
-"""What `mmrl doctor` says about the browser."""
+"""The browser's part of `mmrl doctor`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ ONLY = "(only mmrl.gui needs it)"
 
 
 def check_browser(find: Callable[[], str | None] = find_chromium) -> list[Finding]:
-    """Whether there is a browser, a driver for it and fonts; nothing is started but `--version`.
-
-    Args:
-        find: returns the browser's program, None, or raises UserError.
-
-    Returns:
-        Findings for the browser, playwright, the fonts and the task pages of MiniWoB++.
-    """
+    """Check the browser that `find` returns, playwright, the fonts and MiniWoB++; only `--version` is run."""
     return [
         _check_program(find),
         _check_package("playwright", "gui"),

@@ -1,4 +1,4 @@
-"""What can be acted on in a page: boxes, roles and accessible names from its DOM, with a test of visibility."""
+"""The controls of a page: boxes, roles and accessible names from its DOM, with a test of visibility."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Element:
     name: str
     """Accessible name: aria-labelledby, aria-label, label, contents, then alt, title or placeholder."""
     text: str
-    """Text that is shown in it."""
+    """Its visible text."""
     box: Box
-    """Visible part in pixels of the picture; of a wrapped link the largest line."""
+    """Visible part in pixels of the screenshot; of a wrapped link the largest line."""
     hidden: str = ""
     """Why it cannot be clicked: style, outside (the window or a frame), covered; empty for a visible one."""
     visible_share: float = 1.0
     """Visible share of its area."""
     icon_only: bool = False
-    """Whether it shows a picture and no text."""
+    """Whether it shows an icon and no text."""
     type: str = ""
-    """Of an input."""
+    """Type of an input."""
     disabled: bool = False
     checked: bool = False
     value: str = ""
     row: str = ""
-    """`data-row` of the row or card that it stands in."""
+    """`data-row` of the row or card that contains it."""
     focused: bool = False
     all_selected: bool = False
     """Whether typing would replace its whole text."""
@@ -51,27 +51,19 @@ class Element:
 
     @property
     def visible(self) -> bool:
-        """Whether a click on its middle reaches it."""
+        """Whether a click on its center reaches it."""
         return not self.hidden
 
     @property
     def center(self) -> Point:
-        """Middle of its visible part in pixels of the picture."""
+        """Center of its visible part in pixels of the screenshot."""
         return self.box.center
 
 
 def read_elements(page: GuardedPage) -> list[Element]:
-    """The controls of a page in the order of the document, also those that are not visible.
-
-    Returns:
-        Elements with boxes in pixels of the screenshot.
-    """
-    return [_element(entry, page.scale) for entry in json.loads(page.evaluate(_script()))]
-
-
-def _element(entry: dict[str, Any], scale: float) -> Element:
-    entry["box"] = Box(*(edge * scale for edge in entry["box"]))
-    return Element(**entry)
+    """The controls of a page in document order, invisible ones included, with boxes in pixels of the screenshot."""
+    entries: list[dict[str, Any]] = json.loads(page.evaluate(_script()))
+    return [Element(**entry | {"box": Box(*(edge * page.scale for edge in entry["box"]))}) for entry in entries]
 
 
 @cache

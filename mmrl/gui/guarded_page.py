@@ -1,6 +1,6 @@
-"""A browser page that cannot get away: dialogs, downloads, windows and other addresses are refused and reported.
+"""A browser page that cannot be left: dialogs, downloads, windows and other addresses are refused and reported.
 
-Caret, animations and transitions are hidden, so that the same page gives the same picture bit for bit.
+Caret, animations and transitions are hidden, so that the same page gives the same screenshot bit for bit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from playwright.sync_api import Dialog, Download, Frame, Page, Route
 
 ADDRESS = "http://page.invalid/"
-"""Of pages given as HTML: with an address, a form or a reload makes a request that can be refused."""
+"""Address of pages given as HTML, so that a form or a reload makes a request that can be refused."""
 FREEZE = """async () => {
   const style = document.createElement('style');
   style.textContent = '*, *::before, *::after { caret-color: transparent !important; animation: none !important; '
     + 'transition: none !important; scroll-behavior: auto !important; }';
   (document.head || document.documentElement).append(style);
   await document.fonts.ready;
-  // a picture shows the last frame that was drawn, and the first one after loading may still hold what moved
+  // a screenshot shows the last drawn frame, and the first one after loading may still contain motion
   await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
 }"""
 SETTLE = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
@@ -38,8 +38,8 @@ class GuardedPage:
         browser: a running browser.
         width: of the visible part in CSS pixels.
         height: in CSS pixels.
-        scale: device pixels of a CSS pixel; the picture has width * scale columns.
-        locale: language that the page is told.
+        scale: device pixels of a CSS pixel; the screenshot has width * scale columns.
+        locale: language reported to the page.
     """
 
     def __init__(self, browser: Browser, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> None:
@@ -58,11 +58,11 @@ class GuardedPage:
 
     @property
     def page(self) -> Page:
-        """The page of playwright; wrap calls in `browser.limited`."""
+        """The playwright page; wrap calls in `browser.limited`."""
         return self._page
 
     def is_open(self) -> bool:
-        """Whether the browser that this page lives in still runs."""
+        """Whether the page's browser still runs."""
         return self.generation == self.browser.generation and self.browser.is_alive()
 
     def load_html(self, html: str, *, new_document: bool = True) -> None:
@@ -85,7 +85,7 @@ class GuardedPage:
         self._loading = True
         try:
             with self.browser.limited(what):
-                self._page.mouse.move(0, 0)  # where the last page left it, it would hover over something
+                self._page.mouse.move(0, 0)  # at its last position it would hover over something
                 load()
                 self._page.evaluate(FREEZE)
         finally:
@@ -93,12 +93,12 @@ class GuardedPage:
         self._events.clear()
 
     def evaluate(self, script: str, argument: Any = None) -> Any:
-        """The value of a JavaScript function in the page."""
+        """Evaluate a JavaScript function in the page."""
         with self.browser.limited("a script in the page"):
             return self._page.evaluate(script, argument)
 
     def settle(self) -> None:
-        """Wait until what the page has changed is drawn."""
+        """Wait until changes of the page are drawn."""
         self.evaluate(SETTLE)
 
     def screenshot(self) -> NDArray[np.uint8]:
@@ -111,7 +111,7 @@ class GuardedPage:
         return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 
     def take_events(self) -> list[str]:
-        """What the page tried since the last call, such as "dialog: Really?" or "download: a.zip"; in order."""
+        """Refused attempts of the page since the last call, such as "dialog: Really?" or "download: a.zip"."""
         found, self._events = self._events, []
         return found
 

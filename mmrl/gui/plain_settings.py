@@ -1,4 +1,4 @@
-"""Settings of environments out of plain data, as configuration files and messages to workers hold them."""
+"""Settings of environments from plain data, as configuration files and messages to workers hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SettingsT = TypeVar("SettingsT")
 
 
 def settings_from(kind: type[SettingsT], values: Mapping[str, Any], where: str = "environment.kwargs") -> SettingsT:
-    """Build settings out of plain data, as a configuration file holds them."""
+    """Build settings from plain data; raises UserError for an unknown entry."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = [name for name in values if name not in names]
     if unknown:

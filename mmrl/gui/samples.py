@@ -1,4 +1,4 @@
-"""One screen with an instruction and the place that it means."""
+"""One screen with an instruction and its target."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _on_segment(point: Point, start: Point, end: Point) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The screen holds nothing that the instruction asks for; the right answer is [-1, -1]."""
+    """The element is not on the screen; the right answer is [-1, -1]."""
 
     def contains(self, point: Point) -> bool:
         """Whether both coordinates are negative."""
@@ -54,13 +54,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Several places that the instruction fits equally well."""
+    """Several targets that the instruction fits equally well."""
 
     targets: tuple[Box | Polygon, ...]
 
     def __post_init__(self) -> None:
         if not self.targets:
-            raise ValueError("an AnyOf target needs at least one place")
+            raise ValueError("an AnyOf target needs at least one target")
 
     def contains(self, point: Point) -> bool:
         """Whether a point is in one of them."""
@@ -72,7 +72,7 @@ Target: TypeAlias = "Box | Polygon | Refusal | AnyOf"
 
 @dataclass(frozen=True)
 class GroundingSample:
-    """An instruction on a screen; all places are in pixels of the original image."""
+    """An instruction on a screen; all coordinates are in pixels of the original image."""
 
     image: Image.Image | Path | str
     """RGB image, or the path of its file."""
@@ -81,18 +81,14 @@ class GroundingSample:
     instruction: str
     """What to find."""
     target: Target
-    """Where it is, in pixels of the original image."""
+    """In pixels of the original image."""
     model_wh: Size | None = None
     """(width, height) that the model sees; None until `fitted` is called."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else is known: kind of instruction, platform, seed."""
+    """Further columns: kind of instruction, platform, seed."""
 
     def fitted(self, resize: Resize) -> GroundingSample:
-        """The same sample with the size that a model of these numbers sees.
-
-        Raises:
-            ValueError: the image's shape cannot be used.
-        """
+        """The same sample with the size that a model sees; raises ValueError for a shape that cannot be used."""
         return replace(self, model_wh=resize.model_wh(self.original_wh))
 
     def load_image(self) -> Image.Image:
@@ -113,11 +109,11 @@ class GroundingSample:
         return resize_image(self.load_image(), self.model_wh)
 
     def to_original(self, point: Point, space: CoordinateSpace) -> Point:
-        """A model's point in pixels of the original image; see `mmrl.gui.coords.to_original`."""
+        """A model's point in pixels of the original image."""
         return to_original(point, space, self.original_wh, self.model_wh)
 
     def from_original(self, point: Point, space: CoordinateSpace) -> Point:
-        """A point of the original image in a model's space; see `mmrl.gui.coords.from_original`."""
+        """A point of the original image in a model's space."""
         return from_original(point, space, self.original_wh, self.model_wh)
 
     @property

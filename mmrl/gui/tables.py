@@ -1,4 +1,4 @@
-"""Grounding samples as rows of a table: what a data set of screens holds, column by column.
+"""Grounding samples as rows of a table.
 
 A row has `image`, `instruction`, `original_wh` (optional) and one target, all in pixels of the original image: `bbox`
 [x1, y1, x2, y2], `boxes` (several that fit equally), `polygon` [[x, y], ...] or `refusal` true. Every other column is
@@ -27,14 +27,7 @@ ROTATED = (5, 6, 7, 8)
 
 
 def target_of(row: Mapping[str, Any]) -> Target:
-    """The target of a row.
-
-    Returns:
-        Box, places, polygon or refusal, in pixels of the original image.
-
-    Raises:
-        ValueError: there is no target, more than one, or its numbers have another shape.
-    """
+    """The target of a row, in pixels of the original image; raises ValueError where it is not exactly one."""
     given = [name for name in TARGET_COLUMNS if row.get(name) not in (None, False)]
     if len(given) != 1:
         raise ValueError(f"expected one of the columns {', '.join(TARGET_COLUMNS)}, found {', '.join(given) or 'none'}")
@@ -88,14 +81,7 @@ def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
 
 
 def image_size(image: Image.Image | bytes | str | Path) -> Size:
-    """Width and height of an upright image, from its header alone.
-
-    Args:
-        image: PIL image, the content of an image file, or its path.
-
-    Raises:
-        OSError: the file is missing, or no image.
-    """
+    """Width and height of an upright PIL image, file content or path, from its header alone; raises OSError."""
     if isinstance(image, Image.Image):
         return image.size
     source = io.BytesIO(image) if isinstance(image, bytes) else image
