@@ -1,7 +1,7 @@
-"""Screens drawn without a browser: a grid of icons, each wanted by its name or by what it is for.
+"""Screens drawn without a browser: a grid of icons, each asked for by name or by function.
 
-The world of AEPO's confidence trap: a supervised start names the right icon when asked by name and, with near
-certainty, a wrong one when asked by function. Reinforcement learning has to find the right ones.
+The setting of AEPO's confidence trap: a supervised start points at the right icon when asked by name and, almost
+certainly, at a wrong one when asked by function. Reinforcement learning has to find the right ones.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mmrl.gui.tables import write_samples
 KINDS = ("name", "function")
 """Kinds of instruction."""
 ASKS = ("one", "some")
-"""Whether a question asks for one point or for as many as the model sees fit; the column `ask`."""
+"""Whether a question asks for one point or for any number of points; the column `ask`."""
 LIST = "everything"
-"""The question whose worked answer lists every icon with its name and place."""
+"""The question whose worked answer lists every icon with its name and position."""
 VOCAB_SIZE = 600
 """Enough for each word of the questions to be one token."""
 
 
 @dataclass(frozen=True)
 class IconGrid:
-    """Layout of the grid in pixels."""
+    """Layout of the grid."""
 
     columns: int = 4
     rows: int = 3
@@ -43,11 +43,11 @@ class IconGrid:
     max_icon_px: int = 28
     """Largest side of an icon."""
     jitter_px: int = 0
-    """An icon's middle is that of its cell or so far from it, left or right and up or down."""
+    """An icon's center is shifted from that of its cell by this or not at all, in both directions."""
     fewest_icons: int = 12
-    """A screen has so many icons or more; a start that has seen screens of a few learns to find one among many."""
+    """Fewest icons of a screen; training on screens of a few helps to find one among many."""
     colored: bool = True
-    """Whether each icon has its own colour on grey, or all have the ink of the screen's theme."""
+    """Whether each icon has its own colour on grey, or all share the colour of the screen's theme."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ def draw_grid(
 
 
 def _theme(rng: np.random.Generator) -> tuple[Color, Color]:
-    """Paper and ink: dark on light or light on dark."""
+    """Background and icon colour: dark on light or light on dark."""
     bright, dim = rng.integers(200, 256, 3).tolist(), rng.integers(0, 90, 3).tolist()
     paper, ink = (dim, bright) if rng.random() < 0.3 else (bright, dim)
     return (paper[0], paper[1], paper[2]), (ink[0], ink[1], ink[2])
 
 
 def _grey(rng: np.random.Generator) -> tuple[Color, Color]:
-    """A medium grey, which is about 0 to a model, and an ink that coloured icons do not use."""
+    """A medium grey, about 0 after normalisation, and an icon colour that coloured icons do not use."""
     shade = int(rng.integers(116, 140))
     return (shade, shade, shade), (0, 0, 0)
 
@@ -123,7 +123,7 @@ def icon_samples(
         meta: dict[str, Any] = {"kind": kind, "ask": asked, "icon": name}
         text = name if kind == "name" else ICONS[name].functions[0]
         if worked and rng.random() < listings:
-            text, labels = LIST, sorted(screen.boxes)  # in one order, so that only what is seen has to be guessed
+            text, labels = LIST, sorted(screen.boxes)  # sorted, so that the answer depends only on the visible icons
         else:
             most = most_answers if asked == "some" else 1
             weights = _function_weights(name, trap) if kind == "function" else _name_weights(name)
@@ -135,7 +135,7 @@ def icon_samples(
 
 
 def _worked(rng: np.random.Generator, screen: Screen, weights: Mapping[str, float], most: int) -> list[str]:
-    """Icons one after the other, each drawn by the weights of those that are left (Plackett-Luce)."""
+    """Sample icons without replacement by their weights (Plackett-Luce)."""
     shown = list(screen.boxes)
     chances = np.array([weights[icon] for icon in shown])
     count = int(rng.integers(1, most + 1))
@@ -143,12 +143,12 @@ def _worked(rng: np.random.Generator, screen: Screen, weights: Mapping[str, floa
 
 
 def _name_weights(name: str) -> dict[str, float]:
-    """An icon that is asked by its name comes first, then any of the others."""
+    """The named icon comes first, then any of the others."""
     return {icon: 1.0 if icon == name else 1e-12 for icon in ICONS}
 
 
 def _function_weights(name: str, trap: float) -> dict[str, float]:
-    """Nearly always one wrong icon comes first, and all others are equally likely."""
+    """One wrong icon almost always comes first; all others are equally likely."""
     wrong = ICONS[name].taken_for
     return {icon: trap if icon == wrong else (1 - trap) / (len(ICONS) - 1) for icon in ICONS}
 
@@ -159,21 +159,13 @@ def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options
 
 
 def corpus() -> list[str]:
-    """What the questions and answers are made of, to train a tokenizer on."""
+    """Texts of questions and answers, to train a tokenizer on."""
     words = [f"{ask}: {text}" for ask in ASKS for name, icon in ICONS.items() for text in (name, *icon.functions, LIST)]
     return [*(words * 20), answer_text([(1, 2)], CoordinateSpace.REL1000, ["label"])]
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
-    """Build a tiny random Qwen model whose tokenizer knows the words of these screens.
-
-    Args:
-        path: model folder to write.
-        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
-
-    Returns:
-        The folder.
-    """
+    """Build a tiny random Qwen model whose tokenizer knows the words of these screens; options of build_tiny_vlm."""
     from mmrl.vlm.tiny import build_tiny_vlm
 
     return build_tiny_vlm(

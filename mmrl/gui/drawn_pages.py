@@ -1,7 +1,7 @@
-"""Generated pages drawn by Pillow: contents, looks, words and instructions of `mmrl.gui.pages`, without a browser.
+"""Generated pages drawn by Pillow: the contents, themes and instructions of `mmrl.gui.pages` without a browser.
 
-For tests and machines without Chromium. Boxes are true, and the split of words, themes and templates is that of the
-browser's screens; icons are vector drawings that Pillow cannot render, so every control shows its label.
+For tests and machines without Chromium. Boxes are exact, and words, themes and templates are split as for the browser's
+screens; Pillow cannot render the vector icons, so every control shows its label.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALES = (1.0, 0.875, 1.4)
 
 @dataclass
 class _Sheet:
-    """A picture under way: where the next control goes, and the controls so far."""
+    """An image under construction, with the controls so far."""
 
     page: PageModel
     size: Size
@@ -41,11 +41,11 @@ class _Sheet:
         self.height = round(self.page.font_px * self.scale * 1.3) + 2 * self.pad
 
     def width_of(self, text: str) -> int:
-        """Pixels that a control with this text takes."""
+        """Width in pixels of a control with this text."""
         return round(self.draw.textlength(text, self.font)) + 4 * self.pad + 4
 
     def control(self, control: Control, left: int, top: int, row: str = "") -> int:
-        """Draw a button or link; returns its right edge, also where it does not fit and is left out."""
+        """Draw a button or link if it fits; returns its right edge in any case."""
         theme, primary = self.page.theme, control.look == "primary"
         box = (left, top, left + self.width_of(control.label), top + self.height)
         if self._fits(box):
@@ -79,7 +79,7 @@ class _Sheet:
         return box[2]
 
     def line(self, controls: Sequence[Control], left: int, top: int) -> int:
-        """Controls beside each other, in a second line where the first is full; returns the top of the next line."""
+        """Draw controls in lines, wrapping at the edge; returns the top of the next line."""
         x = left
         for control in controls:
             if x > left and x + self.width_of(control.label) > self.size[0]:
@@ -88,14 +88,14 @@ class _Sheet:
         return top + self.height + 2 * self.pad
 
     def column(self, controls: Sequence[Control], left: int, top: int) -> int:
-        """Controls below each other; returns the top of the next one."""
+        """Draw controls in a column; returns the top of the next one."""
         for control in controls:
             self.control(control, left, top)
             top += self.height + self.pad
         return top
 
     def rows(self, left: int, top: int, right: int) -> int:
-        """The entries of a list with the controls that each has at its end."""
+        """Draw the entries of a list, each with its controls at the right."""
         for row in self.page.rows:
             self.label(row.name, left, top)
             x = right - sum(self.width_of(control.label) + self.pad for control in row.controls)
@@ -105,14 +105,14 @@ class _Sheet:
         return top
 
     def fields(self, left: int, top: int, width: int) -> int:
-        """Inputs below each other."""
+        """Draw inputs in a column."""
         for entry in self.page.fields:
             self.entry(entry, left, top, width)
             top += self.height + self.pad
         return top
 
     def _fits(self, box: tuple[int, int, int, int]) -> bool:
-        """Inside the picture and on nothing that can be clicked."""
+        """Whether a box is inside the image and covers no control."""
         inside = box[0] >= 0 and box[1] >= 0 and box[2] < self.size[0] and box[3] < self.size[1]
         return inside and not any(_overlap(box, element.box) for element in self.elements)
 
@@ -126,13 +126,7 @@ class _Sheet:
 
 
 def draw_page(page: PageModel, size: Size, scale: float = 1.0) -> tuple[Image.Image, list[Element]]:
-    """Draw a page.
-
-    Args:
-        page: its contents and look; a template of the page's split is chosen by its layout.
-        size: (width, height) of the picture in pixels.
-        scale: pixels of a CSS pixel.
-    """
+    """Draw a page of size (width, height) in pixels, by a template of its split that its layout determines."""
     sheet = _Sheet(page, size, scale)
     layouts = LAYOUTS["train"] if page.layout in LAYOUTS["train"] else LAYOUTS["test"]
     templates = TEMPLATES["train" if page.layout in LAYOUTS["train"] else "test"]
@@ -153,11 +147,11 @@ def page_samples(
 
     Args:
         count: samples.
-        seed: of everything drawn.
-        split: train; layouts: words of train on templates and themes of test; test: nothing that train has.
+        seed: of all random choices.
+        split: train; layouts: words of train on templates and themes of test; test: shares nothing with train.
         size: (width, height) in pixels.
         language: of labels and instructions: en, de or es.
-        all_boxes: keep instructions that several controls fulfil, with all boxes; they are left out otherwise.
+        all_boxes: keep ambiguous instructions, with all boxes; they are omitted otherwise.
     """
     given = number = 0
     while given < count:
@@ -191,7 +185,7 @@ def _overlap(box: tuple[int, int, int, int], other: Box) -> bool:
 
 
 def _bar(sheet: _Sheet) -> None:
-    """Controls above, a list, and the page's actions below it."""
+    """Toolbar, list, and actions below it."""
     right = sheet.size[0] - sheet.pad - 2
     top = sheet.line(sheet.page.toolbar, sheet.pad, sheet.pad)
     top = sheet.rows(sheet.pad, top, right)
@@ -199,7 +193,7 @@ def _bar(sheet: _Sheet) -> None:
 
 
 def _form(sheet: _Sheet) -> None:
-    """A title, inputs, and the controls below them."""
+    """Title, inputs, and controls below them."""
     sheet.label(sheet.page.title, sheet.pad, sheet.pad)
     top = sheet.fields(sheet.pad, sheet.pad + sheet.height, sheet.size[0] * 3 // 4)
     top = sheet.line(sheet.page.actions, sheet.pad, top + sheet.pad)
@@ -207,7 +201,7 @@ def _form(sheet: _Sheet) -> None:
 
 
 def _side(sheet: _Sheet) -> None:
-    """Navigation at the left, a list beside it, actions at its end."""
+    """Navigation at the left, a list beside it, and actions below the list."""
     navigation = [*sheet.page.navigation, *sheet.page.toolbar]
     left = sheet.pad + max(sheet.width_of(control.label) for control in navigation) + 3 * sheet.pad
     sheet.column(navigation, sheet.pad, sheet.pad)

@@ -1,4 +1,4 @@
-"""Twelve icons that Pillow draws, with a name, what each is for, and the icon it is easily taken for."""
+"""Twelve icons drawn by Pillow, with names, functions, and the icon that each is easily confused with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Color: TypeAlias = tuple[int, int, int]
 
 OVERSAMPLING = 4
-"""Icons are drawn so many times larger and reduced, which smooths their edges."""
+"""Icons are drawn this many times larger and reduced, which smooths their edges."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,17 @@ class Icon:
     """One kind of icon."""
 
     functions: tuple[str, ...]
-    """What it does, in words that do not name it; the last one is for test vocabularies."""
+    """Its function, in words that do not name it; the last one is for test vocabularies."""
     taken_for: str
-    """The icon that a careless reader of its function picks."""
+    """The icon that its function is easily attributed to."""
     color: Color
-    """Its own colour, on screens whose icons are coloured."""
+    """Its colour on coloured screens."""
     draw: Callable[[Pen], None]
     """Draws it into the unit square."""
 
 
 class Pen:
-    """Draws in the unit square of an icon.
-
-    Args:
-        draw: Pillow's.
-        side: of the square in its pixels.
-        ink: colour of lines and filled parts.
-        paper: colour of holes.
-    """
+    """Draws in the unit square of an icon, `side` pixels long, with ink and holes in the colour of the paper."""
 
     def __init__(self, draw: ImageDraw.ImageDraw, side: int, ink: Color, paper: Color) -> None:
         self._draw, self._side, self.ink, self.paper = draw, side, ink, paper
@@ -65,14 +58,7 @@ class Pen:
 
 
 def draw_icon(name: str, side: int, ink: Color, paper: Color) -> Image.Image:
-    """An icon as an image.
-
-    Args:
-        name: key of `ICONS`.
-        side: of the square in pixels.
-        ink: colour of the icon.
-        paper: colour behind it.
-    """
+    """An icon, key of `ICONS`, as an image of side x side pixels."""
     from PIL import Image, ImageDraw
 
     large = Image.new("RGB", (side * OVERSAMPLING,) * 2, paper)

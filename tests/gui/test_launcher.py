@@ -83,7 +83,7 @@ def test_pixels_and_boxes_are_the_same_alone_and_side_by_side(browser):
     together = screens.screens(range(70))  # more than one window holds
     for seed in (1, 5, 37, 53, 64, 69):
         alone = screens.screen(seed)
-        assert np.array_equal(alone.picture, together[seed].picture)
+        assert np.array_equal(alone.image, together[seed].image)
         assert alone.instructions == together[seed].instructions
         assert alone.elements == together[seed].elements
     screens.close()
@@ -93,7 +93,7 @@ def test_a_box_holds_the_color_and_the_name_of_its_function(browser):
     screens = launcher(browser, split="layouts")
     known = functions("train", "en")
     for screen in screens.screens(range(5)):
-        assert screen.picture.shape == (96, 128, 3)
+        assert screen.image.shape == (96, 128, 3)
         assert len(screen.elements) == 12
         for element in screen.elements:
             function = element.data["function"]
@@ -101,7 +101,7 @@ def test_a_box_holds_the_color_and_the_name_of_its_function(browser):
             assert element.visible
             assert element.name == app_name(known[function])
             assert 24 <= x2 - x1 <= 28
-            assert np.array_equal(screen.picture[y1 + 1, (x1 + x2) // 2], rgb(COLORS[function]))
+            assert np.array_equal(screen.image[y1 + 1, (x1 + x2) // 2], rgb(COLORS[function]))
     screens.close()
 
 

@@ -113,10 +113,10 @@ def test_the_same_seed_gives_the_same_pixels_and_samples(browser, screens):
     again.screen(77)  # what was drawn before must not matter
     for screen in first:
         other = again.screen(screen.seed)
-        assert np.array_equal(screen.picture, other.picture)
+        assert np.array_equal(screen.image, other.image)
         assert screen.elements == other.elements
         assert screen.instructions == other.instructions
-    assert not np.array_equal(first[0].picture, first[1].picture)
+    assert not np.array_equal(first[0].image, first[1].image)
     again.close()
 
 

@@ -1,4 +1,4 @@
-"""A page from a seed: which controls it has, what they say, how it looks, and its HTML."""
+"""A page from a seed: its controls, labels, theme and HTML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLITS: dict[str, tuple[str, str]] = {
     "layouts": ("test", "train"),
     "test": ("test", "test"),
 }
-"""Split to (templates and themes, words and icons): `layouts` shows known words in places and looks never seen."""
+"""Split to (templates and themes, words and icons): `layouts` shows known words in unknown templates and themes."""
 STYLES = ("text", "icon", "both")
 
 
@@ -57,7 +57,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table or a card, with controls that every row has."""
+    """A row of a table or a card, with the controls of every row."""
 
     name: str
     detail: str
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PageModel:
-    """All that a template shows."""
+    """The variables of a template."""
 
     layout: str
     theme: Theme
@@ -89,15 +89,9 @@ class PageModel:
 
 
 def compose(draw: random.Random, split: str, width_px: int, language: str | None = None) -> PageModel:
-    """Choose the contents and the look of a page.
+    """Choose the contents and the theme of a page; a language of None is chosen, too.
 
-    Controls come in families, so that a page that has one function has others that are easily taken for it.
-
-    Args:
-        draw: source of the choices; equal states give equal pages.
-        split: key of `SPLITS`.
-        width_px: of the page in CSS pixels.
-        language: of the labels; drawn from `LANGUAGES` when None.
+    Controls come in families, so that a page with one function has others that are easily confused with it.
     """
     places, words = SPLITS[split]
     language = language or draw.choice(LANGUAGES)
@@ -135,12 +129,12 @@ def compose(draw: random.Random, split: str, width_px: int, language: str | None
 
 
 def render(page: PageModel | LauncherSheet) -> str:
-    """The page, or home screens side by side, as HTML."""
+    """Render a page, or home screens side by side, to HTML."""
     return _templates().get_template(f"{page.layout}.jinja").render(page=page)
 
 
 def _families(draw: random.Random, words: str, language: str) -> list[list[Function]]:
-    """Families in random order, the functions of each as well."""
+    """Families in random order, with functions in random order."""
     groups: dict[str, list[Function]] = {}
     for function in functions(words, language).values():
         groups.setdefault(function.family, []).append(function)

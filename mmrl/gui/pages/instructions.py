@@ -1,7 +1,7 @@
 """Instructions that exactly one visible control of a page fulfils.
 
-Three kinds: by its name, by what it is for, and by where it stands. An instruction that a second control fulfils is
-left out, or with `all_boxes` kept with the boxes of both.
+Three kinds: by name, by function, and by position. Ambiguous instructions are omitted, or with `all_boxes` kept with
+all boxes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mmrl.gui.pages.vocabulary import Function
 
 KINDS = ("name", "function", "relation")
 LISTING = "listing"
-"""Kind of an instruction that asks for everything there is."""
+"""Kind of an instruction that asks for all controls."""
 MIN_VISIBLE = 0.5
-"""Visible share of a target's area; what shows less of itself can still make an instruction ambiguous."""
+"""Smallest visible share of a target's area; a less visible control can still make an instruction ambiguous."""
 
 
 Sentences = dict[str, tuple[str, ...]]
@@ -26,7 +26,7 @@ Sentences = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Instruction:
-    """What to find, and the controls that fulfil it."""
+    """An instruction and the controls that fulfil it."""
 
     text: str
     kind: str
@@ -55,10 +55,7 @@ def instructions_for(
 
 
 def listing_for(elements: Sequence[Element], language: str, words: str, draw: random.Random) -> Instruction:
-    """The instruction that asks for every control that can be used, in the order of their names.
-
-    A model then has only to guess what it can see.
-    """
+    """The instruction that asks for every usable control, sorted by name so that the order is predictable."""
     usable = [element for element in elements if element.visible and not element.disabled and element.name]
     targets = tuple(sorted(usable, key=lambda element: element.name))
     return Instruction(draw.choice(SENTENCES[words][language][LISTING]), LISTING, targets)
@@ -83,7 +80,7 @@ def _by_function(
 def _by_place(
     element: Element, visible: list[Element], sentences: Sentences, draw: random.Random
 ) -> Instruction | None:
-    """In its row where that has a name, else beside a control whose text is seen once."""
+    """By its row where that has a name, else relative to a control whose text is unique."""
     if element.row:
         same = tuple(other for other in visible if other.row == element.row and other.name == element.name)
         return Instruction(draw.choice(sentences["row"]).format(row=element.row, name=element.name), "relation", same)
@@ -100,7 +97,7 @@ def _by_place(
 
 
 def _nearest(side: str, anchor: Element, visible: list[Element]) -> Element | None:
-    """The control next to an anchor on one side; None where a reader could take another one for it."""
+    """The control next to an anchor on one side; None where that is ambiguous."""
     gap, overlap = SIDES[side]
     beside = [
         (gap(anchor.box, other.box), other)
@@ -111,7 +108,7 @@ def _nearest(side: str, anchor: Element, visible: list[Element]) -> Element | No
         return None
     distance, nearest = min(beside, key=lambda pair: pair[0])
     aligned = overlap(anchor.box, nearest.box) >= 0.5 * min(_extent(side, anchor.box), _extent(side, nearest.box))
-    # the next but one has to stand behind the nearest, not beside it
+    # The second nearest must be behind the nearest, not beside it.
     rivals = [other for d, other in beside if other is not nearest and gap(nearest.box, other.box) < -1]
     reach = 1.5 * max(_extent(side, anchor.box), _extent(side, nearest.box)) + 60
     return nearest if aligned and not rivals and distance <= reach else None
@@ -136,7 +133,7 @@ SIDES: dict[str, tuple[Measure, Measure]] = {
     "below": (lambda a, b: b.y1 - a.y2, _columns_overlap),
     "above": (lambda a, b: a.y1 - b.y2, _columns_overlap),
 }
-"""Side to the distance of a control from the anchor on it, negative where it is not there, and their overlap across."""
+"""Side to the distance of a control from the anchor, negative on other sides, and their overlap across."""
 
 SENTENCES: dict[str, dict[str, Sentences]] = {
     "train": {

@@ -1,7 +1,7 @@
-"""The home screen of a phone: tiles with an icon and no text, each function in its own colour, in any order.
+"""The home screen of a phone: tiles with an icon and no text, one colour per function, in random order.
 
-A model of a few hundred thousand weights cannot read small text, but it tells colours apart, so these pages are what
-short demonstrations and experiments run on.
+A model of a few hundred thousand weights cannot read small text but distinguishes colours, so short demonstrations and
+experiments use these pages.
 """
 
 from __future__ import annotations
@@ -25,34 +25,28 @@ VOCAB_SIZE = 800
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """What is on a home screen."""
+    """Contents of a home screen."""
 
     functions: tuple[str, ...] = choice((), lambda: COLORS)
-    """Functions that tiles are drawn from; empty: all of `COLORS`."""
+    """Functions of the tiles; empty: all of `COLORS`."""
     tiles: int = bounded(12, at_least=2)
-    """Most tiles of a page, or one for each function where there are fewer."""
+    """Most tiles of a page, at most one for each function."""
     fewest_tiles: int | None = bounded(None, at_least=1)
-    """Least tiles of a page; a model that has seen pages of a few learns to find one among many. Empty: as many as
-    `tiles`."""
+    """Fewest tiles of a page; training on pages of a few helps to find one among many. Empty: `tiles`."""
     cell_px: int = bounded(32, at_least=16)
-    """Side of a tile with the space around it, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
-
+    """Side of a tile with its margin, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
     wallpaper: str = ""
-    """CSS colour behind the tiles of every page; empty: that of the page's theme. A medium grey is about 0 to a model,
-    which then learns faster to tell tiles apart."""
+    """CSS colour behind the tiles; empty: that of the page's theme. A medium grey is about 0 after normalisation, which
+    helps a model to distinguish the tiles."""
     aligned: bool = False
-    """Whether every tile stands in the middle of its cell; else gaps differ from page to page."""
+    """Whether every tile is centered in its cell; else gaps differ from page to page."""
 
     def count(self) -> int:
         """Most tiles of a page."""
         return min(self.tiles, len(self.functions or COLORS))
 
     def grid(self, page_wh: Size) -> tuple[int, int]:
-        """Columns and rows of a page.
-
-        Args:
-            page_wh: (width, height) of the page in CSS pixels.
-        """
+        """Columns and rows of a page of (width, height) in CSS pixels."""
         columns, rows = page_wh[0] // self.cell_px, page_wh[1] // self.cell_px
         if columns * rows < self.count():
             raise UserError(
@@ -78,7 +72,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class LauncherPage:
-    """All that one home screen shows."""
+    """The variables of one home screen."""
 
     theme: Theme
     language: str
@@ -99,7 +93,7 @@ class LauncherPage:
 
 @dataclass(frozen=True)
 class LauncherSheet:
-    """Home screens side by side in one window, which a browser draws in little more time than one of them."""
+    """Home screens side by side in one window, which a browser draws hardly slower than one of them."""
 
     pages: tuple[LauncherPage, ...]
     columns: int
@@ -113,18 +107,9 @@ class LauncherSheet:
 
 
 def compose_launcher(
-    draw: random.Random, places: str, words: str, page_wh: Size, language: str, settings: LauncherSettings
+    draw: random.Random, themes: str, words: str, page_wh: Size, language: str, settings: LauncherSettings
 ) -> LauncherPage:
-    """Choose the tiles of a page, their order and its look.
-
-    Args:
-        draw: source of the choices; equal states give equal pages.
-        places: "train" or "test", for the themes.
-        words: "train" or "test", for the names and icons.
-        page_wh: (width, height) in CSS pixels.
-        language: of the names.
-        settings: which functions, and how many.
-    """
+    """Choose the tiles of a page, their order and its theme; `themes` and `words` are "train" or "test"."""
     columns, rows = settings.grid(page_wh)
     known = functions(words, language)
     cells: list[Tile | None] = [None] * (columns * rows)
@@ -139,7 +124,7 @@ def compose_launcher(
     def gap() -> int:
         return space if settings.aligned else draw.randint(space - 2, space)
 
-    theme = draw.choice(THEMES[places])
+    theme = draw.choice(THEMES[themes])
     return LauncherPage(
         theme=theme,
         language=language,
@@ -155,25 +140,20 @@ def compose_launcher(
 
 
 def tile_of(function: Function) -> Tile:
-    """The tile of a function: its first label, its own colour, and an icon that stands out from it."""
+    """The tile of a function: its first label, its colour, and an icon that contrasts with it."""
     color = COLORS[function.name]
-    red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     bright = 0.299 * red + 0.587 * green + 0.114 * blue > 140
     return Tile(function.name, app_name(function), function.icon, color, "#101010" if bright else "#ffffff")
 
 
 def app_name(function: Function) -> str:
-    """The one name that a function has on home screens."""
+    """The name of a function on home screens."""
     return function.labels[0]
 
 
 def corpus(words: str = "train", language: str = "en") -> list[str]:
-    """What instructions and answers about these pages are made of, to train a tokenizer on.
-
-    Args:
-        words: "train" or "test".
-        language: of names and phrases.
-    """
+    """Texts of instructions and answers about these pages, to train a tokenizer on."""
     known = functions(words, language)
     sentences = SENTENCES[words][language]
     texts = [sentence.format(name=app_name(known[name])) for name in COLORS for sentence in sentences["name"]]
@@ -183,17 +163,7 @@ def corpus(words: str = "train", language: str = "en") -> list[str]:
 
 
 def build_model(path: str | Path, *, words: str = "train", language: str = "en", **options: Any) -> Path:
-    """Build a tiny random model whose tokenizer has one token for each word and each name of these pages.
-
-    Args:
-        path: model folder to write.
-        words: "train" or "test".
-        language: of names and phrases.
-        options: see `mmrl.vlm.tiny.build_tiny_vlm`.
-
-    Returns:
-        The folder.
-    """
+    """Build a tiny random model with one token for each word and name of these pages; options of build_tiny_vlm."""
     from mmrl.vlm.tiny import build_tiny_vlm
 
     known = functions(words, language)
@@ -219,8 +189,8 @@ COLORS: dict[str, str] = {
     "home": "#007878",
     "help": "#6e0032",
 }
-"""Of each function that home screens have; of each family there are two."""
+"""Colour of each function of home screens; two functions of each family."""
 SIX_FAMILIES = tuple(name for name in COLORS if name not in ("share", "reply", "settings", "profile"))
 """Twelve functions, which fill a page of 4 x 3 tiles."""
 GREY = "#808080"
-"""A wallpaper that is about 0 to a model."""
+"""A wallpaper that is about 0 after normalisation."""

@@ -1,10 +1,10 @@
-"""Screens drawn by Chromium from generated pages, with true boxes and instructions.
+"""Screens drawn by Chromium from generated pages, with exact boxes and instructions.
 
     with WebScreens(split="train") as screens:
         for sample in screens.samples(100, seed=0):
             sample.image, sample.instruction, sample.target
 
-Equal settings and seeds give equal pixels on one machine; another browser or other fonts draw other ones.
+Equal settings and seeds give equal pixels on one machine with one browser and its fonts.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 MOST_EMPTY = 200
-"""Screens without an instruction, one after the other, after which there will be none."""
+"""Stop after this many consecutive screens without an instruction."""
 
 
 @dataclass(frozen=True)
 class Screen:
-    """A picture and what is on it."""
+    """A screenshot and its contents."""
 
     seed: int
-    picture: NDArray[np.uint8]
+    image: NDArray[np.uint8]
     """(H, W, 3) RGB."""
     page: PageModel | LauncherPage
     scale: float
     elements: tuple[Element, ...]
-    """Also those that are not visible."""
+    """Invisible ones included."""
     instructions: tuple[Instruction, ...]
 
 
 class WebScreens:
-    """Draws screens in a browser of its own, which `close` ends."""
+    """Draws screens in a browser: a given one, or its own, which `close` ends."""
 
     def __init__(
         self,
@@ -92,18 +92,20 @@ class WebScreens:
         return self.screens([seed])[0]
 
     def screens(self, seeds: Sequence[int]) -> list[Screen]:
-        """The screens of some seeds; home screens of one whole scale share a window, which is much faster."""
+        """The screens of some seeds; home screens of one integer scale share a window, which is much faster."""
         size = math.prod(self.settings.sheet)
         return [
-            screen for start in range(0, len(seeds), size) for screen in self._insistently(seeds[start : start + size])
+            screen
+            for start in range(0, len(seeds), size)
+            for screen in self._draw_with_retries(seeds[start : start + size])
         ]
 
     def samples(self, count: int, seed: int = 0) -> Iterator[GroundingSample]:
-        """Samples for grounding, one after the other."""
+        """Grounding samples of a series of screens."""
         given, number, last = 0, 0, 0
         size = math.prod(self.settings.sheet)
         while given < count:
-            seeds = [screen_seed(seed, number + place) for place in range(min(size, count - given))]
+            seeds = [screen_seed(seed, number + offset) for offset in range(min(size, count - given))]
             for screen in self.screens(seeds):
                 number += 1
                 for sample in self.samples_of(screen)[: count - given]:
@@ -115,14 +117,14 @@ class WebScreens:
                 )
 
     def samples_of(self, screen: Screen) -> list[GroundingSample]:
-        """Instructions of a screen as samples, of different controls and as many kinds as there are.
+        """Instructions of a screen as samples, of different controls and as many kinds as possible.
 
-        With `listings` a screen has either these or the one instruction that asks for everything.
+        With `listings` a screen has either these or the one instruction that asks for all controls.
         """
         from PIL import Image
 
         settings = self.settings
-        image = Image.fromarray(screen.picture)
+        image = Image.fromarray(screen.image)
         draw = random.Random(f"samples/{screen.seed}")
         language, words = screen.page.language, SPLITS[settings.split][1]
         if random.Random(f"listing/{screen.seed}").random() < self._listing_screens:
@@ -133,13 +135,13 @@ class WebScreens:
 
     @property
     def _listing_screens(self) -> float:
-        """Share of the screens that are listed, each with one row, for the wanted share of the rows."""
+        """Share of screens with a listing, one row each, that gives the configured share of rows."""
         share, rows = self.settings.worked.listings if self.settings.worked else 0.0, self.settings.per_screen
         return share * rows / (1 - share + share * rows)
 
     def _sample(self, screen: Screen, image: Any, instruction: Instruction) -> GroundingSample:
         first, boxes = instruction.targets[0], tuple(target.box for target in instruction.targets)
-        height, width = screen.picture.shape[:2]
+        height, width = screen.image.shape[:2]
         meta: dict[str, Any] = {
             "id": f"{self.settings.split}-{screen.seed}-{first.data.get('function') or first.name}-{instruction.kind}",
             "kind": instruction.kind,
@@ -163,7 +165,7 @@ class WebScreens:
         target = boxes[0] if len(boxes) == 1 else AnyOf(boxes)
         return GroundingSample(image, (width, height), instruction.text, target, meta=meta)
 
-    def _insistently(self, seeds: Sequence[int]) -> list[Screen]:
+    def _draw_with_retries(self, seeds: Sequence[int]) -> list[Screen]:
         for attempt in range(ATTEMPTS):
             try:
                 return self._draw_home(seeds) if self.settings.layout else [self._draw(seed) for seed in seeds]
@@ -185,28 +187,28 @@ class WebScreens:
         return Screen(seed, page.screenshot(), model, scale, elements, self._instructions(elements, language, draw))
 
     def _draw_home(self, seeds: Sequence[int]) -> list[Screen]:
-        """Home screens in one window, each cut out of its picture."""
+        """Home screens in one window, each cropped from its screenshot."""
         settings = self.settings
         draws = [random.Random(f"launcher/{settings.split}/{seed}") for seed in seeds]
         scale = draws[0].choice(settings.scales)  # several share a window only where there is one scale
         for draw in draws[1:]:
             draw.choice(settings.scales)
         width, height = settings.page_wh(scale)
-        places, words = SPLITS[settings.split]
+        themes, words = SPLITS[settings.split]
         pages = tuple(
-            compose_launcher(draw, places, words, (width, height), draw.choice(settings.languages), settings.launcher)
+            compose_launcher(draw, themes, words, (width, height), draw.choice(settings.languages), settings.launcher)
             for draw in draws
         )
         columns, rows = settings.sheet if len(seeds) > 1 else (1, 1)
         sheet = LauncherSheet(pages, columns)
         window = self._page((columns * width, rows * height), scale)
         window.load_html(render(sheet), new_document=self._new_documents)
-        found, picture = read_elements(window), window.screenshot()
+        found, screenshot = read_elements(window), window.screenshot()
         screens = []
         for number, (seed, page, draw) in enumerate(zip(seeds, pages, draws, strict=True)):
             left, top = (round(edge * scale) for edge in sheet.corner(number))
-            elements = tuple(_on_its_own(item, left, top) for item in found if item.data["screen"] == str(number))
-            own = picture[top : top + round(height * scale), left : left + round(width * scale)]
+            elements = tuple(_in_own_window(item, left, top) for item in found if item.data["screen"] == str(number))
+            own = screenshot[top : top + round(height * scale), left : left + round(width * scale)]
             instructions = self._instructions(elements, page.language, draw)
             screens.append(Screen(seed, own, page, scale, elements, instructions))
         return screens
@@ -230,7 +232,7 @@ class WebScreens:
 
 
 def build_screens(path: str | Path, *, count: int = 1000, seed: int = 0, **settings: Any) -> Path:
-    """Write samples as JSON lines with PNG images beside them, to be read as any data set of screens."""
+    """Write samples as JSON lines with PNG images, a data set of screens; settings of `ScreenSettings`."""
     from mmrl.gui.tables import write_samples
 
     with WebScreens(settings_from(ScreenSettings, settings, "screens")) as screens:
@@ -238,19 +240,19 @@ def build_screens(path: str | Path, *, count: int = 1000, seed: int = 0, **setti
 
 
 def screen_seed(seed: int, number: int) -> int:
-    """Seed of a screen in a series: series of different seeds share none."""
+    """Seed of a screen in a series; series of different seeds share no screen."""
     return (seed << 32) + number
 
 
-def _on_its_own(element: Element, left: float, top: float) -> Element:
-    """An element as it would be if its home screen had the window for itself."""
+def _in_own_window(element: Element, left: float, top: float) -> Element:
+    """An element relative to its own home screen."""
     x1, y1, x2, y2 = element.box
     data = {name: value for name, value in element.data.items() if name != "screen"}
     return replace(element, box=Box(x1 - left, y1 - top, x2 - left, y2 - top), data=data)
 
 
 def _chosen(found: list[Instruction], count: int, draw: random.Random) -> list[Instruction]:
-    """Instructions of different controls, the kinds in turn."""
+    """Choose instructions of different controls, cycling through the kinds."""
     draw.shuffle(found)
     chosen: list[Instruction] = []
     used: set[int] = set()

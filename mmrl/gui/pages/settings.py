@@ -1,4 +1,4 @@
-"""What generated screens look like, and which instructions they come with."""
+"""Options of generated screens and their instructions."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from mmrl.gui.pages.vocabulary import LANGUAGES
 from mmrl.gui.pages.worked import WorkedSettings
 
 SHEET_WH = (1024, 768)
-"""Home screens are drawn several at once, as many as fit into a window of so many pixels."""
+"""Home screens are drawn together, as many as fit into a window of this many pixels."""
 
 
 @dataclass(frozen=True)
 class ScreenSettings:
-    """What the screens look like."""
+    """Appearance and instructions of screens."""
 
     split: str = choice("train", SPLITS)
-    """train; layouts: words of train on templates and themes of test; test: nothing that train has."""
+    """train; layouts: words of train on templates and themes of test; test: shares nothing with train."""
     layout: str = choice("", ("", "launcher"))
-    """launcher: home screens of tiles without text, see `launcher`; empty: the templates of the split."""
+    """launcher: home screens of tiles without text; empty: the templates of the split."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
-    """What home screens have on them."""
+    """Contents of home screens."""
     width_px: int = bounded(448, at_least=64, at_most=4096)
-    """Columns of the picture; 160 or more for the templates of the splits."""
+    """Columns of the image; 160 or more for the templates of the splits."""
     height_px: int = bounded(336, at_least=64, at_most=4096)
-    """Rows of the picture; 120 or more for the templates of the splits."""
+    """Rows of the image; 120 or more for the templates of the splits."""
     scales: tuple[float, ...] = bounded((1.0, 0.875, 1.4), at_least=0.5, at_most=4)
-    """Device pixels of a CSS pixel; one is drawn for each page."""
+    """Device pixels of a CSS pixel; one is chosen for each page."""
     languages: tuple[str, ...] = choice(LANGUAGES, LANGUAGES)
-    """Of labels and instructions; one is drawn for each page."""
+    """Languages of labels and instructions; one is chosen for each page."""
     per_screen: int = bounded(3, at_least=1)
     """Most instructions of a screen, of different controls."""
     kinds: tuple[str, ...] = choice(KINDS, KINDS)
-    """Of instructions."""
+    """Kinds of instructions."""
     all_boxes: bool = False
-    """Keep instructions that several controls fulfil, with all of them as the target; they are left out otherwise."""
+    """Keep ambiguous instructions, with all boxes as the target; they are omitted otherwise."""
     worked: WorkedSettings | None = None
     """Add worked answers for supervised runs, as the columns `answers` (pixels) and `labels` (names); {} is the right
     answer alone. Empty: none."""
 
     def validate(self) -> None:
-        """Refuse what does nothing or gives no instruction; raises UserError."""
+        """Refuse options without effect or without instructions; raises UserError."""
         if self.layout == "launcher":
             for scale in self.scales:
                 self.launcher.grid(self.page_wh(scale))
@@ -64,7 +64,7 @@ class ScreenSettings:
 
     @property
     def sheet(self) -> tuple[int, int]:
-        """Columns and rows of screens that share a window, whose pixels are the same in it only at a whole scale."""
+        """Columns and rows of screens that share a window, which leaves pixels unchanged only at an integer scale."""
         if self.layout != "launcher" or len(self.scales) > 1 or not float(self.scales[0]).is_integer():
             return 1, 1
         return max(1, SHEET_WH[0] // self.width_px), max(1, SHEET_WH[1] // self.height_px)

@@ -1,4 +1,4 @@
-"""Looks of the generated screens: colours, fonts, shapes and density, apart by split."""
+"""Themes of the generated screens: colours, fonts, shapes and density by split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words and drawings of the generated screens, apart by split: nothing of the test split is seen in training."""
+"""Words and icons of the generated screens by split; the splits share none."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Function:
-    """What a control does, in one split and language."""
+    """The function of a control, in one split and language."""
 
     name: str
     """Key in functions.toml."""
     family: str
-    """Functions of one family are taken for each other."""
+    """Functions of one family are easily confused."""
     labels: tuple[str, ...]
-    """What buttons for it say."""
+    """Texts of its buttons."""
     phrases: tuple[str, ...]
-    """Wishes that it fulfils; none names it."""
+    """Requests that it fulfils; none names it."""
     icon: str
     """SVG elements."""
 
 
 @cache
 def functions(words: str, language: str) -> Mapping[str, Function]:
-    """The functions with their words of a split.
-
-    Args:
-        words: "train" or "test".
-        language: one of `LANGUAGES`.
-
-    Returns:
-        Functions by name.
-    """
+    """The functions by name, with the words of a split ("train" or "test") and language."""
     icons = _read("icons.toml")
     prefix = "test_" if words == "test" else ""
     found = {}

@@ -14,16 +14,16 @@ from mmrl.gui.pages.vocabulary import Function
 
 @dataclass(frozen=True)
 class WorkedSettings:
-    """What worked answers are like."""
+    """Options of worked answers."""
 
     listings: float = bounded(0.0, at_least=0, at_most=1)
-    """Share of the rows that ask for everything there is."""
+    """Share of the rows that ask for all controls."""
     most_answers: int = bounded(1, at_least=1)
-    """Answers name one to so many controls; those after the first are any others. A model has to know answers of
-    several points before AEPO can explore with them."""
+    """Answers name one to this many controls; those after the first are random. A model has to know answers of several
+    points before AEPO can explore with them."""
     mistaken: float = bounded(0.0, at_least=0, at_most=1)
     """Share of the instructions by function whose first answer is another control of the function's family, or any
-    other where none is visible: a start that is sure and wrong, as in AEPO's confidence trap."""
+    other where none is visible: a confidently wrong start, as in AEPO's confidence trap."""
 
 
 def worked_targets(

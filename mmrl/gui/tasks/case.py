@@ -1,4 +1,4 @@
-"""What all tasks share: a case of a task, what its expert sees, and the moves that experts are made of."""
+"""Common parts of all tasks: cases, the view of an expert, and its basic moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.gui.elements import Element
 
 Move = tuple[str, dict[str, Any]]
-"""Name and arguments of an action; points in pixels of the picture."""
+"""Name and arguments of an action; points in pixels of the screenshot."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Case:
 
     instruction: str
     config: Mapping[str, Any]
-    """What the page is built from; plain data, with `title` and `wanted`."""
+    """Data of the page, with `title` and `wanted`."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What an expert sees: more than an agent."""
+    """The view of an expert: more than an agent sees."""
 
     elements: Mapping[str, Element]
     """Visible ones by key."""
     report: Mapping[str, Any] = field(default_factory=dict)
-    """What the page says of itself: its state, a pop-up, how long it still loads."""
+    """The page's report: its state, a pop-up, remaining load time."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -40,12 +40,12 @@ class View:
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A task that comes in cases."""
+    """A kind of task."""
 
     make: Callable[[Random, int, int], Case]
-    """Case for (source of choices, sub-goals, distractors)."""
+    """(random choices, sub-goals, distractors) to a case."""
     expert: Callable[[Case, View], Move]
-    """Next move of somebody who knows the page; any state of it that can be mended leads on to success."""
+    """(case, view) to the next move; it recovers from any state that can be recovered."""
     most_goals: int
     """Most sub-goals of a case."""
     summary: str
@@ -54,13 +54,13 @@ class TaskKind:
 
 
 def click(view: View, key: str) -> Move:
-    """A click on the middle of a control."""
+    """A click on the center of a control."""
     x, y = view.elements[key].center
     return "click", {"x": x, "y": y}
 
 
 def fill(view: View, key: str, text: str) -> Move | None:
-    """The next move towards a text in a field; None where it is there."""
+    """The next move towards a text in a field; None where it is done."""
     field_ = view.elements[key]
     if field_.value == text:
         return None

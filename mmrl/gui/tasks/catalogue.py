@@ -1,4 +1,4 @@
-"""The tasks by name, their pages, and what makes them harder or a matter of luck."""
+"""The tasks by name, their pages, and random disturbances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.gui.tasks.case import Case, Move, TaskKind, View, click
 
 FOLDER = Path(__file__).parent
 HORIZON = 100
-"""Actions for which disturbances are drawn."""
+"""Number of actions with disturbances."""
 POPUPS = (
     ("Subscribe to our news?", "No thanks"),
     ("This site uses cookies.", "Decline"),
@@ -27,7 +27,7 @@ POPUPS = (
 
 @dataclass(frozen=True)
 class Disturbances:
-    """What happens of itself in an episode, drawn anew from each episode's seed."""
+    """Random events in an episode, drawn from its seed."""
 
     popup: float = bounded(0.0, at_least=0, at_most=1)
     """Probability, each action, that a pop-up covers the page until it is dismissed."""
@@ -37,7 +37,7 @@ class Disturbances:
     """Probability, each change of view, that it takes one to three actions to load."""
 
     def draw(self, seed: int) -> dict[str, Any]:
-        """What will happen in an episode."""
+        """The events of an episode."""
         draw = Random(f"disturbance/{seed}")
         ticks = range(1, HORIZON)
         popups = [
@@ -74,7 +74,7 @@ def page_html(name: str, case: Case, disturbance: dict[str, Any]) -> str:
 
 
 def expert_move(name: str, case: Case, view: View) -> Move:
-    """What the expert does next: away with a pop-up, patience while the page loads, else the task's own move."""
+    """The expert's next move: dismiss a pop-up, wait while the page loads, else the task's own move."""
     if view.report["popup"]:
         return click(view, "dismiss")
     if view.report["loading"]:

@@ -33,7 +33,7 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     asked, state = dict(case.config["wanted"]), view.state
     counts = {item["id"]: 1 for item in case.config["items"]}
     if "count" in asked:

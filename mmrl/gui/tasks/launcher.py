@@ -50,5 +50,5 @@ def _sentence(function: Function, draw: Random, by_name: bool) -> str:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     return click(view, case.config["wanted"][view.state["opened"]])

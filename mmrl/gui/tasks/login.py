@@ -13,7 +13,7 @@ OTHERS = ("Sign up", "Log in with a code", "Forgot password", "Help", "Log in as
 
 
 def make(draw: Random, sub_goals: int, distractors: int) -> Case:
-    """A case; see `TaskKind.make`."""
+    """A case."""
     user, word = draw.choice(USERS), f"{draw.choice(WORDS)}{draw.randint(10, 99)}"
     extras = draw.sample(("remember", "role"), min(2, sub_goals - 1))
     role = draw.choice(ROLES[1:])
@@ -36,7 +36,7 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     config = case.config
     move = fill(view, "user", config["user"]) or fill(view, "word", config["word"])
     if move:

@@ -35,7 +35,7 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     now = {mail["id"]: mail for mail in view.state["mails"]}
     for want in case.config["wanted"]:
         mail = now[want["id"]]

@@ -27,7 +27,7 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     state, items = view.state, {item["id"]: item for item in case.config["items"]}
     wrong = [item for item in state["chosen"] if item not in case.config["wanted"]]
     missing = [item for item in case.config["wanted"] if item not in state["chosen"]]

@@ -46,7 +46,7 @@ def _other(draw: Random, option: dict[str, Any]) -> str:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     wanted = {want["id"]: want["value"] for want in case.config["wanted"]}
     for place, tab in enumerate(case.config["tabs"]):
         for option in tab["options"]:

@@ -24,7 +24,7 @@ def make(draw: Random, sub_goals: int, distractors: int) -> Case:
 
 
 def expert(case: Case, view: View) -> Move:
-    """The next move; see `TaskKind.expert`."""
+    """The next move."""
     now = {item["name"]: item for item in view.state["items"]}
     for want in case.config["wanted"]:
         item = now.get(want["name"])
