@@ -1,4 +1,4 @@
-"""Velocities of a flow model: one transformer call with or without classifier-free guidance.
+"""Velocities of a flow model with or without classifier-free guidance.
 
 Shapes: B rows (images), C channels, H x W latent pixels, L text tokens of width D, P width of the pooled embedding.
 sigma runs from 1 (noise) to 0 (image); velocity = noise - image, as Stable Diffusion 3 and FLUX have it.
@@ -10,40 +10,13 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffusion.conditioning import TextRows
+from diffusion.flux import VelocityModel
 from mmrl.errors import UserError
-
-VelocityModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(latents (B, C, H, W), sigma (B,), tokens (B, L, D), pooled (B, P)) -> velocity (B, C, H, W)."""
-
-
-class Sd3Transformer:
-    """A diffusers SD3Transformer2DModel as `VelocityModel`.
-
-    Args:
-        transformer: the module, plain or wrapped.
-        train_timesteps: what sigma = 1 is called in the transformer's own time.
-    """
-
-    def __init__(self, transformer: Any, train_timesteps: int = 1000) -> None:
-        self.transformer = transformer
-        self.train_timesteps = train_timesteps
-
-    def __call__(self, latents: Tensor, sigma: Tensor, tokens: Tensor, pooled: Tensor) -> Tensor:
-        """Velocity (B, C, H, W) in the transformer's dtype."""
-        velocity: Tensor = self.transformer(
-            hidden_states=latents,
-            timestep=sigma * self.train_timesteps,
-            encoder_hidden_states=tokens,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        return velocity
 
 
 class GuidedVelocity:
@@ -118,6 +91,7 @@ class GuidedVelocity:
             negative, positive = both.chunk(2)
         return negative + self.scale * (positive - negative)
 
+    # expanded at first use: a half that is never evaluated is never laid out
     @cached_property
     def _positive_text(self) -> tuple[Tensor, Tensor]:
         assert self._positive is not None

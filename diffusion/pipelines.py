@@ -1,4 +1,4 @@
-"""Loading Stable Diffusion 3 and FLUX pipelines, and the way between images and latents.
+"""Load Stable Diffusion 3 and FLUX pipelines; encode images to latents and decode them.
 
 Shapes: B images, C latent channels, H x W latent pixels, h x w image pixels.
 """
@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diffusion.flux import PATCH
+from diffusion.flux import FAMILIES, family_of
 from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 
 INDEX_FILE = "model_index.json"
-PATCHES = "diffusion.patches"
+OWN_CLASSES = "diffusion."
+"""Start of the modules of this package whose classes a pipeline may name."""
 
 
 class DecodedImages(NamedTuple):
@@ -58,16 +59,19 @@ def load_pipeline(
     where, folder = _resolve(path_or_id)
     index = _read_index(where, folder)
     family = str(index.get("_class_name"))
-    if family not in PIPELINES:
-        raise UserError(f"{where} is a {family}; supported are: {', '.join(PIPELINES)}")
+    if family not in FAMILIES:
+        raise UserError(f"{where} is a {family}; supported are: {', '.join(FAMILIES)}")
     absent = _absent_parts(index, family, where, folder)
-    _check_scheduler_class(index, where)
-    libraries = {part[0] for part in index.values() if isinstance(part, list) and part}
-    pipeline = _from_pretrained(where, family, dtype, absent, libraries)
-    _check_scheduler(pipeline.scheduler, where)
-    _check_complete(pipeline, where)
-    for module in _modules(pipeline):
-        module.requires_grad_(False).eval()
+    if index["scheduler"][1] != SCHEDULER:
+        raise UserError(f"{where} has the scheduler {index['scheduler'][1]}; flow models here need {SCHEDULER}")
+    pipeline = _from_pretrained(where, index, dtype, absent)
+    for name, reason in SCHEDULER_OPTIONS.items():
+        if pipeline.scheduler.config.get(name):
+            raise UserError(f"the scheduler in {where} has {name}=true, {reason}; set it to false")
+    for name, part in pipeline.components.items():
+        if isinstance(part, torch.nn.Module):
+            _check_complete(name, part, where)
+            part.requires_grad_(False).eval()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 
@@ -147,15 +151,8 @@ def encode_images(
 
 
 def latent_shape(pipeline: Any, height: int | None = None, width: int | None = None) -> tuple[int, int, int]:
-    """Shape of one image's latents.
-
-    Args:
-        pipeline: the pipeline.
-        height: image height in pixels; None = the size that the pipeline was trained for.
-        width: image width in pixels; None likewise.
-    """
-    factor = int(pipeline.vae_scale_factor)
-    limits = PIPELINES[_family(pipeline)](pipeline)
+    """Shape C, H, W of one image's latents, from its size in pixels; None = the size the pipeline was trained for."""
+    factor, limits = int(pipeline.vae_scale_factor), family_of(pipeline).sides(pipeline)
     multiple = factor * limits.patch
     sides = []
     for name, pixels in (("height", height), ("width", width)):
@@ -170,32 +167,7 @@ def latent_shape(pipeline: Any, height: int | None = None, width: int | None = N
 
 def image_tokens(pipeline: Any, shape: tuple[int, int, int]) -> int:
     """Tokens that the transformer sees of one image with latents of `shape` C, H, W: H * W / patch ** 2."""
-    return shape[1] * shape[2] // PIPELINES[_family(pipeline)](pipeline).patch ** 2
-
-
-class _LatentSides(NamedTuple):
-    """What a family's transformer can represent, in latent pixels."""
-
-    patch: int
-    default: int
-    most: int | None
-
-
-def _sd3_sides(pipeline: Any) -> _LatentSides:
-    config = pipeline.transformer.config
-    return _LatentSides(config.patch_size, config.sample_size, config.pos_embed_max_size * config.patch_size)
-
-
-def _flux_sides(pipeline: Any) -> _LatentSides:
-    # FLUX's positions are rotary, so its transformer has no size of its own
-    return _LatentSides(PATCH, pipeline.vae.config.sample_size // pipeline.vae_scale_factor, None)
-
-
-def _family(pipeline: Any) -> str:
-    for base in type(pipeline).__mro__:
-        if base.__name__ in PIPELINES:
-            return base.__name__
-    raise UserError(f"{type(pipeline).__name__} is not supported; there are: {', '.join(PIPELINES)}")
+    return shape[1] * shape[2] // family_of(pipeline).sides(pipeline).patch ** 2
 
 
 def _normalisation(autoencoder: Any) -> tuple[float, float]:
@@ -232,17 +204,14 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
             ) from error
     index = read_json_object(folder / INDEX_FILE)
     for name, part in index.items():
-        if not name.startswith("_") and isinstance(part, list) and not _is_part(part):
+        listed = not name.startswith("_") and isinstance(part, list)
+        if listed and not (len(part) == 2 and all(entry is None or isinstance(entry, str) for entry in part)):
             raise UserError(
                 f"{folder / INDEX_FILE}: {name} is {part!r:.80}; expected the names of a library and a class"
             )
     if not isinstance(index.get("_class_name"), str):
         raise UserError(f"{folder / INDEX_FILE}: _class_name is {index.get('_class_name')!r:.80}; expected a name")
     return index
-
-
-def _is_part(part: list[Any]) -> bool:
-    return len(part) == 2 and all(entry is None or isinstance(entry, str) for entry in part)
 
 
 def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path | None) -> list[str]:
@@ -261,22 +230,23 @@ def _absent_parts(index: dict[str, Any], family: str, where: str, folder: Path |
     return absent
 
 
-def _from_pretrained(where: str, family: str, dtype: torch.dtype, absent: list[str], libraries: Collection[str]) -> Any:
+def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, absent: list[str]) -> Any:
     import diffusers
 
     missing: dict[str, Any] = dict.fromkeys(absent)
-    if PATCHES in libraries:
-        importlib.import_module(PATCHES)  # diffusers loads classes of other packages only when they are imported
+    for part in index.values():
+        if isinstance(part, list) and str(part[0]).startswith(OWN_CLASSES):
+            importlib.import_module(part[0])  # diffusers finds classes of other packages only once they are imported
     try:
         with quiet_transformers(), quiet_diffusers():
-            return getattr(diffusers, family).from_pretrained(where, torch_dtype=dtype, **missing)
+            return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **missing)
     except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
         raise UserError(f"the pipeline in {where} cannot be loaded: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
 def quiet_diffusers() -> Iterator[None]:
-    """Switch off progress bars and warnings of loading and saving; what they warn of is checked and said here."""
+    """Switch off the progress bars and warnings of loading and saving; this module checks what they warn about."""
     from diffusers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -293,29 +263,11 @@ def quiet_diffusers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_scheduler_class(index: dict[str, Any], where: str) -> None:
-    scheduler = index["scheduler"][1]
-    if scheduler != SCHEDULER:
-        raise UserError(f"{where} has the scheduler {scheduler}; flow models here need {SCHEDULER}")
-
-
-def _check_scheduler(scheduler: Any, where: str) -> None:
-    for name, reason in SCHEDULER_OPTIONS.items():
-        if scheduler.config.get(name):
-            raise UserError(f"the scheduler in {where} has {name}=true, {reason}; set it to false")
-
-
-def _check_complete(pipeline: Any, where: str) -> None:
-    """Diffusers leaves weights that its files lack without memory, and only logs that."""
-    for name, part in pipeline.components.items():
-        if isinstance(part, torch.nn.Module):
-            lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
-            if lacking:
-                raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
-
-
-def _modules(pipeline: Any) -> list[torch.nn.Module]:
-    return [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+def _check_complete(name: str, part: torch.nn.Module, where: str) -> None:
+    # diffusers leaves weights that its files lack on the meta device and only logs it
+    lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
+    if lacking:
+        raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
 
 
 def _first_line(error: Exception) -> str:
@@ -323,15 +275,10 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
-PIPELINES = {"StableDiffusion3Pipeline": _sd3_sides, "FluxPipeline": _flux_sides}
-"""Pipelines by class name: what sizes their transformers can represent."""
-
 REQUIRED_PARTS = ("transformer", "vae", "scheduler")
-
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-
 SCHEDULER_OPTIONS = {
     "invert_sigmas": "so its times run from image to noise",
     "stochastic_sampling": "so its steps are neither the Euler step nor one whose log-probability is known here",
 }
-"""Options under which the scheduler's steps are others than the ones made here, and why."""
+"""Options that change the scheduler's steps, and how."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.conditioning import PromptEmbeddings
-from diffusion.flux import FluxTransformer
-from diffusion.guidance import Sd3Transformer, VelocityModel
+from diffusion.flux import family_of
 from diffusion.lora import add_adapter
 from diffusion.model import DTYPES, ModelConfig
 from diffusion.pipelines import image_tokens, latent_shape, load_pipeline, quiet_diffusers
@@ -82,7 +81,7 @@ class DiffusionPolicy(nn.Module):
             self.transformer.requires_grad_(True)
         if config.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        self._velocity = TRANSFORMERS[type(self.transformer).__name__](self.transformer, config)
+        self._velocity = family_of(pipeline).velocity(self.transformer, config.guidance_embedding)
         self._adapter_off = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffusionPolicy:
@@ -292,10 +291,3 @@ def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
     if different:
         said = ", ".join(f"{key} {saved.get(key)} instead of {own.get(key)}" for key in different)
         raise UserError(f"the weights in {folder} do not fit this policy: they have {said}; adapt model.lora")
-
-
-TRANSFORMERS: dict[str, Callable[[Any, ModelConfig], VelocityModel]] = {
-    "SD3Transformer2DModel": lambda transformer, config: Sd3Transformer(transformer),
-    "FluxTransformer2DModel": lambda transformer, config: FluxTransformer(transformer, config.guidance_embedding),
-}
-"""Transformers by class name, and how each is called."""

@@ -89,7 +89,7 @@ class Trajectory:
 
 
 class SampledStates(NamedTuple):
-    """Images and latents that their solver went through."""
+    """Images and some latents of their paths."""
 
     latents: Tensor
     """x_0 (B, C, H, W)."""
@@ -100,27 +100,14 @@ class SampledStates(NamedTuple):
 
 
 def row_noise(seeds: Tensor, draws: int, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal noise that depends on each row's seed alone.
-
-    Args:
-        seeds: (B,) int64.
-        draws: noises of each row.
-        shape: shape of one.
-
-    Returns:
-        (B, draws, *shape) float32 on the CPU.
-    """
+    """Standard normal noise (B, draws, *shape) float32 on the CPU that depends on each row's seed (B,) alone."""
     generator = torch.Generator()
     rows = [torch.randn(draws, *shape, generator=generator.manual_seed(seed)) for seed in seeds.tolist()]
     return torch.stack(rows) if rows else torch.zeros(0, draws, *shape)
 
 
 def group_seeds(groups: int, size: int, generator: torch.Generator, *, same_noise: bool = False) -> Tensor:
-    """Draw the seeds of each row: of its initial noise and of its later noise.
-
-    Returns:
-        (N * G, 2) int64.
-    """
+    """Draw the seeds (N * G, 2) of each row's initial noise and of its later noise."""
     seeds = torch.randint(2**62, (groups * size, 2), generator=generator)
     if same_noise:
         seeds[:, 0] = seeds[::size, 0].repeat_interleave(size)
@@ -128,13 +115,7 @@ def group_seeds(groups: int, size: int, generator: torch.Generator, *, same_nois
 
 
 def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRows:
-    """Text of some rows.
-
-    Args:
-        policy: a `DiffusionPolicy`; gives the embeddings.
-        tasks: N tasks; the prompt of one may be empty, as it is without a caption.
-        rows: task of each row (B,) int64, on any device.
-    """
+    """Text of rows, given the task (B,) of each; an empty prompt is one without a caption."""
     embedded: TextRows = policy.embeddings.rows([task.prompt for task in tasks], allow_empty=True)
     return embedded.select(rows.cpu())
 
@@ -142,11 +123,7 @@ def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRo
 def guided(
     policy: Any, velocity_of: Any, text: TextRows, scale: float, negative: str, **options: Any
 ) -> GuidedVelocity:
-    """Velocity of some rows under classifier-free guidance.
-
-    Returns:
-        (latents (B, C, H, W), sigma () or (B,)) -> velocity (B, C, H, W).
-    """
+    """Velocity of rows under classifier-free guidance, with the policy's embeddings of the negative prompt."""
     other = None if scale == 1.0 else policy.embeddings.negative(negative)
     return GuidedVelocity(velocity_of, text, other, scale, **options)
 
@@ -252,21 +229,13 @@ def sample_latents(
     for rows in torch.arange(len(text)).split(config.batch_rows):
         velocity = guided(policy, policy, text.select(rows), scale, config.negative_prompt)
         for latents in _solved(policy, velocity, made, seeds[rows]):
-            finished = latents  # the states on the way are not kept
+            finished = latents  # earlier states are not kept
         parts.append(finished)
     return torch.cat(parts)
 
 
 def sample_states(policy: Any, text: TextRows, seeds: Tensor, config: SamplerConfig, kept: Tensor) -> SampledStates:
-    """Denoise as `sample_latents` does, and keep some of the latents on the way.
-
-    Args:
-        policy: a `DiffusionPolicy`.
-        text: text of B rows.
-        seeds: (B,) int64 or (B, 2): of the initial noise and of the solver's noise.
-        config: grid, solver and guidance.
-        kept: (B, T) int64, steps before which the latents of each row are kept, 0..S - 1.
-    """
+    """Denoise as `sample_latents` does and keep the latents before the steps `kept` (B, T) int64 of each row."""
     made = _solver(policy, config, config.solver, config.steps)
     finished, states = [], []
     for rows in torch.arange(len(text)).split(config.batch_rows):

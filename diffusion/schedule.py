@@ -1,4 +1,4 @@
-"""Which times a sampler visits, which of its steps are random and trained, and solvers that need no log-probability.
+"""The times of a sampler, its random and trained steps, and solvers without log-probabilities.
 
 Shapes: S steps, B rows (images), C channels, H x W latent pixels. A grid (S + 1,) descends from about 1 (noise) to 0.
 """
@@ -20,8 +20,7 @@ from mmrl.errors import UserError
 Noise = torch.Generator | list[torch.Generator] | None
 """Source of noise: one for all rows, or one for each, so that how images are batched changes none of them."""
 
-RANDOM_FROM, RANDOM_TO = 0.3, 0.9
-"""Times between which SA-Solver may add noise."""
+RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
 SA_FIRST_SIGMA = 0.999
 
 
@@ -78,14 +77,7 @@ def dynamic_shift(scheduler: Any, image_tokens: int) -> float:
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """Move times towards the noise, s sigma / (1 + (s - 1) sigma); 0 and 1 stay where they are.
-
-    Args:
-        sigmas: times of any shape, 0..1.
-        shift: s, above 0; 1 changes nothing and 1 / s undoes s.
-
-    Returns:
-        The shape of `sigmas`.
+    """Move times 0..1 towards the noise, s sigma / (1 + (s - 1) sigma) for the shift s > 0; 1 / s undoes s.
 
     Source: Stable Diffusion 3, arXiv 2403.03206, eq. 23.
     """
@@ -95,13 +87,9 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def sa_solver_grid(sigmas: Tensor) -> Tensor:
-    """Adapt a grid to SA-Solver: no pure noise, where its log-SNR would be infinite, and a last step of some size.
+    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: it begins at 0.999 and its last time before 0 is halved.
 
-    Args:
-        sigmas: (S + 1,) with S at least 2, of `sigma_grid`; not changed.
-
-    Returns:
-        (S + 1,) with the first time 0.999 and the last before 0 half of the one before it.
+    At pure noise the solver's log-SNR would be infinite, and a tiny last step is unstable.
 
     Source: scxue/advantage_weighted_matching, SA-Solver of the rollout (which changes the scheduler in place).
     """
@@ -142,7 +130,7 @@ def trained_steps(steps: int, fraction: float = 0.99) -> range:
 class Solver(ABC):
     """Follows the flow from noise to image on a grid, one model call a step, without log-probabilities.
 
-    Use: for each index in 0..S - 1, evaluate the model at sigmas[index] and `step`. Solvers with a memory forget it at
+    For each index in 0..S - 1, evaluate the model at sigmas[index] and call `step`. Solvers with a memory reset it at
     index 0, so one solver serves many rollouts.
     """
 
@@ -164,30 +152,16 @@ class Solver(ABC):
         """
 
 
-class _EulerSolver(Solver):
-    """x + dt v; has no memory."""
-
-    def __init__(self, sigmas: Tensor, noise_level: float) -> None:
-        if noise_level:
-            raise UserError(f"noise_level is {noise_level}, but the solver 'euler' adds no noise; set it to 0")
-        self.sigmas = sigmas
-
-    def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
-        """See `Solver.step`."""
-        dt = float(self.sigmas[index + 1] - self.sigmas[index])
-        return (latents.float() + dt * velocity.float()).to(latents.dtype)
-
-
 class _KernelSolver(Solver):
-    """The stochastic steps of a kernel; the last one follows the ODE."""
+    """The stochastic steps of a kernel, the last one along the ODE; Euler's ODE steps without a kernel."""
 
-    def __init__(self, kernel: Callable[[float, float], StepKernel], sigmas: Tensor, noise_level: float) -> None:
+    def __init__(self, sigmas: Tensor, noise_level: float, kernel: Callable[[float, float], StepKernel] | None) -> None:
         self.sigmas = sigmas
         self._noise_level = noise_level
-        self._kernel = kernel(noise_level, float(sigmas[1])) if noise_level and len(sigmas) > 2 else OdeStep()
+        random = kernel is not None and noise_level and len(sigmas) > 2
+        self._kernel = kernel(noise_level, float(sigmas[1])) if kernel is not None and random else OdeStep()
 
     def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
-        """See `Solver.step`."""
         times = self.sigmas[index], self.sigmas[index + 1]
         if isinstance(self._kernel, OdeStep) or index == len(self.sigmas) - 2:
             return OdeStep().transition(velocity, latents, *times)[0].to(latents.dtype)
@@ -213,13 +187,12 @@ class _MultistepSolver(Solver):
         self._next = 0
 
     def step(self, velocity: Tensor, index: int, latents: Tensor, generator: Noise = None) -> Tensor:
-        """See `Solver.step`."""
         if index not in (0, self._next):
             raise ValueError(f"step {index} does not follow step {self._next - 1}; the solver remembers earlier steps.")
         if generator is None and self._noise_level:
             raise UserError(f"noise_level is {self._noise_level}, so every step needs a generator")
         if index == 0:
-            self._begin()
+            self._start()
         self._next = index + 1
         v, x = velocity.float(), latents.float()
         if index == len(self.sigmas) - 2:
@@ -228,12 +201,12 @@ class _MultistepSolver(Solver):
         moved: Tensor = self._advance(v, index, x, generator)
         return moved.to(latents.dtype)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         steps = len(self.sigmas) - 1
         self._scheduler = self._make_scheduler()
         self._scheduler.set_timesteps(steps)
         self._scheduler.sigmas = self.sigmas.clone()
-        # The time itself is what SA-Solver's tau is a function of; neither scheduler does anything else with it.
+        # SA-Solver's tau is a function of the time; neither scheduler uses it for anything else
         self._scheduler.timesteps = self.sigmas[:-1].clone()
         self._scheduler.set_begin_index(0)
 
@@ -300,8 +273,7 @@ def _sa_solver(sigmas: Tensor, noise_level: float) -> Solver:
 
 
 def _dpm_solver(sigmas: Tensor, noise_level: float) -> Solver:
-    if noise_level:
-        raise UserError(f"noise_level is {noise_level}, but the solver 'dpm' adds no noise; set it to 0")
+    _refuse_noise("dpm", noise_level)
 
     def make_scheduler() -> Any:
         from diffusers import DPMSolverMultistepScheduler
@@ -314,18 +286,28 @@ def _dpm_solver(sigmas: Tensor, noise_level: float) -> Solver:
 
 
 def _halved_end(sigmas: Tensor) -> Tensor:
-    """The grid with its last time before 0 at half of the one before it; one step has none to change."""
+    """The grid with its last time before 0 at half of the one before it."""
     adapted = sigmas.clone()
     if len(adapted) > 2:
         adapted[-2] = adapted[-3] / 2
     return adapted
 
 
+def _euler_solver(sigmas: Tensor, noise_level: float) -> Solver:
+    _refuse_noise("euler", noise_level)
+    return _KernelSolver(sigmas, 0.0, None)
+
+
+def _refuse_noise(name: str, noise_level: float) -> None:
+    if noise_level:
+        raise UserError(f"noise_level is {noise_level}, but the solver '{name}' adds no noise; set it to 0")
+
+
 SOLVERS: dict[str, Callable[[Tensor, float], Solver]] = {
-    "euler": _EulerSolver,
+    "euler": _euler_solver,
     "sa_solver": _sa_solver,
     "dpm": _dpm_solver,
-    **{name: functools.partial(_KernelSolver, kernel) for name, kernel in KERNELS.items()},
+    **{name: functools.partial(_KernelSolver, kernel=kernel) for name, kernel in KERNELS.items()},
 }
 RANDOM_SOLVERS = ("sa_solver", *KERNELS)
 """Solvers that add noise where the noise level is above 0."""

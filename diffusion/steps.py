@@ -48,21 +48,39 @@ class StepResult:
 class StepKernel(ABC):
     """The Gaussian that one step draws from."""
 
-    @abstractmethod
     def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the latents after the step.
 
         Args:
             velocity: the model's prediction at `latents` (B, C, H, W), any float dtype.
             latents: x at `sigma` (B, C, H, W), any float dtype.
-            sigma: time before the step, of all rows () or of each (B,).
+            sigma: time before the step, of all rows () or of each (B,); above 0 for the SDE steps.
             sigma_next: time after it, () or (B,), smaller than `sigma`.
 
         Returns:
-            mean (B, C, H, W) and std (B,), float32.
+            mean (B, C, H, W) and std (B,), float32; float64 if velocity and latents are.
+
+        Raises:
+            ValueError: shapes that do not fit.
 
         Gradient: through velocity and latents.
         """
+        if velocity.shape != latents.shape or latents.ndim < 2:
+            shapes = f"velocity {tuple(velocity.shape)} and latents {tuple(latents.shape)}"
+            raise ValueError(f"{shapes} must have one shape, (B, C, H, W).")
+        rows = len(latents)
+        for time in (sigma, sigma_next):
+            if time.shape not in ((), (rows,)):
+                raise ValueError(f"a time has the shape {tuple(time.shape)}; must be () or ({rows},).")
+        wide = torch.float64 if velocity.dtype == latents.dtype == torch.float64 else torch.float32
+        column = (rows, *[1] * (latents.ndim - 1))
+        s, s_next = (t.to(latents.device, wide).expand(rows).reshape(column) for t in (sigma, sigma_next))
+        mean, std = self._gaussian(velocity.to(wide), latents.to(wide), s, s_next)
+        return mean, std.flatten()
+
+    @abstractmethod
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
+        """`transition` in one dtype, with times (B, 1, 1, 1)."""
 
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the log-density of the latents that were drawn, averaged over C, H and W.
@@ -87,10 +105,8 @@ class StepKernel(ABC):
 class OdeStep(StepKernel):
     """Euler step of the probability-flow ODE, x + v dt; nothing is random and log-probabilities are NaN."""
 
-    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StepKernel.transition`; std is 0."""
-        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
-        return x + (s_next - s) * v, torch.zeros_like(s).flatten()
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
+        return x + (s_next - s) * v, torch.zeros_like(s)
 
 
 @dataclass(frozen=True)
@@ -109,9 +125,7 @@ class FlowSdeStep(StepKernel):
         _require(self.noise_level >= 0, f"noise_level is {self.noise_level}; must be at least 0")
         _require(0 < self.sigma_max < 1, f"sigma_max is {self.sigma_max}; must be between 0 and 1, as sigmas[1] is")
 
-    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StepKernel.transition`; sigma must be above 0."""
-        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         spread = self.noise_level * (s / (1 - torch.where(s >= 1, self.sigma_max, s))).sqrt()
         return _reverse_sde(v, x, s, s_next, spread)
 
@@ -129,9 +143,7 @@ class DanceSdeStep(StepKernel):
     def __post_init__(self) -> None:
         _require(self.eta >= 0, f"eta is {self.eta}; must be at least 0")
 
-    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StepKernel.transition`; sigma must be above 0."""
-        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         return _reverse_sde(v, x, s, s_next, torch.full_like(s, self.eta))
 
 
@@ -153,26 +165,16 @@ class CpsStep(StepKernel):
     def __post_init__(self) -> None:
         _require(0 <= self.noise_level <= 1, f"noise_level is {self.noise_level}; must be between 0 and 1")
 
-    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StepKernel.transition`."""
-        v, x, s, s_next = _checked(velocity, latents, sigma, sigma_next)
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
         angle = self.noise_level * math.pi / 2
         mean = (1 - s_next) * (x - s * v) + s_next * math.cos(angle) * (x + (1 - s) * v)
-        return mean, (s_next * math.sin(angle)).flatten()
+        return mean, s_next * math.sin(angle)
 
     def log_prob(self, previous: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Return -(previous - mean)^2, averaged over C, H and W.
+        """Return -(previous - mean)^2 (B,), averaged over C, H and W; std is not used.
 
         It leaves out 1 / (2 std^2) and the constants, as the public code does: every time then weighs the same in the
         ratio, which is no longer one of densities.
-
-        Args:
-            previous: latents after the step (B, C, H, W), any float dtype.
-            mean: (B, C, H, W), of `transition`.
-            std: (B,), not used.
-
-        Returns:
-            (B,) float32.
 
         Gradient: through mean; `previous` is detached.
         """
@@ -196,14 +198,13 @@ class DdimStep(StepKernel):
     def __post_init__(self) -> None:
         _require(0 <= self.eta <= 1, f"eta is {self.eta}; must be between 0 and 1")
 
-    def transition(self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """See `StepKernel.transition`, with the predicted noise and alphas_cumprod, 0 < a < a_next <= 1."""
-        noise, x, a, a_next = _checked(velocity, latents, sigma, sigma_next)
+    def _gaussian(self, v: Tensor, x: Tensor, s: Tensor, s_next: Tensor) -> tuple[Tensor, Tensor]:
+        noise, a, a_next = v, s, s_next
         clean = (x - (1 - a).sqrt() * noise) / a.sqrt()
         variance = self.eta**2 * (1 - a_next) / (1 - a) * (1 - a / a_next)
         # With eta = 1 rounding may leave a difference just below 0.
         kept = (1 - a_next - variance).clamp(min=0)
-        return a_next.sqrt() * clean + kept.sqrt() * noise, variance.sqrt().flatten()
+        return a_next.sqrt() * clean + kept.sqrt() * noise, variance.sqrt()
 
 
 def sample_step(
@@ -254,17 +255,8 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
 def flow_grpo_head_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """Divergence as Flow-GRPO's released code computes it: without sqrt(-dt), |dt| times `gaussian_kl`.
 
-    Coefficients published with one form do not fit the other: |dt| is 0.04 to 0.27 on a grid of ten steps.
-
-    Args:
-        mean: of the policy's step (B, C, H, W).
-        mean_ref: of the reference's step (B, C, H, W).
-        std: (B,), sqrt(-dt) included as everywhere here.
-        sigma: time before the step, () or (B,).
-        sigma_next: time after it, () or (B,).
-
-    Returns:
-        (B,).
+    Coefficients published with one form do not fit the other: |dt| is 0.04 to 0.27 on a grid of ten steps. Means are
+    (B, C, H, W), std (B,) with sqrt(-dt) included, times () or (B,), the result (B,).
 
     Gradient: through mean; `mean_ref` is detached.
 
@@ -280,15 +272,7 @@ def guard_log_ratio(logp: Tensor, logp_old: Tensor, mean: Tensor, mean_old: Tens
     mean_old: never 0 on average, and on a scale that depends on the time. This one is mean(z d), which is 0 on average
     and needs one clip range for all times; multiplying by std also reweights the gradient of each time by it.
 
-    Args:
-        logp: Gaussian log-probability now (B,).
-        logp_old: the same at sampling time (B,).
-        mean: of the step now (B, C, H, W).
-        mean_old: at sampling time (B, C, H, W).
-        std: (B,), sqrt(-dt) included.
-
-    Returns:
-        (B,).
+    Log-probabilities and std, sqrt(-dt) included, are (B,), means (B, C, H, W), the result (B,).
 
     Gradient: through logp and mean.
 
@@ -302,24 +286,7 @@ def _reverse_sde(v: Tensor, x: Tensor, s: Tensor, s_next: Tensor, spread: Tensor
     """The step of the module docstring for g = spread."""
     dt = s_next - s
     mean = x + dt * v + 0.5 * spread.square() * dt * (x + (1 - s) * v) / s
-    return mean, (spread * (-dt).sqrt()).flatten()
-
-
-def _checked(velocity: Tensor, latents: Tensor, *times: Tensor) -> tuple[Tensor, ...]:
-    """Prediction, latents and times in one wide dtype, the times as columns of B rows."""
-    if velocity.shape != latents.shape or latents.ndim < 2:
-        raise ValueError(
-            f"velocity {tuple(velocity.shape)} and latents {tuple(latents.shape)} must have one shape, (B, C, H, W)."
-        )
-    rows = len(latents)
-    for time in times:
-        if time.shape not in ((), (rows,)):
-            raise ValueError(f"a time has the shape {tuple(time.shape)}; must be () or ({rows},).")
-    both_double = velocity.dtype == latents.dtype == torch.float64
-    wide = torch.float64 if both_double else torch.float32
-    column = (rows, *[1] * (latents.ndim - 1))
-    placed = (time.to(latents.device, wide).expand(rows).reshape(column) for time in times)
-    return (velocity.to(wide), latents.to(wide), *placed)
+    return mean, spread * (-dt).sqrt()
 
 
 def _row_mean(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class StepScores:
 
 
 class Trajectories:
-    """Draws denoising trajectories and evaluates their trained steps again."""
+    """Draws denoising trajectories and evaluates their trained steps under the current policy."""
 
     def __init__(
         self,
@@ -122,11 +122,9 @@ class Trajectories:
 
     @property
     def halves_together(self) -> bool:
-        """Whether the two halves of guidance go through the model in one call.
-
-        In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
-        rounding makes the two differ by more than a clip range of 1e-4.
-        """
+        """Whether the two halves of guidance go through the model in one call."""
+        # In the update a negative half without gradient has a call of its own. In bfloat16 sampling has to do the same:
+        # rounding makes the two differ by more than a clip range of 1e-4.
         return not (self._low_precision and self.step.detach_negative)
 
     def draw(
@@ -172,11 +170,7 @@ class Trajectories:
         return PolicyOutputs(found.steps.decisions.scatter(found.logp), kl_ref=self.kl(found, reference))
 
     def kl(self, scores: StepScores, reference: Reference | None) -> Tensor | None:
-        """Divergence (B, T) of the policy's steps from those of the reference, in the form of `StepConfig.kl_form`.
-
-        Returns:
-            float32, 0 where a step is not trained; None without a reference.
-        """
+        """Divergence (B, T) from the reference by `StepConfig.kl_form`, 0 where not trained; None without reference."""
         if reference is None:
             return None
         steps = scores.steps

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from diffusion.bench.pipeline import OTHER_PROMPT, PROMPT, RowCount, noise, open_pipeline, sigma_grid
 from diffusion.conditioning import PromptEmbeddings
+from diffusion.flux import Sd3Transformer
 from diffusion.forward_process import stack_timesteps
-from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
+from diffusion.guidance import GuidedVelocity, euler_ode
 from mmrl.bench.measure import Stopwatch, repeat
 
 

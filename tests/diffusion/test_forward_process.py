@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from diffusion.conditioning import PromptEmbeddings
+from diffusion.flux import Sd3Transformer
 from diffusion.forward_process import matched_velocities, stack_timesteps
-from diffusion.guidance import GuidedVelocity, Sd3Transformer
+from diffusion.guidance import GuidedVelocity
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
 from tests.rounding import assert_equal_up_to_rounding

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from diffusion.conditioning import PromptEmbeddings
-from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
+from diffusion.flux import Sd3Transformer
+from diffusion.guidance import GuidedVelocity, euler_ode
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient

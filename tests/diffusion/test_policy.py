@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffusion.flux import FluxTransformer
-from diffusion.guidance import GuidedVelocity, Sd3Transformer, euler_ode
+from diffusion.flux import FluxTransformer, Sd3Transformer
+from diffusion.guidance import GuidedVelocity, euler_ode
 from diffusion.lora import ATTENTION_PROJECTIONS
 from diffusion.model import LoraSettings, ModelConfig
 from diffusion.pipelines import load_pipeline
