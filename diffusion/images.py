@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded
 from mmrl.files import expanded, is_file, replaced
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, read_rows
+from mmrl.hub.tables import LINES, READERS, Row, read_rows
 from mmrl.values import is_text
 
 PACKED = ".npz"
@@ -38,7 +38,7 @@ class CaptionedImage:
 
 @dataclass
 class ImageDataConfig:
-    """Where the captioned images lie."""
+    """Where the captioned images are."""
 
     path: str = MISSING
     """A .npz file with `images` uint8 (N, h, w, 3) and `captions`, or a .jsonl file with the columns image (a path,
@@ -79,7 +79,7 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
     """Read which images there are.
 
     Args:
-        config: where they lie.
+        config: where they are.
 
     Returns:
         The images; those of a .jsonl file are opened later.
@@ -87,14 +87,7 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
     Raises:
         UserError: nothing is there, a row has no image or caption, or a file is damaged.
     """
-    if not config.path or config.path == MISSING:
-        raise UserError("images.path is not set: give a .npz or .jsonl file")
-    from mmrl.hub.building import build_if_missing
-
-    build_if_missing(config, "images")
-    path = expanded(config.path)
-    if not is_file(path):
-        raise UserError(f"images.path: no such file: {path}")
+    path = readable(config, "images")
     found = _read_packed(path, config) if path.suffix == PACKED else _read_list(path, config)
     if not found:
         raise UserError(f"{path} holds no images")
@@ -102,29 +95,47 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
 
 
 def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
-    try:
-        with zipfile.ZipFile(path) as packed:
-            shape, dtype = array_header(packed, "images.npy")
-            texts, kind = array_header(packed, "captions.npy")
-    except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
-        raise UserError(f"{path} is no file of captioned images: {error}") from error
-    if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or texts != shape[:1] or kind.kind != "U":
-        raise UserError(
-            f"{path}: images are {dtype} {shape}, captions {kind} {texts}; must be uint8 (N, h, w, 3) and N texts"
-        )
-    try:
-        check_pixels(shape[2], shape[1], config.max_image_pixels, "images.max_image_pixels")
-        with np.load(path, allow_pickle=False) as data:
-            images, captions = data["images"], data["captions"].tolist()
-    except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is no file of captioned images: {error or type(error).__name__}") from error
+    arrays = read_arrays(path, ("images",), (), "captioned images", config.max_image_pixels, "images")
+    captions = arrays["captions"].tolist()
     for number, caption in enumerate(captions):
         check_caption(f"{path.name} {number}", caption, config)
+    images = arrays["images"]
     return [CaptionedImage(f"{path.name} {n}", caption, StoredImage(images, n)) for n, caption in enumerate(captions)]
 
 
-def array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an array, checked against the bytes that there are of it, before memory is taken for it."""
+def read_arrays(
+    path: Path, sides: Sequence[str], numbers: Sequence[str], content: str, max_pixels: int, key: str
+) -> dict[str, NDArray[Any]]:
+    """Read captions, images and any numbers of a .npz file; sizes are checked before memory is taken for them.
+
+    `sides` names the arrays of images uint8 (N, h, w, 3), `numbers` those of N numbers that may be there; `content` and
+    the option's section `key` are for messages.
+    """
+    try:
+        with zipfile.ZipFile(path) as packed:
+            known = [name for name in numbers if f"{name}.npy" in packed.namelist()]
+            heads = {name: _array_header(packed, f"{name}.npy") for name in (*sides, "captions", *known)}
+    except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
+        raise UserError(f"{path} is no file of {content}: {error}") from error
+    shape = heads[sides[0]][0]
+    fits = len(shape) == 4 and shape[3] == 3 and all(heads[name] == (shape, np.uint8) for name in sides)
+    if (
+        not fits
+        or any(heads[name][0] != shape[:1] for name in ("captions", *known))
+        or heads["captions"][1].kind != "U"
+    ):
+        found = ", ".join(f"{name} {dtype} {size}" for name, (size, dtype) in heads.items())
+        raise UserError(f"{path}: {found}; {' and '.join(sides)} must be uint8 (N, h, w, 3), with N texts and numbers")
+    try:
+        check_pixels(shape[2], shape[1], max_pixels, f"{key}.max_image_pixels")
+        with np.load(path, allow_pickle=False) as data:
+            return {name: data[name] for name in heads}
+    except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is no file of {content}: {error or type(error).__name__}") from error
+
+
+def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array, checked against its stored bytes."""
     with packed.open(name) as content:
         version = np.lib.format.read_magic(content)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -133,6 +144,29 @@ def array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], n
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != stored:
         raise ValueError(f"{name} says {dtype} {shape}, but has {stored} bytes")
     return shape, dtype
+
+
+def readable(config: Any, key: str) -> Path:
+    """The file of a configuration with `path` and `build`, built where it is missing; `key` is the option's section."""
+    if not config.path or config.path == MISSING:
+        raise UserError(f"{key}.path is not set: give a .npz or .jsonl file")
+    from mmrl.hub.building import build_if_missing
+
+    build_if_missing(config, key)
+    path = expanded(config.path)
+    if not is_file(path):
+        raise UserError(f"{key}.path: no such file: {path}")
+    return path
+
+
+def read_list(path: Path) -> Iterator[Row]:
+    """The good rows of a list of image files; raises UserError at a bad one."""
+    if path.suffix.lower() not in (LINES, *READERS):
+        raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
+    for row in read_rows(str(path), "train", None):
+        if row.problem is not None:
+            raise UserError(f"{row.place}: {row.problem}")
+        yield row
 
 
 def check_caption(place: str, caption: str, config: Any) -> None:
@@ -147,12 +181,8 @@ def check_caption(place: str, caption: str, config: Any) -> None:
 
 
 def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
-    if path.suffix.lower() not in (LINES, *READERS):
-        raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
     found = []
-    for row in read_rows(str(path), "train", None):
-        if row.problem is not None:
-            raise UserError(f"{row.place}: {row.problem}")
+    for row in read_list(path):
         image, caption = row.cells.get("image"), row.cells.get("prompt")
         if not isinstance(image, str) or not isinstance(caption, str):
             columns = ", ".join(row.cells)

@@ -1,15 +1,13 @@
 """Pairs of a preferred and a rejected image of one caption: made by a function, or a user's own files.
 
-Columns are those of TRL's preference data, with images in the place of texts: prompt, chosen, rejected, and where
-there are any score_chosen and score_rejected (of a reward model) and text_quality (of the caption).
+Columns are those of TRL's preference data with images in place of texts: prompt, chosen, rejected, and optionally
+score_chosen and score_rejected (of a reward model) and text_quality (of the caption).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
-from diffusion.images import PACKED, ImageFile, StoredImage, array_header, check_caption
+from diffusion.images import PACKED, ImageFile, StoredImage, check_caption, read_arrays, read_list, readable
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
-from mmrl.files import expanded, is_file, replaced
-from mmrl.hub.images import check_pixels, image_pixels_option
-from mmrl.hub.tables import LINES, READERS, read_rows
+from mmrl.files import is_file, replaced
+from mmrl.hub.images import image_pixels_option
 
 LOGGER = logging.getLogger("mmrl")
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Columns of numbers that a pair may have."""
-BAD_ROWS = ("error", "skip")
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class ImagePair:
     """Two images of one caption, read when they are needed."""
 
     id: str
-    """Place in the data."""
+    """File and row, for messages."""
     caption: str
     """The text of both."""
     chosen: Callable[[], NDArray[np.uint8]]
@@ -49,13 +46,13 @@ class ImagePair:
     """Those of `NUMBERS` that the data has."""
 
     def read(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """The preferred and the rejected image; also what a resume tells other data by."""
+        """The preferred and the rejected image; a resume compares them to notice changed data."""
         return self.chosen(), self.rejected()
 
 
 @dataclass
 class ImagePairConfig:
-    """Where the pairs lie."""
+    """Where the pairs are."""
 
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3) and perhaps the numbers
@@ -69,8 +66,8 @@ class ImagePairConfig:
     """Largest image in pixels, checked by its header before it is decoded."""
     max_prompt_chars: int = bounded(10_000, at_least=1)
     """Longest caption in characters."""
-    on_bad_row: str = choice("error", BAD_ROWS)
-    """What a pair whose sides are equal or missing does: error stops the run, skip counts it and goes on."""
+    on_bad_row: str = choice("error", ("error", "skip"))
+    """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
 
 
 @dataclass
@@ -120,7 +117,7 @@ def load_pairs(config: ImagePairConfig) -> LoadedPairs:
     """Read which pairs there are.
 
     Args:
-        config: where they lie.
+        config: where they are.
 
     Returns:
         The pairs in file order; images of a list are opened later.
@@ -128,14 +125,7 @@ def load_pairs(config: ImagePairConfig) -> LoadedPairs:
     Raises:
         UserError: nothing is there, a file is damaged, or a pair is bad and `on_bad_row` is "error".
     """
-    if not config.path or config.path == MISSING:
-        raise UserError("pairs.path is not set: give a .npz or .jsonl file")
-    from mmrl.hub.building import build_if_missing
-
-    build_if_missing(config, "pairs")
-    path = expanded(config.path)
-    if not is_file(path):
-        raise UserError(f"pairs.path: no such file: {path}")
+    path = readable(config, "pairs")
     loaded = LoadedPairs([])
     if path.suffix == PACKED:
         _read_packed(path, config, loaded)
@@ -148,42 +138,22 @@ def load_pairs(config: ImagePairConfig) -> LoadedPairs:
 
 
 def _read_packed(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
-    try:
-        with zipfile.ZipFile(path) as packed:
-            heads = {name: array_header(packed, f"{name}.npy") for name in ("chosen", "rejected", "captions")}
-            known = [name for name in NUMBERS if f"{name}.npy" in packed.namelist()]
-            heads |= {name: array_header(packed, f"{name}.npy") for name in known}
-    except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
-        raise UserError(f"{path} is no file of pairs of images: {error}") from error
-    (shape, dtype), (other, other_dtype) = heads["chosen"], heads["rejected"]
-    fits = dtype == other_dtype == np.uint8 and shape == other and len(shape) == 4 and shape[3] == 3
-    if not fits or any(heads[name][0] != shape[:1] for name in ("captions", *known)):
-        found = ", ".join(f"{name} {kind} {size}" for name, (size, kind) in heads.items())
-        raise UserError(f"{path}: {found}; must be N texts, two arrays uint8 (N, h, w, 3) and N of each number")
-    try:
-        check_pixels(shape[2], shape[1], config.max_image_pixels, "pairs.max_image_pixels")
-        with np.load(path, allow_pickle=False) as data:
-            arrays = {name: data[name] for name in heads}
-    except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is no file of pairs of images: {error or type(error).__name__}") from error
+    arrays = read_arrays(path, SIDES, NUMBERS, "pairs of images", config.max_image_pixels, "pairs")
+    known = [name for name in NUMBERS if name in arrays]
     for row, caption in enumerate(arrays["captions"].tolist()):
         place = f"{path.name} {row}"
         check_caption(place, caption, config)
         if np.array_equal(arrays["chosen"][row], arrays["rejected"][row]):
             _leave_out("equal_sides", f"{place}: both images are the same", config, loaded)
             continue
+        sides = (StoredImage(arrays[side], row) for side in SIDES)
         numbers = {name: float(arrays[name][row]) for name in known}
-        sides = StoredImage(arrays["chosen"], row), StoredImage(arrays["rejected"], row)
         loaded.pairs.append(ImagePair(place, caption, *sides, _finite(numbers, place)))
 
 
 def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None:
-    if path.suffix.lower() not in (LINES, *READERS):
-        raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
-    for row in read_rows(str(path), "train", None):
-        if row.problem is not None:
-            raise UserError(f"{row.place}: {row.problem}")
-        caption, *names = (row.cells.get(key) for key in ("prompt", "chosen", "rejected"))
+    for row in read_list(path):
+        caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
         if not isinstance(caption, str):
             raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
         check_caption(row.place, caption, config)
@@ -196,8 +166,8 @@ def _read_list(path: Path, config: ImagePairConfig, loaded: LoadedPairs) -> None
             _leave_out("equal_sides", f"{row.place}: both sides are {names[0]}", config, loaded)
             continue
         given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
-        chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
-        loaded.pairs.append(ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place)))
+        sides = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
+        loaded.pairs.append(ImagePair(row.place, caption, *sides, _finite(given, row.place)))
 
 
 def _finite(numbers: Mapping[str, Any], place: str) -> dict[str, float]:
