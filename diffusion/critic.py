@@ -41,13 +41,7 @@ class CriticConfig:
 
 
 class Critic(nn.Module):
-    """V(x_t, t, c), a small convolutional network.
-
-    Args:
-        channels: C of the latents.
-        pooled_width: P of the pooled text embedding.
-        width: channels and hidden units.
-    """
+    """V(x_t, t, c), a small convolutional network on C channels and a pooled text embedding of width P."""
 
     def __init__(self, channels: int, pooled_width: int, width: int) -> None:
         super().__init__()
@@ -74,13 +68,7 @@ class Critic(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(self, latents: Tensor, sigma: Tensor, pooled: Tensor) -> Tensor:
-        """Expected return (M,) of noisy latents.
-
-        Args:
-            latents: x_t (M, C, H, W) float32.
-            sigma: time (M,).
-            pooled: pooled text embedding (M, P).
-        """
+        """Expected return (M,) of latents x_t (M, C, H, W) float32 at times (M,) with pooled text (M, P)."""
         frequency = 2.0 ** torch.arange(TIME_FEATURES // 2, device=sigma.device)
         angle = math.pi * sigma[:, None] * frequency
         features = torch.cat([self.image(latents), self.text(pooled), angle.sin(), angle.cos()], 1)
@@ -112,13 +100,9 @@ class CriticTrainer:
     def train(
         self, inputs: tuple[Tensor, Tensor, Tensor], returns: Tensor, generator: torch.Generator, accelerator: Any
     ) -> float:
-        """Regress on returns.
+        """Regress on returns (M,) from latents (M, C, H, W), times (M,) and pooled text (M, P); returns the mean loss.
 
-        Args:
-            inputs: latents (M, C, H, W), times (M,) and pooled text (M, P).
-            returns: (M,).
-            generator: CPU generator of the order.
-            accelerator: gradients are averaged over its processes; each must call with rows of its own.
+        Gradients are averaged over the accelerator's processes, so each must call with rows of its own.
         """
         losses = []
         count = self._batches(len(returns), accelerator)
@@ -152,7 +136,7 @@ class CriticTrainer:
         self.updates = int(state["updates"])
 
     def _batches(self, rows: int, accelerator: Any) -> int:
-        """Updates of one pass, the same number on every process."""
+        """Updates of one pass, equal on every process."""
         return max(1, -(-max(merge_lists([rows], accelerator)) // self.config.batch_rows))
 
 

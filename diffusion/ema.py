@@ -150,11 +150,7 @@ def kl_ema_decay(step: int, limit: float = 0.3, slope: float = 0.001) -> float:
 
 
 def nft_old_decay(step: int, kind: int) -> float:
-    """Decay of the policy that DiffusionNFT samples from.
-
-    Args:
-        step: optimiser steps so far, from 0.
-        kind: 0 always copies; 1 is min(0.001 s, 0.5); 2 copies for 75 steps, then min(0.0075 (s - 75), 0.999).
+    """Decay of the policy that DiffusionNFT samples from after `step` steps; `kind` is a row of `NFT_SCHEDULES`.
 
     Source: NVlabs/DiffusionNFT (decay types of the adapter `old`).
     """

@@ -170,13 +170,9 @@ def training_cost(policy: DiffusionPolicy, accelerator: Accelerator) -> Iterator
 
 
 def latent_diversity(latents: Tensor) -> float:
-    """Mean root-mean-square distance between the latents of one prompt.
+    """Mean root-mean-square distance between latents (G, C, H, W) of one prompt; 0 for a single one.
 
-    Args:
-        latents: (G, C, H, W).
-
-    Returns:
-        0 where there is one; standard normal latents give about sqrt(2).
+    Standard normal latents give about sqrt(2).
     """
     count = len(latents)
     if count < 2:
@@ -187,15 +183,7 @@ def latent_diversity(latents: Tensor) -> float:
 
 
 def base_distance(policy: DiffusionPolicy, base: Reference, latents: Tensor, text: TextRows, seed: int) -> float:
-    """Mean squared distance between the velocities of policy and base model on noisy versions of images.
-
-    Args:
-        policy: the trained model.
-        base: the policy as it was at the start.
-        latents: x_0 (B, C, H, W).
-        text: text of the rows.
-        seed: of the noise.
-    """
+    """Mean squared distance between velocities of policy and base model on noisy versions of x_0 (B, C, H, W)."""
     generator = torch.Generator().manual_seed(seed)
     noisy = stack_timesteps(latents, len(DISTANCE_TIMES), generator=generator, sigma=torch.tensor(DISTANCE_TIMES))
     rows = text.select(noisy.image)

@@ -87,12 +87,9 @@ def select_pairs(
     config: PairFilterConfig,
     embed: Callable[[Sequence[str]], Tensor],
 ) -> Selection:
-    """Keep the most important pairs.
+    """Keep the most important of N pairs; fifa needs their scores.
 
-    Args:
-        pairs: N pairs, with scores for fifa.
-        config: what to look at.
-        embed: embeddings (U, D) of U captions; called for the diversity only.
+    `embed` gives embeddings (U, D) of U captions and is called for the diversity only.
     """
     keep = len(pairs) if config.keep is None else min(config.keep, len(pairs))
     if config.kind != "fifa":
@@ -145,15 +142,7 @@ def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
 
 
 def neighbour_distances(embeddings: Tensor, neighbours: int) -> Tensor:
-    """Distance of each row to its k-th nearest other row.
-
-    Args:
-        embeddings: (U, D), U at least 2.
-        neighbours: k; at most U - 1 count.
-
-    Returns:
-        (U,) float64.
-    """
+    """Distance (U,) float64 of each row of (U, D), U at least 2, to its k-th nearest other row."""
     table = embeddings.double()
     k = min(neighbours, len(table) - 1)
     parts = []

@@ -108,15 +108,9 @@ def matched_rollouts(
     noise_seed: Tensor | None = None,
     states: Tensor | None = None,
 ) -> Rollouts:
-    """Rows of finished latents whose decisions are noisy versions of them, without images and rewards.
+    """Rows of finished latents x_0 (B, C, H, W) whose decisions are noisy versions at times (B, T), unscored.
 
-    Args:
-        tasks: N prompts.
-        group: prompt of each row (B,) int64.
-        latents: x_0 (B, C, H, W).
-        sigma: times of the noisy versions (B, T).
-        noise_seed: (B,) int64, seeds of their noises, where they are mixed when they are needed.
-        states: (B, T, C, H, W), where they are kept.
+    The noisy versions are mixed from `noise_seed` (B,) int64 when they are needed, or are `states` (B, T, C, H, W).
     """
     return Rollouts(
         group=group.to(latents.device),

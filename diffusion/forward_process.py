@@ -89,13 +89,9 @@ def stack_timesteps(
 
 
 def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows:
-    """Noisy versions x_t = (1 - sigma) x_0 + sigma noise with the velocity that each has to match.
+    """Noisy versions x_t = (1 - sigma) x_0 + sigma noise of `clean` (R, C, H, W), with the velocities to match.
 
-    Args:
-        clean: x_0 of each row (R, C, H, W).
-        noise: (R, C, H, W) float32.
-        sigma: time of each row (R,) float32.
-        image: image that each row is a version of (R,) int64, on the CPU.
+    `sigma` is (R,) float32; `image` (R,) int64 on the CPU names the image of each row.
     """
     wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
     return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)

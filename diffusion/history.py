@@ -31,18 +31,11 @@ class PromptHistory:
         self._rewards: dict[str, deque[float]] = {}
 
     def normalise(self, prompts: Sequence[str], rewards: Tensor | Sequence[float]) -> Tensor:
-        """Remember the rewards of a rollout and return its advantages, (reward - mean) / (std + eps).
+        """Remember the rewards (B,) of a rollout and return its advantages (B,), (reward - mean) / (std + eps).
 
-        Mean and standard deviation (of the population) are those of the prompt's buffer, new rewards included, or of
-        this rollout's rewards while the buffer is too short.
-
-        Args:
-            prompts: B prompts; equal strings share a buffer.
-            rewards: (B,) float32 or float64, or B numbers; NaN is a reward that could not be computed and counts
-                nowhere.
-
-        Returns:
-            (B,) in the dtype of the rewards, float64 for numbers; 0 where the reward is NaN.
+        Mean and population standard deviation are those of the prompt's buffer, new rewards included, or of this
+        rollout while the buffer has fewer than `min_count`. A NaN reward could not be computed: it is left out and its
+        advantage is 0.
         """
         if not isinstance(rewards, Tensor):
             rewards = torch.tensor(rewards, dtype=torch.float64)

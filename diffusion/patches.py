@@ -32,12 +32,8 @@ NOISELESS = -60.0
 class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """Linear patch autoencoder with the interface of diffusers' AutoencoderKL.
 
-    Args:
-        patch: p, pixels on a side of a patch, a power of 2.
-        latent_channels: K.
-        scaling_factor: latents are multiplied by it for the transformer.
-        shift_factor: subtracted from them before.
-        block_out_channels: one entry for each doubling of the patch and one more, as AutoencoderKL has it.
+    `patch` p is a power of 2; `block_out_channels` has one entry for each doubling of it and one more, as
+    AutoencoderKL.
     """
 
     @register_to_config
@@ -60,13 +56,7 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def fit(cls, images: NDArray[np.uint8], patch: int = 4, latent_channels: int = 12) -> PatchAutoencoder:
-        """Find the directions in which patches vary most.
-
-        Args:
-            images: RGB uint8 (N, h, w, 3); h and w multiples of the patch.
-            patch: p, a power of 2.
-            latent_channels: K.
-        """
+        """Find the K directions in which p x p patches of images uint8 (N, h, w, 3) vary most."""
         levels = (1,) * (int(math.log2(patch)) + 1)
         model = cls(patch=patch, latent_channels=latent_channels, block_out_channels=levels)
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -82,15 +72,7 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
         return model.eval()
 
     def encode(self, x: Tensor, return_dict: bool = True) -> Any:
-        """Latents of images.
-
-        Args:
-            x: (B, 3, h, w), -1..1.
-            return_dict: whether the distribution is an attribute `latent_dist` or the only entry of a tuple.
-
-        Returns:
-            A Gaussian (B, K, h / p, w / p) of no width.
-        """
+        """A Gaussian (B, K, h / p, w / p) of no width, from images (B, 3, h, w) in -1..1."""
         patch = self._patch
         coordinates = self.basis @ (self._patches(x) - self.mean[:, None])
         latents = coordinates.unflatten(2, (x.shape[2] // patch, x.shape[3] // patch))
@@ -98,16 +80,7 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
         return SimpleNamespace(latent_dist=gaussian) if return_dict else (gaussian,)
 
     def decode(self, z: Tensor, return_dict: bool = True, generator: Any = None) -> Any:
-        """Images of latents.
-
-        Args:
-            z: (B, K, H, W).
-            return_dict: whether the images are an attribute `sample` or the only entry of a tuple.
-            generator: not used; nothing is random.
-
-        Returns:
-            (B, 3, p H, p W).
-        """
+        """Images (B, 3, p H, p W) of latents (B, K, H, W); `generator` is not used."""
         patch = self._patch
         patches = self.basis.T @ z.flatten(2) + self.mean[:, None]
         images = nn.functional.fold(patches, (z.shape[2] * patch, z.shape[3] * patch), patch, stride=patch)

@@ -61,14 +61,7 @@ def train_critic(
 ) -> dict[str, float]:
     """Regress the critic on the returns (B,) of the rows that have a reward; returns its metrics.
 
-    Args:
-        critic: the critic.
-        policy: gives the text.
-        rollouts: B rows.
-        states: their states.
-        returns: (B,).
-        generator: CPU generator of the order.
-        accelerator: gradients are averaged over its processes.
+    `generator` is a CPU generator for the order; gradients are averaged over the accelerator's processes.
     """
     with stopwatch("critic"):
         row = states.decisions.row

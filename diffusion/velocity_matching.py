@@ -52,18 +52,7 @@ class TimestepConfig:
 def draw_times(
     options: TimestepConfig, grid: Tensor, groups: int, group_size: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw the times of the noisy versions of B = groups * group_size samples.
-
-    Args:
-        options: how many and from where.
-        grid: the sampler's times (S + 1,), descending to 0.
-        groups: N.
-        group_size: G samples of each.
-        generator: source of the draws.
-
-    Returns:
-        (B, T) float32.
-    """
+    """Draw the times (B, T) float32 of B = groups * group_size samples; `grid` (S + 1,) descends to 0."""
 
     def drawn() -> Tensor:
         times = sample_times(

@@ -27,10 +27,7 @@ def caption_colour(
 ) -> list[float | None]:
     """Reward pixels that are near the colours of the caption: 1 - mean distance to the nearest of them.
 
-    Args:
-        prompts: B captions; their words are searched for colours where there is no metadata.
-        completions: B pictures (H, W, 3) uint8.
-        metadata: B descriptions in GenEval's layout.
+    Images are (H, W, 3) uint8; captions are searched for colours where there is no `metadata` in GenEval's layout.
     """
     rows = metadata or [None] * len(prompts)
     return [
@@ -48,10 +45,7 @@ def caption_position(
 ) -> list[float | None]:
     """Reward the distance between two colours' centres of mass along the relation of the caption.
 
-    Args:
-        prompts: B captions; read where there is no metadata.
-        completions: B pictures (H, W, 3) uint8.
-        metadata: B descriptions in GenEval's layout.
+    Images are (H, W, 3) uint8; `metadata` is in GenEval's layout and is read from the caption where there is none.
     """
     rewards: list[float | None] = []
     for image, row in zip(completions, metadata_rows(prompts, metadata), strict=True):
@@ -84,7 +78,7 @@ def _separation(image: NDArray[np.uint8], related: Mapping[str, Any], include: S
 
 
 def _centre(image: NDArray[np.uint8], name: str) -> NDArray[np.float32]:
-    """Centre of mass (x, y) of a colour, 0..1, each pixel weighed by how far its hue goes the colour's way."""
+    """Centre of mass (x, y) of a colour, 0..1, pixels weighted by how close their hue is to it."""
     pixels = image.astype(np.float32)
     hue = np.asarray(COLOURS[name], dtype=np.float32)
     hue = hue - hue.mean()

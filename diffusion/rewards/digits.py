@@ -35,10 +35,8 @@ def class_prob(
 ) -> list[float]:
     """Give the probability of the captioned digit under a logistic regression.
 
-    Args:
-        prompts: B captions; the only digit in it counts where there is no metadata.
-        completions: B pictures (H, W, 3) uint8 of any size, white ink on black as in the scans.
-        metadata: B times {"label": digit}.
+    Images are (H, W, 3) uint8 of any size, white ink on black as in the scans; the digit is the only one in the prompt,
+    or `metadata` {"label": digit}.
     """
     return _probabilities("reward", prompts, completions, metadata)
 
@@ -69,11 +67,7 @@ def class_prob_judge(
 
 
 def digit_scans(half: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Load one half of the scans.
-
-    Returns:
-        Scans (N, 64), 0..1, and their digits (N,).
-    """
+    """Load one half ("reward" or "judge") of the scans (N, 64), 0..1, and their digits (N,)."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:

@@ -42,22 +42,14 @@ def shapes_geneval(
     compat: bool = False,
     **_: Any,
 ) -> list[float]:
-    """Score how much of its caption a picture shows: shapes, counts, colours, relation, and nothing else.
+    """Score how much of its caption an image (H, W, 3) uint8 shows: shapes, counts, colours, relation, nothing else.
 
-    Args:
-        prompts: B captions; read where there is no metadata.
-        completions: B pictures (H, W, 3) uint8.
-        metadata: B descriptions in GenEval's layout.
-        strict: 1 for an entirely right picture and otherwise 0, instead of the mean of the parts.
-        compat: give a wrong relation 0.5 instead of 0, as the published reward does by adding a second part of 1.
+    `metadata` is in GenEval's layout and is read from the caption where there is none. Option `strict`: 1 for an
+    entirely right image, else 0, instead of the mean of the parts. Option `compat`: a wrong relation gives 0.5 instead
+    of 0, as the published reward does by adding a second part of 1.
 
-    Raises:
-        UserError: no metadata and a prompt that is not a caption of shapes.
-        ValueError: a picture of another shape or type.
-
-    Source: after GenEval, arXiv 2310.11513, but stricter, see the module; graded as in yifan123/flow_grpo, with two
-        differences: a wrong count never gives less than 0, and the share of asked-for objects among all that are seen
-        is a part of its own.
+    Source: after GenEval, arXiv 2310.11513, but stricter, see the module; graded as in yifan123/flow_grpo, except that
+        a wrong count never gives less than 0, and the share of asked-for objects among all that are seen is a part too.
     """
     verdicts = [
         judge_scene(detect(image), wanted["include"], compat=compat)

@@ -19,15 +19,10 @@ WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
 def image_reward(
     prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, path: str, device: str = "cpu", **_: Any
 ) -> list[float]:
-    """Score how people would like a picture for its prompt, standardised over the training pictures.
+    """Score how people would like an image for its prompt, standardised over the training images.
 
-    The package fetches the tokenizer bert-base-uncased unless it lies in the Hugging Face cache already.
-
-    Args:
-        prompts: B captions.
-        completions: B pictures (H, W, 3) uint8.
-        path: folder with ImageReward.pt and med_config.json.
-        device: where the model runs.
+    Options: `path`, a folder with ImageReward.pt and med_config.json, and `device`. The package fetches the tokenizer
+    bert-base-uncased unless it is in the Hugging Face cache.
 
     Source: ImageReward, arXiv 2304.05977; THUDM/ImageReward.
     """

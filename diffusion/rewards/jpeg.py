@@ -16,11 +16,7 @@ QUALITY = 95
 
 
 def jpeg_incompressibility(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
-    """Reward pictures whose JPEG file is large.
-
-    Args:
-        prompts: B captions, not used.
-        completions: B pictures (H, W, 3) uint8.
+    """Reward images (H, W, 3) uint8 whose JPEG file is large.
 
     Source: DDPO, arXiv 2305.13301; kvablack/ddpo-pytorch ddpo_pytorch/rewards.py.
     """
@@ -30,12 +26,7 @@ def jpeg_incompressibility(prompts: Sequence[str], completions: Sequence[NDArray
 def jpeg_compressibility(
     prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, scale: str = "ddpo", **_: Any
 ) -> list[float]:
-    """Reward pictures whose JPEG file is small.
-
-    Args:
-        prompts: B captions, not used.
-        completions: B pictures (H, W, 3) uint8.
-        scale: "ddpo" for -kB, "flow_grpo" for -kB / 500.
+    """Reward images whose JPEG file is small; option `scale`: "ddpo" for -kB, "flow_grpo" for -kB / 500.
 
     Source: as `jpeg_incompressibility`; the second scale is that of yifan123/flow_grpo flow_grpo/rewards.py.
     """
@@ -45,11 +36,7 @@ def jpeg_compressibility(
 
 
 def jpeg_kilobytes(image: NDArray[np.uint8]) -> float:
-    """Size of a picture as a JPEG file of quality 95.
-
-    Args:
-        image: RGB (H, W, 3) uint8.
-    """
+    """Size in kB of an RGB image (H, W, 3) uint8 as a JPEG file of quality 95."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
     return buffer.tell() / 1000.0

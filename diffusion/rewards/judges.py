@@ -43,13 +43,7 @@ class _Examples:
 
 
 class ShapesJudge:
-    """Counts the objects of every colour and shape.
-
-    Args:
-        network: pictures (B, 3, S, S) in -1..1 to logits (B, 12, 4).
-        size: side S in pixels of the pictures it was trained on.
-        seed: seed it was trained with.
-    """
+    """Counts the objects of every colour and shape: images (B, 3, S, S) in -1..1 to logits (B, 12, 4)."""
 
     def __init__(self, network: nn.Module, size: int, seed: int) -> None:
         self.network = network.eval().requires_grad_(False)
@@ -58,13 +52,7 @@ class ShapesJudge:
 
     @classmethod
     def fit(cls, seed: int = 0, *, images: int = 5000, size: int = 32) -> ShapesJudge:
-        """Train a judge on fresh renders, some 40 seconds on one core for the defaults.
-
-        Args:
-            seed: seed of renders, weights and order.
-            images: number of renders.
-            size: side of a render in pixels.
-        """
+        """Train a judge on fresh renders, some 40 seconds on one core for the defaults."""
         if images < BATCH:
             raise UserError(f"images={images} must be at least {BATCH}")
         examples = _render_examples(images, size, seed)
@@ -76,13 +64,9 @@ class ShapesJudge:
 
     @torch.no_grad()
     def probabilities(self, images: Sequence[NDArray[np.uint8]]) -> Tensor:
-        """Predict how many objects of each look the pictures have.
+        """Probabilities (B, 12, 4) float32 that images (H, W, 3) uint8 have 0, 1, 2, or 3 and more of each look.
 
-        Args:
-            images: B pictures (H, W, 3) uint8; another size than the judge's is resampled.
-
-        Returns:
-            Probabilities (B, 12, 4) float32 of 0, 1, 2, and 3 or more.
+        Images of another size than the judge's are resampled.
         """
         if not len(images):
             return torch.zeros(0, len(LOOKS), COUNT_CLASSES)
@@ -91,13 +75,9 @@ class ShapesJudge:
         return logits.softmax(-1)
 
     def score(self, images: Sequence[NDArray[np.uint8]], metadatas: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Give the probability that every look has the number of objects that was asked for.
+        """Probability that every look has the number of objects that its description in GenEval's layout asks for.
 
-        Where the objects lie is not judged.
-
-        Args:
-            images: B pictures (H, W, 3) uint8.
-            metadatas: B descriptions in GenEval's layout.
+        Positions are not judged.
         """
         if len(images) != len(metadatas):
             raise ValueError(f"there are {len(images)} pictures and {len(metadatas)} descriptions")
@@ -145,25 +125,16 @@ def shapes_judge(
     images: int = 5000,
     **_: Any,
 ) -> list[float]:
-    """Score pictures with a judge that is trained once and kept in a folder; for measuring and not for training.
+    """Score images with a judge that is trained once and kept in a folder; for measuring and not for training.
 
-    Args:
-        prompts: B captions; read where there is no metadata.
-        completions: B pictures (H, W, 3) uint8.
-        path: folder of the judge; where there is none, one is trained and saved there.
-        metadata: B descriptions in GenEval's layout.
-        seed: seed of the training.
-        images: number of renders to train on.
+    `metadata` is in GenEval's layout and is read from the caption where there is none. Options: `path`, the judge's
+    folder, written where there is none, and `seed` and number of `images` of its training.
     """
     return _kept_judge(path, seed, images).score(completions, metadata_rows(prompts, metadata))
 
 
 def wanted_counts(metadata: Mapping[str, Any]) -> Tensor:
-    """Turn a description into the count class of each look.
-
-    Returns:
-        Classes (12,) int64, 0 where nothing of the look was asked for.
-    """
+    """Count class (12,) int64 of each look in a description; 0 where nothing of it was asked for."""
     counts = torch.zeros(len(LOOKS), dtype=torch.int64)
     for wanted in metadata["include"]:
         look = LOOKS.index((wanted["color"], wanted["class"]))

@@ -29,15 +29,10 @@ def ocr(
     timeout_s: float = 20.0,
     **_: Any,
 ) -> list[float | None]:
-    """Compare the text read from a picture with the one that the prompt puts in double quotes.
+    """Compare the text read from an image (H, W, 3) uint8 with the one that the prompt quotes, such as `a sign "OPEN"`.
 
-    Args:
-        prompts: B prompts such as `a sign "OPEN"`.
-        completions: B pictures (H, W, 3) uint8.
-        program: tesseract's name on the search path, or its path.
-        language: name of tesseract's language data.
-        layout: tesseract's page segmentation mode; 6 = one block of text, 7 = one line.
-        timeout_s: seconds for one picture.
+    Options: `program`, tesseract's name or path; `language`, its language data; `layout`, its page segmentation mode
+    (6: one block of text, 7: one line); `timeout_s`, seconds for one image.
 
     Source: yifan123/flow_grpo flow_grpo/ocr.py, with another reader; a failure there scores 0.
     """

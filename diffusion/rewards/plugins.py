@@ -38,14 +38,9 @@ def pickscore(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how people would like a picture for its prompt, cosine * the model's scale / 26.
+    """Score how people would like an image (H, W, 3) uint8 for its prompt, cosine * the model's scale / 26.
 
-    Args:
-        prompts: B captions.
-        completions: B pictures (H, W, 3) uint8.
-        path: folder of PickScore_v1, its CLIP processor beside it.
-        device: where the model runs.
-        batch: pictures at a time.
+    Options: `path`, folder of PickScore_v1 with its CLIP processor; `device`; `batch`, images at a time.
 
     Source: Pick-a-Pic, arXiv 2305.01569; scaled as in yifan123/flow_grpo flow_grpo/pickscore_scorer.py.
     """
@@ -61,9 +56,7 @@ def clip_score(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how well a picture fits its prompt, cosine * the model's scale / 100.
-
-    Arguments, result and errors are those of `pickscore`, with the weights of CLIP ViT-L/14.
+    """Score how well an image fits its prompt, cosine * the model's scale / 100; options of `pickscore`, CLIP ViT-L/14.
 
     Source: CLIPScore, arXiv 2104.08718; scaled as in yifan123/flow_grpo flow_grpo/clip_scorer.py.
     """
@@ -79,15 +72,10 @@ def hpsv2(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how people would like a picture for its prompt, the cosine alone.
+    """Score how people would like an image for its prompt, the cosine alone.
 
-    Args:
-        prompts: B captions.
-        completions: B pictures (H, W, 3) uint8.
-        path: folder with the released HPS_v2.1_compressed.pt, which needs the package open_clip, or with the same
-            weights converted for transformers.
-        device: where the model runs.
-        batch: pictures at a time.
+    Options as of `pickscore`; the folder has the released HPS_v2.1_compressed.pt, which needs the package open_clip, or
+    the same weights converted for transformers.
 
     Source: HPS v2, arXiv 2306.09341; tgxs002/HPSv2 hpsv2/img_score.py.
     """
@@ -110,15 +98,10 @@ def aesthetic(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how beautiful a picture is, whatever it shows: a small linear network on CLIP's image features.
+    """Score how beautiful an image is, whatever it shows: a small linear network on CLIP's image features.
 
-    Args:
-        prompts: B captions, not used.
-        completions: B pictures (H, W, 3) uint8.
-        path: folder of CLIP ViT-L/14.
-        head: file of the network's weights; None looks for one of `HEAD_FILES` in the folder.
-        device: where the model runs.
-        batch: pictures at a time.
+    Options: `path`, folder of CLIP ViT-L/14; `head`, file of the network's weights (default: one of `HEAD_FILES` in the
+    folder); `device`; `batch`.
 
     Source: christophschuhmann/improved-aesthetic-predictor; kvablack/ddpo-pytorch ddpo_pytorch/aesthetic_scorer.py.
     """

@@ -32,15 +32,10 @@ def unified_reward(
     timeout_s: float = 60.0,
     **_: Any,
 ) -> list[float]:
-    """Ask a server for a score of each picture, as UnifiedReward is asked through an OpenAI-compatible endpoint.
+    """Ask a server to score each image, as UnifiedReward is asked through an OpenAI-compatible endpoint.
 
-    Args:
-        prompts: B captions.
-        completions: B pictures (H, W, 3) uint8.
-        url: address of the server up to /v1, to which /chat/completions is added.
-        model: name of the model at the server.
-        question: what the model is asked; {prompt} stands for the caption.
-        timeout_s: seconds for one exchange, from the connection to the last byte of the answer.
+    Options: `url`, address of the server up to /v1; `model`, its name there; `question`, in which {prompt} stands for
+    the caption; `timeout_s`, seconds from the connection to the last byte of the answer.
 
     Source: UnifiedReward, arXiv 2503.05236; the scale of yifan123/flow_grpo flow_grpo/rewards.py, where a failure
         scores 0.

@@ -28,13 +28,9 @@ def load_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[Rewa
 def score_images(
     rewards: RewardSum, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]
 ) -> RewardResult:
-    """Score images with all rewards, optimised and held out.
+    """Score images uint8 (B, height, width, 3) with all rewards, optimised and held out.
 
-    Args:
-        rewards: of `load_rewards`.
-        tasks: the task of each row.
-        images: uint8 (B, height, width, 3).
-        finite: whether the row has an image; the others are failures of every term.
+    Rows that are not `finite` have no image and fail every term.
     """
     rows = [row for row, good in enumerate(finite) if good]
     kept = [tasks[row] for row in rows]
