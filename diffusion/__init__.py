@@ -16,7 +16,7 @@ _NAMES = {
     "diffusion.ddpo": ("DdpoConfig", "DdpoRecipe"),
     "diffusion.flow_grpo": ("FlowGrpoConfig", "FlowGrpoRecipe"),
     "diffusion.flow_ppo": ("FlowPpoConfig", "FlowPpoRecipe"),
-    "diffusion.forward_process": ("NoisyRows", "matched_velocities", "stack_timesteps"),
+    "diffusion.forward_process": ("NoisyRows", "stack_timesteps"),
     "diffusion.grpo_guard": ("GrpoGuardConfig", "GrpoGuardRecipe"),
     "diffusion.flux": ("FluxTransformer", "Sd3Transformer"),
     "diffusion.guidance": ("GuidedVelocity", "euler_ode"),

@@ -1,4 +1,4 @@
-"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and a picture shows both."""
+"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and a image shows both."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def run(output_dir: Path) -> list[str]:
     """Pre-train by flow matching, improve with AWM, and report both; stages that are already finished are kept.
 
     Args:
-        output_dir: folder for pictures, models and the two runs.
+        output_dir: folder for images, models and the two runs.
 
     Returns:
         Lines to print: optimised and held-out reward before pre-training, before AWM and after it, and where the
-        picture and the report lie.
+        image and the report lie.
 
     Raises:
         UserError: not called from the root of a checkout.

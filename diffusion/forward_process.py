@@ -5,16 +5,12 @@ Shapes: B images, K draws of each, R = K * B rows, C channels, H x W latent pixe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-
-Velocity = Callable[[Tensor, Tensor], Tensor]
-"""(latents (R, C, H, W), sigma (R,)) -> velocity (R, C, H, W)."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,7 @@ class NoisyRows:
         return NoisyRows(self.latents[rows], self.target[rows], self.sigma[rows], self.image[rows])
 
     def matching_error(self, velocity: Tensor) -> Tensor:
-        """Mean squared distance to the target over all but the first dimension.
-
-        Args:
-            velocity: (R, C, H, W).
-
-        Returns:
-            (R,) float32.
-        """
+        """Mean squared distance (R,) float32 of velocities (R, C, H, W) to the target."""
         return (velocity.float() - self.target.float()).square().flatten(1).mean(1)
 
 
@@ -55,7 +44,6 @@ def stack_timesteps(
     *,
     generator: torch.Generator,
     sigma: Tensor | None = None,
-    group: Tensor | None = None,
 ) -> NoisyRows:
     """Draw K pairs of time and noise for each image and stack the noisy images as one batch.
 
@@ -65,8 +53,6 @@ def stack_timesteps(
         generator: source of times and noise; its device decides where they are drawn.
         sigma: times (K,) for all images or (K, B), between 0 and 1; None draws them uniformly, one from each of K
             equal intervals.
-        group: group of each image (B,) int64; images of a group then get the same K pairs, so that what differs
-            between them is the image alone. None = every image its own.
 
     Returns:
         The K * B rows. Cutting them into smaller batches changes none of them.
@@ -79,11 +65,9 @@ def stack_timesteps(
             f"draws={draws} must be at least 1 and images need a batch, their shape is {tuple(images.shape)}"
         )
     count = len(images)
-    sources, source = (count, torch.arange(count)) if group is None else _groups(group, count)
-    times = stratified(draws, sources, generator)[:, source] if sigma is None else _checked(sigma, draws, count)
-    shape = (draws, sources, *images.shape[1:])
-    noise = torch.randn(shape, generator=generator, device=generator.device)[:, source]
-    noise, times = noise.to(images.device), times.to(images.device)
+    times = stratified(draws, count, generator) if sigma is None else _checked(sigma, draws, count)
+    noise = torch.randn((draws, *images.shape), generator=generator, device=generator.device).to(images.device)
+    times = times.to(images.device)
     clean = images.detach().repeat(draws, *[1] * (images.ndim - 1))
     return mix(clean, noise.flatten(0, 1), times.flatten(), torch.arange(count).repeat(draws))
 
@@ -95,36 +79,6 @@ def mix(clean: Tensor, noise: Tensor, sigma: Tensor, image: Tensor) -> NoisyRows
     """
     wide, weight = clean.float(), sigma.reshape(-1, *[1] * (clean.ndim - 1))
     return NoisyRows(((1 - weight) * wide + weight * noise).to(clean.dtype), noise - wide, sigma, image)
-
-
-def matched_velocities(
-    policy: Velocity, anchors: Mapping[str, Velocity], noisy: NoisyRows
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Evaluate policy and anchors on the same pairs of time and noise.
-
-    With separate draws the distance between two velocities would contain the noise of both; with the same pair it is
-    zero for equal models.
-
-    Args:
-        policy: the model that learns.
-        anchors: models that it is compared with, by name: reference, EMA, old policy.
-        noisy: the rows.
-
-    Returns:
-        The policy's velocity and those of the anchors, each (R, C, H, W).
-
-    Gradient: through the policy only.
-    """
-    with torch.no_grad():
-        fixed = {name: anchor(noisy.latents, noisy.sigma) for name, anchor in anchors.items()}
-    return policy(noisy.latents, noisy.sigma), fixed
-
-
-def _groups(group: Tensor, count: int) -> tuple[int, Tensor]:
-    if group.shape != (count,):
-        raise UserError(f"group has the shape {tuple(group.shape)}; must be ({count},), one for each image")
-    distinct, source = torch.unique(group.cpu(), return_inverse=True)
-    return len(distinct), source
 
 
 def stratified(draws: int, count: int, generator: torch.Generator) -> Tensor:

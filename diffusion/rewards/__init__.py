@@ -1,4 +1,4 @@
-"""Rewards of pictures, as functions that `mmrl.rewards.RewardSum` calls."""
+"""Rewards of images, as functions that `mmrl.rewards.RewardSum` calls."""
 
 from diffusion.rewards.table import IMAGE_REWARDS, ImageReward, load_image_rewards
 

@@ -15,7 +15,7 @@ from diffusion.shapes.captions import COLOURS, RELATIONS
 
 LARGEST_DISTANCE = 255.0 * math.sqrt(3.0)
 FAINT = 1e-3
-"""Weight spread evenly over the picture, so that a colour that is absent lies in the middle."""
+"""Weight spread evenly over the image, so that a colour that is absent lies in the middle."""
 
 
 def caption_colour(

@@ -1,7 +1,7 @@
-"""Does the picture look like the handwritten digit that was asked for? Classifiers of the scans scikit-learn ships.
+"""Does the image look like the handwritten digit that was asked for? Classifiers of the scans scikit-learn ships.
 
 The reward's classifier and the judge's see different halves of the 1797 scans and are of different kinds, so that a
-picture which only pleases the weights of the first does not please the second.
+image which only pleases the weights of the first does not please the second.
 """
 
 from __future__ import annotations

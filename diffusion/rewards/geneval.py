@@ -1,7 +1,7 @@
-"""Does the picture show what the caption asks for? Descriptions in GenEval's layout, rules stricter than its own.
+"""Does the image show what the caption asks for? Descriptions in GenEval's layout, rules stricter than its own.
 
 GenEval (djghosh13/geneval evaluation/evaluate_images.py) accepts more objects than were asked for and anything else in
-the picture, unless the description excludes it. Here every count is exact and nothing else may be there.
+the image, unless the description excludes it. Here every count is exact and nothing else may be there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rules say of one picture."""
+    """What the rules say of one image."""
 
     parts: tuple[float, ...]
     """Score of each thing that was asked for, 0..1."""
@@ -65,7 +65,7 @@ def shapes_geneval_strict(
     metadata: Sequence[Mapping[str, Any] | None] | None = None,
     **_: Any,
 ) -> list[float]:
-    """Give 1 to a picture that shows exactly what its caption says and 0 to every other one; see `shapes_geneval`."""
+    """Give 1 to a image that shows exactly what its caption says and 0 to every other one; see `shapes_geneval`."""
     return shapes_geneval(prompts, completions, metadata=metadata, strict=True)
 
 

@@ -1,4 +1,4 @@
-"""Held-out judge of pictures of shapes: a small network that counts, where the reward's detector follows rules.
+"""Held-out judge of images of shapes: a small network that counts, where the reward's detector follows rules.
 
 A policy that only finds a gap in the rules raises the reward and not the judge; reporting both makes that visible.
 """
@@ -36,7 +36,7 @@ WEIGHTS_FILE, SETTINGS_FILE = "judge.safetensors", "judge.json"
 
 @dataclass(frozen=True)
 class _Examples:
-    """Pictures (N, 3, S, S) uint8 and the count class of each look (N, 12) int64."""
+    """Images (N, 3, S, S) uint8 and the count class of each look (N, 12) int64."""
 
     pixels: Tensor
     counts: Tensor
@@ -80,7 +80,7 @@ class ShapesJudge:
         Positions are not judged.
         """
         if len(images) != len(metadatas):
-            raise ValueError(f"there are {len(images)} pictures and {len(metadatas)} descriptions")
+            raise ValueError(f"there are {len(images)} images and {len(metadatas)} descriptions")
         if not len(images):
             return []
         wanted = torch.stack([wanted_counts(metadata) for metadata in metadatas])
@@ -185,7 +185,7 @@ def _minibatches(count: int, generator: torch.Generator) -> Iterator[Tensor]:
 
 
 def _render_examples(count: int, size: int, seed: int) -> _Examples:
-    """Renders of captions and of other mixtures, and some pictures of the background alone."""
+    """Renders of captions and of other mixtures, and some images of the background alone."""
     rng = np.random.default_rng([seed, 1])
     pools = [all_scenes([kind]) for kind in ("single", "two", "count")] + [_mixed_scenes()]
     scenes = [pool[rng.integers(len(pool))] for pool in itertools.islice(itertools.cycle(pools), count)]
@@ -209,7 +209,7 @@ def _normalised(pixels: Tensor) -> Tensor:
 
 
 def _resampled(image: NDArray[np.uint8], size: int) -> Tensor:
-    """A picture as a batch of one (1, 3, size, size) float32."""
+    """A image as a batch of one (1, 3, size, size) float32."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
     if pixels.shape[-2:] == (size, size):
         return pixels

@@ -1,4 +1,4 @@
-"""Does the picture show the text that the prompt quotes? Read with the tesseract program."""
+"""Does the image show the text that the prompt quotes? Read with the tesseract program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from mmrl.errors import UserError
 
 MIN_SIDE_PX = 256
-"""Smaller pictures are enlarged before they are read; tesseract wants letters of some 30 pixels."""
+"""Smaller images are enlarged before they are read; tesseract wants letters of some 30 pixels."""
 
 
 def ocr(

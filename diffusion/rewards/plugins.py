@@ -82,8 +82,8 @@ def hpsv2(
     released = (Path(path) / HPS_FILE).is_file()
     model = _load_open_clip(path, device) if released else _load_clip(path, device)
     values: list[float] = []
-    for texts, pictures in _batches(prompts, completions, batch):
-        image, text = model.features(texts, pictures)
+    for texts, images in _batches(prompts, completions, batch):
+        image, text = model.features(texts, images)
         values += (image * text).sum(-1).tolist()
     return values
 
@@ -107,8 +107,8 @@ def aesthetic(
     """
     model, network = _load_clip(path, device), _load_head(path, head, device)
     values: list[float] = []
-    for _texts, pictures in _batches(prompts, completions, batch):
-        features = model.image_features(pictures)
+    for _texts, images in _batches(prompts, completions, batch):
+        features = model.image_features(images)
         if network[0].in_features != features.shape[-1]:
             raise UserError(
                 f"the aesthetic head reads {network[0].in_features} features, the model at {path} has "
@@ -133,12 +133,12 @@ class _TransformersClip:
         return float(self.model.logit_scale.detach().float().exp())
 
     @torch.no_grad()
-    def features(self, texts: Sequence[str], pictures: Sequence[Image.Image]) -> Features:
+    def features(self, texts: Sequence[str], images: Sequence[Image.Image]) -> Features:
         """Features of B pairs; long texts are cut."""
         length = self.model.config.text_config.max_position_embeddings
         inputs = self.processor(
             text=list(texts),
-            images=list(pictures),
+            images=list(images),
             padding=True,
             truncation=True,
             max_length=length,
@@ -148,9 +148,9 @@ class _TransformersClip:
         return _unit(output.image_embeds), _unit(output.text_embeds)
 
     @torch.no_grad()
-    def image_features(self, pictures: Sequence[Image.Image]) -> Tensor:
-        """Features of B pictures (B, D)."""
-        pixels = self.processor.image_processor(images=list(pictures), return_tensors="pt").to(self.device)
+    def image_features(self, images: Sequence[Image.Image]) -> Tensor:
+        """Features of B images (B, D)."""
+        pixels = self.processor.image_processor(images=list(images), return_tensors="pt").to(self.device)
         pooled = self.model.vision_model(**pixels).pooler_output
         return _unit(self.model.visual_projection(pooled))
 
@@ -165,9 +165,9 @@ class _OpenClip:
         self.device = device
 
     @torch.no_grad()
-    def features(self, texts: Sequence[str], pictures: Sequence[Image.Image]) -> Features:
+    def features(self, texts: Sequence[str], images: Sequence[Image.Image]) -> Features:
         """Features of B pairs."""
-        pixels = torch.stack([self.transform(picture) for picture in pictures]).to(self.device)
+        pixels = torch.stack([self.transform(image) for image in images]).to(self.device)
         tokens = self.tokenizer(list(texts)).to(self.device)
         return _unit(self.model.encode_image(pixels)), _unit(self.model.encode_text(tokens))
 
@@ -178,8 +178,8 @@ def _clip_logits(
     """Cosines times the model's scale."""
     model = _load_clip(path, device)
     values: list[float] = []
-    for texts, pictures in _batches(prompts, completions, batch):
-        image, text = model.features(texts, pictures)
+    for texts, images in _batches(prompts, completions, batch):
+        image, text = model.features(texts, images)
         values += (model.scale * (image * text).sum(-1)).tolist()
     return values
 
@@ -189,9 +189,9 @@ def _batches(
 ) -> list[tuple[list[str], list[Image.Image]]]:
     if batch < 1:
         raise UserError(f"batch={batch} must be at least 1")
-    pictures = [Image.fromarray(image) for image in completions]
-    starts = range(0, len(pictures), batch)
-    return [(list(prompts[start : start + batch]), pictures[start : start + batch]) for start in starts]
+    images = [Image.fromarray(image) for image in completions]
+    starts = range(0, len(images), batch)
+    return [(list(prompts[start : start + batch]), images[start : start + batch]) for start in starts]
 
 
 def _unit(features: Tensor) -> Tensor:

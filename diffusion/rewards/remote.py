@@ -1,4 +1,4 @@
-"""A vision-language model behind an HTTP server as the judge of pictures."""
+"""A vision-language model behind an HTTP server as the judge of images."""
 
 from __future__ import annotations
 

@@ -22,15 +22,15 @@ class ImageReward:
     function: str
     """`module:function`, imported when it is used."""
     summary: str
-    """What earns the reward, in one line."""
+    """One line on what it measures."""
     citation: str
-    """Where the rule comes from."""
+    """Source of the rule."""
     range: tuple[float | None, float | None]
     """Lowest and highest value; None where there is no bound."""
-    offline: bool
-    """Whether it works without weights or a server that the user must bring."""
+    offline: bool = True
+    """Whether it works without weights or a server of the user."""
     needs: str = "nothing"
-    """What must be there beside the installed package."""
+    """Requirements beyond the installed package."""
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
@@ -90,154 +90,87 @@ def _hint(wanted: str, known: Sequence[str]) -> str:
 
 COLUMNS = ("metadata",)
 
+_DIGITS = "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998"
 _TABLE = (
     ImageReward(
-        "shapes_geneval",
-        "diffusion.rewards.geneval:shapes_geneval",
+        "shapes_geneval", "diffusion.rewards.geneval:shapes_geneval",
         "share of what a caption of shapes asks for: shapes, counts, colours, relation, nothing else",
-        "after GenEval, arXiv 2310.11513, but with nothing else; graded as in Flow-GRPO, arXiv 2505.05470",
-        (0.0, 1.0),
-        offline=True,
+        "after GenEval, arXiv 2310.11513, but with nothing else; graded as in Flow-GRPO, arXiv 2505.05470", (0.0, 1.0),
     ),
     ImageReward(
-        "shapes_geneval_strict",
-        "diffusion.rewards.geneval:shapes_geneval_strict",
+        "shapes_geneval_strict", "diffusion.rewards.geneval:shapes_geneval_strict",
         "1 for exactly what a caption of shapes asks for and nothing else, else 0",
         "this suite; stricter than GenEval, arXiv 2310.11513, which accepts more objects than were asked for",
         (0.0, 1.0),
-        offline=True,
     ),
     ImageReward(
-        "shapes_judge",
-        "diffusion.rewards.judges:shapes_judge",
+        "shapes_judge", "diffusion.rewards.judges:shapes_judge",
         "probability of the right counts under a network of another kind; for measuring, not for training",
-        "this suite",
-        (0.0, 1.0),
-        offline=True,
-        needs="the option path; 40 seconds of training the first time",
+        "this suite", (0.0, 1.0), needs="the option path; 40 seconds of training the first time",
     ),
     ImageReward(
-        "class_prob",
-        "diffusion.rewards.digits:class_prob",
-        "probability of the captioned handwritten digit under a logistic regression",
-        "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998",
-        (0.0, 1.0),
-        offline=True,
+        "class_prob", "diffusion.rewards.digits:class_prob",
+        "probability of the captioned handwritten digit under a logistic regression", _DIGITS, (0.0, 1.0),
         needs="scikit-learn",
     ),
     ImageReward(
-        "class_log_prob",
-        "diffusion.rewards.digits:class_log_prob",
-        "logarithm of class_prob",
-        "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998",
-        (None, 0.0),
-        offline=True,
+        "class_log_prob", "diffusion.rewards.digits:class_log_prob", "logarithm of class_prob", _DIGITS, (None, 0.0),
         needs="scikit-learn",
     ),
     ImageReward(
-        "class_prob_judge",
-        "diffusion.rewards.digits:class_prob_judge",
+        "class_prob_judge", "diffusion.rewards.digits:class_prob_judge",
         "probability of the captioned digit under a network that saw other scans; for measuring, not for training",
-        "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998",
-        (0.0, 1.0),
-        offline=True,
-        needs="scikit-learn",
+        _DIGITS, (0.0, 1.0), needs="scikit-learn",
     ),
     ImageReward(
-        "caption_colour",
-        "diffusion.rewards.colour:caption_colour",
-        "nearness of the pixels to the colours of the caption",
-        "this suite",
-        (0.0, 1.0),
-        offline=True,
+        "caption_colour", "diffusion.rewards.colour:caption_colour",
+        "nearness of the pixels to the colours of the caption", "this suite", (0.0, 1.0),
     ),
     ImageReward(
-        "caption_position",
-        "diffusion.rewards.colour:caption_position",
-        "distance of two colours' centres of mass along the relation of the caption",
-        "this suite",
-        (-1.0, 1.0),
-        offline=True,
+        "caption_position", "diffusion.rewards.colour:caption_position",
+        "distance of two colours' centres of mass along the relation of the caption", "this suite", (-1.0, 1.0),
     ),
     ImageReward(
-        "jpeg_incompressibility",
-        "diffusion.rewards.jpeg:jpeg_incompressibility",
-        "size in kB of the picture as a JPEG file",
-        "DDPO, arXiv 2305.13301",
-        (0.0, None),
-        offline=True,
+        "jpeg_incompressibility", "diffusion.rewards.jpeg:jpeg_incompressibility",
+        "size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (0.0, None),
     ),
     ImageReward(
-        "jpeg_compressibility",
-        "diffusion.rewards.jpeg:jpeg_compressibility",
-        "minus the size in kB of the picture as a JPEG file",
-        "DDPO, arXiv 2305.13301",
-        (None, 0.0),
-        offline=True,
+        "jpeg_compressibility", "diffusion.rewards.jpeg:jpeg_compressibility",
+        "minus the size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
     ),
     ImageReward(
-        "ocr",
-        "diffusion.rewards.ocr:ocr",
-        "1 for a picture in which the quoted text can be read, less by edit distance",
-        "Flow-GRPO, arXiv 2505.05470",
-        (0.0, 1.0),
-        offline=True,
-        needs="the program tesseract",
+        "ocr", "diffusion.rewards.ocr:ocr", "1 for a image in which the quoted text can be read, less by edit distance",
+        "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the program tesseract",
     ),
     ImageReward(
-        "pickscore",
-        "diffusion.rewards.plugins:pickscore",
-        "human preference for the picture given the prompt",
-        "Pick-a-Pic, arXiv 2305.01569",
-        (None, None),
-        offline=False,
+        "pickscore", "diffusion.rewards.plugins:pickscore", "human preference for the image given the prompt",
+        "Pick-a-Pic, arXiv 2305.01569", (None, None), offline=False,
         needs="the option path: folder of PickScore_v1 with its processor",
     ),
     ImageReward(
-        "clip_score",
-        "diffusion.rewards.plugins:clip_score",
-        "fit of picture and prompt",
-        "CLIPScore, arXiv 2104.08718",
-        (None, None),
-        offline=False,
-        needs="the option path: folder of CLIP ViT-L/14",
+        "clip_score", "diffusion.rewards.plugins:clip_score", "fit of image and prompt", "CLIPScore, arXiv 2104.08718",
+        (None, None), offline=False, needs="the option path: folder of CLIP ViT-L/14",
     ),
     ImageReward(
-        "hpsv2",
-        "diffusion.rewards.plugins:hpsv2",
-        "human preference for the picture given the prompt",
-        "HPS v2, arXiv 2306.09341",
-        (-1.0, 1.0),
-        offline=False,
+        "hpsv2", "diffusion.rewards.plugins:hpsv2", "human preference for the image given the prompt",
+        "HPS v2, arXiv 2306.09341", (-1.0, 1.0), offline=False,
         needs="the option path: folder of HPS v2.1, and open_clip for the released file",
     ),
     ImageReward(
-        "image_reward",
-        "diffusion.rewards.image_reward:image_reward",
-        "human preference for the picture given the prompt",
-        "ImageReward, arXiv 2304.05977",
-        (None, None),
-        offline=False,
+        "image_reward", "diffusion.rewards.image_reward:image_reward",
+        "human preference for the image given the prompt", "ImageReward, arXiv 2304.05977", (None, None), offline=False,
         needs="the option path: folder of ImageReward, and the package ImageReward",
     ),
     ImageReward(
-        "aesthetic",
-        "diffusion.rewards.plugins:aesthetic",
-        "beauty of the picture, whatever it shows",
-        "christophschuhmann/improved-aesthetic-predictor; DDPO, arXiv 2305.13301",
-        (None, None),
-        offline=False,
+        "aesthetic", "diffusion.rewards.plugins:aesthetic", "beauty of the image, whatever it shows",
+        "christophschuhmann/improved-aesthetic-predictor; DDPO, arXiv 2305.13301", (None, None), offline=False,
         needs="the option path: folder of CLIP ViT-L/14 with the head",
     ),
     ImageReward(
-        "unified_reward",
-        "diffusion.rewards.remote:unified_reward",
-        "score that a vision-language model at a server gives",
-        "UnifiedReward, arXiv 2503.05236",
-        (0.0, 1.0),
-        offline=False,
-        needs="the option url: an OpenAI-compatible server",
+        "unified_reward", "diffusion.rewards.remote:unified_reward",
+        "score that a vision-language model at a server gives", "UnifiedReward, arXiv 2503.05236", (0.0, 1.0),
+        offline=False, needs="the option url: an OpenAI-compatible server",
     ),
-)
+)  # fmt: skip
 
 IMAGE_REWARDS: dict[str, ImageReward] = {reward.name: reward for reward in _TABLE}

@@ -1,7 +1,7 @@
-"""Pictures of coloured shapes with captions, and a detector that reads them back.
+"""Images of coloured shapes with captions, and a detector that reads them back.
 
 A text-to-image task that needs no download: captions that ask for colours, shapes, counts and relations, renders of
-them to train on, and an exact way to check what a generated picture shows.
+them to train on, and an exact way to check what a generated image shows.
 """
 
 from diffusion.shapes.captions import (

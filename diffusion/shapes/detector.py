@@ -1,4 +1,4 @@
-"""Finds coloured shapes in a picture by rules, without a learned model.
+"""Finds coloured shapes in a image by rules, without a learned model.
 
 Saturated pixels get the nearest of the four hues; connected pixels of one hue are an object; how it fills its box tells
 its shape. Texture does not fool it, since an object must be one clean connected area.
@@ -21,7 +21,7 @@ UNKNOWN = "unknown"
 MIN_SATURATION = 60
 """Least distance of the largest from the smallest colour channel, 0..255."""
 MIN_AREA_SHARE = 20 / 32**2
-"""Least area of an object as a share of the picture's; 20 pixels of 32 x 32."""
+"""Least area of an object as a share of the image's; 20 pixels of 32 x 32."""
 ASPECT_RANGE = (0.7, 1.43)
 TRIANGLE_ASYMMETRY, TRIANGLE_EXTENT = 0.22, 0.75
 CIRCLE_EXTENT, SQUARE_EXTENT = 0.66, 0.90
@@ -32,7 +32,7 @@ GREY = -1
 
 @dataclass(frozen=True)
 class Detection:
-    """One object of a picture."""
+    """One object of a image."""
 
     colour: str
     """Key of `COLOURS`."""
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 def detect(image: NDArray[np.uint8]) -> list[Detection]:
-    """Find the coloured objects of a picture.
+    """Find the coloured objects of a image.
 
     Args:
         image: RGB (H, W, 3) uint8.
@@ -68,10 +68,10 @@ def detect(image: NDArray[np.uint8]) -> list[Detection]:
         Objects from top to bottom; those of no clear shape are there as `UNKNOWN`.
 
     Raises:
-        ValueError: the picture is of another shape or type.
+        ValueError: the image is of another shape or type.
     """
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-        raise ValueError(f"the picture is {image.dtype} {image.shape}; must be uint8 (H, W, 3)")
+        raise ValueError(f"the image is {image.dtype} {image.shape}; must be uint8 (H, W, 3)")
     least = max(1, math.ceil(MIN_AREA_SHARE * image.shape[0] * image.shape[1]))
     found = [_describe(runs) for runs in _components(_nearest_hue(image))]
     return [item for item in found if item.area >= least]

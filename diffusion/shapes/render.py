@@ -1,4 +1,4 @@
-"""Pictures of scenes: coloured shapes of random size and place on a light background."""
+"""Images of scenes: coloured shapes of random size and place on a light background."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from diffusion.shapes.captions import COLOURS, RELATIONS, Scene, ShapeGroup
 from mmrl.errors import UserError
 
 MIN_SIZE_PX = 32
-"""Smallest picture; in a smaller one the objects have too few pixels for their shapes to differ."""
+"""Smallest image; in a smaller one the objects have too few pixels for their shapes to differ."""
 SUPERSAMPLING = 4
 SIDE_RANGE: dict[int, tuple[float, float]] = {1: (0.31, 0.56), 2: (0.29, 0.44), 3: (0.26, 0.35)}
-"""Smallest and largest side of an object as a share of the picture's, by the number of objects."""
+"""Smallest and largest side of an object as a share of the image's, by the number of objects."""
 GAP = 0.06
-"""Least distance of two objects' boxes as a share of the picture's side: two pixels of 32."""
+"""Least distance of two objects' boxes as a share of the image's side: two pixels of 32."""
 DOMINANCE = 1.2
 """How many times further apart related objects are along the relation than across it."""
 TRIES = 2000
@@ -35,11 +35,11 @@ def render_scene(scene: Scene, *, size: int = 32, rng: np.random.Generator) -> N
 
     Args:
         scene: what to draw.
-        size: side of the picture in pixels, at least `MIN_SIZE_PX`.
+        size: side of the image in pixels, at least `MIN_SIZE_PX`.
         rng: source of all that is random.
 
     Returns:
-        RGB picture (size, size, 3) uint8.
+        RGB image (size, size, 3) uint8.
 
     Raises:
         UserError: the size is too small, or the objects found no place.
@@ -58,17 +58,17 @@ def render_scene(scene: Scene, *, size: int = 32, rng: np.random.Generator) -> N
 def render_dataset(
     scenes: Sequence[Scene], count: int, *, size: int = 32, seed: int = 0
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Draw scenes in turn until there are enough pictures.
+    """Draw scenes in turn until there are enough images.
 
     Args:
         scenes: S scenes.
-        count: N pictures.
-        size: side of a picture in pixels.
-        seed: seed of sizes, places and shades; each picture has a generator of its own, so that the first ones
+        count: N images.
+        size: side of a image in pixels.
+        seed: seed of sizes, places and shades; each image has a generator of its own, so that the first ones
             stay the same when more are asked for.
 
     Returns:
-        RGB pictures (N, size, size, 3) uint8 and the index of the scene of each (N,) int64.
+        RGB images (N, size, size, 3) uint8 and the index of the scene of each (N,) int64.
 
     Raises:
         UserError: there is no scene, or the size is too small.

@@ -5,7 +5,7 @@ import torch
 
 from diffusion.conditioning import PromptEmbeddings
 from diffusion.flux import Sd3Transformer
-from diffusion.forward_process import matched_velocities, stack_timesteps
+from diffusion.forward_process import stack_timesteps
 from diffusion.guidance import GuidedVelocity
 from mmrl.errors import UserError
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
@@ -64,17 +64,6 @@ def test_same_seed_same_draws_and_smaller_batches_change_nothing():
     assert torch.equal(torch.cat([part.image for part in parts]), whole.image)
 
 
-def test_images_of_a_group_share_time_and_noise():
-    clean, group = images(4), torch.tensor([7, 2, 2, 7])
-    noisy = stack_timesteps(clean, 3, generator=generator(), group=group)
-    sigma = noisy.sigma.reshape(3, 4)
-    noise = (noisy.target + clean.repeat(3, 1, 1, 1)).reshape(3, 4, *clean.shape[1:])
-    assert torch.equal(sigma[:, 0], sigma[:, 3])
-    torch.testing.assert_close(noise[:, 1], noise[:, 2])
-    assert (noise[:, 0] - noise[:, 1]).abs().max() > 0.1
-    assert (noise[0] - noise[1]).abs().max() > 0.1
-
-
 def test_matching_error_is_the_mean_square_by_row():
     noisy = stack_timesteps(images(2), 2, generator=generator())
     assert torch.equal(noisy.matching_error(noisy.target), torch.zeros(4))
@@ -112,28 +101,6 @@ def test_stacked_draws_equal_one_call_for_each(trained):
             assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
 
 
-def test_policy_and_anchors_see_the_same_pairs_and_only_the_policy_learns(trained):
-    _, model, text = trained
-    noisy = stack_timesteps(images(2), 2, generator=generator())
-    velocity = GuidedVelocity(model, text.select(noisy.image))
-    seen = []
-
-    def shifted(latents, sigma):
-        seen.append((latents, sigma))
-        return velocity(latents, sigma) + 0.5
-
-    policy, anchors = matched_velocities(velocity, {"reference": velocity, "ema": shifted}, noisy)
-    assert torch.equal(policy.detach(), anchors["reference"])
-    torch.testing.assert_close(anchors["ema"], policy.detach() + 0.5)
-    assert seen[0][0] is noisy.latents
-    assert seen[0][1] is noisy.sigma
-    assert policy.requires_grad
-    assert not any(anchor.requires_grad for anchor in anchors.values())
-    apart = stack_timesteps(images(2), 2, generator=generator(9))
-    with torch.no_grad():
-        assert (velocity(apart.latents, apart.sigma) - policy).abs().max() > 0.01
-
-
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
@@ -141,7 +108,6 @@ def test_policy_and_anchors_see_the_same_pairs_and_only_the_policy_learns(traine
         ({"sigma": torch.rand(2)}, r"sigma has the shape \(2,\); must be \(3,\) or \(3, 4\)"),
         ({"sigma": torch.tensor([0.1, 0.5, 1.5])}, "runs from 0.1 to 1.5"),
         ({"sigma": torch.tensor([0.1, 0.5, float("nan")])}, "between 0 and 1"),
-        ({"group": torch.arange(3)}, r"group has the shape \(3,\)"),
     ],
 )
 def test_draws_that_do_not_fit_are_named(options, culprit):

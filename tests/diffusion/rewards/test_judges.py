@@ -99,6 +99,6 @@ def test_what_is_missing_is_named(tmp_path, judge):
         ShapesJudge.load(tmp_path)
     with pytest.raises(UserError, match="images=10 must be at least 64"):
         ShapesJudge.fit(images=10)
-    with pytest.raises(ValueError, match="2 pictures and 1 descriptions"):
+    with pytest.raises(ValueError, match="2 images and 1 descriptions"):
         judge.score(np.zeros((2, 32, 32, 3), dtype=np.uint8), [all_scenes()[0].metadata])
     assert judge.score([], []) == []
