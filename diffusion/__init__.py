@@ -20,7 +20,7 @@ _NAMES = {
     "diffusion.grpo_guard": ("GrpoGuardConfig", "GrpoGuardRecipe"),
     "diffusion.flux": ("FluxTransformer", "Sd3Transformer"),
     "diffusion.guidance": ("GuidedVelocity", "euler_ode"),
-    "diffusion.matching": ("nft_loss", "pseudo_log_likelihood", "sample_times", "velocity_kl"),
+    "diffusion.matching": ("nft_loss", "pseudo_log_likelihood", "sample_times"),
     "diffusion.nft": ("DiffusionNftConfig", "DiffusionNftRecipe"),
     "diffusion.orw_cfm": ("OrwConfig", "OrwRecipe"),
     "diffusion.pipelines": ("decode_latents", "encode_images", "load_pipeline"),
@@ -41,6 +41,7 @@ _NAMES = {
         "OdeStep",
         "gaussian_kl",
         "sample_step",
+        "velocity_kl",
     ),
     "diffusion.tiny": ("TinyFluxSizes", "TinySd3Sizes", "build_tiny_flux", "build_tiny_sd3"),
 }

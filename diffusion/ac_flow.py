@@ -46,18 +46,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.critic import CREDITS, CriticConfig
-from diffusion.flow_matching import (
-    FlowMatching,
-    check_matching,
-    matching_sampler,
-    matching_trainer,
-)
+from diffusion.flow_matching import FlowMatching
 from diffusion.orw_cfm import LastPolicy, OrwSettings, describe_loss, image_weights, weighted_matching_loss
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
 from diffusion.schedule import RANDOM_SOLVERS
-from diffusion.settings import SCORES, DiffusionConfig
+from diffusion.settings import SCORES, DiffusionConfig, check_matching, matching_sampler, matching_trainer
 from diffusion.shaping import RewardShaping, ShapingConfig
 from diffusion.state_matching import StateMatching, check_states
 from diffusion.state_values import States, explained_by_time, make_critic, state_values, train_critic

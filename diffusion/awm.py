@@ -27,11 +27,11 @@ from torch import nn
 
 from diffusion.awm_loss import AwmLoss, AwmSettings, with_ratio
 from diffusion.ema import EMAWeights
-from diffusion.flow_matching import FlowMatching, check_matching, matching_sampler, matching_trainer
+from diffusion.flow_matching import FlowMatching
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import DiffusionConfig, check_matching, matching_sampler, matching_trainer
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import PolicyOutputs

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights, kl_ema_decay
 from diffusion.forward_process import NoisyRows
-from diffusion.matching import VELOCITY_KLS, WEIGHTINGS, pseudo_log_likelihood
+from diffusion.matching import WEIGHTINGS, pseudo_log_likelihood
+from diffusion.steps import VELOCITY_KLS
 from diffusion.velocity_matching import Matching, VelocityMatching
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 
 from diffusion.data import DiffusionTask, PromptConfig
 from diffusion.fifa import PairFilterConfig, embed_captions, select_pairs
-from diffusion.flow_matching import FlowMatching, check_matching
+from diffusion.flow_matching import FlowMatching
 from diffusion.pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.payload import DiffusionPayload
 from diffusion.pipelines import encode_images
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import DiffusionConfig, check_matching
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput, PolicyOutputs

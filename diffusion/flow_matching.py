@@ -17,45 +17,12 @@ from torch import Tensor
 
 from diffusion.data import DiffusionTask
 from diffusion.forward_process import NoisyRows
-from diffusion.matching import sample_times
 from diffusion.payload import DiffusionPayload
 from diffusion.policy import DiffusionPolicy
 from diffusion.sampler import SamplerConfig, group_seeds, guided, sample_latents, text_of
 from diffusion.schedule import sigma_grid
-from diffusion.settings import image_trainer
 from diffusion.velocity_matching import MatchedSamples, TimestepConfig, VelocityMatching, draw_times
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import UserError
-from mmrl.training.loop.settings import TrainerConfig
-
-
-def matching_sampler() -> SamplerConfig:
-    """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
-    return SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
-
-
-def matching_trainer() -> TrainerConfig:
-    """One update an epoch, so that the ratio is 1 and nothing is clipped."""
-    trainer = image_trainer()
-    trainer.minibatches_per_step = 1
-    trainer.old_logp = "recompute"
-    return trainer
-
-
-def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
-    """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
-    if trainer.old_logp != "recompute":
-        raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
-    grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
-    source, options = torch.Generator(), timesteps
-    try:
-        sample_times(options.times, options.count, source, grid=grid, fraction=options.fraction, shift=options.shift)
-    except UserError as error:
-        raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
-    if sampler.solver == "sa_solver" and sampler.steps < 2:
-        raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
-    if sampler.solver == "cps" and sampler.noise_level > 1:
-        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
 
 
 class FlowMatching(VelocityMatching):

@@ -18,8 +18,6 @@ from mmrl.errors import UserError
 ERROR_FLOOR = 1e-10
 NFT_ADVANTAGE_LIMIT = 5.0
 NFT_ERROR_FLOOR = 1e-5
-ELBO_NOISE_LEVEL = 0.7
-ELBO_SIGMA_LIMIT = 0.99
 LOWEST_TIME = 0.01
 LOWEST_UNIFORM_TIME = 0.2
 
@@ -173,40 +171,6 @@ def nft_loss(
     return (NFT_ADVANTAGE_LIMIT / beta * (r * good + (1 - r) * bad)).float()
 
 
-def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str = "uniform") -> Tensor:
-    """Distance between two velocities at the same noisy latents.
-
-    * uniform: mean((v - v_ref)^2) over C, H and W
-    * elbo: that over 2 g^2 with g = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))), the noise of Flow-GRPO's sampler
-
-    Args:
-        velocity: of the policy (R, C, H, W).
-        velocity_ref: of the anchor: reference, EMA or old policy (R, C, H, W).
-        sigma: time (R,); above 0 for elbo, which is infinite there.
-        kind: one of `VELOCITY_KLS`.
-
-    Returns:
-        (R,) float32.
-
-    Raises:
-        UserError: unknown kind.
-        ValueError: shapes that differ.
-
-    Gradient: through velocity; `velocity_ref` is detached.
-
-    Source: scxue/advantage_weighted_matching scripts/train_sd3_awm.py.
-    """
-    if kind not in VELOCITY_KLS:
-        raise UserError(f"there is no velocity KL '{kind}'; available: {', '.join(VELOCITY_KLS)}")
-    if velocity.shape != velocity_ref.shape or sigma.shape != (len(velocity),):
-        raise ValueError(
-            f"velocities {tuple(velocity.shape)} and {tuple(velocity_ref.shape)} must have one shape, and sigma "
-            f"{tuple(sigma.shape)} one number for each of their rows."
-        )
-    squares = (velocity.float() - velocity_ref.detach().float()).square().flatten(1).mean(1)
-    return squares * VELOCITY_KLS[kind](sigma.float())
-
-
 def _nft_error(mixed: Tensor, noisy: NoisyRows, clean: Tensor) -> Tensor:
     """Squared error of the clean image over its mean absolute error, by row."""
     sigma = noisy.sigma.double().reshape(-1, *[1] * (clean.ndim - 1))
@@ -287,10 +251,6 @@ def _uniform(options: _TimeOptions) -> Tensor:
     return shift_sigmas(times.gather(0, order), options.shift)
 
 
-def _elbo_weight(sigma: Tensor) -> Tensor:
-    return (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma)
-
-
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "uniform": _uniform_weighting,
     "t": _t_weighting,
@@ -305,9 +265,4 @@ TIME_SAMPLERS: dict[str, Callable[[_TimeOptions], Tensor]] = {
     "discrete_with_init": _discrete_with_init,
     "logit_normal": _logit_normal,
     "uniform": _uniform,
-}
-
-VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "uniform": torch.ones_like,
-    "elbo": _elbo_weight,
 }

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import NFT_SCHEDULES, EMAWeights, nft_old_decay
 from diffusion.eval_average import EvalEmaConfig
-from diffusion.flow_matching import FlowMatching, check_matching, matching_trainer
+from diffusion.flow_matching import FlowMatching
 from diffusion.matching import nft_loss, nft_weight
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import DiffusionConfig, check_matching, matching_trainer
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric

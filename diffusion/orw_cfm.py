@@ -28,16 +28,11 @@ from torch import Tensor, nn
 
 from diffusion.decisions import mean_over_decisions
 from diffusion.ema import EMAWeights
-from diffusion.flow_matching import (
-    FlowMatching,
-    check_matching,
-    matching_sampler,
-    matching_trainer,
-)
+from diffusion.flow_matching import FlowMatching
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import DiffusionConfig, check_matching, matching_sampler, matching_trainer
 from diffusion.velocity_matching import Matching, TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.groups import group_center

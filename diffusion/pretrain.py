@@ -21,7 +21,7 @@ from torch import nn
 
 from diffusion.data import DiffusionTask, PromptConfig
 from diffusion.decisions import mean_over_decisions
-from diffusion.flow_matching import FlowMatching, check_matching
+from diffusion.flow_matching import FlowMatching
 from diffusion.images import CaptionedImage, ImageDataConfig, load_images
 from diffusion.model import ModelConfig, full_model
 from diffusion.payload import DiffusionPayload
@@ -29,7 +29,7 @@ from diffusion.pipelines import encode_images
 from diffusion.policy import DiffusionPolicy
 from diffusion.recipe import DiffusionRecipe
 from diffusion.sampler import SamplerConfig
-from diffusion.settings import DiffusionConfig
+from diffusion.settings import DiffusionConfig, check_matching
 from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric

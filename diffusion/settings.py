@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
+
 from diffusion.data import PromptConfig
 from diffusion.eval_average import EvalEmaConfig
 from diffusion.evaluation import DiffusionEvaluationConfig
+from diffusion.matching import sample_times
 from diffusion.model import ModelConfig
 from diffusion.sampler import SamplerConfig
+from diffusion.velocity_matching import TimestepConfig
+from mmrl.errors import UserError
 from mmrl.fields import choice
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
@@ -29,6 +34,35 @@ def image_trainer() -> TrainerConfig:
         weight_decay=1e-4,
         old_logp="sampler",
     )
+
+
+def matching_sampler() -> SamplerConfig:
+    """Fourteen steps of SA-Solver without guidance, as published for AWM on GenEval."""
+    return SamplerConfig(steps=14, guidance=1.0, solver="sa_solver", noise_level=0.4)
+
+
+def matching_trainer() -> TrainerConfig:
+    """One update an epoch, so that the ratio is 1 and nothing is clipped."""
+    trainer = image_trainer()
+    trainer.minibatches_per_step = 1
+    trainer.old_logp = "recompute"
+    return trainer
+
+
+def check_matching(trainer: TrainerConfig, sampler: SamplerConfig, timesteps: TimestepConfig) -> None:
+    """Refuse what a run on noisy versions cannot do, before a model is there; raises ValueError."""
+    if trainer.old_logp != "recompute":
+        raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
+    grid = torch.linspace(1, 0, sampler.steps + 1)  # the scheduler's own has as many times
+    source, options = torch.Generator(), timesteps
+    try:
+        sample_times(options.times, options.count, source, grid=grid, fraction=options.fraction, shift=options.shift)
+    except UserError as error:
+        raise ValueError(f"timesteps.times is '{timesteps.times}', sampler.steps {sampler.steps}: {error}") from error
+    if sampler.solver == "sa_solver" and sampler.steps < 2:
+        raise ValueError(f"sampler.steps is {sampler.steps}; sampler.solver 'sa_solver' needs at least 2")
+    if sampler.solver == "cps" and sampler.noise_level > 1:
+        raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for cps")
 
 
 @dataclass

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 
+ELBO_NOISE_LEVEL = 0.7
+ELBO_SIGMA_LIMIT = 0.99
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -265,6 +267,40 @@ def flow_grpo_head_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, sigma: Tensor
     return gaussian_kl(mean, mean_ref, std) * (sigma - sigma_next).to(std)
 
 
+def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str = "uniform") -> Tensor:
+    """Distance between two velocities at the same noisy latents.
+
+    * uniform: mean((v - v_ref)^2) over C, H and W
+    * elbo: that over 2 g^2 with g = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))), the noise of Flow-GRPO's sampler
+
+    Args:
+        velocity: of the policy (R, C, H, W).
+        velocity_ref: of the anchor: reference, EMA or old policy (R, C, H, W).
+        sigma: time (R,); above 0 for elbo, which is infinite there.
+        kind: one of `VELOCITY_KLS`.
+
+    Returns:
+        (R,) float32.
+
+    Raises:
+        UserError: unknown kind.
+        ValueError: shapes that differ.
+
+    Gradient: through velocity; `velocity_ref` is detached.
+
+    Source: scxue/advantage_weighted_matching scripts/train_sd3_awm.py.
+    """
+    if kind not in VELOCITY_KLS:
+        raise UserError(f"there is no velocity KL '{kind}'; available: {', '.join(VELOCITY_KLS)}")
+    if velocity.shape != velocity_ref.shape or sigma.shape != (len(velocity),):
+        raise ValueError(
+            f"velocities {tuple(velocity.shape)} and {tuple(velocity_ref.shape)} must have one shape, and sigma "
+            f"{tuple(sigma.shape)} one number for each of their rows."
+        )
+    squares = (velocity.float() - velocity_ref.detach().float()).square().flatten(1).mean(1)
+    return squares * VELOCITY_KLS[kind](sigma.float())
+
+
 def guard_log_ratio(logp: Tensor, logp_old: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     """Log-ratio of GRPO-Guard, (logp - logp_old) std + mean((mean - mean_old)^2) / (2 std).
 
@@ -298,6 +334,10 @@ def _require(good: bool, problem: str) -> None:
         raise UserError(problem)
 
 
+def _elbo_weight(sigma: Tensor) -> Tensor:
+    return (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma)
+
+
 STEPS: dict[str, Callable[..., StepKernel]] = {
     "ode": OdeStep,
     "flow_sde": FlowSdeStep,
@@ -311,3 +351,7 @@ KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
     "cps": lambda noise_level, sigma_max: CpsStep(noise_level),
 }
 """Stochastic steps of a flow model, from the noise level and the grid's second time."""
+VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "uniform": torch.ones_like,
+    "elbo": _elbo_weight,
+}

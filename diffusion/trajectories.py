@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from diffusion.conditioning import TextRows
 from diffusion.data import DiffusionTask
 from diffusion.decisions import TrainedDecisions
-from diffusion.matching import velocity_kl
 from diffusion.payload import DiffusionPayload
 from diffusion.policy import DiffusionPolicy
 from diffusion.sampler import (
@@ -33,7 +32,7 @@ from diffusion.sampler import (
     trained_window,
 )
 from diffusion.schedule import sigma_grid
-from diffusion.steps import flow_grpo_head_kl, gaussian_kl
+from diffusion.steps import flow_grpo_head_kl, gaussian_kl, velocity_kl
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError

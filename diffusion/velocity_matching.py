@@ -18,8 +18,9 @@ from torch import Tensor
 
 from diffusion.decisions import TrainedDecisions, mean_over_decisions
 from diffusion.forward_process import NoisyRows, mix
-from diffusion.matching import TIME_SAMPLERS, sample_times, velocity_kl
+from diffusion.matching import TIME_SAMPLERS, sample_times
 from diffusion.sampler import row_noise
+from diffusion.steps import velocity_kl
 from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs

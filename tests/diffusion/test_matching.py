@@ -5,16 +5,8 @@ import pytest
 import torch
 
 from diffusion.forward_process import stack_timesteps
-from diffusion.matching import (
-    TIME_SAMPLERS,
-    VELOCITY_KLS,
-    WEIGHTINGS,
-    nft_loss,
-    nft_weight,
-    pseudo_log_likelihood,
-    sample_times,
-    velocity_kl,
-)
+from diffusion.matching import TIME_SAMPLERS, WEIGHTINGS, nft_loss, nft_weight, pseudo_log_likelihood, sample_times
+from diffusion.steps import VELOCITY_KLS, velocity_kl
 from mmrl.errors import UserError
 
 GRID = torch.cat([torch.linspace(1, 0.05, 14), torch.zeros(1)])

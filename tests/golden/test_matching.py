@@ -7,8 +7,9 @@ import torch
 
 from diffusion.ema import eval_ema_decay, nft_old_decay
 from diffusion.forward_process import NoisyRows
-from diffusion.matching import nft_loss, nft_weight, pseudo_log_likelihood, velocity_kl
+from diffusion.matching import nft_loss, nft_weight, pseudo_log_likelihood
 from diffusion.orw_cfm import WEIGHTS
+from diffusion.steps import velocity_kl
 from mmrl.core import PolicyOutputs, Rollouts, get
 from tests.golden.numbers import FLOAT32, assert_agrees, inputs_of, load
 
