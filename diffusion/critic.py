@@ -1,4 +1,4 @@
-"""A cheap value function of noisy latents: what reward can still be expected of x_t.
+"""A cheap value function of noisy latents: the reward expected from x_t.
 
 Source: the size, a small convolutional network with layer norms, as in a public summary of AC-Flow (arXiv 2510.18072);
     the rest of the architecture is ours.

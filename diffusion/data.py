@@ -25,7 +25,7 @@ class DiffusionTask:
     """One prompt; its G images form a group."""
 
     id: str
-    """Place in the data, such as "prompts.jsonl line 3"."""
+    """File and row, such as "prompts.jsonl line 3"."""
     prompt: str
     """The text."""
     columns: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class PromptConfig:
     prompt_key: str = "prompt"
     """Column of the text."""
     max_tasks: int | None = bounded(None, at_least=1)
-    """Use only the first so many good prompts."""
+    """Use only the first so many usable prompts."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class PromptConfig:
 
 @dataclass
 class LoadedPrompts:
-    """The usable prompts, and what was left out and why."""
+    """The usable prompts, and counts of the rows left out."""
 
     tasks: list[DiffusionTask]
     skipped: Counter[str] = field(default_factory=Counter)
@@ -71,8 +71,8 @@ def load_prompts(config: PromptConfig, too_long: Callable[[str], str | None] = l
     """Read all prompts of a data set.
 
     Args:
-        config: where they lie.
-        too_long: says what would be cut off a prompt, or None; see `TextEncoders.cuts`.
+        config: where they are.
+        too_long: describes what would be cut off a prompt, or None; see `TextEncoders.cuts`.
 
     Returns:
         Tasks in file order, with counts of the rows left out.

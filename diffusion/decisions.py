@@ -16,16 +16,16 @@ from mmrl.core.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class TrainedDecisions:
-    """Places of the M decisions whose mask is 1."""
+    """Indices of the M decisions whose mask is 1."""
 
     index: Tensor
-    """(M,) int64, place in the flattened (B, T)."""
+    """(M,) int64, index in the flattened (B, T)."""
     shape: torch.Size
     """(B, T)."""
 
     @classmethod
     def of(cls, rollouts: Rollouts) -> TrainedDecisions:
-        """Those of the rollouts' mask, row by row."""
+        """From the rollouts' mask, row by row."""
         return cls(torch.nonzero(rollouts.mask.flatten() > 0).flatten(), rollouts.mask.shape)
 
     @property
@@ -38,7 +38,7 @@ class TrainedDecisions:
         return table[:, : self.shape[1]].flatten(0, 1)[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values (M,) at their places in (B, T), 0 elsewhere."""
+        """Scatter values (M,) into (B, T), 0 elsewhere."""
         return values.new_zeros(self.shape.numel()).index_copy(0, self.index, values).view(self.shape)
 
 

@@ -1,14 +1,13 @@
-"""Moving averages of the trained weights, and how much of the old average the published methods keep.
+"""Moving averages of the trained weights, with the decays of the published methods.
 
-Three of them are in use and they are different things: the average that is evaluated and kept (`eval_ema_decay`), the
-anchor of AWM's KL term (`kl_ema_decay`) and the policy that DiffusionNFT samples from (`nft_old_decay`).
+Three different ones are in use: the average that is evaluated and saved (`eval_ema_decay`), the anchor of AWM's KL term
+(`kl_ema_decay`) and the policy that DiffusionNFT samples from (`nft_old_decay`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,14 +124,6 @@ def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor])
         parameter.copy_(values[name])
 
 
-class _Ramp(NamedTuple):
-    """0 for `flat` steps, then growing by `slope` a step up to `limit`."""
-
-    flat: int
-    slope: float
-    limit: float
-
-
 def eval_ema_decay(step: int, decay: float = 0.9999) -> float:
     """Decay of the average that is evaluated and saved: min((1 + s) / (10 + s), d).
 
@@ -156,12 +147,9 @@ def nft_old_decay(step: int, kind: int) -> float:
     """
     if kind not in NFT_SCHEDULES:
         raise UserError(f"decay kind {kind}; there are: {', '.join(map(str, NFT_SCHEDULES))}")
-    schedule = NFT_SCHEDULES[kind]
-    return min(schedule.slope * max(step - schedule.flat, 0), schedule.limit)
+    flat, slope, limit = NFT_SCHEDULES[kind]
+    return min(slope * max(step - flat, 0), limit)
 
 
-NFT_SCHEDULES = {
-    0: _Ramp(flat=0, slope=0.0, limit=0.0),
-    1: _Ramp(flat=0, slope=0.001, limit=0.5),
-    2: _Ramp(flat=75, slope=0.0075, limit=0.999),
-}
+NFT_SCHEDULES = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
+"""Decay types: 0 for so many steps, then growing by a slope a step up to a limit."""

@@ -31,7 +31,7 @@ from mmrl.training.record.samples import SampleRecord
 
 DISTANCE_TIMES = (0.2, 0.4, 0.6, 0.8)
 SHOWN_IMAGES = 4
-"""Images of a prompt that the report keeps."""
+"""Images of a prompt in the report."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class ImageMeasure(Measure[DiffusionTask]):
         return metrics | {"unscored": float(missing)}
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Why no image could be scored; empty where one could."""
+        """Error text if no image could be scored, else empty."""
         return describe_failure(rows, self.split)
 
     def record(self, row: Row) -> SampleRecord:

@@ -10,8 +10,8 @@ other caption (the term of a nearest-neighbour estimate of the entropy).
 
 Differences from the paper, which has no public code: alpha, gamma, k and the normalisation are not stated in what could
 be read of it; here each term is standardised over the pairs (`normalise: zscore`) and both weights default to 0.5. The
-1 in the logarithm keeps duplicate captions finite. `margin: signed` also drops pairs whose labels the reward model
-turns round, which |.| keeps.
+1 in the logarithm keeps duplicate captions finite. `margin: signed` also drops pairs whose labels the reward
+model reverses, which |.| keeps.
 
 As a filter of a run: `filter: {kind: fifa, keep: 200}`. Alone: `select_pairs`, or
 
@@ -37,7 +37,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
 
 CHUNK = 1024
-"""Rows of the table of distances that are in memory at a time."""
+"""Rows of the distance table in memory at a time."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class PairFilterConfig:
     kind: str = choice("none", ("none", "fifa", "random"))
     """none: all of them; fifa: the most important ones; random: as many drawn at random, to compare with."""
     keep: int | None = bounded(None, at_least=1)
-    """Pairs that stay; must be given for fifa and random."""
+    """Number of pairs kept; must be given for fifa and random."""
     alpha: float = bounded(0.5, at_least=0, finite=True)
-    """Weight of the captions' quality; 0 = not looked at."""
+    """Weight of the captions' quality; 0 = ignored."""
     gamma: float = bounded(0.5, at_least=0, finite=True)
-    """Weight of the captions' diversity; 0 = not looked at."""
+    """Weight of the captions' diversity; 0 = ignored."""
     margin: str = choice("absolute", ("absolute", "signed"))
     """absolute: distance of the two scores; signed: score of the preferred image minus that of the rejected one."""
     neighbours: int = bounded(5, at_least=1)
@@ -73,13 +73,13 @@ class PairFilterConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """The pairs that stay, the most important first, and what made them stay."""
+    """The kept pairs, the most important first."""
 
     pairs: list[ImagePair]
     importance: Tensor
-    """(K,) float64, of the pairs that stay."""
+    """(K,) float64."""
     terms: dict[str, Tensor]
-    """margin, quality and diversity of the pairs that stay (K,), before normalisation; only those that were used."""
+    """margin, quality and diversity (K,) before normalisation, where they are used."""
 
 
 def select_pairs(
@@ -177,7 +177,6 @@ def _margins(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
 
 
 def _quality(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
-    """Quality of each pair's caption; duplicates of a caption share it."""
     if config.quality is None:
         lacking = next((pair for pair in pairs if "text_quality" not in pair.numbers), None)
         if lacking is not None:

@@ -1,4 +1,4 @@
-"""Options of the model: which pipeline is trained, how, and in which precision."""
+"""Options of the model: pipeline, adapters, precision, image size."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ class LoraSettings:
     """Low-rank adapters in place of full fine-tuning; rank, alpha and targets are those of Flow-GRPO and AWM."""
 
     enabled: bool = True
-    """Train adapters and keep every weight of the transformer as it is."""
-
+    """Train adapters and freeze the transformer's own weights."""
     rank: int = bounded(32, at_least=1)
     """Width of the adapters."""
-
     alpha: int = bounded(64, at_least=1)
     """The adapters' output is scaled by alpha / rank."""
-
     dropout: float = bounded(0.0, at_least=0, below=1)
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
-
     targets: list[str] | None = None
     """Linear layers that get an adapter, by the end of their name; empty: all attention projections of both streams."""
 
@@ -39,40 +35,30 @@ class LoraSettings:
 
 @dataclass
 class ModelConfig:
-    """Which pipeline is trained and how it is held in memory."""
+    """The pipeline that is trained, its precision and size."""
 
     path: str = MISSING
     """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, or folder of saved weights of either."""
-
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-
     dtype: str = choice("float32", lambda: DTYPES)
     """Precision of all weights but the adapters, which are float32: float32 or bfloat16."""
-
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters in place of full fine-tuning."""
-
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-
     height: int | None = bounded(None, at_least=1)
     """Image height in pixels; empty: the size that the pipeline was trained for."""
-
     width: int | None = bounded(None, at_least=1)
     """Image width in pixels; empty: the size that the pipeline was trained for."""
-
     guidance_embedding: float = bounded(3.5, at_least=0, finite=True)
     """Guidance scale, an input of guidance-distilled FLUX transformers; others have none."""
-
     max_sequence_length: int | None = bounded(None, at_least=1)
     """Tokens of the T5 encoder; empty: the pipeline's own default, 256 for Stable Diffusion 3 and 512 for FLUX."""
-
     free_text_encoders: bool = False
-    """Embed all prompts of the run at its start and let the text encoders go; no other prompt can be drawn then."""
+    """Embed all prompts at the start of the run and drop the text encoders; no other prompt can be drawn then."""
 
 
 def full_model() -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The payload of diffusion rollouts: prompts, stored once per group, and images with how they were drawn.
+"""The payload of diffusion rollouts: prompts, stored once per group, and images with their latents.
 
 Shapes: N groups (prompts), B rows (images), T decisions (denoising steps or draws), C x H x W one latent.
 """
@@ -19,7 +19,7 @@ from mmrl.core.payload import Payload, per_decision, per_group, per_row
 
 @dataclass
 class DiffusionPayload(Payload):
-    """Prompts of N groups, images of B rows and how they were drawn."""
+    """Prompts of N groups; images, latents and decisions of B rows."""
 
     tasks: list[DiffusionTask] = per_group()
     """The task of each group."""
@@ -47,7 +47,7 @@ class DiffusionPayload(Payload):
         return [task.prompt for task in self.tasks]
 
     def without_nonfinite(self) -> Self:
-        """The payload with zeros in the rows without an image: infinities would spoil even masked sums."""
+        """Zeros in the rows without an image: infinities would spoil even masked sums."""
         if all(self.finite):
             return self
         bad = torch.tensor([not good for good in self.finite], device=self.latents.device)

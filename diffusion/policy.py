@@ -213,7 +213,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> DiffusionPolicy:
 
     Args:
         config: which pipeline and how. Where its path is a folder written by `DiffusionPolicy.save_pretrained`, the
-            pipeline that the folder names is loaded and training goes on from the saved weights.
+            pipeline that the folder names is loaded and training continues from the saved weights.
         seed: seed of the adapters' random half.
 
     Returns:
@@ -239,11 +239,10 @@ class _Start(NamedTuple):
     """Pipeline and weights that a policy starts from."""
 
     pipeline: Any
-    """Pipeline with the transformer that adapters go on top of."""
     root: str
     """Where the pipeline came from."""
     base: str
-    """Where that transformer came from: the pipeline, or a folder of a transformer that was trained in full."""
+    """Where its transformer came from: the pipeline, or a folder of a transformer that was trained in full."""
     adapter: Path | None
     """Folder of a saved adapter on top of it."""
 
@@ -269,15 +268,11 @@ def _find_start(path: str, dtype: torch.dtype) -> _Start:
 
 
 def _base(policy: DiffusionPolicy) -> dict[str, Any]:
-    """Pipeline, transformer and adapter that saved weights need."""
+    """Description of the saved weights."""
     lora = policy.config.lora
-    base: dict[str, Any] = {
-        "path": policy.base_path,
-        "pipeline": type(policy.pipeline).__name__,
-        "transformer": type(policy.transformer).__name__,
-        "kind": "lora" if lora.enabled else "full",
-    }
-    return base | ({"rank": lora.rank, "alpha": lora.alpha} if lora.enabled else {})
+    kind = {"kind": "lora", "rank": lora.rank, "alpha": lora.alpha} if lora.enabled else {"kind": "full"}
+    parts = {"pipeline": policy.pipeline, "transformer": policy.transformer}
+    return {"path": policy.base_path, **{name: type(part).__name__ for name, part in parts.items()}, **kind}
 
 
 def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:

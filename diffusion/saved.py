@@ -28,7 +28,7 @@ def read_base(file: Path) -> dict[str, Any]:
 
 
 def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Weights of a folder, or one clear error of whatever a reader raises."""
+    """Load a folder's weights; turn reader errors into a UserError."""
     try:
         return read()
     except UserError:
@@ -39,7 +39,7 @@ def guarded(folder: Path, read: Callable[[], dict[str, Tensor]]) -> dict[str, Te
 
 
 def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
-    """Write a transformer's adapter as the file that the `load_lora_weights` of its pipeline reads."""
+    """Write a transformer's adapter as a file for its pipeline's `load_lora_weights`."""
     from peft import get_peft_model_state_dict
 
     weights = get_peft_model_state_dict(transformer, adapter_name=ADAPTER)
@@ -55,8 +55,8 @@ def save_adapter(transformer: Any, pipeline: Any, folder: Path) -> None:
 
 
 def merged(transformer: Any) -> Any:
-    """A transformer with the adapters' products in its weights; it shares all weights without an adapter."""
-    # the policy's own is not touched: merging and unmerging would round it
+    """A transformer with the adapters merged; weights without an adapter are shared."""
+    # a new module: merging and unmerging the policy's own would round its weights
     state = {
         name.replace(".base_layer.", "."): weight
         for name, weight in transformer.state_dict().items()

@@ -18,7 +18,7 @@ from diffusion.steps import KERNELS, OdeStep, StepKernel, sample_step
 from mmrl.errors import UserError
 
 Noise = torch.Generator | list[torch.Generator] | None
-"""Source of noise: one for all rows, or one for each, so that how images are batched changes none of them."""
+"""One generator for all rows, or one for each, so that images do not depend on their batch."""
 
 RANDOM_FROM, RANDOM_TO = 0.3, 0.9  # times between which SA-Solver may add noise
 SA_FIRST_SIGMA = 0.999

@@ -1,4 +1,4 @@
-"""Rewards to returns: what a critic is trained to predict."""
+"""Rewards to returns, the targets of a critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of the states of rollouts, and the training of the critic that gives them: what AC-Flow and Flow-PPO share.
+"""Values of the states of rollouts and the training of their critic, shared by AC-Flow and Flow-PPO.
 
 Shapes: B rows (images), T states of each, M of the B * T whose mask is 1, C x H x W one latent.
 """

@@ -71,7 +71,7 @@ class TrainedSteps:
     """The steps whose mask is 1 as one batch of M."""
 
     decisions: TrainedDecisions
-    """Places of the steps in (B, T)."""
+    """Indices of the steps in (B, T)."""
     latents: Tensor
     """Before each step (M, C, H, W)."""
     reached: Tensor

@@ -82,7 +82,7 @@ class NoisyVersions:
     """The noisy versions whose mask is 1 as one batch of M."""
 
     decisions: TrainedDecisions
-    """Their places in (B, T)."""
+    """Their indices in (B, T)."""
     rows: NoisyRows
     """The M noisy latents with their times and targets."""
 
@@ -92,7 +92,7 @@ class Matching:
     """A model's velocity on noisy versions."""
 
     decisions: TrainedDecisions
-    """Places of the noisy versions in (B, T)."""
+    """Indices of the noisy versions in (B, T)."""
     noisy: NoisyRows
     """M rows."""
     clean: Tensor
@@ -107,16 +107,16 @@ class Matching:
 
     @property
     def errors(self) -> Tensor:
-        """`error` at its places in (B, T), 0 elsewhere."""
+        """`error` scattered into (B, T), 0 elsewhere."""
         return self.decisions.scatter(self.error)
 
     def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
-        """Distance (B, T) to the velocity (M, ...) of another model, see `velocity_kl`; 0 where not trained."""
+        """Distance (B, T) to the velocity (M, ...) of another model by `velocity_kl`, 0 where not trained."""
         return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
 
 
 class VelocityMatching(ABC):
-    """Evaluates models on noisy versions of samples; a subclass says what the samples are and how models are called."""
+    """Evaluates models on noisy versions of samples."""
 
     def __init__(self, timesteps: TimestepConfig) -> None:
         self.timesteps = timesteps
