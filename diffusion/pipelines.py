@@ -234,10 +234,10 @@ def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, abse
     import diffusers
 
     missing: dict[str, Any] = dict.fromkeys(absent)
-    for part in index.values():
-        if isinstance(part, list) and str(part[0]).startswith(OWN_CLASSES):
-            importlib.import_module(part[0])  # diffusers finds classes of other packages only once they are imported
     try:
+        for part in index.values():
+            if isinstance(part, list) and str(part[0]).startswith(OWN_CLASSES):
+                importlib.import_module(part[0])  # diffusers finds classes of other packages only once imported
         with quiet_transformers(), quiet_diffusers():
             return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **missing)
     except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
