@@ -60,7 +60,7 @@ from diffusion.velocity_matching import TimestepConfig
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.objectives import ObjectiveConfig, check_group_size, make_objective
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import TrainerConfig
@@ -77,11 +77,11 @@ class AcFlowConfig(DiffusionConfig):
     credit: str = choice("return", lambda: CREDITS)
     """Advantage of a state: return (R - V) or difference (V of the next state kept - V; needs states: trajectory and a
     stochastic sampler)."""
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
     """Rewards to returns."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value function."""
-    advantage_bound: float = bounded(1.0, at_least=0)
+    advantage_bound: float = rare(bounded(1.0, at_least=0))
     """Largest size k of an advantage; 0 = no bound."""
     orw: OrwSettings = field(default_factory=lambda: OrwSettings(weighting="exp", tau=1.0, normalize_weights=True))
     """Weights of the images."""

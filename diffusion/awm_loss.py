@@ -28,7 +28,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
@@ -40,19 +40,19 @@ class AwmSettings:
 
     weighting: str = choice("ghuber", lambda: WEIGHTINGS)
     """Error to pseudo log-likelihood: uniform, t, t2, huber or ghuber."""
-    power: float = bounded(0.25, above=0)
+    power: float = rare(bounded(0.25, above=0))
     """Exponent p of ghuber."""
-    average: str = choice("exp_first", lambda: AVERAGING)
+    average: str = rare(choice("exp_first", lambda: AVERAGING))
     """exp_first: a ratio for each time; sum_first: one of their mean; bgpo: exp_first, but linear where A >= 0."""
-    kl_kind: str = choice("uniform", lambda: VELOCITY_KLS)
+    kl_kind: str = rare(choice("uniform", lambda: VELOCITY_KLS))
     """Weight of the velocity distances to reference and EMA: uniform or elbo."""
     ema_coef: float = bounded(1.0, at_least=0)
     """Weight of the distance to `kl_ema`, the moving average of past policies; 0 = no such term."""
-    ema_limit: float = bounded(0.3, at_least=0, below=1)
+    ema_limit: float = rare(bounded(0.3, at_least=0, below=1))
     """Largest weight that the moving average gives to its old value."""
-    ema_slope: float = bounded(0.001, at_least=0)
+    ema_slope: float = rare(bounded(0.001, at_least=0))
     """Growth of that weight an epoch until the limit; large = at once."""
-    off_policy: bool = False
+    off_policy: bool = rare(False)
     """Draw images with the moving average instead of the policy."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.distributed import average_gradients, merge_lists
 
 TIME_FEATURES = 16
@@ -26,7 +26,7 @@ class CriticConfig:
 
     enabled: bool = True
     """Without it V is 0 everywhere."""
-    width: int = bounded(64, at_least=1)
+    width: int = rare(bounded(64, at_least=1))
     """Channels of the convolutions and hidden units."""
     learning_rate: float = bounded(1e-3, above=0)
     """Of its own AdamW; 1e-4 for a large latent."""
@@ -34,9 +34,9 @@ class CriticConfig:
     """Passes over the states of a step."""
     warmup_updates: int = bounded(20, at_least=0)
     """Updates of the critic before the policy is trained."""
-    batch_rows: int = bounded(256, at_least=1)
+    batch_rows: int = rare(bounded(256, at_least=1))
     """States in one update."""
-    max_grad_norm: float = bounded(1.0, above=0)
+    max_grad_norm: float = rare(bounded(1.0, above=0))
     """Gradient norm above which its gradients are scaled down."""
 
 

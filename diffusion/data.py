@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.files import expanded
 from mmrl.hub.tables import MAX_LINE_MB, read_rows
 
@@ -40,7 +40,7 @@ class PromptConfig:
     """A .txt file with a prompt a line, a .jsonl, .json or .parquet file, a data-set folder or a hub id."""
     split: str = "train"
     """Split of a data set that has several."""
-    subset: str | None = None
+    subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
     prompt_key: str = "prompt"
     """Column of the text."""
@@ -50,11 +50,11 @@ class PromptConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-    max_prompt_chars: int = bounded(10_000, at_least=1)
+    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
     """Longest prompt in characters, checked before it is tokenised."""
-    max_line_mb: float = bounded(MAX_LINE_MB, above=0, finite=True)
+    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
     """Longest line of a .jsonl file in 10^6 bytes."""
-    on_bad_row: str = choice("skip", BAD_ROWS)
+    on_bad_row: str = rare(choice("skip", BAD_ROWS))
     """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
 
 

@@ -24,7 +24,7 @@ from diffusion.sampler import SamplerConfig
 from diffusion.settings import DiffusionConfig
 from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 
@@ -33,9 +33,9 @@ from mmrl.training.loop.objectives import ObjectiveConfig
 class HistoryConfig:
     """Rewards of a prompt that its advantages are measured against."""
 
-    size: int = bounded(16, at_least=1)
+    size: int = rare(bounded(16, at_least=1))
     """Latest rewards kept for each prompt."""
-    min_count: int = bounded(16, at_least=1)
+    min_count: int = rare(bounded(16, at_least=1))
     """Fewest rewards of a prompt before its own mean and deviation are used."""
 
     def validate(self) -> None:
@@ -55,7 +55,7 @@ class DdpoConfig(DiffusionConfig):
     """Gradient through both halves of guidance."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="ddpo"))
     """Clip 1e-4, no KL."""
-    history: HistoryConfig = field(default_factory=HistoryConfig)
+    history: HistoryConfig = rare(field(default_factory=HistoryConfig))
     """Statistics of each prompt."""
 
     def validate(self) -> None:

@@ -43,7 +43,7 @@ from mmrl.core.pairs import SCORE
 from mmrl.core.preference import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.loop.recipe import NoUsableTasksError, Recipe
 from mmrl.training.loop.reference import Reference
@@ -69,9 +69,9 @@ class DiffusionDpoConfig(DiffusionConfig):
     """Which of them are trained on."""
     data: PromptConfig = field(default_factory=lambda: PromptConfig(path=""))
     """Not used; the captions are those of the pairs."""
-    drop_caption: float = bounded(0.1, at_least=0, at_most=1)
+    drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that both images of a pair are shown without their caption, so that guidance goes on working."""
-    error: str = choice("velocity", ERRORS)
+    error: str = rare(choice("velocity", ERRORS))
     """What errors are of: velocity, or the noise that it implies, which weighs a time t by (1 - t)^2."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(

@@ -33,6 +33,7 @@ from diffusion.shaping import RewardShaping, ShapingConfig
 from diffusion.state_values import States, explained_by_time, make_critic, state_values, train_critic
 from diffusion.trajectories import StepConfig, Trajectories, check_trajectories
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import rare
 from mmrl.training.loop.distributed import global_advantages
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.seeds import make_generator
@@ -51,7 +52,7 @@ class FlowPpoConfig(DiffusionConfig):
     compares_samples: ClassVar[bool] = False
     step: StepConfig = field(default_factory=StepConfig)
     """Evaluation of the trained steps."""
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
     """Rewards to returns, of any kind but group_z: the critic is the baseline."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value function."""

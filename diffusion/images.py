@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.files import expanded, is_file, replaced
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
 from mmrl.hub.tables import LINES, READERS, Row, read_rows
@@ -47,9 +47,9 @@ class ImageDataConfig:
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
-    max_image_pixels: int = image_pixels_option()
+    max_image_pixels: int = rare(image_pixels_option())
     """Largest image in pixels, checked by its header before it is decoded."""
-    max_prompt_chars: int = bounded(10_000, at_least=1)
+    max_prompt_chars: int = rare(bounded(10_000, at_least=1))
     """Longest caption in characters."""
 
 

@@ -38,7 +38,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
 
@@ -47,11 +47,11 @@ from mmrl.training.loop.settings import TrainerConfig
 class NftSettings:
     """Options of the two-sided loss."""
 
-    beta: float = bounded(1.0, above=0)
+    beta: float = rare(bounded(1.0, above=0))
     """How far the mixtures reach from the old velocity; 0.1 for OCR and several rewards."""
-    old_schedule: int = choice(1, lambda: NFT_SCHEDULES)
+    old_schedule: int = rare(choice(1, lambda: NFT_SCHEDULES))
     """Share of itself that the old policy keeps: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999)."""
-    advantage_mode: str = choice("all", lambda: ADVANTAGE_MODES)
+    advantage_mode: str = rare(choice("all", lambda: ADVANTAGE_MODES))
     """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign)."""
 
 
@@ -59,7 +59,7 @@ class NftSettings:
 class DiffusionNftConfig(DiffusionConfig):
     """A DiffusionNFT run."""
 
-    nft: NftSettings = field(default_factory=NftSettings)
+    nft: NftSettings = rare(field(default_factory=NftSettings))
     """The two-sided loss."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(steps=10, guidance=1.0, solver="dpm"))
     """How images are drawn."""

@@ -39,7 +39,7 @@ from mmrl.core.groups import group_center
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.distributed import merge_lists
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import TrainerConfig
@@ -57,7 +57,7 @@ class OrwSettings:
     """Divide the weights by their mean over the step (of their absolute values)."""
     center: bool = False
     """Subtract from each reward the mean of its prompt."""
-    refresh_every: int = bounded(1, at_least=1)
+    refresh_every: int = rare(bounded(1, at_least=1))
     """Steps after which images are drawn with the policy as it is then."""
 
 

@@ -35,7 +35,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.recipe import NoUsableTasksError
 from mmrl.training.loop.reference import Reference
@@ -60,7 +60,7 @@ class PretrainConfig(DiffusionConfig):
     """The captioned images."""
     data: PromptConfig = field(default_factory=lambda: PromptConfig(path=""))
     """Not used; the captions are those of the images."""
-    drop_caption: float = bounded(0.1, at_least=0, at_most=1)
+    drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that an image is shown without its caption."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(count=1, times="logit_normal", share_times="image")

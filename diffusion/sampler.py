@@ -18,7 +18,7 @@ from diffusion.data import DiffusionTask
 from diffusion.guidance import GuidedVelocity
 from diffusion.schedule import RANDOM_SOLVERS, SOLVERS, Solver, make_solver, sde_window, sigma_grid, trained_steps
 from diffusion.steps import KERNELS, OdeStep, StepKernel, sample_step
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 
 @dataclass
@@ -29,26 +29,26 @@ class SamplerConfig:
     """Denoising steps of a training rollout."""
     guidance: float = bounded(4.5, at_least=0)
     """Classifier-free guidance scale in rollouts and in training; 1 = none, one model row a step instead of two."""
-    negative_prompt: str = ""
+    negative_prompt: str = rare("")
     """The other side of guidance."""
-    kernel: str = choice("flow_sde", lambda: KERNELS)
+    kernel: str = rare(choice("flow_sde", lambda: KERNELS))
     """Transition of the trained steps: flow_sde, dance_sde or cps; methods that learn from x_0 alone use `solver`."""
     noise_level: float = bounded(0.7, at_least=0)
     """Noise of the stochastic steps, eta; the meaning is the kernel's (or sa_solver's tau). euler and dpm have none."""
-    window: int = bounded(0, at_least=0)
+    window: int = rare(bounded(0, at_least=0))
     """Consecutive stochastic steps that are trained, the others are ODE steps; 0 = all that `fraction` leaves."""
-    window_low: int = bounded(0, at_least=0)
+    window_low: int = rare(bounded(0, at_least=0))
     """First step at which the window may start."""
-    window_high: int = bounded(0, at_least=0)
+    window_high: int = rare(bounded(0, at_least=0))
     """Step before which the window ends; 0 = half of the steps."""
-    fraction: float = bounded(0.99, above=0, at_most=1)
+    fraction: float = rare(bounded(0.99, above=0, at_most=1))
     """Share of the steps that is trained; 0.99 leaves out the last one, whose Gaussian is too peaked."""
-    random_share: float = bounded(1.0, above=0, at_most=1)
+    random_share: float = rare(bounded(1.0, above=0, at_most=1))
     """Train on this share of the trained steps, drawn for each image (DanceGRPO 0.6)."""
     solver: str = choice("euler", lambda: SOLVERS)
     """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
     stochastic steps flow_sde, dance_sde and cps, of which the last has no noise."""
-    same_noise: bool = False
+    same_noise: bool = rare(False)
     """Whether the images of a group start from the same noise (DanceGRPO)."""
     batch_rows: int = bounded(64, at_least=1)
     """Most images drawn or decoded at a time; for memory only, the images do not depend on it."""

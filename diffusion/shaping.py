@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.distributed import global_advantages, merge_lists
 
 SHAPINGS = ("none", "minmax", "running_z", "running_z_tanh", "group_z")
@@ -28,7 +28,7 @@ class ShapingConfig:
     """Smallest reward of minmax."""
     high: float = 1.0
     """Largest reward of minmax."""
-    momentum: float = bounded(0.05, above=0, at_most=1)
+    momentum: float = rare(bounded(0.05, above=0, at_most=1))
     """Weight of a new step in the running mean and deviation."""
 
     def validate(self) -> None:

@@ -36,7 +36,7 @@ from diffusion.steps import flow_grpo_head_kl, gaussian_kl, velocity_kl
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import choice
+from mmrl.fields import choice, rare
 from mmrl.training.loop.reference import Reference
 
 KL_FORMS = ("exact", "flow_grpo_head", "velocity")
@@ -48,7 +48,7 @@ class StepConfig:
 
     kl_form: str = choice("exact", KL_FORMS)
     """KL of a step to the reference: exact, flow_grpo_head (as published, without the step length) or velocity."""
-    detach_negative: bool = True
+    detach_negative: bool = rare(True)
     """Leave the negative half of guidance out of the gradient, as newer Flow-GRPO code does."""
 
 

@@ -25,7 +25,7 @@ from mmrl.core.aggregation import Denominators
 from mmrl.core.metrics import Metric, mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.reference import Reference
 
 SHARING = ("batch", "group", "image")
@@ -44,9 +44,9 @@ class TimestepConfig:
     """Share of the grid that the discrete kinds use, from the noisy end."""
     shift: float = bounded(3.0, above=0)
     """Shift of the continuous kinds towards noise; 1 = none."""
-    share_times: str = choice("group", SHARING)
+    share_times: str = rare(choice("group", SHARING))
     """Images with the same times: batch (all), group (those of a prompt) or image (each has its own)."""
-    share_noise: bool = False
+    share_noise: bool = rare(False)
     """Whether the images of a group get the same noises."""
 
 

@@ -186,7 +186,7 @@ def _print_rows(kind: str) -> None:
 
 
 def options(args: argparse.Namespace) -> int:
-    """Print every option of a recipe: its sentence, type, bounds and default."""
+    """Print the options of a recipe: sentence, type, bounds and default; --all adds those that few users set."""
     from mmrl.options import options_of, select_options
     from mmrl.recipes import find_recipe
 
@@ -196,8 +196,21 @@ def options(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps([dataclasses.asdict(option) for option in found], indent=2))
         return 0
-    for option in found:
+    shown = [option for option in found if args.all or args.prefix or not option.rare]
+    for option in shown:
         say(f"\n{option.key}: {option.help}" if option.part else f"{option.key}  ({option.facts})\n    {option.help}")
+    hidden = sum(not option.part for option in found) - sum(not option.part for option in shown)
+    if hidden:
+        say(f"\n{hidden} more options, which few users set: mmrl options {args.recipe} --all")
+    return 0
+
+
+def schema(args: argparse.Namespace) -> int:
+    """Print a JSON schema of a recipe's configuration, with which editors complete and check YAML files."""
+    from mmrl.options import json_schema
+    from mmrl.recipes import find_recipe
+
+    say(json.dumps(json_schema(find_recipe(args.recipe, where="mmrl schema").load_defaults()), indent=1))
     return 0
 
 
@@ -324,7 +337,12 @@ def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prefix", metavar="PREFIX", nargs="?", help="only this key and those below it, such as model.lora"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("--all", action="store_true", help="also those that few users set")
+    parser.add_argument("--json", action="store_true", help="print all of them as a JSON list")
+
+
+def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="name in `mmrl list recipes`, or module:Recipe:Config")
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -381,6 +399,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(compare, _add_compare_arguments),
     "list": Command(list_entries, _add_list_arguments),
     "options": Command(options, _add_options_arguments),
+    "schema": Command(schema, _add_schema_arguments),
     "doctor": Command(doctor, _add_doctor_arguments),
     "demo": Command(demo, _add_demo_arguments),
     "select": Command(select, _add_select_arguments, takes_overrides=True),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -152,6 +153,21 @@ def choice(default: Any, allowed: Collection[Any] | Callable[[], Collection[Any]
     return _field(default, Bounds(choices=choices, or_function=or_function))
 
 
+def rare(default: Any) -> Any:
+    """A dataclass field, given by its default or as made by `bounded`, `choice` or `field`, that few users ever set.
+
+    `mmrl options RECIPE` leaves it out, and what is inside it, unless called with `--all`.
+    """
+    item = default if isinstance(default, dataclasses.Field) else _field(default, None)
+    item.metadata = types.MappingProxyType({**item.metadata, "rare": True})
+    return item
+
+
+def is_rare(item: dataclasses.Field[Any]) -> bool:
+    """Whether few users ever set a field."""
+    return bool(item.metadata.get("rare"))
+
+
 def by_kind(
     table: Callable[[], Mapping[str, type[Any]]],
     *,
@@ -212,10 +228,11 @@ def check_config(config: Any, where: str = "") -> None:
             part.validate()
 
 
-def _field(default: Any, bounds: Bounds) -> Any:
+def _field(default: Any, bounds: Bounds | None) -> Any:
+    metadata = {} if bounds is None else {"bounds": bounds}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"bounds": bounds})
-    return dataclasses.field(default=default, metadata={"bounds": bounds})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import textwrap
 import types
 import typing
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import Kinds, bounds_of, kinds_of
+from mmrl.fields import Bounds, Kinds, bounds_of, is_rare, kinds_of
 
 REQUIRED = "???"
 """Default of a value that must be given, as in OmegaConf."""
@@ -46,6 +47,8 @@ class Option:
     """Kinds that have it; empty where it is always there."""
     default_from: str = ""
     """Where the default comes from, if it is not fixed."""
+    rare: bool = False
+    """Whether few users ever set it."""
 
     @property
     def facts(self) -> str:
@@ -81,16 +84,65 @@ def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
     raise UserError(f"there is no option '{prefix}'; {hint}options begin with: {', '.join(parts)}")
 
 
-def _walk(schema: type[Any], instance: Any, prefix: str) -> Iterator[Option]:
+def json_schema(defaults: Any) -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a configuration: keys, types, bounds, sentences and defaults."""
+    schema = _object_schema(defaults if isinstance(defaults, type) else type(defaults))
+    schema["properties"]["extends"] = {"type": "string", "description": "File whose values this one changes."}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _object_schema(schema: type[Any]) -> dict[str, Any]:
+    hints, sentences, properties = typing.get_type_hints(schema), _sentences(schema), {}
+    for item in dataclasses.fields(schema):
+        found = _type_schema(hints[item.name], bounds_of(item))
+        default = _default_of(item)
+        if not dataclasses.is_dataclass(default) and default not in (dataclasses.MISSING, REQUIRED):
+            found["default"] = _plain(default)
+        properties[item.name] = {"description": sentences.get(item.name, ""), **found}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _type_schema(hint: Any, bounds: Bounds | None = None) -> dict[str, Any]:
+    """Schema of an annotation; the bounds are those of its numbers."""
+    if bounds is not None and bounds.choices is not None:
+        values = [*bounds.allowed, *([None] if type(None) in typing.get_args(hint) else [])]
+        named: dict[str, Any] = {"enum": values}
+        return {"anyOf": [named, {"type": "string", "pattern": ":"}]} if bounds.or_function else named
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(option, bounds) for option in arguments]}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _object_schema(hint)
+    if origin in (list, tuple) and arguments:
+        return {"type": "array", "items": _type_schema(arguments[0], bounds)}
+    if origin is dict and arguments:
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
+    name = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}.get(hint)
+    name = name or {list: "array", dict: "object"}.get(hint)
+    found: dict[str, Any] = {} if name is None else {"type": name}
+    if bounds is not None and name in ("integer", "number"):
+        limits = {
+            "minimum": bounds.at_least,
+            "exclusiveMinimum": bounds.above,
+            "maximum": bounds.at_most,
+            "exclusiveMaximum": bounds.below,
+            "multipleOf": bounds.multiple_of,
+        }
+        found |= {key: limit for key, limit in limits.items() if limit is not None and abs(limit) != math.inf}
+    return found
+
+
+def _walk(schema: type[Any], instance: Any, prefix: str, rare: bool = False) -> Iterator[Option]:
     """Options of a dataclass; defaults are those of the instance where there is one."""
     hints = typing.get_type_hints(schema)
     sentences = _sentences(schema)
+    parts = {_part_of(hint)[0] for hint in hints.values() if not _part_of(hint)[1]}
     for item in dataclasses.fields(schema):
         key, hint = f"{prefix}{item.name}", hints[item.name]
         default = _default_of(item) if instance is None else getattr(instance, item.name)
         required = default is dataclasses.MISSING or default == REQUIRED
         part, suffix = _part_of(hint)
-        bounds = bounds_of(item)
+        bounds, kinds, hidden = bounds_of(item), kinds_of(item), rare or is_rare(item)
         yield Option(
             key=key,
             help=sentences.get(item.name, ""),
@@ -99,24 +151,26 @@ def _walk(schema: type[Any], instance: Any, prefix: str) -> Iterator[Option]:
             bounds="" if bounds is None else str(bounds),
             required=required,
             part=part is not None and not suffix,
+            rare=hidden or kinds is not None,  # the options of its kinds follow
         )
-        kinds = kinds_of(item)
         if kinds is not None:
-            yield from _by_kind(kinds, key)
+            yield from _by_kind(kinds, key, hidden)
         if part is not None:
             inside = default if dataclasses.is_dataclass(default) else None
-            yield from _walk(part if inside is None else type(inside), inside, f"{key}{suffix}.")
+            repeated = suffix == ".<name>" and part in parts  # such as eval_data, whose entries are like `data`
+            found = _walk(part if inside is None else type(inside), inside, f"{key}{suffix}.", hidden or repeated)
+            yield from found
 
 
-def _by_kind(kinds: Kinds, key: str) -> Iterator[Option]:
+def _by_kind(kinds: Kinds, key: str, rare: bool) -> Iterator[Option]:
     """Options of every kind; one that several kinds have alike is listed once."""
     table = kinds.table()
     if kinds.named and len(table) > 1:
         bounds = f"one of {', '.join(table)}"
-        yield Option(f"{key}.kind", "Which of them.", "str", None, bounds, default_from=kinds.default_from)
+        yield Option(f"{key}.kind", "Which of them.", "str", None, bounds, default_from=kinds.default_from, rare=rare)
     found: dict[Option, list[str]] = {}
     for kind, schema in table.items():
-        for option in _walk(schema, None, f"{key}."):
+        for option in _walk(schema, None, f"{key}.", rare):
             if option.key.removeprefix(f"{key}.") not in kinds.without:
                 default = None if kinds.default_from else _hashable(option.default)
                 alike = dataclasses.replace(option, default=default, default_from=kinds.default_from)

@@ -186,3 +186,39 @@ def test_a_class_without_source_has_options_without_sentences():
     made = dataclasses.make_dataclass("Made", [("steps", int, bounded(3, at_least=1))])
     (option,) = options_of(made)
     assert (option.key, option.help, option.facts) == ("steps", "", "int; at least 1; default 3")
+
+
+def test_default_listing_leaves_out_what_few_set_and_says_how_many(capsys):
+    assert main(["options", "papo"]) == 0
+    *listed, last = capsys.readouterr().out.strip().splitlines()
+    shown = [line for line in listed if line and not line.startswith(" ") and "  (" in line]
+    assert len(shown) <= 80
+    assert any(line.startswith("trainer.learning_rate  (") for line in shown)
+    assert not any(line.startswith("trainer.adam_eps") for line in shown)
+    assert main(["options", "papo", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert "\ntrainer.adam_eps  (" in everything
+    total = sum(not option.part for option in options_of(RECIPES["papo"].load_defaults()))
+    assert last == f"{total - len(shown)} more options, which few users set: mmrl options papo --all"
+
+
+def test_what_is_inside_a_rare_part_is_rare_and_a_prefix_shows_it(capsys):
+    found = {option.key: option for option in options_of(RECIPES["papo"].load_defaults())}
+    assert found["evaluation.self_critic.n"].rare
+    assert found["eval_data.<name>.path"].rare  # entries are like `data`
+    assert main(["options", "papo", "evaluation.self_critic"]) == 0
+    assert "evaluation.self_critic.n  (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["papo", "flow_grpo_fast", "srpo"])
+def test_schema_has_keys_types_bounds_and_sentences(name, capsys):
+    assert main(["schema", name]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False
+    trainer = schema["properties"]["trainer"]
+    assert trainer["additionalProperties"] is False
+    assert (trainer["properties"]["steps"]["type"], trainer["properties"]["steps"]["minimum"]) == ("integer", 1)
+    assert trainer["properties"]["learning_rate"]["type"] == "number"
+    assert "cosine" in trainer["properties"]["schedule"]["enum"]
+    assert all(entry["description"] for entry in trainer["properties"].values())
+    assert schema["properties"]["extends"]["type"] == "string"

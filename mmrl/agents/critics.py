@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 CriticT = TypeVar("CriticT", bound=nn.Module)
 
@@ -22,17 +22,17 @@ CriticT = TypeVar("CriticT", bound=nn.Module)
 class CriticConfig:
     """The critics and their training; the defaults are those of the public code."""
 
-    hidden: int = bounded(768, at_least=1)
+    hidden: int = rare(bounded(768, at_least=1))
     """Width of the two hidden layers of the step critic."""
     learning_rate: float = bounded(1e-4, above=0)
     """Of Adam, for both critics."""
     updates: int = bounded(5, at_least=1)
     """Optimiser steps of each critic in every step of the run."""
-    batch_steps: int = bounded(128, at_least=1)
+    batch_steps: int = rare(bounded(128, at_least=1))
     """Steps that an update of the step critic draws, with replacement."""
-    batch_episodes: int = bounded(256, at_least=1)
+    batch_episodes: int = rare(bounded(256, at_least=1))
     """Episodes that an update of the instruction critic draws, with replacement."""
-    max_grad_norm: float = bounded(0.01, above=0)
+    max_grad_norm: float = rare(bounded(0.01, above=0))
     """Norm above which gradients are scaled down."""
 
 

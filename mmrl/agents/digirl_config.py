@@ -9,7 +9,7 @@ from mmrl.agents.critics import CriticConfig
 from mmrl.agents.filters import step_threshold
 from mmrl.agents.recipe import AgentConfig
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.settings import RunConfig
 from mmrl.vlm.model_config import check_update_precision
@@ -33,30 +33,30 @@ class DigirlSettings:
     """First steps of the run, in which no episodes are run."""
     warmup_steps: int = bounded(0, at_least=0)
     """First steps of the run, in which only the critics learn."""
-    gamma: float = bounded(0.5, at_least=0, at_most=1)
+    gamma: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Discount of the returns that the step critic predicts."""
-    advantage: str = choice("paper", ADVANTAGES)
+    advantage: str = rare(choice("paper", ADVANTAGES))
     """Advantage of a step: doubly robust (paper), or V(s') - V(s) - 0.05 + r + return (code)."""
-    lam: float = bounded(0.5, at_least=0, at_most=1)
+    lam: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
-    threshold: str = "auto"
+    threshold: str = rare("auto")
     """What the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto (1/H for the
     paper's advantage, 0 for the code's)."""
-    step_filter: bool = True
+    step_filter: bool = rare(True)
     """Whether steps are filtered."""
-    instruction_filter: bool = True
+    instruction_filter: bool = rare(True)
     """Whether episodes are filtered."""
     quantile: float = bounded(0.9, at_least=0, at_most=1)
     """Episodes that score at least this quantile of all are kept."""
     min_score: float | None = bounded(None, finite=True)
     """Smallest score of a kept episode besides, a reward offline and an advantage after; null = none."""
-    clamp: bool = True
+    clamp: bool = rare(True)
     """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""
     batch_episodes: int = bounded(16, at_least=1)
     """Episodes of an optimiser step, drawn with replacement."""
     capacity: int = bounded(1000, at_least=1)
     """Episodes that are stored; the oldest one goes first. All are read once in every step."""
-    memory_mb: int = bounded(4096, at_least=1)
+    memory_mb: int = rare(bounded(4096, at_least=1))
     """Largest size of the stored episodes in 10^6 bytes, in each process."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critics."""

@@ -35,6 +35,7 @@ from mmrl.core.blocks import CriticAdvantage
 from mmrl.core.groups import group_sum
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
+from mmrl.fields import rare
 from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
@@ -59,9 +60,9 @@ SCORES = ("values", "turns", "entropy", "logp_ref")
 class AgentRewardConfig:
     """What an episode is worth."""
 
-    environment: float = 1.0
+    environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
-    format: float = 0.0
+    format: float = rare(0.0)
     """Taken off where the last answer had no action that could be read; 0.5 in ARPO."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.agents.stored import Record, size_of
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 CORRECTIONS = ("recompute", "behaviour")
 MEGABYTE = 10**6
@@ -24,21 +24,21 @@ class ReplayConfig:
 
     enabled: bool = True
     """Whether successes are kept and replayed; false is plain GRPO over trajectories."""
-    size: int = bounded(8, at_least=1)
+    size: int = rare(bounded(8, at_least=1))
     """Trajectories kept of each task; the oldest one goes first."""
-    threshold: float = bounded(0.1, finite=True)
+    threshold: float = rare(bounded(0.1, finite=True))
     """A trajectory is kept where the environment's rewards add up to more."""
-    max_std: float = bounded(0.05, at_least=0)
+    max_std: float = rare(bounded(0.05, at_least=0))
     """A group is given a stored trajectory where the standard deviation (of the population) of what its trajectories
     earned is smaller, and"""
-    max_mean: float = bounded(0.2, finite=True)
+    max_mean: float = rare(bounded(0.2, finite=True))
     """the mean is smaller."""
-    correction: str = choice("recompute", CORRECTIONS)
+    correction: str = rare(choice("recompute", CORRECTIONS))
     """Old log-probs of replayed trajectories: recompute (of the policy before the update, so that the ratio begins at 1
     and nothing tells how stale they are) or behaviour (as they were sampled, clipped as usual)."""
-    max_age: int | None = bounded(None, at_least=1)
+    max_age: int | None = rare(bounded(None, at_least=1))
     """Steps after which a stored trajectory is not used any more; null = never."""
-    memory_mb: int = bounded(4096, at_least=1)
+    memory_mb: int = rare(bounded(4096, at_least=1))
     """Largest size of the buffer in 10^6 bytes, of which every process holds a copy; beyond it the oldest trajectories
     of all tasks go."""
 

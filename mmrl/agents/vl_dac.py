@@ -43,7 +43,7 @@ from mmrl.agents.recipe import AgentConfig, AgentRecipe
 from mmrl.core.aggregation import Denominators
 from mmrl.core.objective import LossOutput
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.objectives import ObjectiveConfig, make_objective
 from mmrl.training.loop.reference import Reference
 from mmrl.training.loop.settings import TrainerConfig
@@ -89,7 +89,7 @@ class VlDacConfig(AgentConfig):
     """What is optimised; any objective with a critic."""
     trainer: TrainerConfig = field(default_factory=paper_trainer)
     """Sampling and updates."""
-    warmup_updates: int = bounded(2, at_least=0)
+    warmup_updates: int = rare(bounded(2, at_least=0))
     """Steps at the beginning whose updates train the critic alone."""
 
     def validate(self) -> None:

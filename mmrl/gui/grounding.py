@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.gui.aepo_rewards import AnswerRules, point_rewards
 from mmrl.gui.answers import answer_text, parse_answer
 from mmrl.gui.coords import FAMILIES, Box, CoordinateSpace, Resize, Size, clean_box, coordinate_space
@@ -46,9 +46,9 @@ class GroundingSettings:
     family: str = choice("qwen2_5_vl", lambda: FAMILIES)
     """Family of the model: qwen2_vl, qwen2_5_vl or qwen3_vl; it says in which space points are and how screens are
     resized."""
-    space: str = choice("", lambda: ("", *CoordinateSpace))
+    space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
     """What the two numbers of a point mean; empty: what the family writes."""
-    factor: int | None = bounded(None, at_least=1)
+    factor: int | None = rare(bounded(None, at_least=1))
     """Sides of the resized image are multiples of it; empty: that of the family's released models."""
     shrink_to: int | None = bounded(None, at_least=1)
     """Screens with more pixels are first scaled to this area, as InfiGUI-G1's evaluation does; empty: not."""
@@ -56,11 +56,11 @@ class GroundingSettings:
     """The question: {width} and {height} of the resized image, {instruction}, and any column of the data."""
     think: bool = False
     """Whether answers start with a think block; a wrong block is a wrong format."""
-    think_prompt: str = THINK
+    think_prompt: str = rare(THINK)
     """System turn of questions that ask for a think block; `data.system_prompt` goes first."""
-    min_side: float = bounded(2, at_least=0, finite=True)
+    min_side: float = rare(bounded(2, at_least=0, finite=True))
     """Training boxes with a shorter side, in pixels of the original image, are dropped and counted."""
-    min_visible: float = bounded(0.5, at_least=0, at_most=1)
+    min_visible: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Training boxes of which a smaller share is inside the image are dropped and counted."""
 
     def validate(self) -> None:

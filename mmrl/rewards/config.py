@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
@@ -32,15 +32,15 @@ class RewardConfig:
     """Seconds that one call in a worker process may take, modules that it imports not counted; what takes longer is
     stopped and counted."""
 
-    batch_timeout_s: float | None = bounded(None, above=0)
+    batch_timeout_s: float | None = rare(bounded(None, above=0))
     """Seconds for all rows of a call of the sum together, after which those without an answer count as hung; empty:
     timeout_s x (10 + rows / workers), in which every row may hang."""
 
-    memory_mb: float | None = bounded(None, above=0)
+    memory_mb: float | None = rare(bounded(None, above=0))
     """MiB that a worker process may hold with what it starts; a row that makes it hold more is stopped and counted.
     Empty: half of the machine's or container's memory, and with sandbox=strict 4096."""
 
-    isolate: bool | None = None
+    isolate: bool | None = rare(None)
     """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
 
     sandbox: str = choice("none", SANDBOXES)
@@ -48,12 +48,12 @@ class RewardConfig:
     wrote: no network, writes only in a temporary folder, bounded memory, CPU time, files and processes, none of your
     environment variables, no sight of other processes (Linux; refused where a promise cannot be kept)."""
 
-    rows: str = choice("auto", ROWS)
+    rows: str = rare(choice("auto", ROWS))
     """auto: users' functions get all rows in one call; if that raises, each row alone, so that those that raise are
     known, and then all others in one call; independent: each row alone, spread over the workers; together: always all
     rows, for functions that compare them."""
 
-    chat: bool | None = None
+    chat: bool | None = rare(None)
     """Give prompts and completions as lists of chat turns (true) or as text (false); empty: as the data set has its
     questions, as TRL does."""
 

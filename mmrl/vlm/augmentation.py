@@ -5,42 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 
 @dataclass
 class AugmentationSettings:
     """Hints for hard questions and noise for easy ones; a scale of 0 switches one off."""
 
-    measure: str = choice("history", ("history", "probe"))
+    measure: str = rare(choice("history", ("history", "probe")))
     """Where a question's own mean reward comes from: history, its last group, so that a question is changed from its
     second time on; probe, samples drawn of it first in every step, which cost as much as others."""
-    probe_samples: int = bounded(4, at_least=1)
+    probe_samples: int = rare(bounded(4, at_least=1))
     """Samples of each question that `measure: probe` draws."""
-    window: int = bounded(100, at_least=1)
+    window: int = rare(bounded(100, at_least=1))
     """Last samples whose mean reward a question is compared with."""
     hint_scale: float = bounded(1.0, at_least=0, finite=True)
     """Share of a trace that is given for a difficulty of 1, in units of the reward; 0 = no hints."""
-    hint_max: float = bounded(0.5, above=0, at_most=1)
+    hint_max: float = rare(bounded(0.5, above=0, at_most=1))
     """Largest share of a trace that is given."""
-    traces: int = bounded(4, at_least=1)
+    traces: int = rare(bounded(4, at_least=1))
     """Traces sampled for each hard question with the answer in it; they count in the cost."""
     max_hinted: int = bounded(0, at_least=0)
     """Most questions of a step, in each process, that traces are sampled for, the hardest first; 0 = all hard ones."""
     hint_place: str = choice("question", ("question", "answer"))
     """question: the hint is text of the question; answer: the answer begins with it, which models that follow no
     instructions can use too."""
-    hint_template: str = "{question} Hint: {hint}"
+    hint_template: str = rare("{question} Hint: {hint}")
     """Question with a hint, for `hint_place: question`; {question} stands for the text of the question."""
     answer_template: str = "{question} The answer is {answer}. Explain how to find it."
     """Question that traces are sampled for."""
-    think_start: str = "<think>"
+    think_start: str = rare("<think>")
     """Text that a response's reasoning begins with."""
-    think_end: str = "</think>"
+    think_end: str = rare("</think>")
     """Text that ends it."""
     noise_scale: float = bounded(0.5, at_least=0, finite=True)
     """Standard deviation of the noise, as a share of full contrast, for a difficulty of -1; 0 = no noise."""
-    noise_max: float = bounded(0.3, above=0, finite=True)
+    noise_max: float = rare(bounded(0.3, above=0, finite=True))
     """Largest standard deviation of the noise."""
 
     @property

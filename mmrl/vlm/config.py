@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mmrl.fields import rare
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import RunConfig
@@ -51,7 +52,7 @@ class VlmRunConfig(RunConfig):
 class AdaptiveKlConfig:
     """Moves the KL coefficient so that the KL to the reference meets a target (Ziegler et al., arXiv 1909.08593)."""
 
-    target: float | None = None
+    target: float | None = rare(None)
     """Wanted KL in nats a token; empty keeps the coefficient fixed."""
     horizon: float = 10_000.0
     """Samples over which the coefficient moves by the relative error."""
@@ -63,10 +64,10 @@ class VlmConfig(VlmRunConfig):
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimised."""
-    mask_truncated_completions: bool = False
+    mask_truncated_completions: bool = rare(False)
     """Leave responses cut off at `sampler.max_new_tokens` out of the loss; their rewards still count in their group
     (as in TRL; DAPO's overlong filtering)."""
-    adaptive_kl: AdaptiveKlConfig = field(default_factory=AdaptiveKlConfig)
+    adaptive_kl: AdaptiveKlConfig = rare(field(default_factory=AdaptiveKlConfig))
     """Controller of objective.kl.coef."""
 
     def validate(self) -> None:

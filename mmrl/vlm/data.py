@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_fields, choice
+from mmrl.fields import bounded, check_fields, choice, rare
 from mmrl.files import expanded, is_file
 from mmrl.hub.building import build_if_missing
 from mmrl.hub.images import image_pixels_option
@@ -49,7 +49,7 @@ class DataConfig:
     split: str = "train"
     """Split of a data set that has several; a file is one split, whatever this says."""
 
-    subset: str | None = None
+    subset: str | None = rare(None)
     """Configuration name of a hub data set that has several."""
 
     prompt_key: str | None = None
@@ -68,7 +68,7 @@ class DataConfig:
     video: VideoOptions = field(default_factory=VideoOptions)
     """Which frames of videos the model is shown."""
 
-    image_dir: str | None = None
+    image_dir: str | None = rare(None)
     """Folder that relative image and video paths start from; empty: the folder of the data file."""
 
     system_prompt: str | None = None
@@ -77,7 +77,7 @@ class DataConfig:
     format_prompt: str | None = None
     """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} stands for its text."""
 
-    text_only: bool | None = None
+    text_only: bool | None = rare(None)
     """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
     image list is empty, no where the data set gives images by column only."""
 
@@ -90,16 +90,16 @@ class DataConfig:
     build_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the build function."""
 
-    max_prompt_chars: int = bounded(MAX_PROMPT_CHARS, at_least=1)
+    max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
     """Longest question in characters, checked before it is tokenised."""
 
-    max_line_mb: float = bounded(MAX_LINE_MB, above=0, finite=True)
+    max_line_mb: float = rare(bounded(MAX_LINE_MB, above=0, finite=True))
     """Longest line of a .jsonl file in 10^6 bytes."""
 
-    max_image_pixels: int = image_pixels_option()
+    max_image_pixels: int = rare(image_pixels_option())
     """Largest image or video frame in pixels, checked by its header before it is decoded."""
 
-    on_bad_row: str = choice("error", BAD_ROWS)
+    on_bad_row: str = rare(choice("error", BAD_ROWS))
     """error: stop at the first bad row and say what is wrong; skip: count and log bad rows, use the rest."""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mmrl.fields import rare
 from mmrl.rewards import RewardResult
 from mmrl.training.loop.breakdown import part_metric
 from mmrl.training.loop.evaluation import Measure, Row, Trial, unscored, with_interval
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
 class VlmEvaluationConfig(EvaluationConfig):
     """Evaluation of answers: greedy and sampled, whole and by data column."""
 
-    by: list[str] | None = None
+    by: list[str] | None = rare(None)
     """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
     values that several questions share; [] = none."""
-    self_critic: SelfCriticConfig | None = None
+    self_critic: SelfCriticConfig | None = rare(None)
     """Best of n: the model chooses among its own answers, against majority vote, a single one and the best there is;
     empty: not measured."""
-    revision: RevisionConfig | None = None
+    revision: RevisionConfig | None = rare(None)
     """The model criticises answers, which are revised once or more; empty: not measured."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.settings import SMALLEST_LOW_PRECISION_STEP
 
 DTYPES = ("float32", "bfloat16")
@@ -28,23 +28,25 @@ class LoraSettings:
     alpha: int = 32
     """The adapters' output is scaled by alpha / rank."""
 
-    dropout: float = bounded(0.0, at_least=0, below=1)
+    dropout: float = rare(bounded(0.0, at_least=0, below=1))
     """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
 
-    targets: list[str] = field(
-        default_factory=lambda: [
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-        ]
+    targets: list[str] = rare(
+        field(
+            default_factory=lambda: [
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ]
+        )
     )
     """Linear layers of the language model's decoder layers that get an adapter."""
 
-    seed: int = 0
+    seed: int = rare(0)
     """Seed of the adapters' random half; the other half starts at zero, so the model is unchanged at first."""
 
 
@@ -72,19 +74,19 @@ class ModelConfig:
     dtype: str = choice("float32", DTYPES)
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
 
-    attention: str = choice("sdpa", ATTENTION)
+    attention: str = rare(choice("sdpa", ATTENTION))
     """Attention kernels: sdpa, eager or flash_attention_2 (needs a GPU, bfloat16 and the flash-attn package)."""
 
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters in place of full fine-tuning."""
 
-    critic: CriticSettings = field(default_factory=CriticSettings)
+    critic: CriticSettings = rare(field(default_factory=CriticSettings))
     """The value head, where the objective has a critic."""
 
-    shared_prefix: bool = True
+    shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients; needs attention sdpa."""
 
-    patch_product: bool = True
+    patch_product: bool = rare(True)
     """Compute the vision tower's patch embedding as the matrix product that it is, not as a convolution."""
 
     freeze_vision: bool = False

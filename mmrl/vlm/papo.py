@@ -34,7 +34,7 @@ from mmrl.core.metrics import mean_metric
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.regularizers import k3
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.loop.loss_terms import LossTerms
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.reference import Reference
@@ -57,33 +57,33 @@ class PapoSettings:
 
     gamma: float = 0.02
     """Weight of the perception KL."""
-    schedule: str = choice("fixed", ("fixed", "annealing"))
+    schedule: str = rare(choice("fixed", ("fixed", "annealing")))
     """fixed, or annealing: linear from `gamma` to `gamma_end` over `annealing_ratio` of the steps."""
-    gamma_end: float = 0.0
+    gamma_end: float = rare(0.0)
     """Weight at the end of annealing."""
-    annealing_ratio: float = bounded(0.5, above=0, at_most=1)
+    annealing_ratio: float = rare(bounded(0.5, above=0, at_most=1))
     """Share of the run's steps that annealing takes."""
     mask_ratio: float = bounded(0.6, at_least=0, at_most=1)
     """Probability that a patch is black."""
-    patch_size: int = bounded(14, at_least=1)
+    patch_size: int = rare(bounded(14, at_least=1))
     """Side of a patch in pixels of the original image, or of a video's frames as the model sees them."""
-    orientation: str = choice("code", ("code", "paper"))
+    orientation: str = rare(choice("code", ("code", "paper")))
     """code: unbiased k3 of KL(pi || pi_masked), bounded gradient; paper: the inverse ratio, unbounded."""
     entropy_policy: float = 0.0
     """Weight eta of the entropy of the policy (double entropy); lowers it."""
     entropy_masked: float = 0.0
     """Weight eta of the entropy under the masked image; has a gradient only with `recompute_masked`."""
-    entropy: str = choice("sampled", ("sampled", "full"))
+    entropy: str = rare(choice("sampled", ("sampled", "full")))
     """sampled: minus the log-prob of the sampled token; full: over the vocabulary."""
-    recompute_masked: bool = False
+    recompute_masked: bool = rare(False)
     """Run the masked pass with gradient at every update instead of once before it."""
-    apply: str = choice("all", ("all", "correct_only"))
+    apply: str = rare(choice("all", ("all", "correct_only")))
     """Samples that get the term: all, or correct_only."""
-    term_clip: float | None = None
+    term_clip: float | None = rare(None)
     """Upper bound of the per-token term, after `token_share`; the public code's experiment uses 0.2."""
-    token_share: float = bounded(1.0, above=0, at_most=1)
+    token_share: float = rare(bounded(1.0, above=0, at_most=1))
     """Keep, in each sample, this share of tokens with the largest term; the public code's experiment uses 0.2."""
-    sft_coef: float = 0.0
+    sft_coef: float = rare(0.0)
     """Weight of the mean negative log-likelihood of the tokens of correct samples; the public code's experiment uses
     1e-3."""
 

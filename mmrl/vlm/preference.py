@@ -30,7 +30,7 @@ from mmrl.core.pairs import SCORE
 from mmrl.core.preference import PreferenceObjective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.preferences import PreferenceConfig, check_pair_batches, make_preference, pair_marks
 from mmrl.training.loop.recipe import NoUsableTasksError
@@ -55,15 +55,15 @@ SIDES = ("chosen", "rejected")
 class PreferenceRunConfig(GivenAnswersConfig):
     """A run on pairs of answers. A held-out split with both columns measures pairs; with rewards, answers too."""
 
-    chosen_key: str = "chosen"
+    chosen_key: str = rare("chosen")
     """Column of the preferred answer: a text, or chat turns."""
-    rejected_key: str = "rejected"
+    rejected_key: str = rare("rejected")
     """Column of the rejected answer."""
-    chosen_score_key: str = "score_chosen"
+    chosen_score_key: str = rare("score_chosen")
     """Column of the preferred answer's score; read by the losses sppo and refuel only."""
-    rejected_score_key: str = "score_rejected"
+    rejected_score_key: str = rare("score_rejected")
     """Column of the rejected answer's score."""
-    max_side_tokens: int | None = bounded(None, at_least=1)
+    max_side_tokens: int | None = rare(bounded(None, at_least=1))
     """Pairs with a longer side are skipped and counted; empty: what the model's positions leave behind the prompt."""
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)
     """What is minimised."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 LENGTH, EOS, STOP = range(3)
 FINISH_REASONS = ("length", "eos", "stop")
@@ -30,16 +30,16 @@ class SamplerConfig:
     top_k: int = bounded(0, at_least=0)
     """Draw only from this many of the most likely tokens; 0 is all."""
 
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = rare(field(default_factory=list))
     """A response ends with the token that completes one of these strings in its decoded text."""
 
     batch_rows: int = bounded(256, at_least=1)
     """Most responses that are decoded at a time; for memory only, the responses do not depend on it."""
 
-    lean: bool = True
+    lean: bool = rare(True)
     """Decode with the project's own lean decoder where the model allows it; else through transformers."""
 
-    keep_prefill: bool = True
+    keep_prefill: bool = rare(True)
     """Use what sampling computed of the prompts until the weights change; with one update on all rows, in it too."""
 
     def validate(self) -> None:

@@ -16,6 +16,7 @@ from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.fields import rare
 from mmrl.vlm.given import GivenAnswersConfig, GivenAnswersRecipe
 from mmrl.vlm.policy import VlmPolicy
 from mmrl.vlm.task import VlmTask
@@ -25,7 +26,7 @@ from mmrl.vlm.task import VlmTask
 class SftConfig(GivenAnswersConfig):
     """A supervised run on a column of completions."""
 
-    target_key: str = "completion"
+    target_key: str = rare("completion")
     """Column with the text that the model learns to answer; the end token is added."""
 
     def validate(self) -> None:

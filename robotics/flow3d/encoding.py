@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.clip import VISIBLE, U, V, Z
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class FlowEncoding:
     """T, frames of a flow; the paper's data have 25."""
     grid: int = bounded(4, at_least=1)
     """N, query points a side; the paper's data have 16."""
-    z_min_m: float = bounded(0.0, at_least=0)
+    z_min_m: float = rare(bounded(0.0, at_least=0))
     """Depth that is written as -1."""
-    z_max_m: float = bounded(1.5, above=0)
+    z_max_m: float = rare(bounded(1.5, above=0))
     """Depth that is written as 1; beyond both, depth is clipped."""
     target: str = choice("absolute", TARGETS)
     """absolute positions, or the displacement from the query point."""

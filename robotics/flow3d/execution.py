@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.act.choice import GraspPlan, ReachSettings, different_plans
 from robotics.flow3d.act.motion import interpolate_joints, interpolate_poses
 from robotics.flow3d.clouds import scene_cloud
@@ -34,21 +34,21 @@ class ExecutionSettings:
 
     chunk: int = bounded(4, at_least=1)
     """Frames of the flow that are carried out in one go."""
-    sub_steps: int = bounded(4, at_least=1)
+    sub_steps: int = rare(bounded(4, at_least=1))
     """Parts of a step between solved poses that are sent to the arm."""
-    grasp_tries: int = bounded(2, at_least=1)
+    grasp_tries: int = rare(bounded(2, at_least=1))
     """Grasps that are tried when the arm is stopped on its way or the fingers close on nothing."""
     look_again: bool = False
     """Look after each chunk, and end or plan anew where the object is not where it should be; off as in the paper."""
     replans: int = bounded(5, at_least=0)
     """Most new plans when looking again; a given flow cannot be predicted anew."""
-    drift_m: float = bounded(0.02, above=0)
+    drift_m: float = rare(bounded(0.02, above=0))
     """Median distance of the object from its prediction that calls for a new plan."""
-    dropped_m: float = bounded(0.05, above=0)
+    dropped_m: float = rare(bounded(0.05, above=0))
     """Distance of the middle between the fingertips from the nearest point of the object at which it is dropped."""
-    release: str = choice("unless_tilted", ("always", "never", "unless_tilted"))
+    release: str = rare(choice("unless_tilted", ("always", "never", "unless_tilted")))
     """Open the fingers at the end; unless_tilted keeps hold of what ends far from how it stood, as in pouring."""
-    tilted_rad: float = bounded(0.6, above=0)
+    tilted_rad: float = rare(bounded(0.6, above=0))
     """Turn of the object's vertical beyond which it is tilted."""
 
 

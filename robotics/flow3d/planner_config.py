@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.act.choice import ReachSettings
 from robotics.flow3d.act.chunk_solver import ChunkSettings
 from robotics.flow3d.act.estimators import ESTIMATORS, IN_SPACE
@@ -20,39 +20,39 @@ class PlannerConfig:
 
     samples: int = bounded(4, at_least=1)
     """K, most predictions for one plan; the paper does not give its number."""
-    grid: int = bounded(4, at_least=1)
+    grid: int = rare(bounded(4, at_least=1))
     """N, query points a side; a model with an `encoding` brings its own."""
-    min_points: int = bounded(8, at_least=3)
+    min_points: int = rare(bounded(8, at_least=3))
     """Pixels of the object with depth, at least."""
-    support_z_m: float | None = 0.0
+    support_z_m: float | None = rare(0.0)
     """Height of what objects stand on, in the world frame; null where there is nothing."""
     estimator: str = choice("irls", ESTIMATORS)
     """Reads the motion from the flow: irls, robust; kabsch, least squares; pnp and frozen_depth take u and v alone."""
     flow_scale_m: float = bounded(0.03, above=0)
     """Distance at which a point counts half in the fit: 0.03 for a model's flow, 0.01 for measured flow."""
-    smooth_window: int = bounded(3, at_least=1)
+    smooth_window: int = rare(bounded(3, at_least=1))
     """Frames of the moving average of motions."""
-    from_first_predicted: bool = False
+    from_first_predicted: bool = rare(False)
     """Measure motions from the first predicted frame, as the public viewer does."""
-    least_way_m: float = bounded(0.005, at_least=0)
+    least_way_m: float = rare(bounded(0.005, at_least=0))
     """A flow that moves no point of the object farther moves nothing."""
-    renderer: str = choice("numpy", lambda: (*RENDERERS, REPLAY))
+    renderer: str = rare(choice("numpy", lambda: (*RENDERERS, REPLAY)))
     """Draws the predicted outcome: points by numpy or open3d, or a simulator's exact picture by `replay`."""
-    when_rejected: str = choice("best", ("best", "stop"))
+    when_rejected: str = rare(choice("best", ("best", "stop")))
     """Carry out the plan with the highest score when none is accepted, or stop."""
-    when_unverified: str = choice("stop", ("best", "stop"))
+    when_unverified: str = rare(choice("stop", ("best", "stop")))
     """The same where the verifier could not judge, such as when its server is down."""
-    solver: str = choice("closed_form", ("closed_form", "chunk"))
+    solver: str = rare(choice("closed_form", ("closed_form", "chunk")))
     """closed_form follows the fitted motion; chunk adjusts it by the paper's optimisation, in seconds a grasp."""
-    chunk: ChunkSettings = field(default_factory=ChunkSettings)
+    chunk: ChunkSettings = rare(field(default_factory=ChunkSettings))
     """Weights and bounds of the solver chunk."""
-    refined_grasps: int = bounded(1, at_least=1)
+    refined_grasps: int = rare(bounded(1, at_least=1))
     """Grasps, those with the least joint path, whose motion the solver chunk adjusts."""
-    check_collisions: bool = True
+    check_collisions: bool = rare(True)
     """Keep arm and hand clear of support, object and scene."""
-    ik: IkSettings = field(default_factory=IkSettings)
+    ik: IkSettings = rare(field(default_factory=IkSettings))
     """Inverse kinematics."""
-    reach: ReachSettings = field(default_factory=ReachSettings)
+    reach: ReachSettings = rare(field(default_factory=ReachSettings))
     """How the arm's way is checked."""
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
     """Chunks, looking again, letting go."""

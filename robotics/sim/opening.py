@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
 from robotics.sim.episodes import RobotSim, views_of
@@ -27,9 +27,9 @@ class SimConfig:
     FetchReach-v4 (gymnasium_robotics); the last two run one task."""
     image_size: int = bounded(64, at_least=0)
     """Side of the images in pixels; 0 = none. Those of gymnasium are resized by averaging areas."""
-    camera: str = ""
+    camera: str = rare("")
     """Camera of the images; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
-    views: list[str] = field(default_factory=list)
+    views: list[str] = rare(field(default_factory=list))
     """Further cameras, in the order in which the policy sees them, such as [wrist] (tabletop) or [robot0_eye_in_hand]
     (libero); their images have the same size. gymnasium: entries of the observation that are images, or cameras of an
     environment with a method `policy_image(camera)`, such as those of the tabletop. gymnasium_robotics: none."""
@@ -37,19 +37,19 @@ class SimConfig:
     """Control steps after which an episode is truncated; 0 = the task's own horizon."""
     workers: int = bounded(0, at_least=0)
     """Threads (tabletop) or processes; 0 = one for each usable core."""
-    arm: str = "panda"
+    arm: str = rare("panda")
     """tabletop: panda or ur5e."""
-    state: str = "proprio"
+    state: str = rare("proprio")
     """tabletop: proprio, the robot's own state, or full, with the poses of all pieces."""
-    physics: str = choice("mujoco", ("mujoco", "warp"))
+    physics: str = rare(choice("mujoco", ("mujoco", "warp")))
     """tabletop: mujoco, in threads on the CPU, or warp, all episodes of a task together on a GPU."""
-    env: str = ""
+    env: str = rare("")
     """gymnasium: id of a registered environment, with a prefix `module:` for the module that registers it, or
     module:function or file.py:function that returns an environment."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the simulator, such as suite, held_out_states and shadows; gymnasium: arguments of the
     environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
-    randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
+    randomization: RandomizationConfig = rare(field(default_factory=RandomizationConfig))
     """Domain randomisation of tabletop, and of gymnasium where the environment takes an argument `randomization`, as
     those of the tabletop do (robotics.sim.registration:mmrl/Push-v0)."""
 

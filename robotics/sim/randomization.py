@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 
 if TYPE_CHECKING:
     from robotics.sim.episodes import EpisodeSpec
@@ -95,9 +95,9 @@ class NoiseLevels:
     """Measured turn of the grip."""
     opening_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
     """Measured opening of the gripper."""
-    pieces_m: float = bounded(0.0, at_least=0, finite=True, unit="m")
+    pieces_m: float = rare(bounded(0.0, at_least=0, finite=True, unit="m"))
     """Measured positions of the pieces and the way of the drawer, where the full state is observed."""
-    pieces_rad: float = bounded(0.0, at_least=0, finite=True, unit="rad")
+    pieces_rad: float = rare(bounded(0.0, at_least=0, finite=True, unit="rad"))
     """Measured turns of the pieces."""
     image: float = bounded(0.0, at_least=0, at_most=255, unit="grey levels of 255")
     """Each channel of each pixel of observed images."""
@@ -109,7 +109,7 @@ class RandomizationConfig:
 
     seed: int = bounded(0, at_least=0)
     """Seed of all draws, beside the episode's own task, split, layout and draw."""
-    per: str = choice("group", SHARING)
+    per: str = rare(choice("group", SHARING))
     """Training: group, the samples of one initial state share a draw, so that their comparison is one of actions;
     episode, each has its own."""
     lights: LightRanges = field(default_factory=LightRanges)
@@ -130,7 +130,9 @@ class RandomizationConfig:
     action_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
     """Least and greatest number of control steps by which actions come late; until then the arm holds still, with the
     gripper open."""
-    observation_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
+    observation_delay: list[int] = rare(
+        bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
+    )
     """Least and greatest number of control steps by which measured state and images come late. What the arm was
     commanded is known at once."""
     sensor_noise: NoiseLevels = field(default_factory=NoiseLevels)

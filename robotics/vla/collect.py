@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import RunError, UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import INPUT_SHAPES, PolicyInputs
@@ -30,12 +30,12 @@ SCALES = ("none", "bounds_q99")
 class ActingSettings:
     """How a policy's predictions become actions of the robot."""
 
-    n_action_steps: int = bounded(0, at_least=0)
+    n_action_steps: int = rare(bounded(0, at_least=0))
     """Control steps of a chunk that are executed before the next observation; 0 = all of them."""
     temperature: float = bounded(1.0, above=0)
     """Divides the logits of tokens, and multiplies the noise of flow steps and the standard deviation of Gaussians,
     while sampling and in every log-probability of the update."""
-    ensemble: float = bounded(0.0, at_least=0)
+    ensemble: float = rare(bounded(0.0, at_least=0))
     """Greedy evaluation only: weight decay m of the temporal ensemble over overlapping chunks, with an observation at
     every control step; 0 = none."""
     scale: str = choice("none", SCALES)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from robotics.vla.action_range import ActionRange
 from robotics.vla.payload import EpisodePayload
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs
@@ -33,9 +33,9 @@ CRITIC_FOLDER = "critic"
 class CriticConfig:
     """Size and learning rate of the critic."""
 
-    width: int = bounded(256, at_least=1)
+    width: int = rare(bounded(256, at_least=1))
     """Width of its two hidden layers."""
-    learning_rate_factor: float = bounded(10.0, above=0)
+    learning_rate_factor: float = rare(bounded(10.0, above=0))
     """Its learning rate over that of the policy."""
     learning_rate: float | None = bounded(None, above=0)
     """Its learning rate itself, whatever the policy's is; takes the place of `learning_rate_factor`. The schedule's

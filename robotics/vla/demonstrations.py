@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.files import expanded
 from mmrl.training.record.fingerprint import content_digest
 from robotics.vla.policy import PolicyInputs
@@ -46,14 +46,14 @@ class DemonstrationConfig:
     """Options of `build`."""
     camera: str = "front"
     """Camera of the policy's images; empty = no images."""
-    views: list[str] = field(default_factory=list)
+    views: list[str] = rare(field(default_factory=list))
     """Further cameras of the dataset, in the order in which the policy sees them."""
     cache: str = ""
     """Folder for decoded images, which all processes of a machine then map from disk instead of holding their own copy
     in memory; an image of 256 x 256 takes 197 kB. Empty = in memory."""
-    max_episodes: int = bounded(0, at_least=0)
+    max_episodes: int = rare(bounded(0, at_least=0))
     """Number of episodes, the first ones; 0 = all."""
-    only_success: bool = True
+    only_success: bool = rare(True)
     """Leave out episodes that are marked as failures."""
     unscaled: list[int] = field(default_factory=list)
     """Entries of an action that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""

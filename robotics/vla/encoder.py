@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config
+from mmrl.fields import bounded, check_config, rare
 from robotics.vla.place_codes import octave_code, octave_size
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.statistics import STATE_LIMIT, StateStatistics
@@ -37,19 +37,19 @@ GROUPS = 8
 class EncoderConfig:
     """Sizes of the observation encoder."""
 
-    image_size: tuple[int, int] | None = bounded((64, 64), at_least=32, multiple_of=32)
+    image_size: tuple[int, int] | None = rare(bounded((64, 64), at_least=32, multiple_of=32))
     """Height and width in pixels, multiples of 32; None for a policy that has no image input."""
-    state_size: int | None = None
+    state_size: int | None = rare(None)
     """Entries of the state; None for a policy that has no state input."""
     width: int = bounded(128, at_least=1)
     """Width of the transformer, a multiple of 8 * heads."""
     layers: int = bounded(3, at_least=1)
     """Blocks of the transformer."""
-    heads: int = bounded(4, at_least=1)
+    heads: int = rare(bounded(4, at_least=1))
     """Attention heads."""
     channels: int = bounded(48, at_least=1, multiple_of=GROUPS)
     """Feature maps of the image stem, a multiple of 8."""
-    keypoints: int = bounded(32, at_least=0)
+    keypoints: int = rare(bounded(32, at_least=0))
     """Number of keypoints; 0 = none."""
     octaves: int = bounded(0, at_least=0)
     """Frequencies at which the places of the keypoints are also given as sines and cosines, for policies that have to
@@ -57,7 +57,7 @@ class EncoderConfig:
     condition_queries: bool = False
     """Add the instruction, the state and the keypoints to the queries, beside letting the queries attend to them, which
     the blocks have to learn first."""
-    words: int = 32
+    words: int = rare(32)
     """Largest number of words of an instruction."""
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.evaluation import Measure, Row, Trial, with_interval
 from mmrl.training.loop.seeds import make_generator
 from mmrl.training.loop.settings import EvaluationConfig
@@ -46,7 +46,7 @@ class RobotEvaluationConfig(EvaluationConfig):
 
     samples: int = 0
     """Further episodes of each initial state with sampled actions; 0 = none."""
-    swapped: bool = False
+    swapped: bool = rare(False)
     """Also the same with the first pictures of another initial state throughout, as success/greedy_swapped and
     success/sampled_swapped: success that stays is not owed to looking."""
     videos: int = bounded(2, at_least=0)
@@ -54,7 +54,7 @@ class RobotEvaluationConfig(EvaluationConfig):
     are none either where the simulator renders no images and `video_size` is 0."""
     fps: int = bounded(10, at_least=1)
     """Frames per second of the videos, one frame a control step."""
-    video_size: int = bounded(0, at_least=0)
+    video_size: int = rare(bounded(0, at_least=0))
     """Height of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images. Of the
     tabletop they are films for people then, 4:3, with a caption that tells how the episode ends; policies see other
     images."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.rewards.loading import load_function
 from mmrl.training.loop.seeds import stream_seed
 from robotics.flow3d.clip import FlowClip, Observation
@@ -52,18 +52,18 @@ class FlowRewardConfig:
 
     model: str = ""
     """Folder of a world model that predicts the flow; empty = the simulator's true flow (tabletop only)."""
-    num_frames: int = bounded(8, at_least=1)
+    num_frames: int = rare(bounded(8, at_least=1))
     """T of the true flow; a world model has its own."""
-    grid: int = bounded(4, at_least=1)
+    grid: int = rare(bounded(4, at_least=1))
     """N, points a side of the true flow; a world model has its own."""
-    beta_per_m: float = bounded(BETA_PER_M, at_least=0, finite=True)
+    beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0, finite=True))
     """Penalty for each metre between the object and the flow."""
-    distance: str = choice("mean", DISTANCES)
+    distance: str = rare(choice("mean", DISTANCES))
     """mean: the distance counts on average over the chunks of an episode; sum: in each of them."""
-    view: str = ""
+    view: str = rare("")
     """module:function that is called as function(episode) and returns the first `Observation` of an EpisodeSpec, with
     depth and the mask of the object; empty = the simulator's own (tabletop only)."""
-    tracker: str = ""
+    tracker: str = rare("")
     """module:function that is called as function(frames, observation, points) with pictures (F, H, W, 3), before each
     chunk and at the end, the first observation and query points (N, N, 3), and returns where the points are: (F, N * N,
     3) metres in the world frame, NaN where a point is not seen; empty = the simulator's own poses."""

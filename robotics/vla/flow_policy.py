@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from diffusion.forward_process import mix
 from diffusion.steps import FlowSdeStep, OdeStep
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
@@ -43,23 +43,23 @@ FREQUENCIES = 16
 class FlowPolicyConfig:
     """Sizes and settings of the policy."""
 
-    action_size: int = bounded(at_least=1)
+    action_size: int = rare(bounded(at_least=1))
     """D, numbers of an action."""
-    chunk: int = bounded(8, at_least=1)
+    chunk: int = rare(bounded(8, at_least=1))
     """K, control steps that are predicted at once."""
-    steps: int = bounded(5, at_least=2)
+    steps: int = rare(bounded(5, at_least=2))
     """S, denoising steps."""
     parameterisation: str = choice("velocity", PARAMETERISATIONS)
     """What the network predicts: the velocity, or the actions themselves, which a small network learns far faster."""
-    noise_level: float = bounded(0.5, above=0)
+    noise_level: float = rare(bounded(0.5, above=0))
     """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
-    logp_reduction: str = choice("sum", REDUCTIONS)
+    logp_reduction: str = rare(choice("sum", REDUCTIONS))
     """sum: log-density of a step, as clip ranges of other policies assume; mean: divided by K D, as for images."""
-    hidden: int = bounded(256, at_least=1)
+    hidden: int = rare(bounded(256, at_least=1))
     """Width of the velocity network."""
-    blocks: int = bounded(3, at_least=1)
+    blocks: int = rare(bounded(3, at_least=1))
     """Residual blocks of the velocity network."""
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
 
 

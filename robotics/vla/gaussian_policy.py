@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import ConfigError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
 from robotics.vla.policy import ActionChoice, PolicyInputs, check_demonstrations
@@ -53,24 +53,24 @@ FIRST_GAIN = 0.01
 class GaussianPolicyConfig:
     """Sizes and settings of the policy."""
 
-    action_size: int = bounded(at_least=1)
+    action_size: int = rare(bounded(at_least=1))
     """D, numbers of an action."""
-    chunk: int = bounded(8, at_least=1)
+    chunk: int = rare(bounded(8, at_least=1))
     """K, control steps that are predicted at once."""
-    std: float = bounded(0.2, above=0)
+    std: float = rare(bounded(0.2, above=0))
     """Standard deviation of every entry of an action at first, on the scale -1..1."""
-    std_per: str = choice("action", STD_PER)
+    std_per: str = rare(choice("action", STD_PER))
     """action: one for each entry of an action, whatever is seen; AdamW moves its logarithm by about the learning rate
     a step. state: predicted for each entry and control step from what is seen; it learns far faster."""
-    min_std: float = bounded(0.05, above=0)
+    min_std: float = rare(bounded(0.05, above=0))
     """Floor of the standard deviation. Under it a small change of the mean changes log-probabilities by much, and a
     policy that was cloned for long hardly explores."""
-    max_std: float = bounded(1.0, above=0, finite=True)
+    max_std: float = rare(bounded(1.0, above=0, finite=True))
     """Ceiling of the standard deviation."""
-    cloning: str = choice("likelihood", CLONING)
+    cloning: str = rare(choice("likelihood", CLONING))
     """likelihood: minus the log-density of the demonstrated actions, which teaches mean and standard deviation; error:
     mean squared error of the mean, and `std` stays as it is for reinforcement learning to explore with."""
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
 
     def validate(self) -> None:

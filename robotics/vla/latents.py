@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, by_kind, check_config, choice
+from mmrl.fields import bounded, by_kind, check_config, choice, rare
 from robotics.vla.latent_rows import TrajectoryLatent, check_frames, check_path
 from robotics.vla.video_encoder import VideoEncoder, fit_frames
 from robotics.vla.vjepa2 import Vjepa2Latent, Vjepa2Settings, sample_indices
@@ -66,13 +66,13 @@ class VideoSettings:
 
     path: str = ""
     """Folder that `VideoEncoder.save_pretrained` wrote."""
-    pooling: str = "mean_and_end"
+    pooling: str = rare("mean_and_end")
     """mean over time, end, or both side by side; a mean alone tells only where the robot spent its time."""
-    batch_size: int = bounded(16, at_least=1)
+    batch_size: int = rare(bounded(16, at_least=1))
     """Trajectories at once."""
     device: str = "cpu"
     """Where the model runs."""
-    cache: int = bounded(4096, at_least=0)
+    cache: int = rare(bounded(4096, at_least=0))
     """Latents in the cache."""
 
     def validate(self) -> None:
@@ -84,7 +84,7 @@ class VideoSettings:
 class PixelSettings:
     """Settings of the pixel latent."""
 
-    side: int = bounded(8, at_least=1)
+    side: int = rare(bounded(8, at_least=1))
     """Side of the small images in pixels."""
 
 
@@ -92,12 +92,12 @@ class PixelSettings:
 class StateSettings:
     """Settings of the state latent."""
 
-    mean: list[float] = field(default_factory=list)
+    mean: list[float] = rare(field(default_factory=list))
     """(S,) means of the states of a dataset, see `state_statistics`; empty = those of the path's dataset, or without a
     path of the run's first step."""
-    std: list[float] = bounded([], at_least=0)
+    std: list[float] = rare(bounded([], at_least=0))
     """(S,) standard deviations; where one is 0 the entry is only centred."""
-    points: int = bounded(8, at_least=1)
+    points: int = rare(bounded(8, at_least=1))
     """Points at equal shares of the episode, both ends included, at which states are interpolated."""
 
     def validate(self) -> None:

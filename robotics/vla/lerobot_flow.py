@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from diffusion.steps import FlowSdeStep, OdeStep, StepKernel
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
@@ -52,13 +52,13 @@ INSIDE = "lerobot"
 class LeRobotFlowConfig(LeRobotServerConfig):
     """Which LeRobot policy is trained, and its denoising steps."""
 
-    steps: int | None = bounded(None, at_least=2)
+    steps: int | None = rare(bounded(None, at_least=2))
     """S, denoising steps; None for the policy's own number."""
-    noise_level: float = bounded(0.5, above=0)
+    noise_level: float = rare(bounded(0.5, above=0))
     """Size of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
-    logp_reduction: str = choice("sum", REDUCTIONS)
+    logp_reduction: str = rare(choice("sum", REDUCTIONS))
     """sum: log-density of a step; mean: divided by the count of its numbers, as for images."""
-    scored: str = choice("chain", SCORED)
+    scored: str = rare(choice("chain", SCORED))
     """chain: all K M numbers of a step, its exact density; actions: the K D that become actions, as in pi_RL, which
     drops the noise of the padding from the gradient, and what the padding does to later steps."""
 

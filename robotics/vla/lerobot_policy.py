@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
-from mmrl.fields import bounded, check_config
+from mmrl.fields import bounded, check_config, rare
 from robotics.vla.lerobot_server import LeRobotServer, LeRobotServerConfig
 from robotics.vla.policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
 from robotics.vla.saved import make_config, read_config, read_statistics, read_weights, write_config, write_weights
@@ -37,9 +37,9 @@ from robotics.vla.saved import make_config, read_config, read_statistics, read_w
 class LeRobotPolicyConfig(LeRobotServerConfig):
     """Which LeRobot policy is served, and the Gaussian around its actions."""
 
-    std: float = bounded(0.1, above=0)
+    std: float = rare(bounded(0.1, above=0))
     """Standard deviation of each entry of an action at first, on the simulator's scale -1..1."""
-    hidden: int = bounded(64, at_least=1)
+    hidden: int = rare(bounded(64, at_least=1))
     """Width of the network that corrects the actions."""
 
 

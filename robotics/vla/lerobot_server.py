@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mmrl.errors import RunError, UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.files import expanded
 from mmrl.workers.engine import WorkerSpec
 from mmrl.workers.failures import WorkerFailure
@@ -32,26 +32,26 @@ MAX_REPLY_BYTES = 4 << 30
 class LeRobotServerConfig:
     """Which LeRobot policy is served, and how."""
 
-    folder: str = ""
+    folder: str = rare("")
     """Folder that lerobot saved the policy to: config.json, model.safetensors and the processors."""
-    python: str | None = None
+    python: str | None = rare(None)
     """Interpreter of an environment with lerobot; this one when None."""
-    device: str = "cpu"
+    device: str = rare("cpu")
     """Device of the served policy, by torch's name."""
-    cameras: list[str] = field(default_factory=list)
+    cameras: list[str] = rare(field(default_factory=list))
     """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
     `sim.camera`, then `sim.views`; empty = the policy's own order."""
-    action_low: list[float] = field(default_factory=list)
+    action_low: list[float] = rare(field(default_factory=list))
     """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
     empty = -1."""
-    action_high: list[float] = field(default_factory=list)
+    action_high: list[float] = rare(field(default_factory=list))
     """Value of the policy's data that is 1 of the simulator, such as [512, 512] of PushT; empty = 1."""
-    action_box: bool = False
+    action_box: bool = rare(False)
     """Take both from the bounds of the environment's own actions, as its `action_space` has them; for `sim.kind:
     gymnasium`, and for policies of data in the environment's own units."""
-    start_timeout_s: float = bounded(600.0, above=0)
+    start_timeout_s: float = rare(bounded(600.0, above=0))
     """Seconds for importing lerobot and loading the policy."""
-    call_timeout_s: float = bounded(300.0, above=0)
+    call_timeout_s: float = rare(bounded(300.0, above=0))
     """Seconds for one batch of observations."""
 
     def validate(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from mmrl.files import expanded, read_json_object
 from robotics.vla.policy import PolicyInputs
 from robotics.vla.prismatic import Prismatic, load_prismatic
@@ -47,32 +47,32 @@ REFUSED = {"noisy_action_projector--*": "a diffusion head", "vision_backbone--*"
 class OpenVlaConfig:
     """Which folder, and how its model is used."""
 
-    folder: str = ""
+    folder: str = rare("")
     """Folder of the model: config.json, safetensors, tokenizer and preprocessor_config.json."""
-    chunk: int = bounded(8, at_least=1)
+    chunk: int = rare(bounded(8, at_least=1))
     """K, control steps that the model learned to predict at once: 8 for LIBERO, 25 for ALOHA, 5 for Bridge."""
-    unnorm_key: str | None = None
+    unnorm_key: str | None = rare(None)
     """Name of the dataset whose statistics turn tokens into actions; None where the folder has only one."""
-    bounds: str = choice("q99", tuple(BOUNDS))
+    bounds: str = rare(choice("q99", tuple(BOUNDS)))
     """What -1 and 1 stand for, in actions and in the state: q99, the quantiles 1 % and 99 % of the data (LIBERO,
     Bridge), or min_max (ALOHA)."""
-    gripper: str = choice("as_data", GRIPPERS)
+    gripper: str = rare(choice("as_data", GRIPPERS))
     """libero: the last entry, 0 closed to 1 open in the data, becomes -1 to open or 1 to close, by `libero_gripper`."""
-    num_images_in_input: int = bounded(1, at_least=1)
+    num_images_in_input: int = rare(bounded(1, at_least=1))
     """Cameras that the model learned to see: 1 for `sim.camera`, 2 for a view beside it, such as the wrist's."""
-    center_crop: bool = True
+    center_crop: bool = rare(True)
     """Keep the inner 90 % of an image, for models that learned from random crops, as the published ones."""
-    attention: str = choice("bidirectional", ATTENTION)
+    attention: str = rare(choice("bidirectional", ATTENTION))
     """bidirectional, as OpenVLA-OFT's fork of transformers, or causal, for models trained without the fork."""
     dtype: str = choice("float32", tuple(DTYPES))
     """Precision of the weights and activations; log-probabilities are float32 either way."""
-    train: str = choice("language_model", TRAINED)
+    train: str = rare(choice("language_model", TRAINED))
     """What learns: the language model, the projectors and the action head, or all, the vision backbones too."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = rare(False)
     """Compute the language model's activations again in the backward pass, to save memory."""
-    label_smoothing: float = bounded(0.0, at_least=0, below=1)
+    label_smoothing: float = rare(bounded(0.0, at_least=0, below=1))
     """Share of the cloning target that is spread over all bins; refused where the folder has an action head."""
-    std: float = bounded(0.1, above=0)
+    std: float = rare(bounded(0.1, above=0))
     """Folders with an action head: standard deviation of each entry of an action at first, on the scale -1..1."""
 
     def validate(self) -> None:

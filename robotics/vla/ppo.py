@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.loop.objectives import ObjectiveConfig
 from mmrl.training.loop.old_logprobs import OldLogProbs
 from mmrl.training.loop.settings import TrainerConfig
@@ -61,9 +61,9 @@ def _objective() -> ObjectiveConfig:
 class ChunkRewardConfig:
     """What a chunk of actions is paid for."""
 
-    success: float = bounded(1.0, at_least=0)
+    success: float = rare(bounded(1.0, at_least=0))
     """Solving the task."""
-    progress: float = bounded(0.0, at_least=0)
+    progress: float = rare(bounded(0.0, at_least=0))
     """What it added to the simulator's own reward."""
 
     def validate(self) -> None:

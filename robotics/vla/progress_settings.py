@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 EPS_MODES = ("per_sqrt_dim", "absolute")
 INVALID = ("nan", "zero")
@@ -31,12 +31,12 @@ class ProgressSettings:
     """published: the released code, bit for bit; task: the same with a radius of clustering that finds clusters;
     initial_state: references of the same initial state, remembered, and progress since the episode's first frame, for
     initial states that come back."""
-    references: str | None = choice(None, REFERENCES)
+    references: str | None = rare(choice(None, REFERENCES))
     """Whose successes a failure is compared with: those of its task or of its initial state; null = the preset's."""
-    task_fallback: bool = False
+    task_fallback: bool = rare(False)
     """Whether failures of an initial state of which no success is known are compared with the successes of its task,
     those of other initial states; for `references: initial_state`."""
-    memory: int | None = bounded(None, at_least=0)
+    memory: int | None = rare(bounded(None, at_least=0))
     """Latest successes of a task or initial state that are kept as references for later batches, 0 for those of the
     batch only; null = the preset's (initial_state 32, else 0)."""
     norm: str | None = choice(None, NORM_NAMES)
@@ -45,20 +45,20 @@ class ProgressSettings:
     initial, else minmax)."""
     alpha: float = bounded(0.6, above=0, below=1)
     """Largest reward of a failure; below 1, so that what only looks like a success is worth less than one."""
-    steepness: float = bounded(10.0, above=0, finite=True)
+    steepness: float = rare(bounded(10.0, above=0, finite=True))
     """Slope of the sigmoid over the normalised distance; norms minmax and absolute."""
-    offset: float = bounded(0.5, finite=True)
+    offset: float = rare(bounded(0.5, finite=True))
     """Normalised distance with a reward of alpha / 2; norms minmax and absolute."""
-    eps: float = bounded(0.5, above=0, finite=True)
+    eps: float = rare(bounded(0.5, above=0, finite=True))
     """Radius of DBSCAN over the standardised successes; see `eps_mode`."""
-    eps_mode: str | None = choice(None, EPS_MODES)
+    eps_mode: str | None = rare(choice(None, EPS_MODES))
     """per_sqrt_dim multiplies `eps` by the root of the number of entries that vary; absolute uses it unchanged; null =
     the preset's (published absolute, else per_sqrt_dim)."""
-    min_samples: int = bounded(2, at_least=1)
+    min_samples: int = rare(bounded(2, at_least=1))
     """Successes within the radius, itself included, that make a success a core point of a cluster."""
-    squared: bool = False
+    squared: bool = rare(False)
     """Whether distances are squared before they are normalised."""
-    invalid: str | None = choice(None, INVALID)
+    invalid: str | None = rare(choice(None, INVALID))
     """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code); null = the
     preset's (published zero, else nan)."""
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mmrl.core.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import choice
+from mmrl.fields import choice, rare
 from mmrl.rewards.loading import source_digest
 from mmrl.training.loop.distributed import sum_over_processes
 from mmrl.training.loop.evaluation import Evaluation, evaluate_tasks
@@ -76,7 +76,7 @@ class RobotConfig(RunConfig):
     """Initial states of evaluation by name; the first split is the headline."""
     acting: ActingSettings = field(default_factory=ActingSettings)
     """How actions are sampled and executed."""
-    logp_level: str = choice("token", LEVELS)
+    logp_level: str = rare(choice("token", LEVELS))
     """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
     their log-probabilities."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.fields import rare
 from robotics.vla.action_tokens import ActionTokenizer
 from robotics.vla.encoded import EncodedPolicy
 from robotics.vla.encoder import EncoderConfig, ObservationEncoder
@@ -31,19 +32,19 @@ class SmallVlaConfig:
 
     action_size: int
     """D, numbers of an action."""
-    chunk: int = 8
+    chunk: int = rare(8)
     """K, control steps that are predicted at once."""
-    bins: int = 64
+    bins: int = rare(64)
     """Bins of each number; OpenVLA's 256 need more demonstrations."""
-    token_mode: str = "uniform"
+    token_mode: str = rare("uniform")
     """uniform or openvla, see `ActionTokenizer`."""
-    queries: str = "step"
+    queries: str = rare("step")
     """step: one query a control step; token: one a number of an action."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = rare(0.0)
     """Share of the cloning target that is spread over all bins."""
-    label_spread: float = 0.0
+    label_spread: float = rare(0.0)
     """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: EncoderConfig = rare(field(default_factory=EncoderConfig))
     """Sizes of the observation encoder."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.sim.episodes import EpisodeSpec
 
 SPLITS = ("train", "held_out", "all")
@@ -20,7 +20,7 @@ class EpisodeSetConfig:
     """Names of the simulator's tasks; empty = all."""
     layouts: int = bounded(50, at_least=1)
     """Initial states of each task."""
-    first: int = bounded(0, at_least=0)
+    first: int = rare(bounded(0, at_least=0))
     """Number of the first of them."""
     split: str = choice("train", SPLITS)
     """train or held_out, which share no layout, or all, the stored states of LIBERO in their order."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.latent_rows import TrajectoryLatent, check_frames, check_path
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ class Vjepa2Settings:
 
     path: str = ""
     """Folder or hub name of a V-JEPA 2 model for transformers, e.g. facebook/vjepa2-vitg-fpc64-384."""
-    pad: str = choice("cycle", PADS)
+    pad: str = rare(choice("cycle", PADS))
     """Padding of a clip that is too short: the clip again from its start (code), or its last frame (edge)."""
-    batch_size: int = bounded(1, at_least=1)
+    batch_size: int = rare(bounded(1, at_least=1))
     """Trajectories at once."""
     device: str = "cpu"
     """Where the model runs; in float16 on a GPU, in float32 on the CPU."""
-    cache: int = bounded(4096, at_least=0)
+    cache: int = rare(bounded(4096, at_least=0))
     """Latents in the cache."""
 
     def validate(self) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.vla.action_tokens import ActionTokenizer
 from robotics.vla.encoder import StateScale
 from robotics.vla.policy import PolicyInputs, TokenPolicy
@@ -51,23 +51,23 @@ class VlmActionConfig:
 
     action_size: int
     """D, numbers of an action."""
-    chunk: int = 8
+    chunk: int = rare(8)
     """K, control steps that are predicted at once."""
-    bins: int = 256
+    bins: int = rare(256)
     """Ids of the vocabulary that are used as action tokens."""
-    token_mode: str = "openvla"
+    token_mode: str = rare("openvla")
     """openvla or uniform, see `ActionTokenizer`."""
-    first_id: int | None = None
+    first_id: int | None = rare(None)
     """First of these ids; empty = the last text ids of the vocabulary."""
-    placeholders: str = choice("zero", PLACEHOLDERS)
+    placeholders: str = rare(choice("zero", PLACEHOLDERS))
     """Embeddings of the placeholders: zero, as in OpenVLA-OFT, or learned, one each."""
-    state_size: int | None = bounded(None, at_least=1)
+    state_size: int | None = rare(bounded(None, at_least=1))
     """Entries of the state, which becomes one token; None for a policy that has no state input."""
-    prompt: str = "What action should the robot take to {instruction}?"
+    prompt: str = rare("What action should the robot take to {instruction}?")
     """Prompt; the instruction is lower-cased."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = rare(0.0)
     """Share of the cloning target that is spread over all bins."""
-    label_spread: float = 0.0
+    label_spread: float = rare(0.0)
     """Standard deviation of a Gaussian cloning target on the scale of actions; 0 = the demonstrated bin alone."""
     seed: int = 0
     """Seed of the weights that are added to the model."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.core.blocks.block import Block
 from mmrl.core.groups import group_center, group_count, group_std, masked_whiten
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 SINGLETONS = ("zero", "keep")
 
@@ -133,11 +133,11 @@ class GroupMeanStd(Advantage):
 
     kind = "group_mean_std"
     needs = frozenset({"samples"})
-    singleton: str = choice("zero", SINGLETONS)
+    singleton: str = rare(choice("zero", SINGLETONS))
     """A group with one scored row gets: "zero" advantage 0, "keep" its raw reward (verl)."""
-    ddof: int = choice(1, (0, 1))
+    ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance by n - 1 (DeepSeekMath, verl, TRL), 0 by n."""
-    eps: float = bounded(1e-6, at_least=0)
+    eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation (verl 1e-6; TRL, Flow-GRPO 1e-4)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
@@ -158,7 +158,7 @@ class GroupMean(Advantage):
 
     kind = "group_mean"
     needs = frozenset({"samples"})
-    singleton: str = choice("zero", SINGLETONS)
+    singleton: str = rare(choice("zero", SINGLETONS))
     """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
@@ -177,7 +177,7 @@ class LeaveOneOut(Advantage):
 
     kind = "leave_one_out"
     needs = frozenset({"samples"})
-    singleton: str = choice("zero", SINGLETONS)
+    singleton: str = rare(choice("zero", SINGLETONS))
     """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
@@ -203,7 +203,7 @@ class GroupMeanBatchStd(Advantage):
 
     kind = "group_mean_batch_std"
     needs = frozenset({"samples"})
-    singleton: str = choice("zero", SINGLETONS)
+    singleton: str = rare(choice("zero", SINGLETONS))
     """As in `GroupMeanStd`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
@@ -222,11 +222,11 @@ class GroupMeanGlobalStd(Advantage):
 
     kind = "group_mean_global_std"
     needs = frozenset({"samples"})
-    singleton: str = choice("zero", SINGLETONS)
+    singleton: str = rare(choice("zero", SINGLETONS))
     """As in `GroupMeanStd`."""
-    ddof: int = choice(0, (0, 1))
+    ddof: int = rare(choice(0, (0, 1)))
     """0 divides the variance by n (Flow-GRPO), 1 by n - 1 (TRL's scale_rewards="batch")."""
-    eps: float = bounded(1e-6, at_least=0)
+    eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation (Flow-GRPO, TRL 1e-4)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
@@ -247,13 +247,13 @@ class GroupOutcomeStd(Advantage):
 
     kind = "group_outcome_std"
     needs = frozenset({"samples"})
-    singleton: str = choice("zero", SINGLETONS)
+    singleton: str = rare(choice("zero", SINGLETONS))
     """As in `GroupMeanStd`."""
-    solved: float = 1.0
+    solved: float = rare(1.0)
     """Smallest reward of a success; what is less is a failure's."""
-    ddof: int = choice(1, (0, 1))
+    ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance by n - 1, 0 by n."""
-    eps: float = bounded(1e-6, at_least=0)
+    eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:

@@ -15,7 +15,7 @@ from mmrl.core.aggregation import (
     turn_mean,
 )
 from mmrl.core.blocks.block import Block
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class FixedLength(Aggregation):
     """Sum over all decisions divided by rows times a constant (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
 
     kind = "fixed_length"
-    length: int = bounded(0, at_least=1)
+    length: int = rare(bounded(0, at_least=1))
     """Constant length: the longest response that the sampler allows."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from mmrl.core.aggregation import turn_segments
 from mmrl.core.blocks.block import Block
 from mmrl.core.blocks.ratio import Ratio, TokenRatio
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """The loss (B, T), to be minimised, and (B, T) indicators to be averaged over the mask, by metric name."""
@@ -135,9 +135,9 @@ class PpoClip(Clip):
     """The ratio is bounded below by 1 - low."""
     high: float = bounded(0.2, at_least=0)
     """The ratio is bounded above by 1 + high."""
-    dual: float | None = bounded(None, above=1)
+    dual: float | None = rare(bounded(None, above=1))
     """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
-    ratio_limit: float | None = bounded(None, above=1)
+    ratio_limit: float | None = rare(bounded(None, above=1))
     """Where a ratio of a turn (of a row, without turns) is larger, the loss of the whole turn is the clipped term
     -A clip(r), which has no gradient where the ratio is out of bounds (VL-DAC: 10); none switches it off."""
 

@@ -10,7 +10,7 @@ from mmrl.core.blocks.advantage import Advantage
 from mmrl.core.groups import masked_whiten
 from mmrl.core.returns import decision_rewards, gae, gae_over_turns, returns_to_go
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 TRUNCATIONS = {
     "bootstrap": "bootstrapped at time limits",
@@ -27,9 +27,9 @@ class WhitenedReturns(Advantage):
     """
 
     kind = "whitened_returns"
-    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Discount per decision."""
-    mask_carry: str = choice("skip", ("skip", "reset"))
+    mask_carry: str = rare(choice("skip", ("skip", "reset")))
     """Untrained decisions such as tool output: "skip" carries the return across them, as GAE and verl do; "reset" drops
     it there, as verl did before, so that only the decisions after the last of them see the reward."""
 
@@ -60,11 +60,11 @@ class CriticAdvantage(Advantage):
     Source: "mask": ikostrikov/pytorch-a2c-ppo-acktr-gail a2c_ppo_acktr/storage.py, use_proper_time_limits.
     """
 
-    gamma: float = bounded(1.0, at_least=0, at_most=1)
+    gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Discount per step: a decision, or a turn."""
-    lam: float = bounded(1.0, at_least=0, at_most=1)
+    lam: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Weight of longer returns, lambda."""
-    truncation: str = choice("bootstrap", TRUNCATIONS)
+    truncation: str = rare(choice("bootstrap", TRUNCATIONS))
     """What a time limit is to the steps before it: "bootstrap" goes on with the critic's value of the state after the
     last step, "mask" gives the last step the advantage 0 and the ones before it what the critic says of that step,
     "terminate" takes it for the end of the task."""

@@ -14,7 +14,7 @@ from mmrl.core.blocks.block import Block
 from mmrl.core.outputs import PolicyOutputs, required
 from mmrl.core.regularizers import entropy_sampled, k1, k1p, k2, k3, k3p
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Divergence(Block):
     """Whether the block differs from another one in its gradient only, so that it has no place in a reward."""
     coef: float = bounded(0.0, at_least=0)
     """Weight; 0 needs no reference."""
-    in_reward: bool = False
+    in_reward: bool = rare(False)
     """Whether the divergence is taken off the reward instead of being added to the loss."""
-    aggregation: Aggregation | None = None
+    aggregation: Aggregation | None = rare(None)
     """How the term is averaged; None as the policy term."""
-    importance: bool = False
+    importance: bool = rare(False)
     """Whether to multiply it by the importance ratio, with the ratio's gradient: then the gradient of k3 is the
     unbiased one of the reverse KL, on policy too (DeepSeek-V3.2, arXiv 2512.02556; TRL's use_bias_correction_kl, on by
     default there)."""
@@ -98,7 +98,7 @@ class K3(Divergence):
     """Estimate exp(-d) + d - 1 with d = logp - logp_ref; see `mmrl.core.regularizers.k3`."""
 
     kind = "k3"
-    clamp: bool = True
+    clamp: bool = rare(True)
     """Whether to limit the exponent to +-20 and the value to +-10 (verl, EasyR1) or not (TRL)."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class K3StraightThrough(Divergence):
 
     kind = "k3p"
     only_gradient = True
-    clamp: bool = True
+    clamp: bool = rare(True)
     """As in `K3`."""
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.core.blocks.block import Block
 from mmrl.core.filters import zero_variance_groups
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class DropGroups(GroupFilter):
     """Drops groups whose rewards are all equal, or whose mean is outside the bounds."""
 
     kind = "drop"
-    key: str = "reward"
+    key: str = rare("reward")
     """`reward`, or the name of a reward term."""
-    low: float | None = None
+    low: float | None = rare(None)
     """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
-    high: float | None = None
+    high: float | None = rare(None)
     """Keep groups whose mean of `key` lies strictly below."""
 
     @property
@@ -92,13 +92,13 @@ class ResampleGroups(GroupFilter):
 
     kind = "resample"
     resamples = True
-    key: str = "reward"
+    key: str = rare("reward")
     """`reward`, or the name of a reward term."""
-    low: float | None = None
+    low: float | None = rare(None)
     """Keep groups whose mean of `key` lies strictly above; None for both bounds asks for different rewards."""
-    high: float | None = None
+    high: float | None = rare(None)
     """Keep groups whose mean of `key` lies strictly below."""
-    max_tries: int = bounded(20, at_least=1)
+    max_tries: int = rare(bounded(20, at_least=1))
     """Sampling rounds before the step goes on with what there is (EasyR1: 20)."""
 
     @property

@@ -15,7 +15,7 @@ from torch.nn import functional
 from mmrl.core.aggregation import masked_mean, masked_sum
 from mmrl.core.blocks.block import Block
 from mmrl.core.pairs import Pairs
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 MARGIN = "h"
 
@@ -44,7 +44,7 @@ class PairLoss(Block):
 
 @dataclass(frozen=True)
 class _BetaPair(PairLoss):
-    beta: float = bounded(0.1, above=0, finite=True)
+    beta: float = rare(bounded(0.1, above=0, finite=True))
     """Strength of the pull to the reference: an answer's implicit reward is beta times its log-ratio."""
 
     @property
@@ -58,7 +58,7 @@ class SigmoidPair(_BetaPair):
     """Logistic loss of the Bradley-Terry model (DPO, arXiv 2305.18290, eq. 7; smoothed: conservative DPO)."""
 
     kind = "sigmoid"
-    label_smoothing: float = bounded(0.0, at_least=0, below=0.5)
+    label_smoothing: float = rare(bounded(0.0, at_least=0, below=0.5))
     """Assumed share of pairs whose sides are swapped; above 0 is conservative DPO."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -79,7 +79,7 @@ class RobustPair(_BetaPair):
     """Logistic loss that is unbiased where a known share of pairs is swapped (robust DPO, arXiv 2403.00409)."""
 
     kind = "robust"
-    label_smoothing: float = bounded(0.1, at_least=0, below=0.5)
+    label_smoothing: float = rare(bounded(0.1, at_least=0, below=0.5))
     """Known share of pairs whose sides are swapped."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -134,7 +134,7 @@ class SppoPair(PairLoss):
 
     kind = "sppo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    beta: float = bounded(1e-3, above=0, finite=True)
+    beta: float = rare(bounded(1e-3, above=0, finite=True))
     """The paper's 1 / eta: the log-ratios are drawn to (P - 1/2) / beta."""
 
     def win_probability(self, pairs: Pairs) -> Tensor:
@@ -187,7 +187,7 @@ class RefuelPair(PairLoss):
 
     kind = "refuel"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
-    eta: float = bounded(1.0, above=0, finite=True)
+    eta: float = rare(bounded(1.0, above=0, finite=True))
     """Nats that a difference of 1 in the scores is worth; the public runs use 1000 with normalised rewards."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
@@ -291,7 +291,7 @@ class ChosenLikelihood(Block):
     kind = "nll"
     coef: float = bounded(0.0, at_least=0, finite=True)
     """Weight of the term."""
-    average: str = choice("answers", ("answers", "decisions"))
+    average: str = rare(choice("answers", ("answers", "decisions")))
     """answers: mean over answers of each one's mean; decisions: mean over all decisions of the step (TRL)."""
 
     def formula(self) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmrl.core.aggregation import masked_mean, masked_sum
 from mmrl.core.blocks.advantage import Advantage
 from mmrl.core.blocks.block import Block
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 LOG_RATIO_LIMIT = 20.0
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
@@ -135,7 +135,7 @@ class SequenceProductRatio(Ratio):
 
     kind = "sequence_product"
     row_gradient = True
-    limit: float | None = bounded(LOG_RATIO_LIMIT, above=0)
+    limit: float | None = rare(bounded(LOG_RATIO_LIMIT, above=0))
     """Largest size of the sum, beyond which it has no gradient; none where no ratio is made of it."""
 
     @property

@@ -12,7 +12,7 @@ from mmrl.core.blocks.clip import Clip, Loss
 from mmrl.core.blocks.ratio import Ratio
 from mmrl.core.groups import group_count, group_sum
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 
 def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
@@ -57,11 +57,11 @@ class GroupRegression(Clip):
     kind = "group_regression"
     exponentiates = False
     compares_rows = True
-    eps: float = bounded(1e-4, above=0)
+    eps: float = rare(bounded(1e-4, above=0))
     """Added to the standard deviation of the log-ratios; larger values soften the first update of a step."""
-    ddof: int = choice(1, (0, 1))
+    ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance of the log-ratios by n - 1, 0 by n."""
-    scale: float | None = bounded(None, above=0)
+    scale: float | None = rare(bounded(None, above=0))
     """The paper's lambda, in units of the advantage a nat: the prediction is scale (rho - mean rho), so that the
     log-ratios have a size to reach; none standardises."""
 

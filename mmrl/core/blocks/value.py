@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.blocks.block import Block
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 
 
 def value_loss(
@@ -45,12 +45,12 @@ class ValueLoss(Block):
     """Squared error of the critic on the returns, clipped if asked for; see `value_loss`."""
 
     kind = "squared_error"
-    coef: float = bounded(0.1, above=0)
+    coef: float = rare(bounded(0.1, above=0))
     """Weight."""
-    clip: float | None = bounded(None, above=0)
+    clip: float | None = rare(bounded(None, above=0))
     """Largest move of a value away from its old prediction that the loss rewards; None does not clip."""
 
-    halved: bool = True
+    halved: bool = rare(True)
     """Whether the squared error is divided by 2 (verl, OpenRLHF) or not (VL-DAC)."""
 
     def __call__(self, values: Tensor, values_old: Tensor, returns: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from mmrl.core.blocks.block import Block
 from mmrl.core.groups import masked_whiten, whitening_factor
 from mmrl.core.returns import turn_means
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class AdvantageScaling(Block):
     """Whitens, bounds and scales advantages, in this order."""
 
     kind = "scaling"
-    whiten: str = choice("none", ("none", "decisions", "rows", "turns"))
+    whiten: str = rare(choice("none", ("none", "decisions", "rows", "turns")))
     """Bring the advantages of the rollout step to mean 0 and variance 1, where these count as one sample each: all
     trained "decisions" (PPO in verl), "rows" or "turns" with the mean of their decisions; "none" leaves them."""
-    clip: float | None = bounded(None, above=0)
+    clip: float | None = rare(bounded(None, above=0))
     """Largest size of an advantage; larger ones are set to +-clip. None does not clip."""
-    eps_to: str = choice("variance", ("variance", "deviation"))
+    eps_to: str = rare(choice("variance", ("variance", "deviation")))
     """Whitening adds 1e-8 to the "variance", inside the root (verl), or to the standard "deviation" (VL-DAC)."""
-    scale: float = bounded(1.0, above=0, below=math.inf)
+    scale: float = rare(bounded(1.0, above=0, below=math.inf))
     """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
 
     def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:

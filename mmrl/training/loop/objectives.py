@@ -9,7 +9,7 @@ from typing import Any
 from mmrl.core.blocks import ADVANTAGES, BLOCKS
 from mmrl.core.catalogue import get
 from mmrl.core.objective import Objective
-from mmrl.fields import by_kind
+from mmrl.fields import by_kind, rare
 
 PRESET = "the preset's"
 
@@ -28,20 +28,20 @@ class ObjectiveConfig:
     """Estimator: group_mean_std, group_mean, leave_one_out, whitened_returns, gae, ..."""
     scaling: dict[str, Any] = by_kind(lambda: BLOCKS["scaling"], named=True, default_from=PRESET)
     """What happens to advantages after that: whiten, clip, scale."""
-    ratio: dict[str, Any] = by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET)
+    ratio: dict[str, Any] = rare(by_kind(lambda: BLOCKS["ratio"], named=True, default_from=PRESET))
     """Level of the importance ratio: token, sequence, sequence_full, sequence_product."""
     clip: dict[str, Any] = by_kind(lambda: BLOCKS["clip"], named=True, default_from=PRESET)
     """Clip rule with its bounds: ppo_clip (low, high, dual), gspo, cispo, policy_gradient, unclipped, bgpo,
     group_regression (eps, ddof, scale)."""
     kl: dict[str, Any] = by_kind(lambda: BLOCKS["kl"], named=True, default_from=PRESET)
     """Divergence from the reference: k1, k2, k3, full (exact) or none, with coef, in_reward and aggregation."""
-    entropy: dict[str, Any] = by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET)
+    entropy: dict[str, Any] = rare(by_kind(lambda: BLOCKS["entropy"], named=True, default_from=PRESET))
     """Entropy bonus: sampled, full or none, with coef."""
     aggregation: dict[str, Any] = by_kind(lambda: BLOCKS["aggregation"], named=True, default_from=PRESET)
     """token_mean, sequence_mean, sequence_sum or fixed_length (length)."""
     filter: dict[str, Any] = by_kind(lambda: BLOCKS["filter"], named=True, default_from=PRESET)
     """Groups that go into the update: none (all), drop or resample, with key, low, high and max_tries."""
-    value: dict[str, Any] = by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET)
+    value: dict[str, Any] = rare(by_kind(lambda: BLOCKS["value"], named=True, default_from=PRESET))
     """Loss of the critic, for estimators that have one: squared_error (coef, clip), or separate where the recipe trains
     it apart."""
 

@@ -12,7 +12,7 @@ from mmrl.core.blocks.preference import PREFERENCE_BLOCKS
 from mmrl.core.catalogue import get_preference
 from mmrl.core.pairs import CHOSEN
 from mmrl.core.preference import PreferenceObjective
-from mmrl.fields import by_kind
+from mmrl.fields import by_kind, rare
 
 PRESET = "the preset's"
 
@@ -27,9 +27,9 @@ class PreferenceConfig:
 
     preset: str = "dpo"
     """Name in `mmrl list objectives`, one of those for pairs."""
-    loss: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["loss"], named=True, default_from=PRESET)
+    loss: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["loss"], named=True, default_from=PRESET))
     """Loss of a pair: sigmoid, robust, hinge, ipo, sppo, sppo_hard, refuel, or none (supervised)."""
-    score: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["score"], named=True, default_from=PRESET)
+    score: dict[str, Any] = rare(by_kind(lambda: PREFERENCE_BLOCKS["score"], named=True, default_from=PRESET))
     """What an answer is compared by: sum or mean of its log-probabilities, or decision (noisy versions of images)."""
     likelihood: dict[str, Any] = by_kind(lambda: PREFERENCE_BLOCKS["likelihood"], named=True, default_from=PRESET)
     """Likelihood of the preferred answers as a further term: nll or none, with coef and average."""

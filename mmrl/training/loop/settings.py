@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmrl.fields import bounded, check_fields, choice, parts_of
+from mmrl.fields import bounded, check_fields, choice, parts_of, rare
 from mmrl.training.record.tracking import TrackingConfig
 
 LONGEST_NAME = 255
@@ -36,9 +36,9 @@ class TrainerConfig:
     micro_batch: int = bounded(0, at_least=0)
     """Rows in one forward and backward; memory only, the result does not depend on it; 0 = all rows at once. Objectives
     that compare the rows of a group (reg_grpo) keep each group together."""
-    skip_zero_advantage_groups: bool = True
+    skip_zero_advantage_groups: bool = rare(True)
     """Leave out the update's forward pass of groups without a gradient (every advantage 0); the step is the same."""
-    skip_steps_without_gradient: bool = True
+    skip_steps_without_gradient: bool = rare(True)
     """Take no optimiser step on a minibatch of which no group has a gradient. AdamW would move the weights by momentum
     alone and average zeros into its second moment, so that the next gradient moves them further; false takes such
     steps, as most trainers do."""
@@ -48,27 +48,27 @@ class TrainerConfig:
     """constant, linear or cosine decay to `final_learning_rate` after the warm-up."""
     warmup_steps: int = bounded(0, at_least=0)
     """Optimiser steps over which the rate rises linearly from 0."""
-    final_learning_rate: float = 0.0
+    final_learning_rate: float = rare(0.0)
     """Rate at the end of a linear or cosine schedule."""
     weight_decay: float = bounded(0.0, at_least=0)
     """Decoupled weight decay."""
-    betas: list[float] = bounded([0.9, 0.999], length=2)
+    betas: list[float] = rare(bounded([0.9, 0.999], length=2))
     """AdamW's two moment decays."""
-    adam_eps: float = 1e-8
+    adam_eps: float = rare(1e-8)
     """AdamW's denominator constant."""
     max_grad_norm: float = bounded(1.0, at_least=0)
     """Global gradient norm above which gradients are scaled down; 0 = never."""
-    old_logp: str = choice("recompute", OLD_LOGP_SOURCES)
+    old_logp: str = rare(choice("recompute", OLD_LOGP_SOURCES))
     """Old log-probs: recompute (exact ratio 1 at the first update) or sampler (recorded while sampling)."""
-    on_nonfinite: str = choice("skip", NONFINITE_POLICIES)
+    on_nonfinite: str = rare(choice("skip", NONFINITE_POLICIES))
     """What a NaN or infinite loss or gradient does: skip that optimiser step, or stop the run."""
-    max_nonfinite: int = 10
+    max_nonfinite: int = rare(10)
     """Skipped optimiser steps after which the run stops."""
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none or bf16."""
     threads: int = bounded(0, at_least=0)
     """CPU threads of torch; 0 = leave as it is."""
-    release_memory: bool = True
+    release_memory: bool = rare(True)
     """Give free memory back to the system within and after each step on a CPU, and keep fewer compiled kernels, so
     that a long run does not grow."""
 
@@ -92,7 +92,7 @@ class ReferenceConfig:
 
     kind: str = choice("auto", REFERENCE_KINDS)
     """auto (none without KL, adapter with LoRA, else frozen), none, frozen copy, adapter switched off, or ema."""
-    ema_decay: float = bounded(0.99, at_least=0, below=1)
+    ema_decay: float = rare(bounded(0.99, at_least=0, below=1))
     """Weight kept by the moving average at each optimiser step when kind is ema."""
 
 
@@ -102,11 +102,11 @@ class CheckpointConfig:
 
     every: int = bounded(0, at_least=0)
     """Steps between checkpoints; 0 = only by time and at the end."""
-    minutes: float = bounded(15.0, at_least=0)
+    minutes: float = rare(bounded(15.0, at_least=0))
     """Minutes since the last checkpoint after which a step ends with one, whatever `every` says; 0 = never by time."""
     keep: int = bounded(2, at_least=0)
     """Newest checkpoints kept, beside the best one; 0 = all."""
-    best_metric: str = ""
+    best_metric: str = rare("")
     """Evaluation metric whose highest value marks the best checkpoint; empty = the first accuracy or score."""
 
 
@@ -118,7 +118,7 @@ class EvaluationConfig:
     """Steps between evaluations; 0 = only at the start and the end."""
     at_start: bool = True
     """Evaluate before the first update."""
-    at_end: bool = True
+    at_end: bool = rare(True)
     """Evaluate after the last update."""
     greedy: bool = True
     """One greedy sample a task."""
@@ -128,9 +128,9 @@ class EvaluationConfig:
     """Temperature of the sampled evaluation."""
     max_tasks: int = bounded(0, at_least=0)
     """Tasks evaluated, the first ones of the split; 0 = all."""
-    batch_tasks: int = bounded(64, at_least=1)
+    batch_tasks: int = rare(bounded(64, at_least=1))
     """Tasks generated together."""
-    records: int = bounded(24, at_least=0)
+    records: int = rare(bounded(24, at_least=0))
     """Rollouts saved for the report at each evaluation."""
 
     def validate(self) -> None:
@@ -151,7 +151,7 @@ class RunConfig:
     """Seed of task order, sampling, dropout and initialisation."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Batch sizes, optimiser and guards."""
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: ReferenceConfig = rare(field(default_factory=ReferenceConfig))
     """Reference policy of the KL term."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.fields import rare
 from mmrl.recipes import package_tables
 from mmrl.training.record.jsonlines import read_steps
 from mmrl.training.record.sinks import (
@@ -28,9 +29,9 @@ from mmrl.training.record.sinks import (
 class TrackingConfig:
     """Where metrics go besides `metrics.jsonl` and `evaluations.jsonl`."""
 
-    quiet: bool = False
+    quiet: bool = rare(False)
     """Show nothing on the console."""
-    console_every: int = 1
+    console_every: int = rare(1)
     """Show one console line in this many steps; evaluations are always shown."""
     tensorboard: bool | None = None
     """Write TensorBoard events; null means where tensorboard is installed."""
@@ -38,9 +39,9 @@ class TrackingConfig:
     """Weights & Biases project to log to; null for none."""
     trackio: str | None = None
     """Trackio project to log to; null for none."""
-    run_name: str | None = None
+    run_name: str | None = rare(None)
     """Name of the run in wandb and trackio; null takes the name of the run folder."""
-    strict: bool = False
+    strict: bool = rare(False)
     """Refuse metrics that no METRICS table defines; the tests switch it on."""
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.rewards.answers import final_part
 from mmrl.vlm.chat import PromptTooLong
 from mmrl.vlm.critic.asking import question_text, without_marks
@@ -56,11 +56,11 @@ class RevisionConfig:
     """The critic's question, with {{ question }} and {{ answer }}, or a .jinja file; as in training."""
     revision_template: str = REVISION_TEMPLATE
     """The turn behind the answer, with {{ critique }} and perhaps {{ question }}, or a .jinja file."""
-    rounds: int = bounded(1, at_least=1)
+    rounds: int = rare(bounded(1, at_least=1))
     """Most revisions of an answer."""
-    controls: bool = True
+    controls: bool = rare(True)
     """Also revise with an empty critique, and with the critique of another question."""
-    max_new_tokens: int | None = bounded(None, at_least=1)
+    max_new_tokens: int | None = rare(bounded(None, at_least=1))
     """Longest critique in tokens; empty: `sampler.max_new_tokens`."""
     splits: list[str] = field(default_factory=list)
     """Held-out splits that are answered so; empty: all."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.rewards.answers import normalise, read_answer
 from mmrl.vlm.chat import PromptTooLong
 from mmrl.vlm.critic.asking import LoadedMedia, question_text, without_marks
@@ -41,9 +41,9 @@ class SelfCriticConfig:
     """The critic's question, with {{ question }}, {{ first }} and {{ second }}, or a .jinja file; as in training."""
     shown: str = choice("response", ("response", "answer"))
     """What the critic sees of a candidate: the whole response, or its final answer."""
-    protocol: str = choice("round_robin", tuple(PROTOCOLS))
+    protocol: str = rare(choice("round_robin", tuple(PROTOCOLS)))
     """round_robin: every two different answers are compared; knockout: the winners of pairs go on."""
-    max_new_tokens: int | None = bounded(None, at_least=1)
+    max_new_tokens: int | None = rare(bounded(None, at_least=1))
     """Longest judgement in tokens; empty: `sampler.max_new_tokens`."""
     splits: list[str] = field(default_factory=list)
     """Held-out splits that are answered so; empty: all."""

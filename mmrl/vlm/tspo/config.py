@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from mmrl.rewards import RewardConfig
 from mmrl.training.loop.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.loop.settings import EvaluationConfig, RunConfig, TrainerConfig
@@ -30,7 +30,7 @@ class FeatureConfig:
     """CLIP folder or hub id, such as openai/clip-vit-large-patch14."""
     build: str | None = None
     """`module:function` that writes `path` when it does not exist: function(path, **build_options)."""
-    build_options: dict[str, Any] = field(default_factory=dict)
+    build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of the build function."""
     fps: float = bounded(1.0, at_least=0, finite=True)
     """Candidate frames a second; 0 or more than a video has: all its frames."""
@@ -38,9 +38,9 @@ class FeatureConfig:
     """Most candidates of a video, evenly spaced where there would be more; 0 = no limit."""
     cache: str | None = None
     """Folder in which features are kept, by content, candidates and CLIP; empty: in memory alone."""
-    memory_mb: float = bounded(512.0, at_least=0)
+    memory_mb: float = rare(bounded(512.0, at_least=0))
     """Most megabytes of features that are held in memory."""
-    batch: int = bounded(64, at_least=1)
+    batch: int = rare(bounded(64, at_least=1))
     """Frames that are embedded together; for memory only."""
 
 
@@ -62,14 +62,14 @@ class PickConfig:
 
     count: int = bounded(16, at_least=1)
     """Frames picked for a question with a needle; all frames of a video that has fewer."""
-    general_count: int = bounded(0, at_least=0)
+    general_count: int = rare(bounded(0, at_least=0))
     """Frames picked for other questions; 0 = half as many."""
     logprob: str = choice("mean_marginal", LOGPROBS)
     """Log-probability of the picks: mean_marginal (public code), sum_marginal, noisy_product (the paper's eq. 5) or
     plackett_luce (exact); see `mmrl/vlm/tspo/picking.py`."""
     temperature: float = bounded(0.025, above=0)
     """Scores are divided by it in the first step."""
-    final_temperature: float = bounded(0.01, above=0)
+    final_temperature: float = rare(bounded(0.01, above=0))
     """Temperature at the end of the run; it moves along a line."""
 
     def of(self, specific: bool) -> int:
@@ -88,17 +88,17 @@ class AnswererConfig:
     """oracle: frames of the needle that the answer needs."""
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
     """vlm: the model."""
-    train: bool = False
+    train: bool = rare(False)
     """vlm: train the model with the agent, its sampled tokens being decisions too; else it is frozen, answers with its
     likeliest tokens, and its ratio is 1."""
-    learning_rate: float = bounded(0.0, at_least=0)
+    learning_rate: float = rare(bounded(0.0, at_least=0))
     """vlm: learning rate of the trained model, under the agent's schedule; 0 = that of the agent, too high for large
     models."""
     sampler: SamplerConfig = field(default_factory=lambda: SamplerConfig(max_new_tokens=256))
     """vlm: length of answers, and of a trained model also temperature and truncation."""
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="choice"))
     """vlm: what says whether an answer is right (1) or not."""
-    batch_rows: int = bounded(64, at_least=1)
+    batch_rows: int = rare(bounded(64, at_least=1))
     """vlm: answers that are read together; for memory only."""
 
     def validate(self) -> None:
@@ -119,9 +119,9 @@ class AnswererConfig:
 class TspoEvaluationConfig(EvaluationConfig):
     """Evaluation without noise, beside evenly spaced frames and those that are most like the question."""
 
-    method: str = choice("topk", METHODS)
+    method: str = rare(choice("topk", METHODS))
     """topk: the best frames (LongVideoBench, MLVU, LVBench); bin-max: the best of each part (Video-MME)."""
-    count: int = bounded(0, at_least=0)
+    count: int = rare(bounded(0, at_least=0))
     """Frames picked; 0 = as many as in training."""
 
 
@@ -141,7 +141,7 @@ class TspoConfig(RunConfig):
     """How frames are drawn."""
     answerer: AnswererConfig = field(default_factory=AnswererConfig)
     """What answers from the picked frames."""
-    accuracy_weight: float = bounded(1.0, at_least=0, finite=True)
+    accuracy_weight: float = rare(bounded(1.0, at_least=0, finite=True))
     """Weight of R_A, 1 for a right answer."""
     locating_weight: float = bounded(1.0, at_least=0, finite=True)
     """Weight of R_T, the share of the picks that lie in the needle; questions without one get 1 from it."""

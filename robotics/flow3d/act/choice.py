@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmrl.fields import bounded, check_config
+from mmrl.fields import bounded, check_config, rare
 from robotics.flow3d.act.grasps import Grasp
 from robotics.flow3d.act.ik import ArmIk, JointPath
 from robotics.flow3d.act.motion import gripper_poses, interpolate_joints, interpolate_poses
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 class ReachSettings:
     """How a motion is checked."""
 
-    standoff_m: float = bounded(0.1, above=0)
+    standoff_m: float = rare(bounded(0.1, above=0))
     """Way along the fingers from the first pose to the grasp."""
-    step_m: float = bounded(0.05, above=0)
+    step_m: float = rare(bounded(0.05, above=0))
     """Largest way between poses that are solved for."""
-    step_rad: float = bounded(0.34, above=0)
+    step_rad: float = rare(bounded(0.34, above=0))
     """Largest turn between them."""
-    goal_only: bool = False
+    goal_only: bool = rare(False)
     """Keep a grasp when its first and last pose are reachable, as in the paper; the path between may then be cut."""
-    clearance_m: float = bounded(0.003, at_least=0)
+    clearance_m: float = rare(bounded(0.003, at_least=0))
     """Height of the arm above the support, at least."""
-    points_inside: int = bounded(3, at_least=0)
+    points_inside: int = rare(bounded(3, at_least=0))
     """Points of object or scene that may lie inside the hand, as noise puts them there."""
-    hidden_share: float = bounded(0.05, at_least=0, below=1)
+    hidden_share: float = rare(bounded(0.05, at_least=0, below=1))
     """Share of the hand that may be hidden by the scene at the grasp."""
-    plans: int = bounded(24, at_least=1)
+    plans: int = rare(bounded(24, at_least=1))
     """Plans after which no further grasp is tried; that with the least joint path is chosen among them."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmrl.fields import bounded, check_config, choice
+from mmrl.fields import bounded, check_config, choice, rare
 from robotics.flow3d.act.motion import turn_by
 from robotics.flow3d.act.rekep import collision_cost, flow_keypoint_cost, pose_consistency, unnormalize_vars
 from robotics.flow3d.geometry import apply_pose, farthest_points, inverse_pose, make_pose
@@ -34,33 +34,33 @@ RADIAN_M = 1.5
 class ChunkSettings:
     """Weights and bounds; the numbers are ReKep's unless said otherwise."""
 
-    keypoints: int = bounded(16, at_least=3)
+    keypoints: int = rare(bounded(16, at_least=3))
     """Points of the object that are to follow the flow; our choice, the paper gives none."""
-    keypoint_weight: float = bounded(200.0, at_least=0)
+    keypoint_weight: float = rare(bounded(200.0, at_least=0))
     """Of the mean distance of keypoints, to the power p, in metres."""
-    p: int = choice(2, (1, 2))
+    p: int = rare(choice(2, (1, 2)))
     """Squared or plain distances."""
-    smoothness_weight: float = bounded(1.0, at_least=0)
+    smoothness_weight: float = rare(bounded(1.0, at_least=0))
     """Of the difference from the closed form's step, 1.5 m a radian."""
-    collision_weight: float = bounded(0.8, at_least=0)
+    collision_weight: float = rare(bounded(0.8, at_least=0))
     """Of the depth within the margin, summed over points."""
-    collision_points: int = bounded(60, at_least=1)
+    collision_points: int = rare(bounded(60, at_least=1))
     """Points of the object that keep clear."""
-    collision_margin_m: float = bounded(0.02, at_least=0)
+    collision_margin_m: float = rare(bounded(0.02, at_least=0))
     """Distance from obstacles; ReKep's 0.10 lifts everything off the table that it should be set down on."""
-    reach_weight: float = bounded(20.0, at_least=0)
+    reach_weight: float = rare(bounded(20.0, at_least=0))
     """Of the share of steps that inverse kinematics needs, and of its error in metres."""
-    rest_weight: float = bounded(0.2, at_least=0)
+    rest_weight: float = rare(bounded(0.2, at_least=0))
     """Of the distance from the home posture, at most 3 rad, which is also what an unreachable pose costs."""
-    shift_m: float = bounded(0.08, above=0)
+    shift_m: float = rare(bounded(0.08, above=0))
     """Largest shift from the closed form along an axis."""
-    turn_rad: float = bounded(0.5, above=0)
+    turn_rad: float = rare(bounded(0.5, above=0))
     """Largest turn from it about an axis."""
-    first_solver: str = choice("slsqp", SOLVERS)
+    first_solver: str = rare(choice("slsqp", SOLVERS))
     """For the first pose of a chunk; ReKep takes dual_annealing, which starts anywhere, and SLSQP afterwards."""
-    evaluations: int = bounded(2000, at_least=1)
+    evaluations: int = rare(bounded(2000, at_least=1))
     """Most evaluations of dual annealing."""
-    iterations: int = bounded(60, at_least=1)
+    iterations: int = rare(bounded(60, at_least=1))
     """Most iterations of SLSQP."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, check_config
+from mmrl.fields import bounded, check_config, rare
 from robotics.flow3d.geometry import angle_rad
 
 if TYPE_CHECKING:
@@ -35,23 +35,23 @@ PATIENCE, PROGRESS = 8, 0.01
 class IkSettings:
     """How near is near enough, and how long to try."""
 
-    position_tolerance_m: float = bounded(0.003, above=0)
+    position_tolerance_m: float = rare(bounded(0.003, above=0))
     """Distance from the pose that counts as reached."""
-    angle_tolerance_rad: float = bounded(0.03, above=0)
+    angle_tolerance_rad: float = rare(bounded(0.03, above=0))
     """Turn from the pose that counts as reached."""
-    iterations: int = bounded(50, above=0)
+    iterations: int = rare(bounded(50, above=0))
     """Largest number of steps for one pose."""
-    restarts: int = bounded(4, at_least=0)
+    restarts: int = rare(bounded(4, at_least=0))
     """Random starts for the first pose of a path, when the given one leads nowhere."""
-    orientation_cost: float = bounded(0.3, above=0)
+    orientation_cost: float = rare(bounded(0.3, above=0))
     """Metres of error that one radian is worth."""
-    posture_cost: float = bounded(1e-3, at_least=0)
+    posture_cost: float = rare(bounded(1e-3, at_least=0))
     """Pull towards the home posture, within what the pose leaves open."""
-    step_rad: float = bounded(0.5, above=0)
+    step_rad: float = rare(bounded(0.5, above=0))
     """Largest change of a joint in one step."""
-    limit_distance: float = bounded(0.005, above=0)
+    limit_distance: float = rare(bounded(0.005, above=0))
     """Distance kept from joint limits, rad or m."""
-    jump_rad: float = bounded(0.6, above=0)
+    jump_rad: float = rare(bounded(0.6, above=0))
     """Largest change of a joint between neighbouring poses of a path."""
 
 

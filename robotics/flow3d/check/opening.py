@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.check.geometric import GeometricVerifier
 from robotics.flow3d.check.verdict import AlwaysVerifier, Verifier
 
@@ -20,7 +20,7 @@ class VerifierConfig:
     criteria on the predicted pose, an upper bound; vlm: a model of the suite; endpoint: one behind a chat server."""
     path: str = ""
     """Folder or hub id of the model; read by vlm."""
-    url: str = ""
+    url: str = rare("")
     """Address of the server up to /v1; read by endpoint."""
     model: str = ""
     """Name of the model there; read by endpoint."""

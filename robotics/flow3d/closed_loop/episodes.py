@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.scenes.arms import FLOW_ARMS
 from robotics.flow3d.scenes.scene import SceneConfig
 from robotics.flow3d.scenes.tasks import FLOW_TASKS, find_flow_task
@@ -44,7 +44,7 @@ class FlowEpisodesConfig:
     """Keys of `FLOW_ARMS`."""
     episodes: int = bounded(10, at_least=1)
     """Layouts of each task, the same for all arms."""
-    first: int = bounded(0, at_least=0)
+    first: int = rare(bounded(0, at_least=0))
     """Number of the first of them."""
     layouts: str = choice("held_out", SPLITS)
     """Where things lie: on fields of training data, or on those kept out of them."""
@@ -52,11 +52,11 @@ class FlowEpisodesConfig:
     """Shapes and colours of the moved thing: those of training data, or those kept out of them."""
     background: str = choice("train", SPLITS)
     """Table tops and floors."""
-    image_size: int = bounded(128, at_least=16)
+    image_size: int = rare(bounded(128, at_least=16))
     """Side of the pictures in pixels."""
-    depth: str = "clean"
+    depth: str = rare("clean")
     """See `SceneConfig.depth`."""
-    depth_noise: float = bounded(0.0, at_least=0, below=1)
+    depth_noise: float = rare(bounded(0.0, at_least=0, below=1))
     """See `SceneConfig.depth_noise`."""
     lose_after_m: float = bounded(0.0, at_least=0)
     """See `SceneConfig.lose_after_m`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mmrl.fields import rare
 from robotics.flow3d.act.grasps import PROPOSERS
 from robotics.flow3d.check.opening import VerifierConfig
 from robotics.flow3d.check.verdict import PredicateVerifier, Verifier
@@ -20,7 +21,7 @@ class LoopConfig:
 
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
     """Who judges predicted outcomes."""
-    grasps: list[str] = field(default_factory=lambda: ["primitive", "antipodal"])
+    grasps: list[str] = rare(field(default_factory=lambda: ["primitive", "antipodal"]))
     """Rows of `PROPOSERS`."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     """How a plan is made and carried out."""

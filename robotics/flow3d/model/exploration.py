@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffusion.sampler import row_noise
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from robotics.flow3d.clip import VISIBLE
 from robotics.flow3d.geometry import lift, project
 
@@ -33,7 +33,7 @@ class ExplorationConfig:
 
     shift_cm: float = bounded(0.0, at_least=0, finite=True)
     """Standard deviation, along each axis, of the way in the last frame, in centimetres."""
-    turn_deg: float = bounded(0.0, at_least=0, finite=True)
+    turn_deg: float = rare(bounded(0.0, at_least=0, finite=True))
     """Standard deviation, about each axis, of the turn in the last frame, in degrees."""
 
     @property

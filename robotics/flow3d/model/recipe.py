@@ -37,7 +37,7 @@ from mmrl.core.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import Payload, nested, per_row
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
-from mmrl.fields import choice
+from mmrl.fields import choice, rare
 from mmrl.training.loop.evaluation import Evaluation, Measure, evaluate_tasks
 from mmrl.training.loop.recipe import Recipe
 from mmrl.training.loop.reference import Reference
@@ -85,7 +85,7 @@ class WorldModelConfig(FlowModelConfig):
 
     path: str = ""
     """Folder of a saved world model to go on from; all that it is made of then comes from there."""
-    depth_range: str = choice("data", DEPTH_RANGES)
+    depth_range: str = rare(choice("data", DEPTH_RANGES))
     """Where encoding.z_min_m and z_max_m come from: data (98 % of the training depths and a tenth more at both ends)
     or given."""
     words: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmrl.fields import bounded, choice
+from mmrl.fields import bounded, choice, rare
 from robotics.flow3d.encoding import FlowEncoding
 
 BODIES = ("traj_dit", "unet_motion", "dit_factored")
@@ -23,11 +23,11 @@ TRAINABLE = ("full", "lora")
 class UnetConfig:
     """Sizes of `unet_motion`; those of Stable Diffusion 1.5 by default."""
 
-    channels: list[int] = bounded([320, 640, 1280, 1280], at_least=1)
+    channels: list[int] = rare(bounded([320, 640, 1280, 1280], at_least=1))
     """Channels of the levels; the grid is halved from one to the next."""
-    layers: int = bounded(2, at_least=1)
+    layers: int = rare(bounded(2, at_least=1))
     """Residual blocks of a level."""
-    norm_groups: int = bounded(32, at_least=1)
+    norm_groups: int = rare(bounded(32, at_least=1))
     """Groups of the norms; must divide all channels."""
     max_frames: int = bounded(48, at_least=1)
     """Longest flow that the motion modules have positions for."""
@@ -64,7 +64,7 @@ class BodyConfig:
     """Width of the transformers; read by traj_dit and dit_factored."""
     blocks: int = bounded(3, at_least=1)
     """Their blocks."""
-    heads: int = bounded(4, at_least=1)
+    heads: int = rare(bounded(4, at_least=1))
     """Their attention heads."""
     point_condition: str = choice("tokens+concat", POINT_CONDITIONS)
     """tokens: query points are tokens of the context, as in the paper, and the network has to find out which of them
@@ -90,22 +90,22 @@ class ConditionConfig:
     """Side of the square that the picture is resized to; CLIP ViT-L/14 has 224."""
     patch_px: int = bounded(8, at_least=1)
     """Side of a patch; read by small."""
-    heads: int = bounded(4, at_least=1)
+    heads: int = rare(bounded(4, at_least=1))
     """Attention heads; read by small."""
-    keypoints: int = bounded(32, at_least=0)
+    keypoints: int = rare(bounded(32, at_least=0))
     """Places of the picture that the instruction picks out, beside the patches; 0 = none; read by small."""
-    channels: int = bounded(32, at_least=8, multiple_of=8)
+    channels: int = rare(bounded(32, at_least=8, multiple_of=8))
     """Feature maps from which the keypoints are read; read by small."""
-    words: int = bounded(24, at_least=1)
+    words: int = rare(bounded(24, at_least=1))
     """Largest number of words of an instruction; read by small."""
     text: str = ""
     """Folder with `text_encoder` and `tokenizer`, such as that of a Stable Diffusion 1.5; read by clip."""
     vision: str = ""
     """Folder of a CLIP model with its vision tower, such as openai/clip-vit-large-patch14; read by clip."""
-    point_pe: str = choice("corrected", POINT_CODES)
+    point_pe: str = rare(choice("corrected", POINT_CODES))
     """Code of the query points for clip: corrected, or repo with the numbers that the released weights were trained
     on, see `repo_code`."""
-    bgr: bool = False
+    bgr: bool = rare(False)
     """Whether CLIP gets blue, green, red, as the released weights were trained."""
 
     def validate(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.fields import bounded
+from mmrl.fields import bounded, rare
 from mmrl.training.record.fingerprint import content_digest
 from robotics.flow3d.clip import VISIBLE, FlowClip, Z
 
@@ -47,7 +47,7 @@ class ClipSetConfig:
     """Options of `build`."""
     split: str = ""
     """Only clips of this split; empty = all."""
-    sources: list[str] = field(default_factory=list)
+    sources: list[str] = rare(field(default_factory=list))
     """Only clips of these sources; empty = all."""
     tasks: list[str] = field(default_factory=list)
     """Only clips of these tasks; empty = all."""
